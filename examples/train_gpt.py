@@ -2,9 +2,9 @@
 
     mpirun --with-ft ulfm -n 2 python examples/train_gpt.py --every 20 : -n 1 holdfast stager --store URL
 
-Run the same line again after a kill, on this machine or on others: it goes on where the newest good checkpoint ends, bit
-for bit. What holdfast needs in a training script is marked with `holdfast:` below. All the rest is an ordinary
-data-parallel PyTorch script, kept deterministic so that two runs can be compared to the last bit.
+Run the same line again after a kill, on this machine or on others: it goes on where the newest good checkpoint
+ends, bit for bit. What holdfast needs in a training script is marked with `holdfast:` below. All the rest is an
+ordinary data-parallel PyTorch script, kept deterministic so that two runs can be compared to the last bit.
 
 With `--every 0` no checkpoint is taken and no stager is needed: that is the reference of `make demo`.
 """
@@ -12,12 +12,10 @@ With `--every 0` no checkpoint is taken and no stager is needed: that is the ref
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sysconfig
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,14 +39,18 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        x = x + functional.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)), dropout, self.training)
+        x = x + functional.dropout(
+            self.out(mixed.transpose(1, 2).reshape(batch, length, width)), dropout, self.training
+        )
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
@@ -73,46 +75,63 @@ class GPT(nn.Module):
 
 
 def standard_library_text() -> Tensor:
-    """The `*.py` files of the standard library, sorted by name, one after the other: text that every machine has."""
+    """The `*.py` files of the standard library, one after the other: text that every machine has."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"\n".join(file.read_bytes() for file in files)[:TEXT_BYTES_MAX]
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def make_deterministic(rank: int) -> None:
-    """The same bits from the same state: one thread (a fixed order of sums), a seed of its own for each rank's dropout."""
+    """The same bits from the same state: one thread, so a fixed order of sums; and each rank its own dropout."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(SEED + rank)
 
 
-class NoCheckpoints(contextlib.AbstractContextManager["NoCheckpoints", None]):
+class NoCheckpoints:
     """Stands in for the `Checkpointer` where a run without checkpoints is wanted for comparison."""
 
-    def restore(self) -> int:
-        return 0
-
-    def step(self, step: int) -> bool:
-        return False
+    def __enter__(self) -> NoCheckpoints:
+        return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
+    def restore(self) -> int:
+        return 0
+
+    def step(self, step: int) -> bool:  # noqa: ARG002 - the Checkpointer's signature
+        return False
+
+
+class Progress:
+    """Tells how training goes: a JSON line a step into a file, or a line every ten steps on the terminal."""
+
+    def __init__(self, path: Path | None, *, quiet: bool) -> None:
+        self._file = path.open("a", encoding="utf-8") if path is not None and not quiet else None
+        self._quiet = quiet
+
+    def tell(self, step: int, loss: float, seconds: float) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, "loss": loss, "seconds": round(seconds, 6)}) + "\n")
+            self._file.flush()
+        elif not self._quiet and (step + 1) % 10 == 0:
+            print(f"step {step:5d}  loss {loss:.4f}  {seconds:.2f} s", flush=True)
+
 
 def train(options: argparse.Namespace) -> None:
-    init_torch_distributed()  # holdfast: torch.distributed among the training ranks of this MPI job
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # holdfast: torch.distributed among the training ranks of this MPI job
+    rank, ranks = init_torch_distributed("gloo")
     torch.manual_seed(SEED)  # the same first weights on every rank
     model = GPT(layers=options.layers, width=options.width, heads=options.width // 64)
     make_deterministic(rank)
-    # `find_unused_parameters` keeps DDP's buckets as they are: it otherwise sorts them anew in a process's second step,
-    # which changes the order of sums among three or more ranks, and a resumed process is in its first step later.
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    # With three or more ranks the order of sums matters. DDP sorts its buckets anew in a process's second step, which
+    # is another step of the training in a resumed process; `find_unused_parameters` keeps the buckets as they are.
+    ddp = DistributedDataParallel(model, find_unused_parameters=ranks > 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=options.steps + 1)
     text = standard_library_text()
     sampler = ResumableSampler(len(text) // (CONTEXT + 1), seed=SEED, rank=rank, ranks=ranks)
-    samples = iter(sampler)
 
     state = {  # holdfast: what a checkpoint holds, by name
         "model": model,
@@ -121,16 +140,17 @@ def train(options: argparse.Namespace) -> None:
         "data": sampler,  # its position, so that no sample is skipped or repeated
         "rng": PerRank(RngState()),  # every rank has its own dropout
     }
-    checkpoints: Any = Checkpointer(state, every=options.every) if options.every else NoCheckpoints()
-    with checkpoints as checkpointer, Progress(options.progress if rank == 0 else None) as progress:
+    progress = Progress(options.progress, quiet=rank != 0)
+    with Checkpointer(state, every=options.every) if options.every else NoCheckpoints() as checkpointer:
         first = checkpointer.restore()  # holdfast: the next step to run; 0 on a new run
+        batches = sampler.batches(options.batch_size)
         for step in range(first, options.steps):
             begun = time.perf_counter()
-            places = [next(samples) * (CONTEXT + 1) for _ in range(options.batch_size)]
-            batch = torch.stack([text[place : place + CONTEXT + 1] for place in places]).long()
+            starts = [index * (CONTEXT + 1) for index in next(batches)]
+            batch = torch.stack([text[start : start + CONTEXT + 1] for start in starts]).long()
             logits = ddp(batch[:, :-1])
             loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()  # waits only while a copy of the state is still under way
             optimizer.zero_grad()
             scheduler.step()
@@ -138,25 +158,34 @@ def train(options: argparse.Namespace) -> None:
             progress.tell(step, loss.item(), time.perf_counter() - begun)
         # holdfast: leaving the `with` waits until the last checkpoint is durable
     if options.final is not None and rank == 0:
-        final = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+        final = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+        }
         torch.save(final, options.final)
     dist.destroy_process_group()
 
 
-class Progress:
-    """Tells how training goes: one JSON line a step into a file, or a line every ten steps on the terminal."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="steps of the whole training (default %(default)s)"
+    )
+    parser.add_argument(
+        "--every", type=int, default=20, help="checkpoint after so many steps; 0: never (default %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=4, help="samples of each rank in a step (default %(default)s)"
+    )
+    parser.add_argument("--layers", type=int, default=6, help="transformer blocks (default %(default)s)")
+    parser.add_argument(
+        "--width", type=int, default=384, help="model width, a multiple of 64 (default %(default)s)"
+    )
+    parser.add_argument("--final", type=Path, help="rank 0 saves the final state here with torch.save")
+    parser.add_argument("--progress", type=Path, help="rank 0 appends a JSON line for each step to this file")
+    train(parser.parse_args())
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = path.open("a", encoding="utf-8") if path is not None else None
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def tell(self, step: int, loss: float, seconds: float) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"step": step, "loss": loss, "seconds": round(seconds, 6)}) + "\n")
-            self._file.flush()
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 from isal import isal_zlib
 
@@ -17,12 +16,12 @@ Buffer = bytes | bytearray | memoryview
 
 def crc32(data: Buffer, start: int = 0) -> int:
     """CRC-32 of `data`, continuing from `start` (the CRC of the bytes before it)."""
-    return cast(int, isal_zlib.crc32(data, start))
+    return isal_zlib.crc32(data, start)
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
     """CRC-32 of A+B from the CRC of A, the CRC of B, and the number of bytes of B."""
-    return cast(int, isal_zlib.crc32_combine(first, second, second_bytes))
+    return isal_zlib.crc32_combine(first, second, second_bytes)
 
 
 def combine_all(pieces: Iterable[tuple[int, int]]) -> int:

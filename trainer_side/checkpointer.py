@@ -1,13 +1,13 @@
 """The `Checkpointer`: what a training loop talks to.
 
-    save(step), training thread                          copy thread              MPI thread (link)
-    ─────────────────────────────────────────            ─────────────            ──────────────────
+    save(step), training thread                      copy thread            MPI thread (link)
+    ───────────────────────────────────────          ─────────────          ─────────────────
     collect the state, pickle its plain values
-    first time, or new tensors: agree on a layout  ─────────────────────────────► PROPOSE … RESERVED
+    first time, or new tensors: agree on a layout ────────────────────────► PROPOSE … RESERVED
     copy what anything may change
-    close the gate, offer ──────────────────────────────────────────────────────► OFFER … credits
-    return                                               copy the slice ────────► frames, as the bytes get ready
-    next optimizer.step(): waits for the gate ◄───────── open the gate
+    close the gate, offer ────────────────────────────────────────────────► OFFER … credits
+    return                                           copy the slice ──────► frames, as the bytes get ready
+    next optimizer.step(): waits for the gate ◄───── open the gate
 
 No collective operation after start-up. A step that cannot be taken (the one before is still on its way) is declined by
 this rank, the stager tells the others, and training goes on.
@@ -96,9 +96,11 @@ class Checkpointer:
         PeerLost: A rank or the stager did not come within `start_seconds_max`.
     """
 
-    def __init__(self, state: Mapping[str, Any], *, config: TrainerConfig | None = None, every: int = 0) -> None:
-        for name in state:
-            if not isinstance(name, str) or not name or "/" in name:
+    def __init__(
+        self, state: Mapping[str, Any], *, config: TrainerConfig | None = None, every: int = 0
+    ) -> None:
+        for name in list[object](state):
+            if not (isinstance(name, str) and name and "/" not in name):
                 raise StateError(f"names in the state are non-empty strings without '/', got {name!r}")
         if every < 0:
             raise ConfigError(f"every: expected 0 or more steps, got {every}")
@@ -108,7 +110,9 @@ class Checkpointer:
         self._link = Link.join(self._config)
         self._events = EventLog(self._config.events, role="trainer", rank=self._link.rank)
         self._link.events = self._events
-        self._gate = Gate([value for value in self._state.values() if isinstance(value, torch.optim.Optimizer)])
+        self._gate = Gate(
+            [value for value in self._state.values() if isinstance(value, torch.optim.Optimizer)]
+        )
         self._planned: _Planned | None = None
         self._transfer: Transfer | None = None
         self._pickle_reserve_bytes = 0
@@ -188,7 +192,8 @@ class Checkpointer:
         planned, taken, outgrown = self._take(tree)
         if outgrown is not None:
             return self._decline(step, "outgrown", needed_pickle_bytes=outgrown)
-        assert taken is not None and planned is not None
+        assert planned is not None
+        assert taken is not None
         busy = self._transfer is not None and not self._transfer.released.is_set()
         if busy:
             return self._decline(step, "busy: the checkpoint before is still being sent")
@@ -269,8 +274,8 @@ class Checkpointer:
     def _make_plan(self, tree: Any) -> _Planned:
         if self._transfer is not None and not self._transfer.released.wait(self._config.stager_seconds_max):
             raise self._link.problem or StateError(
-                f"rank {self.rank}: the tensors changed while the checkpoint of step {self._transfer.step} is still being sent, "
-                f"and it did not finish within {self._config.stager_seconds_max} s"
+                f"rank {self.rank}: the tensors changed while the checkpoint of step {self._transfer.step} is still "
+                f"being sent, and it did not finish within {self._config.stager_seconds_max} s"
             )
         begun = time.monotonic()
         classes = classify(self._state, tree)

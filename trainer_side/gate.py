@@ -4,7 +4,7 @@
     forward, backward go on …        optimizer.step() waits here, and only while the copy is under way
 
 A hook on each optimizer (`register_step_pre_hook`) waits; the training loop is not changed. The gate is coarse: one
-copy, all optimizers. (Two-phase checkpointing: CheckFreq, FAST 2021, section 4.1, where the update waits for the snapshot.)
+copy, all optimizers. (Two-phase checkpointing as in CheckFreq, FAST 2021: the update waits for the snapshot.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gate:
         self._clock = clock
         self._opened = threading.Event()
         self._opened.set()
-        self._waiting_since: float | None = None
+        self._waiting: dict[int, float] = {}  # thread → since when
         self._waited_seconds = 0.0
         self._lock = threading.Lock()
         self._hooks = [optimizer.register_step_pre_hook(self._hook) for optimizer in optimizers]
@@ -55,24 +55,27 @@ class Gate:
         """Let updates pass; returns for how many seconds the training thread was held back. Any thread."""
         with self._lock:
             waited = self._waited_seconds
-            if self._waiting_since is not None:
-                waited += self._clock() - self._waiting_since
+            now = self._clock() if self._waiting else 0.0
+            waited += sum(now - since for since in self._waiting.values())
             self._opened.set()
         return waited
 
     def wait(self) -> None:
-        """Return when no copy is under way. Called by the hook; call it yourself before changing parameters by other means
-        than `optimizer.step()` (weight averaging in place, loading weights)."""
+        """Return when no copy is under way. Called by the hook.
+
+        Call it yourself before changing parameters by other means than `optimizer.step()` (weight averaging in place,
+        loading weights).
+        """
         if self._opened.is_set():
             return
+        thread = threading.get_ident()
         with self._lock:
-            self._waiting_since = self._clock()
+            self._waiting[thread] = self._clock()
         try:
             self._opened.wait()
         finally:
             with self._lock:
-                self._waited_seconds += self._clock() - self._waiting_since
-                self._waiting_since = None
+                self._waited_seconds += self._clock() - self._waiting.pop(thread)
 
     def remove(self) -> None:
         """Take the hooks off the optimizers."""
@@ -80,5 +83,7 @@ class Gate:
             hook.remove()
         self._hooks.clear()
 
-    def _hook(self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+    def _hook(
+        self, _optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+    ) -> None:
         self.wait()

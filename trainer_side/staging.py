@@ -4,8 +4,8 @@
     staging buffer:       │ piece │ piece │ piece        │ …       (in that order, nothing between)
                           └ frame 0 ──────┘└ frame 1 ────┘
 
-Allocated and touched once per layout: first touch of fresh pages costs ten times the copy itself. Literals are laid down
-once, too; each save then copies
+Allocated and touched once per layout: first touch of fresh pages costs ten times the copy itself. Literals are laid
+down once, too; each save then copies
     1. at once, in `save()`: what anything may change: data.pkl, buffers, `PerRank` values  (`copy_now`)
     2. behind the gate, in the copy thread: what only the optimizer changes                 (`copy_gated`)
 and moves the watermark `ready_bytes`, up to which the sender may read.
@@ -58,7 +58,7 @@ class Staging:
         self._plan = _plan(skeleton.layout, rank, gated)
         self._buffer = torch.empty(max(1, self._plan.nbytes), dtype=torch.uint8, pin_memory=pinned)
         self._buffer.zero_()
-        self._memory = memoryview(self._buffer.numpy())
+        self._memory = self._buffer.numpy().data
         self._address = self._buffer.data_ptr()
         self._ready_bytes = 0
         offset = 0
@@ -103,7 +103,11 @@ class Staging:
         self._ready_bytes = self._plan.gated[0].offset if self._plan.gated else self._plan.nbytes
 
     def copy_gated(
-        self, sources: Sequence[Source | None], *, after: torch.cuda.Event | None, cancelled: Callable[[], bool]
+        self,
+        sources: Sequence[Source | None],
+        *,
+        after: torch.cuda.Event | None,
+        cancelled: Callable[[], bool],
     ) -> None:
         """Copy what only the optimizer changes, in image order, moving the watermark. Copy thread only.
 
@@ -131,7 +135,7 @@ class Staging:
         self, sources: Sequence[Source | None], after: torch.cuda.Event, cancelled: Callable[[], bool]
     ) -> None:
         gated = self._plan.gated
-        stream = torch.cuda.Stream()
+        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_event(after)
         copied: list[tuple[torch.cuda.Event, int]] = []
         with torch.cuda.stream(stream):

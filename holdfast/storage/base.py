@@ -1,15 +1,17 @@
 """What a store must do, and no more: the interface that every backend keeps and the conformance suite checks.
 
-A store is one run's prefix (`/mnt/nfs/run`, `s3://bucket/run`, any fsspec URL). Names are relative to it, `/`-separated
-and never lead out of it. Big files go through an `Upload`: parts in any order from several threads, invisible until
-`publish`. Small ones are written whole: they are there completely or not at all.
+A store is one run's prefix (`/mnt/nfs/run`, `s3://bucket/run`, any fsspec URL). Names are relative to it,
+`/`-separated and never lead out of it. Big files go through an `Upload`: parts in any order from several threads,
+invisible until `publish`. Small ones are written whole: they are there completely or not at all.
 
-Errors: `StoreMissing` for what is not there, `StoreError` (with `retriable`) for all else; never a backend's own type.
+Errors: `StoreMissing` for what is not there, `StoreError` (with `retriable`) for all else; never a backend's own
+    type.
 Backends do not retry: `holdfast.storage.retrying` wraps any of them.
 """
 
 from __future__ import annotations
 
+import builtins  # `list` is a method of the classes below
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
@@ -34,14 +36,17 @@ class Upload(Protocol):
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Write part `index` (from 0), whose bytes are `buffers` back to back and whose CRC-32 is `crc32`.
 
-        The buffers are page-aligned and their memory is padded to 4096 bytes beyond the last one's end when the part is the
-        last, so that direct I/O may write whole pages. Any order, any thread, the same part again replaces it.
+        Page-aligned buffers of whole pages (but for the last of the last part) go past the page cache where the
+        backend can do that; others are written as well. Any order, any thread, the same part again replaces it.
         """
         ...
 
     def publish(self) -> None:
-        """Make the file visible under its name, all at once. When this returns it is durable and read back: its size and
-        write-id are what was meant, however many answers were lost on the way."""
+        """Make the file visible under its name, all at once.
+
+        When this returns it is durable and read back: its size and write-id are what was meant, however many answers
+        were lost on the way. May be called again after a retriable error.
+        """
         ...
 
     def abort(self) -> None:
@@ -86,7 +91,11 @@ class Store(Protocol):
         ...
 
     def create(self, name: str, data: bytes) -> bool:
-        """As `write`, but only if nothing is there; False if something is. Exclusive as far as the backend can."""
+        """As `write`, but only if nothing is there; False if something is. Exclusive as far as the backend can.
+
+        `data` must be the caller's own (hold a write-id): where answers get lost, what stands there decides whose it
+        is.
+        """
         ...
 
     def delete(self, name: str) -> None:
@@ -101,7 +110,10 @@ class Store(Protocol):
         """
         ...
 
-    def sweep(self, keep: Collection[str] = ()) -> list[str]:
-        """Remove what unfinished uploads left (temporary files, open multipart uploads) except those whose write-id is in
-        `keep`. Only the run's single writer may call this. Returns what was removed, in words."""
+    def sweep(self, keep: Collection[str] = ()) -> builtins.list[str]:
+        """Remove what unfinished uploads left (temporary files, open multipart uploads).
+
+        Except those whose write-id is in `keep`. Only the run's single writer may call this. Returns what was
+        removed, in words.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Start a real MPI job and be sure to end it: own process group, a hard limit, and its output in the failure message."""
+"""Start a real MPI job and be sure to end it: own process group, a hard limit, its output in the failure message."""
 
 from __future__ import annotations
 
@@ -19,8 +19,18 @@ HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
 
 def environment(runtime: Path, **more: str) -> dict[str, str]:
     """The environment of a job that shares nothing with another one on this machine."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "HOLDFAST_"))}
-    return {**kept, "HOLDFAST_RUNTIME_DIR": str(runtime), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMPI_", "PMIX_", "HOLDFAST_"))
+    }
+    return {
+        **kept,
+        "HOLDFAST_RUNTIME_DIR": str(runtime),
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
 
 
 class Job:
@@ -62,7 +72,9 @@ class Job:
             return self.process.wait(seconds_max)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"the job did not end within {seconds_max} s; it said:\n{self.output()}") from None
+            raise AssertionError(
+                f"the job did not end within {seconds_max} s; it said:\n{self.output()}"
+            ) from None
 
     def succeed(self, seconds_max: float) -> None:
         """Wait for the end and demand exit code 0."""

@@ -1,6 +1,7 @@
 """A training job whose every tensor says which step it belongs to: a checkpoint that mixes two steps is seen at once.
 
-`python fingerprint.py SAVES [--no-gate]`: train as fast as the machine can, save after every step, until SAVES are accepted.
+`python fingerprint.py SAVES [--no-gate]`: train as fast as the machine can, save after every step, until SAVES are
+accepted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A small training job with everything that must come back: dropout, BatchNorm, AdamW, a scheduler, data order, RNG.
 
-`python train.py OUT STEPS EVERY [PAUSE_AT]`: trains to STEPS, saves every EVERY steps. Writes to OUT, per rank: its pid, each step's loss, and at
-the end the state. At step PAUSE_AT the ranks wait to be killed, until then they keep their process.
+`python train.py OUT STEPS EVERY [PAUSE_AT]`: trains to STEPS, saves every EVERY steps. Writes to OUT, per rank: pid,
+each step's loss and samples, and at the end the state. After step PAUSE_AT the ranks wait to be killed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init
 
 SAMPLES, FEATURES, BATCH = 96, 16, 4
 PAUSE_SECONDS_MAX = 60
+STEP_SECONDS = 0.1  # so that a checkpoint is on its way before the next: none is declined as busy
 
 
 def main() -> None:
@@ -31,14 +33,24 @@ def main() -> None:
     torch.manual_seed(1)
     data = torch.randn(SAMPLES, FEATURES)
     net = torch.nn.Sequential(
-        torch.nn.Linear(FEATURES, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Dropout(0.3), torch.nn.Linear(64, FEATURES)
+        torch.nn.Linear(FEATURES, 64),
+        torch.nn.BatchNorm1d(64),
+        torch.nn.GELU(),
+        torch.nn.Dropout(0.3),
+        torch.nn.Linear(64, FEATURES),
     )
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     sampler = ResumableSampler(SAMPLES, seed=3, rank=rank, ranks=ranks)
     torch.manual_seed(100 + rank)
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": sampler, "rng": PerRank(RngState())}
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "data": sampler,
+        "rng": PerRank(RngState()),
+    }
     with Checkpointer(state, every=every) as checkpointer, (out / f"losses-{rank}").open("a") as losses:
         start = checkpointer.restore()
         if start:
@@ -52,9 +64,12 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
-            losses.write(json.dumps({"step": step, "loss": loss.item().hex(), "samples": list(indices)}) + "\n")
+            losses.write(
+                json.dumps({"step": step, "loss": loss.item().hex(), "samples": list(indices)}) + "\n"
+            )
             losses.flush()
             checkpointer.step(step)
+            time.sleep(STEP_SECONDS)
             if step == pause_at:
                 (out / f"paused-{rank}").touch()
                 time.sleep(PAUSE_SECONDS_MAX)
@@ -63,8 +78,8 @@ def main() -> None:
     torch.distributed.destroy_process_group()
 
 
-def _flat(state: dict[str, object]) -> dict[str, object]:
-    return {name: state[name].state_dict() for name in ("model", "optimizer", "scheduler", "data")}  # type: ignore[attr-defined]
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: state[name].state_dict() for name in ("model", "optimizer", "scheduler", "data")}
 
 
 if __name__ == "__main__":

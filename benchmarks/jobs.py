@@ -1,0 +1,203 @@
+"""The two MPI jobs of a benchmark, and the certainty that nothing of them is left afterwards.
+
+job "ranks"    n × benchmarks.rank    : 1 × holdfast stager (which starts the flusher in a session of its own)
+job "raw_mpi"  n × benchmarks.raw_mpi : 1 × benchmarks.raw_mpi receiver
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.machine import file_system
+from holdfast.launch import mpirun_command
+
+__all__ = ["Folders", "Job", "end_process", "flusher_pid", "folders", "rank_environment"]
+
+_END_SECONDS_MAX = 60.0
+_KILL_SECONDS_MAX = 5.0
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a benchmark keeps what it writes: all of it is removed at its end."""
+
+    scratch: Path
+    runtime: Path
+
+    @property
+    def store(self) -> Path:
+        return self.scratch / "store" / "run"
+
+
+@contextlib.contextmanager
+def folders(parent: Path | None) -> Iterator[Folders]:
+    """Make the folders, and remove them with all they hold.
+
+    Args:
+        parent: Where the peers write; by default the place for temporary files.
+
+    Raises:
+        RuntimeError: That is a tmpfs: writing to memory measures nothing that a checkpoint needs.
+    """
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=parent)))
+        if file_system(scratch) == "tmpfs":
+            raise RuntimeError(f"{scratch} is in memory (tmpfs); give --folder a place on a disk")
+        # The ring belongs in memory, and beside no other run's.
+        runtime = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm"))
+        )
+        stack.callback(_end_flushers, runtime)
+        yield Folders(scratch, runtime)
+
+
+def rank_environment(ranks: int, folders: Folders, *, chunk_bytes: int, ring_bytes: int) -> dict[str, str]:
+    """The environment of a job: nothing of holdfast's or MPI's from outside, one thread for arithmetic."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMPI_", "PMIX_", "HOLDFAST_"))
+    }
+    return {
+        **kept,
+        "HOLDFAST_RUNTIME_DIR": str(folders.runtime),
+        "HOLDFAST_CHUNK_BYTES": str(chunk_bytes),
+        "HOLDFAST_RING_BYTES": str(ring_bytes),
+        "HOLDFAST_KEEP_LAST": "1",  # retention removes what the other peers remove themselves
+        "HF_HUB_OFFLINE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        "WORLD_SIZE": str(ranks),
+        "XDG_STATE_HOME": str(folders.scratch / "state"),  # the flusher's log
+    }
+
+
+class Job:
+    """One mpirun. A context manager: at its end it is asked to stop, and killed if it does not.
+
+    Args:
+        name: For its log.
+        ranks: Number of `trainer` processes.
+        trainer, last: Arguments after the Python interpreter, of those and of the last rank.
+        environment: Their environment.
+        folder: Where the log is written.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        trainer: Sequence[str],
+        last: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        folder: Path,
+    ) -> None:
+        self.log = folder / f"{name}.log"
+        command = mpirun_command(ranks, [sys.executable, *trainer], stager=list(last))
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def find(self, word: str) -> int:
+        """Process id of the rank of this job that has `word` among its arguments."""
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if word in process.cmdline() and "mpirun" not in process.name():
+                    return process.pid
+        raise RuntimeError(f"no process of {self.log.stem} has {word!r} on its command line")
+
+    @property
+    def ended(self) -> bool:
+        """Whether mpirun is gone."""
+        return self._process.poll() is not None
+
+    def said(self) -> str:
+        """The end of its output."""
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def end(self) -> int:
+        """Wait for the job to end by itself, as it does when its ranks have no more orders; its exit code."""
+        try:
+            return self._process.wait(_END_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"job {self.log.stem} did not end within {_END_SECONDS_MAX:.0f} s:\n{self.said()}"
+            ) from None
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is not None:
+            return
+        # mpirun passes SIGTERM on to its ranks, and leads a group that holds nobody else.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_SECONDS_MAX)
+                return
+
+
+def flusher_pid(runtime: Path) -> int:
+    """Process id of the flusher whose ring lies under `runtime`.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    for file in sorted(runtime.glob("*/flusher.pid")):
+        return int(file.read_text().split()[0])
+    raise RuntimeError(f"no flusher.pid under {runtime}")
+
+
+def _end_flushers(runtime: Path) -> None:
+    """End what a failed benchmark left: a flusher outlives its MPI job, which is its purpose."""
+    with contextlib.suppress(RuntimeError, psutil.NoSuchProcess):
+        process = psutil.Process(flusher_pid(runtime))
+        if str(runtime) not in process.cmdline():
+            return  # a pid that was used again
+        process.terminate()
+        try:
+            process.wait(_KILL_SECONDS_MAX)
+        except psutil.TimeoutExpired:
+            process.kill()
+
+
+def end_process(pid: int) -> bool:
+    """Wait for the end of process `pid` (not our child), and kill it if it does not come.
+
+    Returns:
+        Whether it ended by itself.
+    """
+    try:
+        process = psutil.Process(pid)
+        process.wait(_END_SECONDS_MAX)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        process.kill()
+        return False
+    return True

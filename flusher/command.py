@@ -1,0 +1,73 @@
+"""`holdfast flusher`: start the process that owns the ring. Usually the stager does this itself.
+
+Says one line of JSON on stdout when stagers may connect, `{"ready": true, "directory": …, "attempt": …}`, or
+`{"error": {"code": …, "message": …}}` and ends with the exit code of the error's class.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flusher.lifetime import live
+from holdfast.config import FlusherConfig
+from holdfast.errors import HoldfastError
+
+__all__ = ["flusher"]
+
+_log = logging.getLogger("holdfast.flusher")
+
+
+@click.command()
+@click.option("--store", help="URL of the run: a path, or s3://bucket/run.")
+@click.option("--chunk-bytes", help="Size of a chunk, such as 16MiB.")
+@click.option("--ring-bytes", help="Memory for the ring, such as 1GiB.")
+@click.option("--keep-last", type=int, help="How many of the newest good checkpoints to keep; 0 keeps all.")
+@click.option("--keep-every", type=int, help="Keep each step that this divides as well; 0 is off.")
+@click.option("--verify/--no-verify", default=None, help="Read every checkpoint back after it was published.")
+@click.option("--linger/--no-linger", default=None, help="Stay after the training has ended.")
+@click.option("--writers", type=int, help="How many threads write parts.")
+@click.option(
+    "--runtime-dir", type=click.Path(path_type=Path), help="Where the ring lies; wants to be in memory."
+)
+@click.option("--grace-seconds", type=float, help="How long to wait for a stager that vanished to come back.")
+@click.option("--heartbeat-seconds", type=float, help="How often the claim on the run is renewed.")
+@click.option(
+    "--events", type=click.Path(path_type=Path), help="File to append events to, one JSON line each."
+)
+def flusher(**arguments: Any) -> None:
+    """Own the ring of one run: write, publish, verify and prune its checkpoints.
+
+    Runs outside the MPI job and outlives it. Ends when a stager says that the training is over, or some time after one
+    vanished; with --linger it waits for the next job.
+    """
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
+    )
+    is_ready = False
+
+    def ready(said: dict[str, Any]) -> None:
+        nonlocal is_ready
+        is_ready = True
+        _say({"ready": True, **said})
+
+    try:
+        live(FlusherConfig.from_sources(**arguments), ready)
+    except HoldfastError as error:
+        _log.error("%s", error)
+        if not is_ready:
+            _say({"error": {"code": error.code, "message": str(error)}})
+        sys.exit(error.exit_code)
+
+
+def _say(document: dict[str, Any]) -> None:
+    try:
+        click.echo(json.dumps(document))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever started us is gone; the ring is worth keeping all the same
+        _log.warning("nobody reads what this flusher says: %s", document)

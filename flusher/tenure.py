@@ -1,0 +1,81 @@
+"""The claim on the run over the life of this process: kept alive, checked before every publish, renewed per stager.
+
+A flusher may outlive several MPI jobs. Each stager that attaches gets an attempt of its own, because attempts order
+checkpoints: a job that was restored from step 100 must count as newer than step 150 of the job before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from holdfast.claim import Claim
+from holdfast.errors import FencedError, StoreError
+from holdfast.storage.base import Store
+
+__all__ = ["Tenure"]
+
+_log = logging.getLogger("holdfast.flusher")
+
+
+class Tenure:
+    """Holds the claim. May be used from any thread.
+
+    Args:
+        store: The run.
+        heartbeat_seconds: How often other hosts are shown that we live.
+
+    Raises:
+        FencedError: Another writer is alive.
+    """
+
+    def __init__(self, store: Store, heartbeat_seconds: float) -> None:
+        self._store, self._heartbeat_seconds = store, heartbeat_seconds
+        self._lock = threading.Lock()  # a check must not meet the old claim while it is renewed
+        self._claim = Claim.take(store, heartbeat_seconds=heartbeat_seconds)
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that is ours now."""
+        return self._claim.attempt
+
+    def check(self) -> None:
+        """See that the run is still ours; raises `FencedError` if not."""
+        with self._lock:
+            self._claim.check()
+
+    def renew(self) -> int:
+        """Take the next attempt, for another stager, and return it. Raises `FencedError`, `StoreError`."""
+        with self._lock:
+            self._claim.check()
+            # Our own claim is the one that is taken over: nobody else lost anything.
+            self._claim = Claim.take(self._store, heartbeat_seconds=self._heartbeat_seconds, takeover=True)
+            return self._claim.attempt
+
+    def start_beating(self, on_fenced: Callable[[FencedError], None]) -> None:
+        """Beat in a thread of its own: a slow upload must not make us look dead."""
+
+        def beat() -> None:
+            while not self._ended.wait(self._heartbeat_seconds):
+                try:
+                    with self._lock:
+                        self._claim.beat()
+                except FencedError as error:
+                    on_fenced(error)
+                    return
+                except StoreError as error:
+                    _log.warning("no heartbeat: %s", error)
+
+        self._thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop beating and release the claim."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._claim.release()

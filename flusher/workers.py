@@ -1,0 +1,102 @@
+"""Threads that do what takes long, and the inbox by which the event loop hears of it.
+
+Plain threads are enough: CRC, pwrite and sockets all give the GIL back. The loop waits on one file descriptor for
+all of them, so an idle flusher costs nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import queue
+import select
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Inbox", "Workers"]
+
+
+class Inbox:
+    """What the threads have to say to the loop. `put` from any thread; the rest from the loop."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """For `selectors`: readable when something is in it."""
+        return self._eventfd
+
+    def put(self, item: Any) -> None:
+        """Say something."""
+        self._items.put(item)
+        os.eventfd_write(self._eventfd, 1)
+
+    def take(self) -> list[Any]:
+        """All that was said since."""
+        try:
+            os.eventfd_read(self._eventfd)
+        except BlockingIOError:
+            return []
+        items: list[Any] = []
+        while True:
+            try:
+                items.append(self._items.get_nowait())
+            except queue.Empty:
+                return items
+
+    def wait(self, seconds: float | None) -> None:
+        """Sleep until something is said, at most so long; None: as long as it takes."""
+        select.select([self._eventfd], [], [], seconds)
+
+    def close(self) -> None:
+        """Give the descriptor back; nothing may be put any more."""
+        os.close(self._eventfd)
+
+
+class Workers:
+    """A fixed number of threads; the most urgent job first.
+
+    Args:
+        name: Names the threads.
+        threads: How many.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._ready = threading.Condition()
+        self._jobs: list[tuple[tuple[int, ...], int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._ended = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, urgency: tuple[int, ...], job: Callable[[], None]) -> None:
+        """Run `job`, lower `urgency` first. It must not raise."""
+        with self._ready:
+            heapq.heappush(self._jobs, (urgency, next(self._order), job))
+            self._ready.notify()
+
+    def stop(self) -> None:
+        """Drop what waits, let what runs end."""
+        with self._ready:
+            self._ended = True
+            self._jobs.clear()
+            self._ready.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._ready:
+                while not self._jobs and not self._ended:
+                    self._ready.wait()
+                if self._ended:
+                    return
+                _, _, job = heapq.heappop(self._jobs)
+            job()

@@ -1,0 +1,196 @@
+"""Which checkpoints a run holds, newest first. Reads manifests only; `holdfast/verify.py` reads the bytes.
+
+    list()        every manifest, readable or not                          people (`holdfast ls`), retention
+    candidates()  those that restore may try, newest first, and why the others were skipped
+    get(step)     one of them, by its step or the newest good one          `holdfast inspect|verify|pull
+    URL@STEP`
+
+Newest is the highest (attempt, step), never a time. A file without a manifest is not a checkpoint and is not
+listed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from holdfast.errors import DamageError, StoreMissing
+from holdfast.manifest import Manifest, State, is_manifest_name, manifest_name
+from holdfast.storage.base import ObjectInfo, Store
+from holdfast.verify import Damage, VerifyReport, verify_file
+
+__all__ = ["Candidates", "Catalog", "CatalogItem", "Damage", "Skipped", "VerifyReport", "verify_file"]
+
+_log = logging.getLogger("holdfast.catalog")
+
+_NAME = re.compile(r"step-(\d+)(?:-a(\d+))?\.json")
+_READERS = (
+    8  # a manifest is one small request: a long run on S3 would otherwise be listed one round trip at a time
+)
+_NEAR_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogItem:
+    """One manifest of the run, readable or not.
+
+    Attributes:
+        name: Name of the manifest's object.
+        step: The step, from the name.
+        manifest: What it says; None when it cannot be read.
+        fault: Why restore does not use it, for people; empty when it may.
+        file_bytes: Size of the portable file in the store; None when there is none.
+    """
+
+    name: str
+    step: int
+    manifest: Manifest | None
+    fault: str
+    file_bytes: int | None
+
+    @property
+    def state(self) -> str:
+        """`verified` or `durable`; `bad` if it was read back and found so; `damaged` if manifest or file is
+        not whole.
+        """
+        if self.manifest is not None and (not self.fault or self.manifest.state is State.BAD):
+            return self.manifest.state.value
+        return "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A checkpoint that restore passed over, and why."""
+
+    name: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What restore tries, newest first, and what it does not try."""
+
+    manifests: tuple[Manifest, ...]
+    skipped: tuple[Skipped, ...]
+
+
+class Catalog:
+    """The checkpoints of one run. Holds no state but the store: each call looks anew. May be used from any
+    thread.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def store(self) -> Store:
+        """The run."""
+        return self._store
+
+    def list(self) -> Sequence[CatalogItem]:
+        """Every manifest, newest first. One that cannot be read stands where the newest attempt would have
+        put it.
+
+        Raises:
+            StoreError: The store failed. That one manifest is damaged or vanishes meanwhile is no error.
+        """
+        objects = self._store.list()
+        sizes = {info.name: info.nbytes for info in objects}
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="catalog") as readers:
+            found = readers.map(lambda info: self._item(info, sizes), self._manifests(objects))
+            items = [item for item in found if item is not None]
+        newest = max((item.manifest.attempt for item in items if item.manifest), default=0)
+
+        def order(item: CatalogItem) -> tuple[int, int]:
+            return item.manifest.order if item.manifest else (newest, item.step)
+
+        return sorted(items, key=order, reverse=True)
+
+    def candidates(self) -> Candidates:
+        """The verified and durable checkpoints, newest first; and those whose manifest or file is not whole,
+        with reasons.
+
+        Sizes are compared, bytes are not read: restore checks every chunk's CRC as it reads.
+        """
+        items = self.list()
+        return Candidates(
+            manifests=tuple(item.manifest for item in items if item.manifest is not None and not item.fault),
+            skipped=tuple(Skipped(item.name, item.step, item.fault) for item in items if item.fault),
+        )
+
+    def newest_good(self) -> Manifest | None:
+        """The first candidate, or None."""
+        return next(iter(self.candidates().manifests), None)
+
+    def get(self, step: int | None = None) -> Manifest:
+        """The manifest of `step`, in its newest attempt; or without a step the newest good one, with a warning for
+        each newer one that is not.
+
+        A step that is asked for by number is given even if its state is bad: people want to look at it.
+
+        Raises:
+            StoreMissing: No run, no checkpoint in it, or no such step; names the steps that are near.
+            DamageError: There is one, but it cannot be used.
+        """
+        items = self.list()
+        if not items:
+            raise self._nothing()
+        if step is None:
+            for item in items:
+                if item.manifest is not None and not item.fault:
+                    return item.manifest
+                _log.warning("%s: not used: %s", self._store.url, item.fault)
+            reasons = "\n".join(f"  {item.name}: {item.fault}" for item in items)
+            raise DamageError(f"{self._store.url}: none of {len(items)} checkpoints can be used:\n{reasons}")
+        of_step = [item for item in items if item.step == step]
+        if not of_step:
+            near = sorted({item.step for item in items}, key=lambda other: (abs(other - step), other))
+            names = ", ".join(str(other) for other in sorted(near[:_NEAR_STEPS]))
+            raise StoreMissing(f"{self._store.url}: no step {step}; near it: {names}")
+        for item in of_step:
+            if item.manifest is not None:
+                return item.manifest
+        raise DamageError(f"{self._store.url}: step {step}: {of_step[0].fault}")
+
+    def _nothing(self) -> StoreMissing:
+        url = self._store.url
+        if self._store.list():
+            return StoreMissing(f"{url}: there is no checkpoint in this run yet (no step-….json)")
+        return StoreMissing(f"{url}: there is no run here (nothing at all); is the URL right?")
+
+    @staticmethod
+    def _manifests(objects: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
+        return [info for info in objects if is_manifest_name(info.name)]
+
+    def _item(self, info: ObjectInfo, sizes: dict[str, int]) -> CatalogItem | None:
+        name = info.name
+        match = _NAME.fullmatch(name)
+        assert match is not None, name
+        step = int(match[1])
+        try:
+            manifest = Manifest.from_bytes(self._store.read(name), source=name)
+        except DamageError as error:
+            return CatalogItem(name, step, None, str(error), sizes.get(name.removesuffix(".json") + ".pt"))
+        except StoreMissing:  # pruned between listing and reading
+            return None
+        if manifest_name(manifest.file) != name or manifest.step != step:
+            fault = (
+                f"{name}: is the manifest of {manifest.file}, step {manifest.step}: it was renamed or copied"
+            )
+            return CatalogItem(name, step, None, fault, None)
+        file_bytes = sizes.get(manifest.file)
+        return CatalogItem(name, step, manifest, _fault(manifest, file_bytes), file_bytes)
+
+
+def _fault(manifest: Manifest, file_bytes: int | None) -> str:
+    if manifest.state is State.BAD:
+        return f"{manifest.file}: was read back and found bad: {manifest.note or 'no note'}"
+    if file_bytes is None:
+        return f"{manifest.file}: the file is missing"
+    if file_bytes != manifest.image_bytes:
+        return f"{manifest.file}: expected {manifest.image_bytes} bytes, the file has {file_bytes}"
+    return ""

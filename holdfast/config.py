@@ -1,0 +1,352 @@
+"""The settings of each role: read in one place, checked once, frozen.
+
+    arguments  >  HOLDFAST_* environment  >  holdfast.toml  >  defaults
+
+The file is `holdfast.toml` in the working directory, or the one that `HOLDFAST_CONFIG` names. A key at its
+top level is for every role that has such a setting; a table `[trainer]`, `[stager]` or `[flusher]` is for
+that role alone and wins:
+
+    store = "s3://bucket/run"
+    ring_bytes = "4GiB"
+    [stager]
+    keep_last = 5
+
+Each name is a field below; its environment variable is the name in capitals with `HOLDFAST_` before it.
+Sizes are bytes, or text with a unit. Whatever is wrong becomes one `ConfigError` that names field, expected,
+got, and where it was set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_core.core_schema import ValidationInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from holdfast.errors import ConfigError
+from holdfast.layout import CHUNK_BYTES
+
+__all__ = [
+    "RING_CHUNKS_MIN",
+    "FlusherConfig",
+    "StagerConfig",
+    "TrainerConfig",
+    "default_runtime_dir",
+    "parse_size",
+]
+
+RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and freeing
+_CHUNK_BYTES_MAX = 1 << 30  # one chunk is one MPI message, whose counts are 32 bits
+_ENVIRONMENT_PREFIX = "HOLDFAST_"
+_CONFIG_VARIABLE = "HOLDFAST_CONFIG"
+_DEFAULT_FILE = Path("holdfast.toml")
+_PAGE_BYTES = 4096
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|b|[kmgtp]i?b)", re.IGNORECASE)
+_UNIT_BYTES = {"": 1, "b": 1} | {
+    f"{letter}{infix}b": base**power
+    for power, letter in enumerate("kmgtp", start=1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+
+_log = logging.getLogger("holdfast.config")
+
+
+def parse_size(value: int | str) -> int:
+    """Bytes from a number of bytes or a text such as `512MiB`, `1.5GiB` or `16 MB`.
+
+    Raises:
+        ValueError: It is not a size, or not a whole number of bytes.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError('a size in bytes, or with a unit such as "512MiB", "1GiB" or "16 MB"')
+    number = Fraction(match[1]) * _UNIT_BYTES[match[2].lower()]
+    if number.denominator != 1:
+        raise ValueError("a whole number of bytes")
+    return int(number)
+
+
+def default_runtime_dir() -> Path:
+    """Where rings live unless told otherwise: shared memory, one directory per user."""
+    return Path(f"/dev/shm/holdfast-{os.getuid()}")  # noqa: S108 - made with mode 0700 and its owner checked (ring.py)
+
+
+_Size = Annotated[int, BeforeValidator(parse_size)]
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_ChunkBytes = Annotated[_Size, Field(gt=0, le=_CHUNK_BYTES_MAX, multiple_of=_PAGE_BYTES)]
+_StoreUrl = Annotated[str, Field(min_length=1)]
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _RoleConfig(BaseSettings):
+    """What the three have in common: the sources, their order, and errors that say where a value came
+    from.
+    """
+
+    role: ClassVar[str] = ""
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=_ENVIRONMENT_PREFIX,
+        env_ignore_empty=True,
+        validate_default=True,
+    )
+
+    events: Path | None = None
+    """File to which events are appended, one JSON line each; None: only `logging`."""
+
+    @classmethod
+    def from_sources(cls, **arguments: Any) -> Self:
+        """Build from arguments, environment and file. An argument that is None was not given (command line).
+
+        Raises:
+            ConfigError: naming each wrong field, what was expected and got, and where it was set.
+        """
+        return cls(**{name: value for name, value in arguments.items() if value is not None})
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - neither .env nor secret files are read
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The precedence, as pydantic-settings wants it."""
+        _warn_of_misspelt_environment()
+        return init_settings, env_settings, _TomlSource(settings_cls)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            lines = [_explanation(cls, detail) for detail in error.errors(include_url=False)]
+            # No `from`: pydantic's text would only repeat it, in its own words.
+            raise ConfigError("\n".join(lines)) from None
+
+
+class TrainerConfig(_RoleConfig):
+    """Settings of a training rank (`trainer_side`).
+
+    Attributes:
+        store: URL of the run to restore from; None: the stager tells it.
+        on_full: What `save()` does when the stager has no room: `skip` declines the step, training goes on.
+        start_seconds_max: How long to wait for the stager at start-up.
+        stager_seconds_max: How long a silent stager is waited for before it counts as lost.
+        restore_seconds_max: How long reading one checkpoint may take, and again its exchange among ranks.
+        close_seconds_max: How long `close()` waits for what is under way to become durable.
+    """
+
+    role: ClassVar[str] = "trainer"
+
+    store: _StoreUrl | None = None
+    on_full: Literal["skip"] = "skip"
+    start_seconds_max: _Seconds = 120.0
+    stager_seconds_max: _Seconds = 30.0
+    restore_seconds_max: _Seconds = 600.0
+    close_seconds_max: _Seconds = 600.0
+
+
+class _RingConfig(_RoleConfig):
+    """What stager and flusher share: the stager hands these on to the flusher that it starts.
+
+    Attributes:
+        store: URL of the run.
+        chunk_bytes: Size of a chunk; a multiple of 4096.
+        ring_bytes: Memory for the ring; at least 8 chunks. A larger checkpoint streams through it.
+        keep_last: How many of the newest good checkpoints to keep; 0 keeps all.
+        keep_every: Keep each step that this divides as well; 0 is off.
+        verify: Read every checkpoint back after it was published, and mark it verified or bad.
+        linger: Whether the flusher stays after the training has ended.
+        writers: How many threads write parts.
+        runtime_dir: Where the ring, its journal and the socket live; wants to be in memory (tmpfs).
+    """
+
+    store: _StoreUrl
+    chunk_bytes: _ChunkBytes = CHUNK_BYTES
+    ring_bytes: _Size = 1 << 30
+    keep_last: _Count = 3
+    keep_every: _Count = 0
+    verify: bool = True
+    linger: bool = False
+    writers: Annotated[int, Field(ge=1, le=64)] = 2
+    runtime_dir: Path = Field(default_factory=default_runtime_dir)
+
+    @field_validator("ring_bytes", mode="after")
+    @classmethod
+    def _ring_holds_enough_chunks(cls, value: int, info: ValidationInfo) -> int:
+        chunk_bytes = info.data.get("chunk_bytes")
+        if chunk_bytes is not None and value < RING_CHUNKS_MIN * chunk_bytes:
+            least = RING_CHUNKS_MIN * chunk_bytes
+            raise ValueError(
+                f"at least {RING_CHUNKS_MIN} chunks of {chunk_bytes} bytes, which is {least} bytes"
+            )
+        return value
+
+    @property
+    def ring_chunks(self) -> int:
+        """How many whole chunks the ring holds."""
+        return self.ring_bytes // self.chunk_bytes
+
+
+class StagerConfig(_RingConfig):
+    """Settings of the stager.
+
+    Attributes:
+        offer_seconds_max: How long the slowest rank's offer of a step is waited for; then the step is
+            aborted.
+        chunk_seconds_max: How long a granted chunk may take to arrive.
+        start_seconds_max: How long to wait for all trainers, and for the flusher, at start-up.
+    """
+
+    role: ClassVar[str] = "stager"
+
+    offer_seconds_max: _Seconds = 60.0
+    chunk_seconds_max: _Seconds = 120.0
+    start_seconds_max: _Seconds = 60.0
+
+
+class FlusherConfig(_RingConfig):
+    """Settings of the flusher.
+
+    Attributes:
+        grace_seconds: How long a flusher that has made all durable waits for a stager to attach again; then
+            it ends.
+        heartbeat_seconds: How often the claim on the run is renewed; other hosts take it for dead after two.
+    """
+
+    role: ClassVar[str] = "flusher"
+
+    grace_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    heartbeat_seconds: _Seconds = 5.0
+
+
+_ROLES: dict[str, type[_RoleConfig]] = {c.role: c for c in (TrainerConfig, StagerConfig, FlusherConfig)}
+
+
+# -- the file ----------------------------------------------------------------------------------------------
+
+
+class _TomlSource(PydanticBaseSettingsSource):
+    """holdfast.toml, the last source. Keys that no role has are refused whoever reads it: a slip shows at
+    once.
+    """
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
+        return None, field_name, False  # all at once, in __call__
+
+    def __call__(self) -> dict[str, Any]:
+        assert issubclass(self.settings_cls, _RoleConfig)
+        return _settings_in_file(self.settings_cls)
+
+
+def _config_path() -> Path | None:
+    named = os.environ.get(_CONFIG_VARIABLE)
+    if named:
+        return Path(named)
+    return _DEFAULT_FILE if _DEFAULT_FILE.is_file() else None
+
+
+def _settings_in_file(cls: type[_RoleConfig]) -> dict[str, Any]:
+    """What the file says for this role; {} without a file."""
+    path = _config_path()
+    if path is None:
+        return {}
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); {_CONFIG_VARIABLE} names it"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    shared = {key: value for key, value in document.items() if key not in _ROLES}
+    _refuse_unknown(shared, _all_settings() | _ROLES.keys(), where=f"{path}")
+    for role, config in _ROLES.items():
+        table = document.get(role, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {role}: expected a table [{role}], got {table!r}")
+        _refuse_unknown(table, config.model_fields, where=f"{path}, table [{role}]")
+    mine = {key: value for key, value in shared.items() if key in cls.model_fields}
+    return {**mine, **document.get(cls.role, {})}
+
+
+def _all_settings() -> set[str]:
+    return {name for config in _ROLES.values() for name in config.model_fields}
+
+
+def _refuse_unknown(keys: Iterable[str], valid: Iterable[str], *, where: str) -> None:
+    valid = sorted(valid)
+    for key in keys:
+        if key not in valid:
+            raise ConfigError(f"{where}: {key}: no such setting; {_nearest(key, valid)}")
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+
+
+# -- messages ----------------------------------------------------------------------------------------------
+
+
+def _warn_of_misspelt_environment() -> None:
+    """Other tools may use the prefix too, so an unknown variable is no error; one that looks like ours is
+    told.
+    """
+    names = {_ENVIRONMENT_PREFIX + name.upper() for name in _all_settings()} | {_CONFIG_VARIABLE}
+    for variable in sorted(os.environ):
+        if variable.startswith(_ENVIRONMENT_PREFIX) and variable not in names:
+            close = difflib.get_close_matches(variable, sorted(names), n=1, cutoff=0.85)
+            if close:
+                _log.warning("environment variable %s is not used; did you mean %s?", variable, close[0])
+
+
+def _explanation(cls: type[_RoleConfig], detail: ErrorDetails) -> str:
+    name = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{cls.role} setting {name}: no such setting; {_nearest(name, cls.model_fields)}"
+    if detail["type"] == "missing":
+        return (
+            f"{cls.role} setting {name}: expected a value, got none; give --{name.replace('_', '-')}, "
+            f"set {_ENVIRONMENT_PREFIX}{name.upper()}, or write it into {_DEFAULT_FILE}"
+        )
+    expected = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    got = detail["input"]
+    return f"{cls.role} setting {name}: expected {expected}, got {got!r} ({_origin(cls, name, got)})"
+
+
+def _origin(cls: type[_RoleConfig], name: str, value: Any) -> str:
+    """Where a wrong value was set: a person mends it there."""
+    variable = _ENVIRONMENT_PREFIX + name.upper()
+    if os.environ.get(variable) == str(value):
+        return f"from {variable}"
+    in_file = _settings_in_file(cls)
+    if name in in_file and in_file[name] == value:
+        return f"from {_config_path()}"
+    field = cls.model_fields.get(name)
+    return "the default" if field is not None and field.default == value else "as argument"

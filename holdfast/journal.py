@@ -1,0 +1,262 @@
+"""The journal: which chunk of which checkpoint lies in each slot of the ring, in bytes that survive every process.
+
+Byte tables in docs/ring.md. One 4096-byte header, then one 8192-byte record per slot. A slot's state goes round:
+
+    FREE ──stager──► FILLING ──stager──► FULL ──flusher──► FREE        (FILLING ──stager──► FREE when it gives up)
+
+Rules that make a kill at any instruction harmless:
+1. Each state has one writer; no locks.
+2. What a state promises is written, with its CRC, before the state word, which is one aligned 4-byte store.
+3. FILLING and FULL have a CRC each, over fields that the other does not rewrite, so a record torn in `mark_full` is
+   still a whole FILLING record.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from holdfast.crc import crc32
+from holdfast.errors import ProtocolError
+
+__all__ = [
+    "HEADER_BYTES",
+    "RECORD_BYTES",
+    "SOURCES_MAX",
+    "Header",
+    "Journal",
+    "SlotRecord",
+    "SlotState",
+    "Source",
+]
+
+HEADER_BYTES = 4096
+RECORD_BYTES = 8192
+RING_CHUNKS_MAX = 1 << 20
+CHUNK_BYTES_MAX = 1 << 34
+_MAGIC = b"HFRING\r\n"  # a transfer that mangles line ends shows
+_VERSION = 1
+_PAGE_BYTES = 4096
+_WHOLE_MAX = 2**62
+
+_HEADER = struct.Struct("<8sIIQQ")  # magic, version, ring_chunks, chunk_bytes, attempt
+_STATE = struct.Struct("<I")
+_PLACE = struct.Struct("<QQQI")  # attempt, step, chunk, place_crc
+_CONTENT = struct.Struct("<IIQ")  # content_crc, sources, nbytes
+_PAIR = struct.Struct("<II")  # rank, crc
+_PLACE_OFFSET = 8
+_CONTENT_OFFSET = _PLACE_OFFSET + _PLACE.size
+_PAIRS_OFFSET = 64
+SOURCES_MAX = (RECORD_BYTES - _PAIRS_OFFSET) // _PAIR.size  # 1016: the ranks that may send into one chunk
+
+
+class SlotState(IntEnum):
+    """What a slot holds."""
+
+    FREE = 0
+    FILLING = 1
+    FULL = 2
+
+
+class Source(NamedTuple):
+    """One sender's frame in a chunk: its rank, and the CRC-32 it stated for its bytes."""
+
+    rank: int
+    crc32: int
+
+
+class SlotRecord(NamedTuple):
+    """What the journal says of one slot. All but `slot` and `state` is 0 or empty where the state promises nothing."""
+
+    slot: int
+    state: SlotState
+    attempt: int = 0
+    step: int = 0
+    chunk: int = 0
+    nbytes: int = 0
+    sources: tuple[Source, ...] = ()
+
+
+class Header(NamedTuple):
+    """Geometry of the ring, and the attempt that may write into it."""
+
+    chunk_bytes: int
+    ring_chunks: int
+    attempt: int
+
+    @property
+    def journal_bytes(self) -> int:
+        """Size of the journal file."""
+        return HEADER_BYTES + self.ring_chunks * RECORD_BYTES
+
+    @property
+    def ring_bytes(self) -> int:
+        """Size of the ring file."""
+        return self.chunk_bytes * self.ring_chunks
+
+    def checked(self, source: str) -> Header:
+        """Itself, if every field is in range.
+
+        Raises:
+            ProtocolError: naming `source` and the field.
+        """
+        page_multiple = self.chunk_bytes % _PAGE_BYTES == 0
+        if not 0 < self.chunk_bytes <= CHUNK_BYTES_MAX or not page_multiple:
+            raise ProtocolError(
+                f"{source}: chunk_bytes {self.chunk_bytes}, expected a multiple of {_PAGE_BYTES}"
+            )
+        if not 0 < self.ring_chunks <= RING_CHUNKS_MAX:
+            raise ProtocolError(f"{source}: ring_chunks {self.ring_chunks}, expected 1 to {RING_CHUNKS_MAX}")
+        if not 0 < self.attempt < _WHOLE_MAX:
+            raise ProtocolError(f"{source}: attempt {self.attempt}, expected 1 to 2^62")
+        return self
+
+
+class Journal:
+    """Reads and writes the records in mapped memory.
+
+    Args:
+        memory: The whole journal file, mapped shared.
+        source: Its path, for messages.
+
+    Raises:
+        ProtocolError: The header is not one of ours.
+    """
+
+    def __init__(self, memory: mmap.mmap, source: str) -> None:
+        self._memory, self._source = memory, source
+        self.header = self._read_header()
+
+    @staticmethod
+    def write_header(memory: mmap.mmap, header: Header) -> None:
+        """Write a new header; the records behind it must be zero, which is FREE."""
+        raw = _HEADER.pack(_MAGIC, _VERSION, header.ring_chunks, header.chunk_bytes, header.attempt)
+        memory[: len(raw) + 4] = raw + _STATE.pack(crc32(raw))
+
+    def set_attempt(self, attempt: int) -> None:
+        """Name the attempt whose chunks may come in from now on. Flusher only, while no stager is attached."""
+        header = self.header._replace(attempt=attempt).checked(self._source)
+        self.write_header(self._memory, header)
+        self.header = header
+
+    def mark_filling(self, slot: int, attempt: int, step: int, chunk: int) -> None:
+        """FREE → FILLING: the slot will hold `chunk` of `step`. Stager only."""
+        base = self._base(slot, {SlotState.FREE})
+        raw = _PLACE.pack(attempt, step, chunk, 0)[:-4]
+        self._memory[base + _PLACE_OFFSET : base + _CONTENT_OFFSET] = raw + _STATE.pack(crc32(raw))
+        self._set(base, SlotState.FILLING)
+
+    def mark_full(self, slot: int, sources: Sequence[tuple[int, int]], nbytes: int) -> None:
+        """FILLING → FULL: all senders' bytes are in place. Stager only.
+
+        Args:
+            slot: The slot.
+            sources: `(rank, crc32)` of each sender's frame.
+            nbytes: Bytes of the chunk.
+        """
+        base = self._base(slot, {SlotState.FILLING})
+        ordered = sorted(sources)
+        if not 0 < len(ordered) <= SOURCES_MAX:
+            raise ProtocolError(
+                f"{self._source}: slot {slot}: {len(ordered)} sources, expected 1 to {SOURCES_MAX}"
+            )
+        pairs = b"".join(_PAIR.pack(*pair) for pair in ordered)
+        self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + len(pairs)] = pairs
+        raw = _CONTENT.pack(0, len(ordered), nbytes)[4:]
+        content = _STATE.pack(crc32(pairs, crc32(raw))) + raw
+        self._memory[base + _CONTENT_OFFSET : base + _CONTENT_OFFSET + len(content)] = content
+        self._set(base, SlotState.FULL)
+
+    def free(self, slot: int) -> None:
+        """FULL → FREE (flusher), or FILLING → FREE (stager; flusher only after the stager is gone)."""
+        self._set(self._base(slot, {SlotState.FILLING, SlotState.FULL}), SlotState.FREE)
+
+    def state(self, slot: int) -> SlotState:
+        """The state word alone: cheap enough to look at every slot.
+
+        Raises:
+            ProtocolError: It is no state.
+        """
+        if not 0 <= slot < self.header.ring_chunks:
+            raise ProtocolError(f"{self._source}: slot {slot}, the ring has {self.header.ring_chunks}")
+        (word,) = _STATE.unpack_from(self._memory, HEADER_BYTES + slot * RECORD_BYTES)
+        try:
+            return SlotState(word)
+        except ValueError:
+            raise ProtocolError(f"{self._source}: record {slot}: state {word}, expected 0, 1 or 2") from None
+
+    def record(self, slot: int) -> SlotRecord:
+        """The record of one slot, every field checked.
+
+        Raises:
+            ProtocolError: naming file, record and field.
+        """
+        state = self.state(slot)
+        if state is SlotState.FREE:
+            return SlotRecord(slot, state)
+        base = HEADER_BYTES + slot * RECORD_BYTES
+        raw = self._memory[base + _PLACE_OFFSET : base + _CONTENT_OFFSET]
+        attempt, step, chunk, place_crc = _PLACE.unpack(raw)
+        self._expect(place_crc == crc32(raw[:-4]), slot, "place_crc does not hold")
+        self._expect(0 < attempt < _WHOLE_MAX, slot, f"attempt {attempt} is out of range")
+        self._expect(step < _WHOLE_MAX, slot, f"step {step} is out of range")
+        self._expect(chunk < _WHOLE_MAX // self.header.chunk_bytes, slot, f"chunk {chunk} is out of range")
+        if state is SlotState.FILLING:
+            return SlotRecord(slot, state, attempt, step, chunk)
+        raw = self._memory[base + _CONTENT_OFFSET : base + _CONTENT_OFFSET + _CONTENT.size]
+        content_crc, count, nbytes = _CONTENT.unpack(raw)
+        self._expect(0 < count <= SOURCES_MAX, slot, f"sources {count}, expected 1 to {SOURCES_MAX}")
+        self._expect(0 < nbytes <= self.header.chunk_bytes, slot, f"nbytes {nbytes} is out of range")
+        pairs = self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + count * _PAIR.size]
+        self._expect(content_crc == crc32(pairs, crc32(raw[4:])), slot, "content_crc does not hold")
+        sources = tuple(Source(*pair) for pair in _PAIR.iter_unpack(pairs))
+        ranks = [source.rank for source in sources]
+        self._expect(
+            all(a < b for a, b in itertools.pairwise(ranks)),
+            slot,
+            f"ranks {ranks} are not ascending",
+        )
+        return SlotRecord(slot, state, attempt, step, chunk, nbytes, sources)
+
+    def _expect(self, holds: bool, slot: int, what: str) -> None:
+        if not holds:
+            raise ProtocolError(
+                f"{self._source}: record {slot}: {what}; the journal is damaged, this slot is not used"
+            )
+
+    def _base(self, slot: int, expected: set[SlotState]) -> int:
+        found = self.state(slot)
+        if found not in expected:
+            names = " or ".join(sorted(state.name for state in expected))
+            raise ProtocolError(f"{self._source}: record {slot}: state {found.name}, expected {names}")
+        return HEADER_BYTES + slot * RECORD_BYTES
+
+    def _set(self, base: int, state: SlotState) -> None:
+        _STATE.pack_into(self._memory, base, state)
+
+    def _read_header(self) -> Header:
+        if len(self._memory) < HEADER_BYTES:
+            raise ProtocolError(
+                f"{self._source}: {len(self._memory)} bytes, too short for a header of {HEADER_BYTES}"
+            )
+        raw = self._memory[: _HEADER.size]
+        (stated,) = _STATE.unpack_from(self._memory, _HEADER.size)
+        magic, version, ring_chunks, chunk_bytes, attempt = _HEADER.unpack(raw)
+        if magic != _MAGIC:
+            raise ProtocolError(
+                f"{self._source}: header: magic {magic!r}, expected {_MAGIC!r}; not a journal of holdfast"
+            )
+        if version != _VERSION:
+            raise ProtocolError(f"{self._source}: header: version {version}, this one reads {_VERSION}")
+        if stated != crc32(raw):
+            raise ProtocolError(f"{self._source}: header: header_crc {stated:#x}, expected {crc32(raw):#x}")
+        header = Header(chunk_bytes, ring_chunks, attempt).checked(f"{self._source}: header")
+        if len(self._memory) != header.journal_bytes:
+            raise ProtocolError(
+                f"{self._source}: {len(self._memory)} bytes, {ring_chunks} chunks need {header.journal_bytes}"
+            )
+        return header

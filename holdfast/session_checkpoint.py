@@ -1,0 +1,146 @@
+"""One checkpoint in the stager's session: what has come, what is out, what may be granted next, who is late.
+
+Changed only by `holdfast.session.Session`, which draws the phases; here is what concerns one checkpoint by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from holdfast.layout import Layout
+
+__all__ = ["Checkpoint", "Credit", "Phase"]
+
+_CREDITS_PER_RANK_MAX = 4  # enough to keep a rank sending; more only holds slots that others could use
+
+
+class Phase(Enum):
+    """Where a checkpoint is; see the drawing above."""
+
+    OFFERING = "offering"
+    PREPARED = "prepared"
+    RECEIVING = "receiving"
+    STAGED = "staged"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Credit:
+    """One (chunk, rank): `received` and `crc` must both be there for it to be complete."""
+
+    slot: int
+    nbytes: int
+    granted_at: float
+    received: bool = False
+    crc: int | None = None
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """One checkpoint in flight, as the session knows it.
+
+    Attributes:
+        step: Its step. `ranks`: how many must send. `begun_at`: time of its first offer.
+        progress_at: When it last came forward, for deadlines.
+        digests: rank → layout digest it offered. `records`: rank → what it said. `done`: ranks that said DONE.
+        part_chunks: How many chunks the flusher writes at a time.
+        queues: Per rank, the chunks of its slice without a slot, ascending.
+        open_slots: chunk → slot, while it is being filled.
+        credits: (chunk, rank) → credit, until it is settled.
+        complete: chunk → rank → crc, while it is being filled.
+        frames_left: rank → frames not yet complete.
+    """
+
+    step: int
+    ranks: int
+    begun_at: float
+    progress_at: float
+    phase: Phase = Phase.OFFERING
+    digests: dict[int, str] = field(default_factory=dict)
+    records: dict[int, dict[str, Any]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    layout: Layout | None = None
+    part_chunks: int = 1
+    queues: list[deque[int]] = field(default_factory=list)
+    open_slots: dict[int, int] = field(default_factory=dict)
+    credits: dict[tuple[int, int], Credit] = field(default_factory=dict)
+    complete: dict[int, dict[int, int]] = field(default_factory=dict)
+    frames_left: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it is still being offered or received."""
+        return self.phase in {Phase.OFFERING, Phase.PREPARED, Phase.RECEIVING}
+
+    @property
+    def next_chunk(self) -> int | None:
+        """The lowest chunk without a slot."""
+        return min((queue[0] for queue in self.queues if queue), default=None)
+
+    def lowest_part_missing(self) -> int:
+        """How many slots the lowest incomplete part still needs; the flusher can always finish that part."""
+        following = self.next_chunk
+        if following is None:
+            return 0
+        first = min([following, *self.open_slots])
+        end = first - first % self.part_chunks + self.part_chunks
+        return sum(1 for queue in self.queues for chunk in _below(queue, end))
+
+    def choose(self, credits_out: Sequence[int], free: int) -> int | None:
+        """The next chunk to get a slot, None if none may have one now.
+
+        Args:
+            credits_out: Per rank, how many credits it holds.
+            free: Free slots that older checkpoints do not need.
+        """
+        lowest = self.next_chunk
+        if lowest is None or free <= 0:
+            return None
+        layout = self.layout
+        assert layout is not None
+        if free <= self.lowest_part_missing():
+            return lowest  # what is left is kept for the lowest part: nothing can be flushed to the end before it
+        heads = [queue[0] for queue in self.queues if queue]
+        chunk = min(heads, key=lambda head: (credits_out[layout.chunk_rank(head)], head))
+        return chunk if credits_out[layout.chunk_rank(chunk)] < _CREDITS_PER_RANK_MAX else None
+
+    def overdue(
+        self, now: float, offer_seconds_max: float, chunk_seconds_max: float, lost: Collection[int]
+    ) -> str:
+        """Who was waited for too long, by whom, and for what; empty if nobody was."""
+        if not self.under_way:
+            return ""
+        if self.phase is Phase.OFFERING:
+            if now - self.begun_at <= offer_seconds_max:
+                return ""
+            missing = _ranks([rank for rank in range(self.ranks) if rank not in self.digests])
+            return (
+                f"the stager waited {offer_seconds_max:g} s for the offer of {missing}; is a rank slow, stopped, or "
+                "saving other steps than the rest?"
+            )
+        limit = chunk_seconds_max
+        late = [place for place, credit in self.credits.items() if now - credit.granted_at > limit]
+        if late:
+            chunk, rank = min(late)
+            return f"the stager granted chunk {chunk} to rank {rank} and it did not arrive within {limit:g} s"
+        if self.credits or now - self.progress_at <= limit:
+            return ""
+        if self.phase is Phase.PREPARED:
+            return f"the stager waited {limit:g} s for the flusher to take it"
+        if self.next_chunk is not None:
+            return f"the ring had no free slot for {limit:g} s; is the store slow, or the ring too small?"
+        silent = [rank for rank in range(self.ranks) if rank not in self.done and rank not in lost]
+        return f"the stager waited {limit:g} s for {_ranks(silent)} to say that all was sent"
+
+
+def _below(queue: deque[int], end: int) -> Iterable[int]:
+    return itertools.takewhile(lambda chunk: chunk < end, queue)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

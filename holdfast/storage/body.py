@@ -1,0 +1,59 @@
+"""The body of an S3 request: several memory views as one file, without a copy.
+
+A part is a run of chunks in shared memory. Joining them would copy every byte of the checkpoint once more, on
+the machine that is the cheapest of the cluster; boto3 takes any object that reads and seeks instead, and what
+`read` gives back here are views.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+__all__ = ["ViewsBody"]
+
+
+class ViewsBody:
+    """Read-only, seekable. For one thread at a time.
+
+    Args:
+        buffers: The views, in order.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        self._starts: list[int] = []
+        total = 0
+        for view in self._views:
+            self._starts.append(total)
+            total += view.nbytes
+        self._total, self._position = total, 0
+        self._current = 0
+
+    def __len__(self) -> int:
+        return self._total
+
+    def tell(self) -> int:
+        """Position in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move, as a file does; never before the start nor beyond the end."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._total}[whence]
+        self._position = min(max(base + offset, 0), self._total)
+        self._current = 0
+        return self._position
+
+    def read(self, size: int = -1) -> memoryview:
+        """Up to `size` bytes as a view of the memory itself; fewer at the border of two buffers, none at the
+        end.
+        """
+        while self._current < len(self._views):
+            view = self._views[self._current]
+            inside = self._position - self._starts[self._current]
+            if inside < view.nbytes:
+                piece = view[inside:] if size < 0 else view[inside : inside + size]
+                self._position += piece.nbytes
+                return piece
+            self._current += 1
+        return memoryview(b"")

@@ -1,0 +1,288 @@
+"""A run in anything that fsspec reaches: memory, GCS, Azure, SFTP, HDFS. The common ground, and no more.
+
+    begin ─► parts as objects of their own under .holdfast/tmp/ ─► publish: joined under a temporary name ─► mv ─► size
+
+What it cannot promise, since fsspec does not: that `write` and `publish` are on disk when they return (that
+is the file system's own habit: object stores do it, SFTP may not), that `mv` is one step (object stores copy
+and delete), that `create` is exclusive where the file system has no exclusive mode, and a write-id on the
+object (size is compared instead). Parts may come in any order and again, as the interface asks, at the price
+of writing everything twice, and of one part of memory per writing thread. Runs that matter belong on POSIX or
+S3.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import secrets
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from holdfast.crc import crc32 as crc32_of
+from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
+from holdfast.storage.base import ObjectInfo
+from holdfast.storage.ledger import PartLedger
+from holdfast.storage.names import TEMPORARY, check_name, is_kept, temporary_name
+
+__all__ = ["GenericStore"]
+
+_log = logging.getLogger("holdfast.storage.generic")
+
+
+class GenericStore:
+    """An fsspec file system's folder as a store. All methods may be called from any thread.
+
+    Args:
+        url: The URL, already normalised and without secrets.
+
+    Raises:
+        ConfigError: No driver for the scheme is installed, or its settings are refused.
+    """
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self._url = url
+        scheme = url.partition("://")[0]
+        try:
+            opened: tuple[Any, str] = fsspec.core.url_to_fs(url)  # type: ignore[no-untyped-call]
+            self._fs, self._root = opened
+        except ImportError as error:
+            raise ConfigError(f"{url}: the driver for {scheme!r} is not installed: {error}") from error
+        except ValueError as error:
+            raise ConfigError(
+                f"{url}: scheme {scheme!r} is not known to fsspec or its settings are refused: {error}"
+            ) from error
+
+    @property
+    def url(self) -> str:
+        """The URL."""
+        return self._url
+
+    def check(self, *, write: bool) -> None:
+        """See that the file system answers, and with `write` that it takes, returns and deletes a small
+        object.
+        """
+        with self._translated("list", self._url):
+            self._fs.exists(self._root)
+        if not write:
+            return
+        path, data = self._path(f"{TEMPORARY}check-{secrets.token_hex(8)}"), b"holdfast check\n"
+        with self._translated("write", path):
+            self._make_parent(path)
+            self._fs.pipe_file(path, data)
+            back = self._fs.cat_file(path)
+            self._fs.rm_file(path)
+        if back != data:
+            raise DamageError(f"{self._url}: gave back other bytes than were written; see to the store first")
+
+    def list(self) -> list[ObjectInfo]:
+        """All visible objects, sorted by name."""
+        return sorted(info for info in self._find("") if not info.name.startswith(TEMPORARY))
+
+    def size(self, name: str) -> int:
+        """Size of an object in bytes."""
+        return self.size_of(self._path(check_name(name)))
+
+    def read(self, name: str) -> bytes:
+        """The whole of a small object."""
+        path = self._path(check_name(name))
+        with self._translated("read", path):
+            return bytes(self._fs.cat_file(path))
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset`."""
+        path, view = self._path(check_name(name)), buffer.cast("B")
+        with self._translated("read", path):
+            data = self._fs.cat_file(path, start=offset, end=offset + view.nbytes) if view.nbytes else b""
+        if len(data) != view.nbytes:
+            raise DamageError(
+                f"{path}: bytes {offset} to {offset + view.nbytes} were expected, {len(data)} of them are there; "
+                "the object is truncated, take another checkpoint"
+            )
+        view[:] = data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small object under a temporary name, and move it."""
+        path, temporary = (
+            self._path(check_name(name)),
+            self._path(temporary_name(f"small.{secrets.token_hex(8)}", name)),
+        )
+        with self._translated("write", path):
+            self._make_parent(temporary)
+            self._fs.pipe_file(temporary, data)
+        self.move(temporary, path)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small object only if none is there, as exclusively as the file system can; what is read
+        back decides.
+
+        So `data` must be the caller's own (hold its write-id).
+        """
+        path = self._path(check_name(name))
+        with self._translated("create", path):
+            if self._fs.exists(path):
+                return bool(self._fs.cat_file(path) == data)
+            self._make_parent(path)
+            try:
+                self._fs.pipe_file(path, data, mode="create")
+            except (FileExistsError, NotImplementedError, ValueError) as error:
+                if not isinstance(error, FileExistsError):
+                    self._fs.pipe_file(path, data)  # no exclusive mode there
+            return bool(self._fs.cat_file(path) == data)
+
+    def delete(self, name: str) -> None:
+        """Remove an object."""
+        self.remove(self._path(check_name(name)))
+
+    def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> _GenericUpload:
+        """Start a big object."""
+        temporary = self._path(temporary_name(write_id, name))
+        return _GenericUpload(
+            self, self._path(check_name(name)), temporary, nbytes=nbytes, part_bytes=chunk_bytes
+        )
+
+    def sweep(self, keep: Collection[str] = ()) -> builtins.list[str]:
+        """Remove temporary objects."""
+        kept, removed = frozenset(keep), []
+        for info in sorted(self._find(TEMPORARY)):
+            if not is_kept(info.name, kept):
+                self.remove(self._path(info.name))
+                removed.append(f"temporary object {self._path(info.name)} ({info.nbytes} bytes)")
+        return removed
+
+    def size_of(self, path: str) -> int:
+        """Size of the object at a full path."""
+        with self._translated("read", path):
+            self._fs.invalidate_cache()
+            return int(self._fs.size(path))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a whole temporary object."""
+        with self._translated("write", path):
+            self._make_parent(path)
+            self._fs.pipe_file(path, data)
+
+    def join(self, sources: Sequence[str], target: str) -> None:
+        """Write the objects `sources` one after the other as `target`."""
+        with self._translated("write", target), self._fs.open(target, "wb") as file:
+            for source in sources:
+                file.write(self._fs.cat_file(source))
+
+    def move(self, source: str, target: str) -> None:
+        """Give a finished object its name."""
+        with self._translated("publish", target):
+            self._make_parent(target)
+            self._fs.mv(source, target)
+            self._fs.invalidate_cache()
+
+    def remove(self, path: str) -> None:
+        """Remove the object at a full path; nothing happens if it is not there."""
+        with self._translated("delete", path):
+            try:
+                self._fs.rm_file(path)
+            except FileNotFoundError:
+                return
+            self._fs.invalidate_cache()
+
+    def _find(self, prefix: str) -> builtins.list[ObjectInfo]:
+        base = self._path(prefix.rstrip("/"))
+        with self._translated("list", base):
+            self._fs.invalidate_cache()
+            try:
+                found: dict[str, Any] = self._fs.find(base, detail=True)
+            except FileNotFoundError:
+                return []
+        start = len(self._root.rstrip("/")) + 1
+        return [
+            ObjectInfo(path[start:], int(info["size"]))
+            for path, info in found.items()
+            if info["type"] == "file"
+        ]
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}".rstrip("/")
+
+    def _make_parent(self, path: str) -> None:
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    @contextmanager
+    def _translated(self, doing: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except FileNotFoundError as error:
+            raise StoreMissing(f"{self._url}: there is no {path} ({doing})") from error
+        except (
+            PermissionError,
+            IsADirectoryError,
+            NotADirectoryError,
+            NotImplementedError,
+            ValueError,
+        ) as error:
+            raise StoreError(
+                f"cannot {doing} {path} in {self._url}: {error}; see the driver's settings and permissions"
+            ) from error
+        except Exception as error:  # drivers raise what they like; none of it may leave this package
+            raise StoreError(
+                f"cannot {doing} {path} in {self._url}: {type(error).__name__}: {error}",
+                retriable=isinstance(error, OSError),
+            ) from error
+
+
+class _GenericUpload:
+    """Parts as objects of their own until `publish` joins them. `write_part` may be called from any thread."""
+
+    def __init__(
+        self, store: GenericStore, path: str, temporary: str, *, nbytes: int, part_bytes: int
+    ) -> None:
+        self._store, self._path, self._temporary = store, path, temporary
+        self._ledger = PartLedger(path, nbytes=nbytes, part_bytes=part_bytes)
+        self._published = False
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of every part but the last."""
+        return self._ledger.part_bytes
+
+    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
+        """Write the part as an object of its own; its CRC-32 is checked here, since no driver does."""
+        with self._ledger.entry(index, buffers):
+            data = b"".join(buffers)
+            if crc32_of(data) != crc32:
+                raise DamageError(
+                    f"{self._path}: part {index} has CRC-32 {crc32_of(data):08x}, {crc32:08x} was stated; not written"
+                )
+            self._store.put(self._part(index), data)
+
+    def publish(self) -> None:
+        """Join the parts, move the result to its name, see that its size is right."""
+        if self._published:
+            return
+        self._ledger.require_complete()
+        self._store.join([self._part(index) for index in range(self._ledger.parts)], self._temporary)
+        self._store.move(self._temporary, self._path)
+        nbytes = self._store.size_of(self._path)
+        if nbytes != self._ledger.nbytes:
+            raise StoreError(
+                f"{self._path}: has {nbytes} bytes after the move, {self._ledger.nbytes} were expected; begin anew"
+            )
+        self._published = True
+        self._remove_parts()
+
+    def abort(self) -> None:
+        """Remove parts and temporary object."""
+        if self._published:
+            return
+        self._remove_parts()
+        self._store.remove(self._temporary)
+
+    def _remove_parts(self) -> None:
+        self._ledger.close()
+        for index in range(self._ledger.parts):
+            self._store.remove(self._part(index))
+
+    def _part(self, index: int) -> str:
+        return f"{self._temporary}.part-{index:06d}"

@@ -1,0 +1,127 @@
+"""The ledger of one upload: which parts are there, which are on their way, and whether it is still open.
+
+    entry ─► part is struck out ─► bytes travel ─► part is entered      close ─► no new entry; the last one out is told
+
+Every backend's upload keeps one, so that a missing, short or late part is found in one place and in the same
+words. A part is struck out before it is sent again: a half-finished replacement must not count as the part it
+replaces.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from holdfast.errors import StoreError
+
+__all__ = ["Part", "PartLedger"]
+
+
+class Part(NamedTuple):
+    """Where a part lies in the file."""
+
+    offset: int
+    nbytes: int
+
+
+class PartLedger:
+    """Counts the parts of one upload. Thread-safe.
+
+    Args:
+        what: Full name of the file, for messages.
+        nbytes: Size of the whole file; at least 1.
+        part_bytes: Size of every part but the last.
+
+    Raises:
+        StoreError: A size is not positive.
+    """
+
+    def __init__(self, what: str, *, nbytes: int, part_bytes: int) -> None:
+        if nbytes <= 0 or part_bytes <= 0:
+            raise StoreError(
+                f"{what}: cannot upload {nbytes} bytes in parts of {part_bytes}; both must be at least 1"
+            )
+        self.what, self.nbytes, self.part_bytes = what, nbytes, part_bytes
+        self.parts = -(-nbytes // part_bytes)
+        self._present: set[int] = set()
+        self._active = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def place(self, index: int) -> Part:
+        """Where part `index` lies.
+
+        Raises:
+            StoreError: There is no such part.
+        """
+        if not 0 <= index < self.parts:
+            raise StoreError(
+                f"{self.what}: there is no part {index}; {self.nbytes} bytes make {self.parts} parts"
+            )
+        offset = index * self.part_bytes
+        return Part(offset, min(self.part_bytes, self.nbytes - offset))
+
+    @contextmanager
+    def entry(self, index: int, buffers: Sequence[memoryview]) -> Iterator[Part]:
+        """Around the sending of one part; it counts as present when the block ends without an error.
+
+        Raises:
+            StoreError: No such part, its buffers have another size, or the upload is over.
+        """
+        part = self.place(index)
+        given = sum(buffer.nbytes for buffer in buffers)
+        if given != part.nbytes:
+            raise StoreError(f"{self.what}: part {index} has {given} bytes, {part.nbytes} were expected")
+        with self._changed:
+            if self._closed:
+                raise StoreError(
+                    f"{self.what}: the upload is over, part {index} comes too late; begin a new one"
+                )
+            self._present.discard(index)
+            self._active += 1
+        done = False
+        try:
+            yield part
+            done = True
+        finally:
+            with self._changed:
+                self._active -= 1
+                if done:
+                    self._present.add(index)
+                self._changed.notify_all()
+
+    def require_complete(self) -> None:
+        """See that every part is there and none is on its way.
+
+        Raises:
+            StoreError: Naming the first parts that are missing.
+        """
+        with self._changed:
+            missing = [index for index in range(self.parts) if index not in self._present]
+            active = self._active
+        if missing:
+            some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise StoreError(
+                f"{self.what}: cannot be published, {len(missing)} of {self.parts} parts are missing ({some}); "
+                "send them first"
+            )
+        if active:
+            raise StoreError(f"{self.what}: cannot be published while {active} parts are still being sent")
+
+    def close(self) -> bool:
+        """Take no further parts. True if none is on its way any more."""
+        with self._changed:
+            self._closed = True
+            return self._active == 0
+
+    def is_closed_and_idle(self) -> bool:
+        """Whether the upload is over and the last part under way has come home."""
+        with self._changed:
+            return self._closed and self._active == 0
+
+    def wait_idle(self, seconds_max: float) -> bool:
+        """Wait until no part is on its way; False if one still is after `seconds_max`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._active == 0, timeout=seconds_max)

@@ -1,0 +1,66 @@
+"""Names inside a run: what may be one, and where unfinished things lie.
+
+Names come from manifests and listings, which are input from outside; nothing is read or written by a name
+that has not been through `check_name`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from holdfast.errors import StoreError
+
+__all__ = ["TEMPORARY", "check_name", "check_write_id", "is_kept", "temporary_name"]
+
+TEMPORARY = ".holdfast/tmp/"
+"""Prefix of everything unfinished; never listed, and removed by `sweep`."""
+
+_NAME_BYTES_MAX = 512
+_WRITE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+def check_name(name: str) -> str:
+    """Give `name` back if it is one that stays within the run.
+
+    Raises:
+        StoreError: Empty, absolute, too long, with `..`, an empty part, a backslash or a control character,
+            or temporary.
+    """
+    parts = name.split("/")
+    wrong = (
+        any(part in ("", ".", "..") for part in parts)
+        or "\\" in name
+        or any(ord(character) < 32 or ord(character) == 127 for character in name)
+        or len(name.encode(errors="replace")) > _NAME_BYTES_MAX
+        or f"{name}/".startswith(TEMPORARY)
+    )
+    if wrong:
+        raise StoreError(
+            f"name {name[:80]!r} is refused: names are relative to the run, joined by '/', without '..', control "
+            f"characters or backslashes, at most {_NAME_BYTES_MAX} bytes, and not under {TEMPORARY}"
+        )
+    return name
+
+
+def check_write_id(write_id: str) -> str:
+    """Give `write_id` back if it can be part of a name.
+
+    Raises:
+        StoreError: It is empty, too long, or has other characters than letters, digits, `_`, `.` and `-`.
+    """
+    if not _WRITE_ID.fullmatch(write_id):
+        raise StoreError(
+            f"write-id {write_id[:80]!r} is refused: 1 to 100 letters, digits, '_', '.' or '-' are expected"
+        )
+    return write_id
+
+
+def temporary_name(write_id: str, name: str) -> str:
+    """Where the unfinished `name` lies; `write_id` leads, so that `sweep` knows whose it is."""
+    return f"{TEMPORARY}{check_write_id(write_id)}-{check_name(name).replace('/', '_')}"
+
+
+def is_kept(temporary: str, keep: frozenset[str]) -> bool:
+    """Whether the temporary name belongs to one of the write-ids in `keep`."""
+    own = temporary.removeprefix(TEMPORARY)
+    return any(own.startswith(f"{write_id}-") for write_id in keep)

@@ -1,0 +1,103 @@
+"""What an `OSError` of a file system means for a checkpoint: try again, or a person must act.
+
+Permission, a full or read-only disk do not mend themselves; a stale handle or an I/O error of a network file
+system may.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.errors import StoreError, StoreMissing
+
+__all__ = ["free_bytes", "no_room", "translated"]
+
+_ADVICE = {
+    errno.EACCES: "give the user of this process write permission there",
+    errno.EPERM: "give the user of this process write permission there",
+    errno.EROFS: "the file system is mounted read-only; mount it for writing, or choose another store",
+    errno.ENOTDIR: "a part of the path is a file, not a directory; choose another path or move the file away",
+    errno.EISDIR: "a directory stands where the file should be; move it away",
+    errno.EEXIST: "something else stands where a directory should be; choose another path or move it away",
+    errno.ENAMETOOLONG: "choose a shorter path for the run",
+    errno.ELOOP: "a symbolic link leads back to itself; mend it",
+    errno.EFBIG: "the file system or a limit (ulimit -f) does not take files of this size",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENXIO: "the device is gone; see that it is attached and mounted",
+    errno.ENODEV: "the device is gone; see that it is attached and mounted",
+    errno.EINVAL: "the file system does not take this operation; choose another store",
+}
+_RETRIABLE = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EBUSY,
+        errno.ETIMEDOUT,
+        errno.EREMOTEIO,
+        errno.ENETDOWN,
+    }
+    | {errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET, errno.ENOTCONN, errno.ENOLCK}
+)
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes that this user may still write where `path` lies or will lie; None if the file system does not
+    say.
+    """
+    for place in (path, *path.parents):
+        try:
+            status = os.statvfs(place)
+        except OSError:
+            continue
+        return status.f_bavail * status.f_frsize
+    return None
+
+
+def no_room(path: Path, *, needed_bytes: int, cause: str) -> StoreError:
+    """The error of a full disk or an exhausted quota."""
+    free = free_bytes(path)
+    known = "an unknown number of" if free is None else str(free)
+    return StoreError(
+        f"{path}: no room ({cause}): {needed_bytes} bytes are needed, {known} are free; "
+        "delete old checkpoints (`holdfast rm`, or a smaller keep_last), or choose a larger store"
+    )
+
+
+@contextmanager
+def translated(
+    doing: str, path: Path, *, needed_bytes: int = 0, missing_is: str = "missing"
+) -> Iterator[None]:
+    """Turn an `OSError` inside the block into the error that says what to do about it.
+
+    Args:
+        doing: What is being done, such as "write".
+        path: To what.
+        needed_bytes: How much room it needs, for the message of a full disk.
+        missing_is: What a path that is not there means: `missing` (StoreMissing) or `swept` (a temporary file
+            that a sweep of another writer took away; the same call makes it again).
+    """
+    try:
+        yield
+    except OSError as error:
+        cause = os.strerror(error.errno) if error.errno else str(error)
+        if error.errno in _NO_ROOM:
+            raise no_room(path, needed_bytes=needed_bytes, cause=cause) from error
+        if error.errno == errno.ENOENT and missing_is == "missing":
+            raise StoreMissing(f"{path}: there is no such file ({doing})") from error
+        if error.errno == errno.ENOENT:
+            raise StoreError(
+                f"cannot {doing} {path}: its temporary file or directory vanished; if it happens again, "
+                "two writers use this run",
+                retriable=True,
+            ) from error
+        retriable = error.errno in _RETRIABLE
+        unknown = "the file system may recover" if retriable else "see the cause"
+        advice = _ADVICE.get(error.errno or 0, unknown)
+        raise StoreError(f"cannot {doing} {path}: {cause}; {advice}", retriable=retriable) from error

@@ -1,0 +1,180 @@
+"""Any store, tried again: the one place where failures of a store are waited out.
+
+Exponential backoff with full jitter, so that many writers do not come back at the same moment; only errors
+that say that waiting may help (`StoreError.retriable`); within a budget of attempts and of seconds. Every
+call of the interface may be repeated safely: that is part of what the conformance suite checks.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import tenacity
+
+from holdfast.errors import StoreError
+from holdfast.storage.base import ObjectInfo, Store, Upload
+
+__all__ = ["RetryBudget", "Retrying"]
+
+_log = logging.getLogger("holdfast.storage.retrying")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class RetryBudget:
+    """How long one call may be tried.
+
+    Attributes:
+        attempts_max: Attempts in all.
+        seconds_max: No new attempt is begun after this many seconds.
+        first_wait_seconds: Upper end of the first random wait; it doubles with each attempt.
+        wait_seconds_max: Upper end of any wait.
+    """
+
+    attempts_max: int = 10
+    seconds_max: float = 180.0
+    first_wait_seconds: float = 0.2
+    wait_seconds_max: float = 20.0
+
+
+_CHECK_BUDGET = RetryBudget(attempts_max=3, seconds_max=10.0)
+"""Start-up says at once that the address is wrong; later on the same error may be a server that restarts."""
+
+
+class _Caller:
+    """Calls a function until it succeeds, fails for good, or the budget is spent."""
+
+    def __init__(self, budget: RetryBudget, sleep: Callable[[float], None]) -> None:
+        self._budget, self._sleep = budget, sleep
+
+    def __call__(self, what: str, call: Callable[[], _Result], budget: RetryBudget | None = None) -> _Result:
+        limits = budget or self._budget
+        retrying = tenacity.Retrying(
+            sleep=self._sleep,
+            stop=tenacity.stop_after_attempt(limits.attempts_max)
+            | tenacity.stop_before_delay(limits.seconds_max),
+            wait=tenacity.wait_random_exponential(limits.first_wait_seconds, max=limits.wait_seconds_max),
+            retry=tenacity.retry_if_exception(
+                lambda error: isinstance(error, StoreError) and error.retriable
+            ),
+            before_sleep=lambda state: _log_failure(what, state),
+        )
+        try:
+            return retrying(call)
+        except tenacity.RetryError as over:
+            last = over.last_attempt.exception()
+            tries = over.last_attempt.attempt_number
+            raise StoreError(f"{last} (given up after {tries} attempts of {what})", retriable=True) from last
+
+
+class Retrying:
+    """A store whose calls are tried again. Same interface, same threads.
+
+    Args:
+        inner: The store.
+        budget: How long one call may be tried.
+        sleep: Waits so many seconds; handed in by tests.
+    """
+
+    def __init__(
+        self, inner: Store, *, budget: RetryBudget | None = None, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._inner = inner
+        self._call = _Caller(budget or RetryBudget(), sleep)
+
+    @property
+    def inner(self) -> Store:
+        """The store itself."""
+        return self._inner
+
+    @property
+    def url(self) -> str:
+        """URL of the store."""
+        return self._inner.url
+
+    def close(self) -> None:
+        """Give up the connections, if the store keeps any."""
+        close = getattr(self._inner, "close", None)
+        if close is not None:
+            close()
+
+    def check(self, *, write: bool) -> None:
+        """As the store's, with few attempts."""
+        self._call("check", lambda: self._inner.check(write=write), _CHECK_BUDGET)
+
+    def list(self) -> list[ObjectInfo]:
+        """As the store's."""
+        return self._call("list", self._inner.list)
+
+    def size(self, name: str) -> int:
+        """As the store's."""
+        return self._call("size", lambda: self._inner.size(name))
+
+    def read(self, name: str) -> bytes:
+        """As the store's."""
+        return self._call("read", lambda: self._inner.read(name))
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """As the store's."""
+        self._call("read_into", lambda: self._inner.read_into(name, offset, buffer))
+
+    def write(self, name: str, data: bytes) -> None:
+        """As the store's."""
+        self._call("write", lambda: self._inner.write(name, data))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """As the store's."""
+        return self._call("create", lambda: self._inner.create(name, data))
+
+    def delete(self, name: str) -> None:
+        """As the store's."""
+        self._call("delete", lambda: self._inner.delete(name))
+
+    def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> RetryingUpload:
+        """As the store's; the upload's calls are tried again too."""
+        upload = self._call(
+            "begin",
+            lambda: self._inner.begin(name, nbytes=nbytes, chunk_bytes=chunk_bytes, write_id=write_id),
+        )
+        return RetryingUpload(upload, self._call)
+
+    def sweep(self, keep: Collection[str] = ()) -> builtins.list[str]:
+        """As the store's."""
+        return self._call("sweep", lambda: self._inner.sweep(keep))
+
+
+class RetryingUpload:
+    """An upload whose calls are tried again."""
+
+    def __init__(self, inner: Upload, call: _Caller) -> None:
+        self._inner, self._call = inner, call
+
+    @property
+    def part_bytes(self) -> int:
+        """As the upload's."""
+        return self._inner.part_bytes
+
+    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
+        """As the upload's."""
+        self._call("write_part", lambda: self._inner.write_part(index, buffers, crc32))
+
+    def publish(self) -> None:
+        """As the upload's."""
+        self._call("publish", self._inner.publish)
+
+    def abort(self) -> None:
+        """As the upload's."""
+        self._call("abort", self._inner.abort)
+
+
+def _log_failure(what: str, state: tenacity.RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    wait_seconds = state.next_action.sleep if state.next_action else 0.0
+    _log.warning(
+        "%s failed (attempt %d), again in %.1f s: %s", what, state.attempt_number, wait_seconds, error
+    )

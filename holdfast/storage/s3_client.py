@@ -1,0 +1,80 @@
+"""The boto3 client of a run: its settings, and why they are as they are.
+
+Endpoint, region and credentials come from boto3's usual places (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, instance
+role), and what the user's AWS configuration says under `s3` wins over what is set here.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+__all__ = ["crc_header", "make_client"]
+
+_CONNECT_SECONDS_MAX = 10
+_READ_SECONDS_MAX = 120
+_CONNECTIONS_MAX = 32
+_AWS = (".amazonaws.com", ".amazonaws.com.cn")
+
+
+def crc_header(value: int) -> str:
+    """A CRC-32 as S3 writes it: big-endian, base64."""
+    return base64.b64encode(value.to_bytes(4, "big")).decode()
+
+
+def make_client(url: str) -> S3Client:
+    """A client for AWS, or for the endpoint that the environment names. No network.
+
+    Args:
+        url: The run, for messages.
+
+    Raises:
+        ConfigError: The AWS settings of this process contradict themselves or name a profile that is not there.
+    """
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    settings: dict[str, Any] = {
+        # One attempt: `Retrying` tries again, within one budget for all stores.
+        "retries": {"mode": "standard", "total_max_attempts": 1},
+        "connect_timeout": _CONNECT_SECONDS_MAX,
+        "read_timeout": _READ_SECONDS_MAX,
+        "max_pool_connections": _CONNECTIONS_MAX,
+        # boto3's extra checksums trip over servers that echo a whole object's CRC on a range; we send and check our
+        # own.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "user_agent_extra": "holdfast",
+    }
+    try:
+        session: Any = boto3.session.Session()
+        # The first client only tells where the settings lead; what suits that place goes into the second.
+        first = session.client("s3", config=Config(**settings))
+        places = _settings_for(str(first.meta.endpoint_url)) | (first.meta.config.s3 or {})
+        first.close()
+        return cast("S3Client", session.client("s3", config=Config(**settings, s3=places)))
+    except (BotoCoreError, ValueError) as error:
+        raise ConfigError(
+            f"{url}: the AWS settings cannot be used: {error}; see AWS_ENDPOINT_URL, AWS_PROFILE and ~/.aws/config"
+        ) from error
+
+
+def _settings_for(endpoint_url: str) -> Any:
+    endpoint = urlsplit(endpoint_url)
+    settings: dict[str, Any] = {}
+    if not (endpoint.hostname or "").endswith(_AWS):
+        settings["addressing_style"] = (
+            "path"  # most servers that are not AWS have no name `bucket.host` in DNS
+        )
+    if endpoint.scheme == "https":
+        settings["payload_signing_enabled"] = (
+            False  # TLS and our CRC protect the bytes; SHA-256 would cost a core
+        )
+    return settings

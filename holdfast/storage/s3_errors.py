@@ -1,0 +1,140 @@
+"""What an error of S3 means for a checkpoint: try again, or a person must act.
+
+boto3's own messages name neither the run nor a remedy, and never leave this package: every one becomes a
+`StoreError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from holdfast.errors import StoreError, StoreMissing
+
+if TYPE_CHECKING:
+    from botocore.exceptions import ClientError
+
+__all__ = ["code_of", "status_of", "translated"]
+
+_CREDENTIALS = (
+    "see AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_PROFILE, or the instance's role"
+)
+_ADVICE = {
+    "NoSuchBucket": "create the bucket, or mend the URL; see AWS_ENDPOINT_URL if it is not on AWS",
+    "AccessDenied": "allow this role s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload on the prefix, and "
+    "ListBucket and ListBucketMultipartUploads on the bucket",
+    "403": "the credentials are wrong, or the role may not do this on the prefix",
+    "AllAccessDisabled": "the account or bucket is closed; ask its owner",
+    "InvalidAccessKeyId": f"the access key is not known there: {_CREDENTIALS}",
+    "SignatureDoesNotMatch": f"the secret key is wrong: {_CREDENTIALS}",
+    "ExpiredToken": f"the session token is over, get a new one: {_CREDENTIALS}",
+    "InvalidToken": f"the session token is not valid there: {_CREDENTIALS}",
+    "RequestTimeTooSkewed": "set this machine's clock (chrony or ntp); it differs from the server's by over 15 minutes",
+    "PermanentRedirect": "the bucket is in another region; set AWS_REGION to it",
+    "AuthorizationHeaderMalformed": "the bucket is in another region; set AWS_REGION to it",
+    "IllegalLocationConstraintException": "the bucket is in another region; set AWS_REGION to it",
+    "InvalidBucketName": "mend the bucket's name in the URL",
+    "NoSuchUpload": "the multipart upload was aborted (a lifecycle rule, a sweep, or a second writer); begin it anew",
+    "EntityTooLarge": "the server takes no object or part of this size",
+    "EntityTooSmall": "the server wants larger parts; set a larger chunk_bytes",
+    "QuotaExceeded": "delete old checkpoints, or ask for a larger quota",
+    "InvalidObjectState": "the object is archived; restore it to a readable storage class first",
+}
+_RETRIABLE = frozenset(
+    {
+        "SlowDown",
+        "RequestTimeout",
+        "RequestTimeoutException",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+    }
+    | {
+        "InternalError",
+        "ServiceUnavailable",
+        "OperationAborted",
+        "ConditionalRequestConflict",
+        "RequestLimitExceeded",
+    }
+    # The bytes changed between our CRC and the server: sending them again mends what the network did.
+    | {
+        "BadDigest",
+        "XAmzContentSHA256Mismatch",
+        "XAmzContentChecksumMismatch",
+        "InvalidDigest",
+        "IncompleteBody",
+    }
+)
+_MISSING = frozenset({"NoSuchKey", "404", "NoSuchVersion"})
+
+
+def code_of(error: ClientError) -> str:
+    """The server's name for the error, such as `SlowDown`; the HTTP status where it gave none."""
+    return str(error.response.get("Error", {}).get("Code", "")) or str(status_of(error))
+
+
+def status_of(error: ClientError) -> int:
+    """The HTTP status, 0 if there is none."""
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+@contextmanager
+def translated(doing: str, url: str) -> Iterator[None]:
+    """Turn an error of boto3 inside the block into ours.
+
+    Args:
+        doing: What is being done, such as "write".
+        url: To what; without secrets.
+    """
+    from botocore import exceptions
+
+    try:
+        yield
+    except exceptions.ClientError as error:
+        raise _from_server(error, doing, url) from error
+    except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
+        raise StoreError(f"cannot {doing} {url}: no credentials: {_CREDENTIALS}") from error
+    except exceptions.ParamValidationError as error:
+        raise StoreError(f"cannot {doing} {url}: S3 does not take such a name or value: {error}") from error
+    except exceptions.EndpointConnectionError as error:
+        raise StoreError(
+            f"cannot {doing} {url}: the server does not answer ({error}); "
+            "see the network, AWS_ENDPOINT_URL and AWS_REGION",
+            retriable=True,
+        ) from error
+    except _connection_errors() as error:
+        raise StoreError(
+            f"cannot {doing} {url}: the connection failed ({type(error).__name__}: {error})", retriable=True
+        ) from error
+    except exceptions.BotoCoreError as error:
+        raise StoreError(f"cannot {doing} {url}: {error}; see the AWS settings of this process") from error
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    from botocore import exceptions
+    from urllib3.exceptions import HTTPError
+
+    return (
+        exceptions.ConnectionError,  # of botocore: also its connect timeout, which is no HTTPClientError
+        exceptions.HTTPClientError,
+        exceptions.IncompleteReadError,
+        HTTPError,
+        ConnectionError,
+        TimeoutError,
+    )
+
+
+def _from_server(error: ClientError, doing: str, url: str) -> StoreError:
+    code, status = code_of(error), status_of(error)
+    if code in _MISSING:
+        return StoreMissing(f"{url}: there is no such object ({doing})")
+    text = str(error.response.get("Error", {}).get("Message", "")).strip() or f"HTTP {status}"
+    retriable = code in _RETRIABLE or status in (408, 429) or status >= 500
+    if status == 501:
+        retriable = False  # the server does not know the operation, and will not learn it
+    message = f"cannot {doing} {url}: {code}: {text}"
+    advice = _ADVICE.get(code)
+    if advice is None and status == 507:
+        advice, retriable = _ADVICE["QuotaExceeded"], False
+    return StoreError(f"{message}; {advice}" if advice else message, retriable=retriable)

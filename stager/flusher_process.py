@@ -1,0 +1,201 @@
+"""Finds this run's flusher or starts one, and attaches to it.
+
+    runtime directory has a socket that answers? ── no ─► python -m flusher, in a session of its own
+                        │ yes                                  │ one line of JSON: ready, or its error
+                        └──────────────► hello ─► welcome ◄────┘ ─► ring mapped
+
+The flusher must outlive this MPI job: it has its own session (mpirun kills ours), no variable of the MPI launcher (it
+would take itself for a rank), and its output goes to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import platformdirs
+
+from holdfast import ipc
+from holdfast.config import StagerConfig
+from holdfast.errors import ConfigError, PeerLost
+from holdfast.ring import Ring
+from holdfast.runtime import run_key, runtime_directory
+from holdfast.wire import peer_error
+
+__all__ = ["Flusher", "attach"]
+
+_log = logging.getLogger("holdfast.stager.flusher")
+
+_LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
+_READY_LINE_BYTES_MAX = 64 * 1024
+_LOG_TAIL_BYTES = 2000
+_started: list[subprocess.Popen[bytes]] = []  # never waited for: they outlive us by design
+
+
+@dataclass
+class Flusher:
+    """The flusher of this run, attached to.
+
+    Attributes:
+        channel: Messages from and to it.
+        ring: The ring it owns.
+        attempt: The attempt it gave this stager.
+        store_url: Where it writes.
+        pid: Its process.
+    """
+
+    channel: ipc.Channel
+    ring: Ring
+    attempt: int
+    store_url: str
+    pid: int
+
+    def close(self) -> None:
+        """Leave it. It goes on by itself."""
+        self.channel.close()
+        self.ring.close()
+
+
+def attach(config: StagerConfig) -> Flusher:
+    """Attach to the run's flusher; start one if none is there. At most `start_seconds_max`.
+
+    Raises:
+        StoreError, FencedError, ConfigError: The flusher could not start; its own error.
+        PeerLost: It did not answer in time, or ended without a word.
+    """
+    deadline = time.monotonic() + config.start_seconds_max
+    directory = runtime_directory(config.store, config.runtime_dir)
+    socket_path = directory / ipc.SOCKET_NAME
+    try:
+        channel = ipc.connect(socket_path)
+        _log.info("process %d already serves this run; attaching to it", channel.peer_pid)
+    except PeerLost:
+        _start(config, deadline)
+        channel = ipc.connect(socket_path, wait_seconds=max(0.0, deadline - time.monotonic()))
+    try:
+        channel.send("hello", version=ipc.VERSION, pid=os.getpid())
+        welcome = _await_welcome(channel, deadline)
+        if welcome["chunk_bytes"] != config.chunk_bytes:
+            _log.warning(
+                "the flusher that is there has chunks of %d bytes; chunk_bytes = %d is not used",
+                welcome["chunk_bytes"],
+                config.chunk_bytes,
+            )
+        ring = Ring.attach(directory)
+    except BaseException:
+        channel.close()
+        raise
+    return Flusher(channel, ring, welcome["attempt"], welcome["store_url"], welcome["pid"])
+
+
+def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any]:
+    with selectors.DefaultSelector() as selector:
+        selector.register(channel, selectors.EVENT_READ)
+        while (left_seconds := deadline - time.monotonic()) > 0:
+            selector.select(left_seconds)
+            for message in channel.poll():
+                if message.kind == "welcome":
+                    return message.fields
+                if message.kind == "refused":
+                    raise peer_error(message.fields["code"], message.fields["message"])
+            if channel.closed:
+                raise PeerLost(f"the flusher (process {channel.peer_pid}) hung up before it answered")
+    raise PeerLost(
+        f"the flusher (process {channel.peer_pid}) did not answer in time; is it still serving another job?"
+    )
+
+
+def _start(config: StagerConfig, deadline: float) -> None:
+    """Start a flusher and wait until it says that it is ready."""
+    log_path = _log_path(config.store)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flusher", *_arguments(config)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            env=environment,
+        )
+    assert process.stdout is not None
+    with process.stdout as output:
+        line = _first_line(output, deadline)
+    if line is None:
+        process.kill()
+        process.wait()
+        raise PeerLost(
+            f"the flusher (process {process.pid}) was not ready within {config.start_seconds_max:g} s and was ended; "
+            f"see {log_path}"
+        )
+    try:
+        said = json.loads(line)
+        error = said.get("error")
+        ready = said.get("ready") is True
+    except (ValueError, AttributeError):
+        error, ready = None, False
+    if ready:
+        _started.append(process)
+        _log.info("started flusher, process %d, log %s", process.pid, log_path)
+        return
+    code = process.wait()
+    if isinstance(error, dict):
+        raise peer_error(str(error.get("code")), str(error.get("message")))
+    raise PeerLost(
+        f"the flusher ended with exit code {code} before it was ready; {log_path} ends with:\n{_tail(log_path)}"
+    )
+
+
+def _arguments(config: StagerConfig) -> list[str]:
+    arguments = [
+        *("--store", config.store),
+        *("--chunk-bytes", str(config.chunk_bytes)),
+        *("--ring-bytes", str(config.ring_bytes)),
+        *("--keep-last", str(config.keep_last)),
+        *("--keep-every", str(config.keep_every)),
+        *("--writers", str(config.writers)),
+        *("--runtime-dir", str(config.runtime_dir)),
+        "--verify" if config.verify else "--no-verify",
+        "--linger" if config.linger else "--no-linger",
+    ]
+    return arguments if config.events is None else [*arguments, "--events", str(config.events)]
+
+
+def _first_line(output: BinaryIO | Any, deadline: float) -> bytes | None:
+    """The first line, or what came before the end; None at the deadline."""
+    line = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(output, selectors.EVENT_READ)
+        while (left_seconds := deadline - time.monotonic()) > 0:
+            if not selector.select(left_seconds):
+                continue
+            data = os.read(output.fileno(), _READY_LINE_BYTES_MAX)
+            line += data
+            if not data or b"\n" in line or len(line) > _READY_LINE_BYTES_MAX:
+                return line
+    return None
+
+
+def _log_path(store_url: str) -> Path:
+    folder = Path(platformdirs.user_state_dir("holdfast", appauthor=False))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the flusher's log needs {folder}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+        ) from error
+    return folder / f"flusher-{run_key(store_url)}.log"
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+        return log.read().decode(errors="replace")

@@ -1,0 +1,241 @@
+"""All MPI calls of the stager; the only file of this package that imports `mpi4py.MPI` (importing it starts MPI).
+
+    Port.join()   collective at start-up: who is a trainer; one communicator of our own
+    Port          control messages from and to every trainer, payloads straight into the ring, who is dead
+
+Rules: errors are returned, never abort; nothing blocks or spins; a receive is posted before its credit is sent, so a
+payload always finds its place. Under ULFM (`mpirun --with-ft ulfm`) a dead trainer shows as an error on the probe; it
+is acknowledged, and the others go on. One thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mpi4py
+import numpy as np
+
+from holdfast.errors import ConfigError, PeerLost
+from holdfast.layout import Extent
+from holdfast.wire import CONTROL_TAG, MAX_MESSAGE_BYTES, Role, data_tag
+
+mpi4py.rc.thread_level = "serialized"  # one thread of this process talks to MPI
+from mpi4py import MPI  # noqa: E402
+
+__all__ = ["Port", "Seen"]
+
+_log = logging.getLogger("holdfast.stager.mpi")
+
+_LOST = frozenset({MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED})
+_PAUSE_SECONDS = 2e-3
+_CANCEL_POLLS = 100
+_DATATYPES_KEPT = 65_536
+_MESSAGES_PER_POLL_MAX = 256  # so that payloads are looked at, too, when a rank talks without end
+
+
+@dataclass
+class Seen:
+    """What one poll found: `(trainer, message)` in order of arrival, and `(trainer, reason)` of newly lost ones."""
+
+    messages: list[tuple[int, bytes]] = field(default_factory=list)
+    lost: list[tuple[int, str]] = field(default_factory=list)
+
+
+class Port:
+    """Everything between the stager and its trainers, who are numbered 0 to `ranks` - 1. Get one by `join`."""
+
+    def __init__(self, control: MPI.Intracomm, trainers: Sequence[int]) -> None:
+        self._comm = control
+        self._world_ranks = list(trainers)
+        self._trainer = {world_rank: rank for rank, world_rank in enumerate(trainers)}
+        self._lost: set[int] = set()
+        self._newly_lost: list[tuple[int, str]] = []
+        self._sending: list[tuple[int, MPI.Request, bytes]] = []
+        self._receives: dict[tuple[int, int], MPI.Request] = {}
+        self._datatypes: OrderedDict[tuple[Extent, ...], MPI.Datatype] = OrderedDict()
+        self.ranks = len(self._world_ranks)
+
+    @classmethod
+    def join(cls, seconds_max: float) -> Port:
+        """Meet the other processes of the job. Collective, once.
+
+        Raises:
+            PeerLost: They did not all join within `seconds_max`.
+            ConfigError: There is no trainer, or another stager.
+        """
+        world = MPI.COMM_WORLD
+        world.Set_errhandler(MPI.ERRORS_RETURN)
+        mine = np.array([Role.STAGER], dtype=np.int32)
+        roles = np.zeros(world.size, dtype=np.int32)
+        request = world.Iallgather(mine, roles)
+        deadline = time.monotonic() + seconds_max
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise PeerLost(
+                    f"stager: not all {world.size} processes joined within {seconds_max:g} s; does every trainer make "
+                    "a Checkpointer?"
+                )
+            time.sleep(_PAUSE_SECONDS)
+        stagers = np.flatnonzero(roles == Role.STAGER)
+        trainers = np.flatnonzero(roles == Role.TRAINER)
+        if len(stagers) > 1:
+            raise ConfigError(
+                f"{len(stagers)} stagers in one MPI job, at world ranks {stagers.tolist()}; expected one"
+            )
+        control = world.Dup()  # in the same order as trainer_side.mpi.World
+        control.Set_errhandler(MPI.ERRORS_RETURN)
+        world.Split(MPI.UNDEFINED, world.rank)
+        if not len(trainers):
+            raise ConfigError(
+                "no trainer in this MPI job; start the stager with mpirun -n N TRAINER : -n 1 holdfast stager"
+            )
+        return cls(control, trainers.tolist())
+
+    # -- control messages ----------------------------------------------------------------------------------------
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send a control message; to a lost trainer nothing happens."""
+        if rank in self._lost:
+            return
+        try:
+            request = self._comm.Isend([message, MPI.BYTE], self._world_ranks[rank], CONTROL_TAG)
+            self._sending.append((rank, request, message))
+        except MPI.Exception as error:
+            self._lose(rank, error)
+
+    def poll(self) -> Seen:
+        """All control messages that have come, then the trainers found dead. Never waits."""
+        seen = Seen()
+        status = MPI.Status()
+        while len(seen.messages) < _MESSAGES_PER_POLL_MAX:
+            try:
+                if not self._comm.Iprobe(MPI.ANY_SOURCE, CONTROL_TAG, status):
+                    break
+            except MPI.Exception as error:
+                if not self._acknowledge(error):
+                    break
+                continue  # what the dead one said before is still there
+            self._receive(seen, status)
+        sending, self._sending = self._sending, []
+        for rank, request, message in sending:
+            try:
+                if not request.Test():
+                    self._sending.append((rank, request, message))
+            except MPI.Exception as error:
+                self._lose(rank, error)
+        seen.lost, self._newly_lost = self._newly_lost, []
+        return seen
+
+    @property
+    def unsent(self) -> bool:
+        """Whether control messages are still on their way to living trainers."""
+        return any(rank not in self._lost for rank, _, _ in self._sending)
+
+    def _receive(self, seen: Seen, status: MPI.Status) -> None:
+        source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
+        rank = self._trainer.get(source)
+        if rank is None or not 0 <= nbytes <= MAX_MESSAGE_BYTES:
+            # Taken out of the queue by matching it, and never received: no memory is spent on it.
+            self._comm.Improbe(source, CONTROL_TAG)
+            if rank is not None:
+                self.drop(
+                    rank, f"sent a control message of {nbytes} bytes, expected at most {MAX_MESSAGE_BYTES}"
+                )
+            return
+        buffer = bytearray(nbytes)
+        try:
+            self._comm.Recv([buffer, MPI.BYTE], source, CONTROL_TAG)
+        except MPI.Exception as error:
+            self._lose(rank, error)
+            return
+        seen.messages.append((rank, bytes(buffer)))
+
+    # -- payloads ------------------------------------------------------------------------------------------------
+
+    def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
+        """Post the receive of `pieces` (offsets within `memory`, the slot) from `rank`; then send it the credit."""
+        world_rank = self._world_ranks[rank]
+        try:
+            if len(pieces) == 1:
+                target = memory[pieces[0].offset : pieces[0].end]
+                request = self._comm.Irecv([target, MPI.BYTE], world_rank, data_tag(slot))
+            else:
+                request = self._comm.Irecv([memory, 1, self._datatype(pieces)], world_rank, data_tag(slot))
+        except MPI.Exception as error:
+            self._lose(rank, error)
+            return
+        self._receives[rank, slot] = request
+
+    def received(self, rank: int, slot: int) -> int | None:
+        """How many bytes have come, when the payload is complete; None before. Forgets it then."""
+        request = self._receives.get((rank, slot))
+        if request is None:
+            return None
+        status = MPI.Status()
+        try:
+            if not request.Test(status):
+                return None
+        except MPI.Exception as error:
+            del self._receives[rank, slot]
+            self._lose(rank, error)
+            return None
+        del self._receives[rank, slot]
+        return int(status.Get_elements(MPI.BYTE))
+
+    def cancel(self, rank: int, slot: int) -> None:
+        """Withdraw a posted receive whose payload will not come."""
+        request = self._receives.pop((rank, slot), None)
+        if request is None:
+            return
+        try:
+            request.Cancel()
+            for _ in range(_CANCEL_POLLS):
+                if request.Test():
+                    return
+        except MPI.Exception as error:
+            # A receive from a dead process ends with this error: it is over, which is what was wanted.
+            _log.debug("cancelled receive from rank %d, slot %d: %s", rank, slot, error)
+            return
+        _log.warning("receive from rank %d into slot %d could not be withdrawn", rank, slot)
+
+    def _datatype(self, pieces: tuple[Extent, ...]) -> MPI.Datatype:
+        found = self._datatypes.get(pieces)
+        if found is None:
+            found = MPI.BYTE.Create_hindexed([p.nbytes for p in pieces], [p.offset for p in pieces]).Commit()
+            self._datatypes[pieces] = found
+            if len(self._datatypes) > _DATATYPES_KEPT:
+                _, oldest = self._datatypes.popitem(last=False)
+                oldest.Free()  # receives that use it keep it alive
+        return found
+
+    # -- who is dead ---------------------------------------------------------------------------------------------
+
+    def drop(self, rank: int, reason: str) -> None:
+        """Take a trainer for lost: `poll` reports it once, nothing more is sent to it."""
+        if rank not in self._lost:
+            self._lost.add(rank)
+            self._newly_lost.append((rank, f"rank {rank} {reason}"))
+
+    def _lose(self, rank: int, error: MPI.Exception) -> None:
+        if error.Get_error_class() in _LOST:
+            self.drop(rank, "is dead")
+        else:
+            self.drop(rank, f"cannot be reached (MPI: {error.Get_error_string()})")
+
+    def _acknowledge(self, error: MPI.Exception) -> bool:
+        """Learn who died; until this is done every probe raises. False if that is not what the error was."""
+        if error.Get_error_class() not in _LOST:
+            raise PeerLost(f"stager: MPI failed while polling: {error.Get_error_string()}") from error
+        before = len(self._lost)
+        self._comm.Ack_failed()
+        failed = self._comm.Get_failed()
+        world_ranks = MPI.Group.Translate_ranks(failed, list(range(failed.size)), self._comm.group)
+        for world_rank in world_ranks:
+            if world_rank in self._trainer:
+                self.drop(self._trainer[world_rank], "is dead")
+        failed.Free()
+        return len(self._lost) > before

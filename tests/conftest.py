@@ -1,0 +1,51 @@
+"""Fixtures of the whole suite: the S3 servers, started once, with a fresh bucket for each test."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.moto_s3 import running_moto
+from tests.support.s3_place import S3Place, fresh_bucket, s3_environment
+from tests.support.swift import SwiftServer, install, running_swift
+
+
+@pytest.fixture(scope="session")
+def swift_server() -> Iterator[SwiftServer]:
+    """A running OpenStack Swift; its tests are skipped where it cannot be installed."""
+    try:
+        install()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"Swift cannot be installed here: {str(error.stderr)[-300:]}")
+    with running_swift() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_endpoint() -> Iterator[str]:
+    """URL of a running moto server."""
+    with running_moto() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def swift_s3(swift_server: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> S3Place:
+    """A fresh bucket on Swift; endpoint and credentials are in the environment."""
+    environment = s3_environment(swift_server.endpoint, swift_server.access_key, swift_server.secret_key)
+    return _place("swift", environment, monkeypatch)
+
+
+@pytest.fixture
+def moto_s3(moto_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> S3Place:
+    """A fresh bucket on moto; endpoint and credentials are in the environment."""
+    return _place("moto", s3_environment(moto_endpoint, "testing", "testing"), monkeypatch)
+
+
+def _place(server: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> S3Place:
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return S3Place(server, environment["AWS_ENDPOINT_URL"], fresh_bucket(), environment)

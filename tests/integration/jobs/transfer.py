@@ -1,0 +1,122 @@
+"""A trainer without a model: sends synthetic images through a Link, so that the transfer is tested by itself.
+
+`python transfer.py OUT SCENARIO IMAGE_BYTES STEPS`. Writes to OUT, per rank, a JSON file of how each step ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from holdfast.config import TrainerConfig
+from holdfast.crc import crc32
+from holdfast.errors import HoldfastError
+from holdfast.layout import REPLICATED, Entry, Layout, TensorInfo
+from trainer_side.link import Link, Proposal, TransferState
+
+WAIT_SECONDS_MAX = 60.0
+
+
+class Slice:
+    """A SliceSource over plain memory."""
+
+    def __init__(self, data: bytes, *, ready_bytes: int | None = None) -> None:
+        self._data = memoryview(data)
+        self.ready = len(data) if ready_bytes is None else ready_bytes
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        return self._data[offset : offset + nbytes]
+
+    def ready_bytes(self) -> int:
+        return self.ready
+
+
+def layout(image_bytes: int, chunk_bytes: int, ranks: int) -> Layout:
+    """Entries of odd sizes and owners, each followed by its CRC field; most cross chunk borders."""
+    draw = random.Random(image_bytes)
+    entries: list[Entry] = []
+    offset = 100
+    while offset < image_bytes - 1000:
+        nbytes = min(draw.randrange(1, chunk_bytes * 2), image_bytes - 500 - offset)
+        owner = draw.choice([REPLICATED, REPLICATED, *range(ranks)])
+        entries.append(Entry(f"archive/data/{len(entries)}", offset, nbytes, owner, (offset + nbytes + 4,)))
+        offset += nbytes + draw.randrange(64, 300)
+    tensors = tuple(
+        TensorInfo(entry.name, "uint8", (entry.nbytes,), index) for index, entry in enumerate(entries)
+    )
+    return Layout(image_bytes, chunk_bytes, ranks, tuple(entries), tensors)
+
+
+def image(plan: Layout, step: int, *, patched: bool) -> bytes:
+    """The image of a step, as it is sent (CRC fields zero) or as the file has it."""
+    data = bytearray(random.Random(step).randbytes(plan.image_bytes))
+    for entry in plan.entries:
+        for place in entry.crc_fields:
+            data[place : place + 4] = b"\0\0\0\0"
+    if patched:
+        for entry in plan.entries:
+            for place in entry.crc_fields:
+                data[place : place + 4] = crc32(bytes(data[entry.offset : entry.end])).to_bytes(4, "little")
+    return bytes(data)
+
+
+def my_slice(plan: Layout, data: bytes, rank: int) -> bytes:
+    return b"".join(data[e.offset : e.end] for _, extents in plan.sends(rank) for e in extents)
+
+
+def proposal(plan: Layout, *, changed: str = "") -> Proposal:
+    table: list[list[Any]] = [
+        [t.path, "float64" if t.path == changed else t.dtype, list(t.shape), -1] for t in plan.tensors
+    ]
+    digest = f"{crc32(json.dumps(table).encode()):08x}"
+    return Proposal(digest, table, pickle_bytes=70_000, per_rank_bytes={"rng": 5000 + len(changed)})
+
+
+def main() -> None:
+    out, scenario, image_bytes, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    said: dict[str, Any] = {"pid": os.getpid(), "steps": {}}
+    rank = -1
+    try:
+        link = Link.join(TrainerConfig())
+        rank = link.rank
+        run(link, scenario, image_bytes, steps, said)
+    except HoldfastError as error:
+        said["error"] = {"code": error.code, "message": str(error)}
+    name = f"rank-{rank}.json" if rank >= 0 else f"pid-{os.getpid()}.json"
+    (out / name).write_text(json.dumps(said))
+
+
+def run(link: Link, scenario: str, image_bytes: int, steps: int, said: dict[str, Any]) -> None:
+    plan = layout(image_bytes, link.welcome.chunk_bytes, link.ranks)
+    changed = plan.tensors[1].path if scenario == "differ" and link.rank == 1 else ""
+    agreement = link.agree(proposal(plan, changed=changed))
+    said["agreement"] = [agreement.pickle_reserve_bytes, agreement.per_rank_reserve_bytes]
+    link.announce(plan)
+    for step in range(steps):
+        if scenario == "decline" and step == 1 and link.rank == 1:
+            link.decline(step, "outgrown", needed_pickle_bytes=200_000)
+            continue
+        die = scenario == "die" and step == steps - 1 and link.rank == 1
+        data = my_slice(plan, image(plan, step, patched=False), link.rank)
+        source = Slice(data, ready_bytes=len(data) // 2 if die else None)
+        transfer = link.offer(step, source, {"saved_at_unix": time.time()})
+        if die:
+            while not transfer.record.get("sent_bytes"):
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+        settled = transfer.settled.wait(WAIT_SECONDS_MAX) and transfer.released.wait(WAIT_SECONDS_MAX)
+        said["steps"][step] = {"state": transfer.state.value, "reason": transfer.reason, "settled": settled}
+    link.close(wait_for=TransferState.DURABLE, seconds_max=WAIT_SECONDS_MAX)
+    said["durable_step"], said["staged_step"] = link.durable_step, link.staged_step
+    said["new_pickle_reserve_bytes"] = link.new_pickle_reserve_bytes
+    said["problem"] = str(link.problem or "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The transfer by itself, with real mpirun, stager and flusher: synthetic images in, the same bytes in the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.launch import mpirun_command
+from tests.integration.jobs import transfer
+from tests.support.job import REPOSITORY, Job, environment
+
+pytestmark = [pytest.mark.mpi]
+
+CHUNK_BYTES, RING_CHUNKS = 65536, 8
+IMAGE_BYTES = 3_000_000  # 46 chunks: streams through the ring several times over
+SECONDS_MAX = 120.0
+
+
+class Ran:
+    """A job that has ended: what each rank said, and what is in the store."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        scenario: str,
+        *,
+        steps: int,
+        ranks: int = 2,
+        stager: dict[str, str] | None = None,
+    ) -> None:
+        self.store, out, self.runtime = tmp_path / "store", tmp_path / "out", tmp_path / "runtime"
+        out.mkdir()
+        self.ranks = ranks
+        settings = {
+            "store": str(self.store),
+            "chunk-bytes": str(CHUNK_BYTES),
+            "ring-bytes": str(RING_CHUNKS * CHUNK_BYTES),
+            "keep-last": "0",
+            "events": str(tmp_path / "events"),
+            **(stager or {}),
+        }
+        arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
+        trainer = [transfer.__file__, str(out), scenario, str(IMAGE_BYTES), str(steps)]
+        env = environment(self.runtime, XDG_STATE_HOME=str(tmp_path / "state"))
+        # The images are no zip files, so reading them back would only say that.
+        with Job(ranks, trainer, [*arguments, "--no-verify"], env=env, log=tmp_path / "log") as job:
+            self.code = job.wait(SECONDS_MAX)
+            self.output = job.output()
+        self.said = [json.loads(path.read_text()) for path in sorted(out.iterdir())]
+        events = tmp_path / "events"
+        self.events = (
+            [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+        )
+
+    def steps(self, rank: int) -> dict[int, str]:
+        return {int(step): how["state"] for step, how in self.said[rank]["steps"].items()}
+
+    def files(self) -> dict[int, Path]:
+        return {int(path.stem.removeprefix("step-")): path for path in self.store.glob("step-*.pt")}
+
+    def assert_files(self, steps: set[int]) -> None:
+        """Exactly these steps are in the store, each bit for bit the image that the ranks sent, CRCs filled in."""
+        assert set(self.files()) == steps, self.output
+        plan = transfer.layout(IMAGE_BYTES, CHUNK_BYTES, self.ranks)
+        for step, path in self.files().items():
+            assert path.read_bytes() == transfer.image(plan, step, patched=True), f"step {step}"
+
+    def assert_nothing_left(self) -> None:
+        """No process of the job lives, and the ring is gone."""
+        deadline = time.monotonic() + 20
+        while (orphans := self.orphans()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not orphans, orphans
+        assert not [path for path in self.runtime.rglob("*") if path.is_file()]
+
+    def orphans(self) -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("HOLDFAST_RUNTIME_DIR") == str(self.runtime):
+                    found.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+
+def _of(ran: Ran, event: str) -> list[dict[str, Any]]:
+    return [line for line in ran.events if line["event"] == event and line["role"] == "stager"]
+
+
+class WithoutStager:
+    """The same trainers, nobody to talk to."""
+
+    def __init__(self, tmp_path: Path, out: Path) -> None:
+        command = mpirun_command(
+            2, [sys.executable, transfer.__file__, str(out), "plain", str(IMAGE_BYTES), "1"]
+        )
+        process = subprocess.Popen(
+            command,
+            env=environment(tmp_path / "runtime"),
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            self.output, _ = process.communicate(timeout=SECONDS_MAX)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self.code = process.returncode
+
+
+def test_images_larger_than_the_ring_arrive_bit_for_bit(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, "plain", steps=4)
+    assert ran.code == 0, ran.output
+    for rank in range(2):
+        assert ran.steps(rank) == dict.fromkeys(range(4), "staged")
+        assert (ran.said[rank]["durable_step"], ran.said[rank]["problem"]) == (3, "")
+        assert ran.said[rank]["agreement"] == [196608, {"rng": 8192}]
+    ran.assert_files({0, 1, 2, 3})
+    assert [line["step"] for line in _of(ran, "staged")] == [0, 1, 2, 3]
+    record = json.loads((ran.store / "step-000000002.json").read_text())["record"]
+    sent_bytes = [record["ranks"][str(rank)]["sent_bytes"] for rank in range(2)]
+    assert sum(sent_bytes) == IMAGE_BYTES
+    ran.assert_nothing_left()
+
+
+def test_a_declined_step_is_left_out_on_every_rank(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, "decline", steps=3)
+    assert ran.code == 0, ran.output
+    assert ran.steps(0) == {0: "staged", 1: "declined", 2: "staged"}
+    assert "rank 1: outgrown" in ran.said[0]["steps"]["1"]["reason"]
+    assert [said["new_pickle_reserve_bytes"] for said in ran.said] == [458752, 458752]
+    ran.assert_files({0, 2})
+    ran.assert_nothing_left()
+
+
+def test_ranks_with_other_tensors_are_refused(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, "differ", steps=3)
+    for said in ran.said:
+        assert said["error"]["code"] == "state"
+        for words in ("rank 1", "archive/data/1", "expected (uint8", "got (float64"):
+            assert words in said["error"]["message"]
+    ran.assert_files(set())
+    ran.assert_nothing_left()
+
+
+def test_a_killed_rank_costs_only_the_checkpoint_it_was_sending(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, "die", steps=3)
+    (survivor,) = ran.said
+    assert {int(step): how["state"] for step, how in survivor["steps"].items()} == {
+        0: "staged",
+        1: "staged",
+        2: "failed",
+    }
+    assert "rank 1 is dead" in survivor["steps"]["2"]["reason"]
+    assert survivor["problem"] == "", "the stager lives"
+    assert [line["step"] for line in _of(ran, "failed")] == [2]
+    assert _of(ran, "stager_ended")
+    ran.assert_files({0, 1})
+    ran.assert_nothing_left()
+
+
+def test_a_stager_that_cannot_start_says_so_to_every_trainer(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    ran = Ran(tmp_path, "plain", steps=1, stager={"store": str(tmp_path / "file" / "run")})
+    assert ran.code != 0
+    assert len(ran.said) == 2
+    for said in ran.said:
+        assert str(tmp_path / "file") in said["error"]["message"]
+        assert said["error"]["code"] != "peer_lost"
+    ran.assert_nothing_left()
+
+
+def test_a_wrong_setting_of_the_stager_is_told_to_every_trainer(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, "plain", steps=1, stager={"chunk-bytes": "1000"})
+    assert ran.code == ConfigError.exit_code, ran.output
+    assert [said["error"]["code"] for said in ran.said] == ["config", "config"]
+    assert "chunk_bytes" in ran.said[0]["error"]["message"]
+    ran.assert_nothing_left()
+
+
+def test_without_a_stager_the_trainer_says_what_to_add(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    ran = WithoutStager(tmp_path, out)
+    assert ran.code == 0, ran.output
+    for path in out.iterdir():
+        error = json.loads(path.read_text())["error"]
+        assert error["code"] == "config"
+        assert ": -n 1 holdfast stager --store URL" in error["message"]

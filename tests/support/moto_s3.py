@@ -1,0 +1,50 @@
+"""moto's S3 server as a child process: a second opinion on our requests, with its own reading of S3.
+
+It is atomic where Swift is not (`If-None-Match`), and refuses small parts; it checks neither signatures nor CRCs, so
+a pass here proves nothing about those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.swift import free_port
+
+__all__ = ["running_moto"]
+
+_START_SECONDS_MAX = 60.0
+
+
+@contextlib.contextmanager
+def running_moto() -> Iterator[str]:
+    """A started moto server; gives its endpoint."""
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(port)]
+    if shutil.which("setpriv"):
+        command = ["setpriv", "--pdeathsig", "KILL", *command]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + _START_SECONDS_MAX
+            while not _listens(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise RuntimeError(f"moto_server did not start: {log.read()[-2000:]!r}")
+                time.sleep(0.05)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()  # it keeps nothing that would have to be closed
+            process.wait()
+
+
+def _listens(port: int) -> bool:
+    with contextlib.closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,321 @@
+"""The engine on a real ring, with a store in memory that fails when it is told to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flusher import engine as engine_module
+from flusher.engine import Engine
+from flusher.recovery import feed, survey
+from flusher.steps import Key
+from flusher.tenure import Tenure
+from flusher.upkeep import ReadBack, Upkeep
+from flusher.workers import Inbox
+from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
+from holdfast.events import EventLog
+from holdfast.manifest import Manifest, State
+from holdfast.ring import Ring, SlotState
+from tests.support.images import Image, from_torch_file, made_up
+from tests.support.memory_store import MemoryStore
+
+CHUNK_BYTES = 4096
+DEADLINE_SECONDS = 30.0
+
+
+class Heard:
+    """Remembers what the engine tells."""
+
+    def __init__(self) -> None:
+        self.durables: dict[Key, Manifest] = {}
+        self.read_backs: list[ReadBack] = []
+        self.failures: dict[Key, HoldfastError] = {}
+
+    def began(self, key: Key, part_chunks: int) -> None: ...
+
+    def freed(self, slots: tuple[int, ...]) -> None: ...
+
+    def durable(self, key: Key, manifest: Manifest) -> None:
+        self.durables[key] = manifest
+
+    def read_back(self, result: ReadBack) -> None:
+        self.read_backs.append(result)
+
+    def failed(self, key: Key, error: HoldfastError) -> None:
+        self.failures[key] = error
+
+
+class Rig:
+    """An engine and all it needs."""
+
+    def __init__(self, directory: Path, *, verify: bool = False) -> None:
+        self.store = MemoryStore()
+        self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1)
+        self.inbox, self.heard = Inbox(), Heard()
+        self.tenure = Tenure(self.store, 5.0)
+        self.upkeep = Upkeep(self.store, self.tenure, self.inbox, verify=verify, keep_last=0, keep_every=0)
+        self.events = EventLog(directory / "events.jsonl", role="flusher")
+        self.engine = self.new_engine()
+
+    def new_engine(self) -> Engine:
+        return Engine(
+            self.ring,
+            self.store,
+            self.tenure,
+            self.upkeep,
+            self.inbox,
+            self.events,
+            writers=2,
+            listener=self.heard,
+        )
+
+    def fill(self, image: Image, step: int, *, tell: bool = True) -> None:
+        """A whole checkpoint lies in the ring."""
+        digest = self.ring.put_layout(image.layout)
+        if tell:
+            self.engine.begin(Key(1, step), image.layout)
+        for chunk in range(image.layout.chunks):
+            slot = next(n for n in range(32) if self.ring.state(n) is SlotState.FREE)
+            self.ring.mark_filling(slot, 1, step, chunk)
+            data = image.chunk_bytes(chunk)
+            self.ring.slot_memory(slot)[: len(data)] = data
+            self.ring.mark_full(slot, image.sources(chunk), len(data))
+            if tell:
+                self.engine.chunk(self.ring.record(slot))
+        self.ring.write_checkpoint(1, step, "staged", digest, {"ranks": {"0": {"saved_at_unix": 1.0}}})
+        if tell:
+            self.engine.staged(Key(1, step))
+
+    def drain(self) -> None:
+        until = time.monotonic() + DEADLINE_SECONDS
+        while True:
+            upkeep_was_idle = self.upkeep.idle
+            self.engine.turn()
+            if upkeep_was_idle and self.engine.idle and self.upkeep.idle:
+                return
+            assert time.monotonic() < until
+            waits = self.engine.wait_seconds()
+            self.inbox.wait(5.0 if waits is None else waits)
+
+    def all_free(self) -> bool:
+        return all(self.ring.state(slot) is SlotState.FREE for slot in range(32))
+
+    def happened(self, directory: Path, event: str) -> int:
+        lines = (directory / "events.jsonl").read_text().splitlines()
+        return sum(json.loads(line)["event"] == event for line in lines)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(engine_module, "_RETRY_SECONDS_FIRST", 0.001)
+    monkeypatch.setattr(engine_module, "_RETRY_SECONDS_MAX", 0.002)
+    made = Rig(tmp_path, verify=True)
+    yield made
+    made.engine.stop()
+    made.upkeep.stop()
+    made.tenure.end()
+    made.inbox.close()
+    made.events.close()
+    made.ring.close()
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Image:
+    """A true zip file: reading back also looks at its directory."""
+    torch.save({"weight": torch.arange(5000.0), "bias": torch.arange(9.0)}, tmp_path / "real.pt")
+    return from_torch_file(tmp_path / "real.pt", chunk_bytes=CHUNK_BYTES, ranks=2)
+
+
+IMAGE = made_up(1, entries=6, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max=9000)
+KEY = Key(1, 5)
+FILE = "step-000000005.pt"
+
+
+class Failing:
+    """Fails the first `times` acts called `act`."""
+
+    def __init__(self, act: str, times: int, *, retriable: bool) -> None:
+        self.act, self.left, self.retriable = act, times, retriable
+        self.lock = threading.Lock()
+
+    def __call__(self, act: str, name: str) -> None:
+        with self.lock:
+            hit = act == self.act and name.startswith("step-") and self.left > 0
+            self.left -= hit
+        if hit:
+            raise StoreError(f"{act} {name}: no", retriable=self.retriable)
+
+
+@pytest.mark.parametrize("act", ["begin", "write_part", "publish", "write"])
+def test_what_may_help_is_tried_again_and_the_checkpoint_kept_until_it_does(
+    rig: Rig, tmp_path: Path, act: str
+) -> None:
+    rig.store.before = Failing(act, 3, retriable=True)
+    rig.fill(IMAGE, 5)
+    rig.drain()
+    assert rig.store.objects[FILE] == IMAGE.final
+    assert rig.heard.failures == {}
+    assert rig.happened(tmp_path, "flush_delayed") == 3
+    assert rig.all_free()
+    assert rig.ring.checkpoints() == []
+
+
+@pytest.mark.parametrize("act", ["begin", "write_part", "publish", "write"])
+@pytest.mark.parametrize("retriable", [False, True])
+def test_what_does_not_help_fails_that_checkpoint_and_the_next_one_is_fine(
+    rig: Rig, act: str, retriable: bool
+) -> None:
+    rig.store.before = Failing(act, 10_000 if retriable else 1, retriable=retriable)
+    rig.fill(IMAGE, 5)
+    rig.drain()
+    assert isinstance(rig.heard.failures[KEY], StoreError)
+    assert rig.store.open_uploads == []
+    assert "step-000000005.json" not in rig.store.objects
+    assert rig.all_free()
+    assert rig.ring.checkpoints() == []
+    rig.store.before = lambda act, name: None
+    rig.fill(IMAGE, 6)
+    rig.drain()
+    assert rig.store.objects["step-000000006.pt"] == IMAGE.final
+
+
+def test_a_bug_in_a_backend_costs_one_checkpoint_not_the_process(rig: Rig) -> None:
+    def bug(act: str, name: str) -> None:
+        if act == "write_part":
+            raise ZeroDivisionError("oops")
+
+    rig.store.before = bug
+    rig.fill(IMAGE, 5)
+    rig.drain()
+    assert "ZeroDivisionError: oops" in str(rig.heard.failures[KEY])
+
+
+def test_a_file_that_changed_in_the_store_is_marked_bad(rig: Rig, real: Image) -> None:
+    def damage(act: str, name: str) -> None:
+        if act == "read_into" and name == FILE:
+            entry = next(e for e in real.layout.entries if e.name.endswith("/data/0"))
+            data = bytearray(real.final)
+            data[entry.offset] ^= 1
+            rig.store.objects[FILE] = bytes(data)
+
+    rig.store.before = damage
+    rig.fill(real, 5)
+    rig.drain()
+    rig.fill(real, 6)
+    rig.drain()
+    first, second = rig.heard.read_backs
+    assert (first.state, second.state) == (State.BAD, State.VERIFIED)
+    assert "state/0" in first.note
+    manifest = Manifest.from_bytes(rig.store.objects["step-000000005.json"], source="x")
+    assert (manifest.state, manifest.note) == (State.BAD, first.note)
+
+
+def test_a_store_that_cannot_be_read_back_leaves_the_checkpoint_durable(rig: Rig) -> None:
+    rig.store.before = Failing("read_into", 1000, retriable=False)
+    rig.fill(IMAGE, 5)
+    rig.drain()
+    (result,) = rig.heard.read_backs
+    assert result.state is State.DURABLE
+    manifest = Manifest.from_bytes(rig.store.objects["step-000000005.json"], source="x")
+    assert manifest.state is State.DURABLE
+
+
+def test_a_run_that_was_taken_over_is_not_published_to(rig: Rig) -> None:
+    rig.fill(IMAGE, 5, tell=False)
+    claim = json.loads(rig.store.objects[".holdfast/writer-000001.json"])
+    taken = claim | {"attempt": 2, "write_id": "other"}
+    rig.store.objects[".holdfast/writer-000002.json"] = json.dumps(taken).encode()
+    feed(rig.engine, survey(rig.ring))
+    with pytest.raises(FencedError, match="took the run over"):
+        rig.drain()
+    assert FILE not in rig.store.objects
+
+
+def test_two_checkpoints_of_one_step_on_their_way_do_not_share_a_name(rig: Rig) -> None:
+    release = threading.Event()
+
+    def hold(act: str, name: str) -> None:
+        if act == "write_part":
+            release.wait(DEADLINE_SECONDS)
+
+    rig.store.before = hold
+    rig.fill(IMAGE, 5)
+    rig.engine.begin(Key(2, 5), IMAGE.layout)
+    release.set()
+    for chunk in range(IMAGE.layout.chunks):
+        slot = next(n for n in range(31, -1, -1) if rig.ring.state(n) is SlotState.FREE)
+        rig.ring.mark_filling(slot, 2, 5, chunk)
+        data = IMAGE.chunk_bytes(chunk)
+        rig.ring.slot_memory(slot)[: len(data)] = data
+        rig.ring.mark_full(slot, IMAGE.sources(chunk), len(data))
+        rig.engine.chunk(rig.ring.record(slot))
+    rig.engine.staged(Key(2, 5))
+    rig.drain()
+    assert {m.file for m in rig.heard.durables.values()} == {FILE, "step-000000005-a002.pt"}
+
+
+def test_a_slot_that_is_not_full_is_refused(rig: Rig) -> None:
+    with pytest.raises(ProtocolError, match="the journal says FREE"):
+        rig.engine.chunk(rig.ring.record(3))
+
+
+def test_recovery_publishes_what_is_whole_and_says_what_is_not(rig: Rig) -> None:
+    rig.fill(IMAGE, 5, tell=False)
+    rig.fill(IMAGE, 6, tell=False)
+    lost = next(record.slot for record in rig.ring.records() if record.step == 6)
+    rig.ring.free(lost)
+    rig.ring.write_checkpoint(1, 7, "receiving", IMAGE.layout.digest, {})
+    (rig.ring.directory / "checkpoint-1-8.json").write_text("{")
+    rig.ring.write_checkpoint(1, 9, "staged", "ab" * 32, {})
+    rig.ring.mark_filling(lost, 1, 7, 0)
+    found = survey(rig.ring)
+    assert [key.step for key, _, _ in found.whole] == [5]
+    assert {key.step for key in found.lost} == {6, 7, 8, 9}
+    assert "1 of" in str(found.lost[Key(1, 6)])
+    assert len(found.orphans) == IMAGE.layout.chunks
+    feed(rig.engine, found)
+    rig.drain()
+    assert rig.store.objects[FILE] == IMAGE.final
+    assert rig.heard.durables[KEY].record["ranks"]["0"]["saved_at_unix"] == 1.0
+
+
+def test_recovery_of_chunks_that_were_already_patched_gives_the_same_file(rig: Rig) -> None:
+    rig.fill(IMAGE, 5, tell=False)
+    for record in rig.ring.records():
+        if record.state is SlotState.FULL:
+            extent = IMAGE.layout.chunk_extent(record.chunk)
+            rig.ring.slot_memory(record.slot)[: extent.nbytes] = IMAGE.final[extent.offset : extent.end]
+    feed(rig.engine, survey(rig.ring))
+    rig.drain()
+    assert rig.store.objects[FILE] == IMAGE.final
+
+
+def test_reading_back_waits_while_something_is_to_be_written(rig: Rig, real: Image) -> None:
+    order: list[str] = []
+    writing = threading.Event()
+
+    def watch(act: str, name: str) -> None:
+        order.append(f"{act} {name}")
+        if act == "write_part" and name != FILE:
+            writing.wait(DEADLINE_SECONDS)
+
+    rig.store.before = watch
+    rig.fill(real, 5)
+    rig.fill(real, 6)
+    until = time.monotonic() + DEADLINE_SECONDS
+    while KEY not in rig.heard.durables:  # step 6 is stuck in the store
+        rig.inbox.wait(1.0)
+        rig.engine.turn()
+        if order.count("write_part step-000000006.pt") == 2:
+            break
+        assert time.monotonic() < until
+    assert not any(act.startswith("read_into") for act in order)
+    writing.set()
+    rig.drain()
+    assert {result.state for result in rig.heard.read_backs} == {State.VERIFIED}

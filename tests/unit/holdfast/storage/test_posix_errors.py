@@ -1,0 +1,50 @@
+"""Which errors of a file system pass, and which a person must mend."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import StoreError, StoreMissing
+from holdfast.storage.posix_errors import free_bytes, translated
+
+
+def _raised(number: int, **settings: str) -> StoreError:
+    with (
+        pytest.raises(StoreError) as caught,
+        translated("write", Path("/mnt/run/x"), needed_bytes=123, **settings),
+    ):
+        raise OSError(number, os.strerror(number))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EFBIG, errno.EMFILE]
+)
+def test_what_a_person_must_mend_names_path_cause_and_remedy(number: int) -> None:
+    error = _raised(number)
+    assert not error.retriable
+    assert "/mnt/run/x" in str(error)
+    assert os.strerror(number) in str(error)
+    assert "; " in str(error)
+
+
+def test_missing_is_missing_or_swept() -> None:
+    assert isinstance(_raised(errno.ENOENT), StoreMissing)
+    swept = _raised(errno.ENOENT, missing_is="swept")
+    assert swept.retriable
+    assert not isinstance(swept, StoreMissing)
+
+
+def test_free_bytes_of_a_place_that_will_be() -> None:
+    free = free_bytes(Path("/tmp/not/there/yet"))
+    assert free is not None
+    assert free > 0
+
+
+def test_our_own_errors_pass_unchanged() -> None:
+    with pytest.raises(StoreError, match="ours"), translated("write", Path("/x")):
+        raise StoreError("ours")

@@ -1,0 +1,245 @@
+"""Settings: where they come from, which wins, and what is said when one is wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.config import RING_CHUNKS_MIN, FlusherConfig, StagerConfig, TrainerConfig, parse_size
+from holdfast.errors import ConfigError
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture(autouse=True)
+def bare_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, and no HOLDFAST_ variables of whoever runs the tests."""
+    for variable in [name for name in os.environ if name.startswith("HOLDFAST_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_toml(text: str) -> None:
+    Path("holdfast.toml").write_text(text)
+
+
+def test_defaults() -> None:
+    stager = StagerConfig(store="/run")
+    assert (stager.chunk_bytes, stager.ring_bytes, stager.ring_chunks) == (16 * MIB, 1024 * MIB, 64)
+    assert (stager.keep_last, stager.keep_every, stager.verify, stager.linger, stager.writers) == (
+        3,
+        0,
+        True,
+        False,
+        2,
+    )
+    assert (stager.offer_seconds_max, stager.chunk_seconds_max, stager.start_seconds_max) == (60, 120, 60)
+    assert stager.runtime_dir == Path(f"/dev/shm/holdfast-{os.getuid()}")
+    trainer = TrainerConfig()
+    assert (trainer.store, trainer.on_full, trainer.events) == (None, "skip", None)
+    assert (trainer.start_seconds_max, trainer.stager_seconds_max, trainer.close_seconds_max) == (
+        120,
+        30,
+        600,
+    )
+    assert trainer.restore_seconds_max == 600
+    assert FlusherConfig(store="/run").heartbeat_seconds == 5
+
+
+def test_arguments_beat_environment_beats_file_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert StagerConfig(store="s").keep_last == 3
+    write_toml("keep_last = 4")
+    assert StagerConfig(store="s").keep_last == 4
+    monkeypatch.setenv("HOLDFAST_KEEP_LAST", "5")
+    assert StagerConfig(store="s").keep_last == 5
+    assert StagerConfig(store="s", keep_last=6).keep_last == 6
+
+
+def test_an_argument_that_was_not_given_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_STORE", "/from/environment")
+    config = StagerConfig.from_sources(store=None, keep_last=None, verify=False)
+    assert (config.store, config.keep_last, config.verify) == ("/from/environment", 3, False)
+
+
+def test_the_table_of_a_role_beats_the_top_level_and_is_its_own() -> None:
+    write_toml(
+        'store = "s"\nstart_seconds_max = 7\n[stager]\nstart_seconds_max = 8\n[flusher]\ngrace_seconds = 0\n'
+    )
+    assert StagerConfig.from_sources().start_seconds_max == 8
+    assert TrainerConfig.from_sources().start_seconds_max == 7
+    assert FlusherConfig.from_sources().grace_seconds == 0
+
+
+def test_a_key_of_another_role_at_the_top_level_is_fine() -> None:
+    write_toml('on_full = "skip"\nwriters = 4\n')
+    assert TrainerConfig().on_full == "skip"
+    assert StagerConfig(store="s").writers == 4
+
+
+def test_another_file_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_toml("keep_last = 4")
+    other = tmp_path / "other.toml"
+    other.write_text("keep_last = 9")
+    monkeypatch.setenv("HOLDFAST_CONFIG", str(other))
+    assert StagerConfig(store="s").keep_last == 9
+
+
+def test_a_named_file_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CONFIG", "gone.toml")
+    with pytest.raises(ConfigError, match=r"gone\.toml.*HOLDFAST_CONFIG"):
+        TrainerConfig()
+
+
+def test_a_file_that_is_not_toml() -> None:
+    write_toml("keep_last = = 4")
+    with pytest.raises(ConfigError, match=r"holdfast\.toml: not TOML.*line 1"):
+        TrainerConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("keep_lst = 4", "keep_lst", "keep_last"),
+        ("[stager]\nring_byte = 4", "ring_byte", "ring_bytes"),
+        ("[trainer]\nonfull = 'skip'", "onfull", "on_full"),
+        ("[flushr]\nverify = true", "flushr", "flusher"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_file_and_the_nearest(text: str, key: str, nearest: str) -> None:
+    write_toml(text)
+    for role in (TrainerConfig, StagerConfig, FlusherConfig):
+        with pytest.raises(
+            ConfigError, match=rf"holdfast\.toml.*{key}: no such setting; did you mean {nearest}\?"
+        ):
+            role(store="s")
+
+
+def test_a_role_that_is_no_table() -> None:
+    write_toml("stager = 4")
+    with pytest.raises(ConfigError, match=r"expected a table \[stager\], got 4"):
+        TrainerConfig()
+
+
+def test_a_setting_of_another_role_as_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ring_byte: no such setting; did you mean ring_bytes"):
+        StagerConfig.from_sources(store="s", ring_byte=1)
+
+
+def test_a_missing_value_says_how_to_give_it() -> None:
+    with pytest.raises(
+        ConfigError, match=r"store: expected a value.*--store.*HOLDFAST_STORE.*holdfast\.toml"
+    ):
+        StagerConfig.from_sources()
+
+
+def test_a_wrong_value_says_expected_got_and_where_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"writers: expected greater than or equal to 1, got 0 \(as argument\)"
+    ):
+        StagerConfig(store="s", writers=0)
+    monkeypatch.setenv("HOLDFAST_WRITERS", "many")
+    with pytest.raises(ConfigError, match=r"writers: expected .*integer.*'many' \(from HOLDFAST_WRITERS\)"):
+        StagerConfig(store="s")
+    monkeypatch.delenv("HOLDFAST_WRITERS")
+    write_toml("writers = -1")
+    with pytest.raises(ConfigError, match=r"got -1 \(from holdfast\.toml\)"):
+        StagerConfig(store="s")
+
+
+def test_all_wrong_values_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        StagerConfig(store="", writers=0, keep_last=-1)
+    assert [name in str(caught.value) for name in ("store", "writers", "keep_last")] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "field", ["start_seconds_max", "stager_seconds_max", "close_seconds_max", "restore_seconds_max"]
+)
+@pytest.mark.parametrize("value", ["0", "-1", "inf", "nan"])
+def test_deadlines_are_finite_and_above_zero(field: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"HOLDFAST_{field.upper()}", value)
+    with pytest.raises(ConfigError, match=field):
+        TrainerConfig()
+
+
+def test_the_ring_holds_at_least_eight_chunks() -> None:
+    least = RING_CHUNKS_MIN * 16 * MIB
+    assert StagerConfig.from_sources(store="s", ring_bytes=least).ring_chunks == RING_CHUNKS_MIN
+    with pytest.raises(
+        ConfigError, match=f"ring_bytes: expected at least 8 chunks of {16 * MIB} bytes.*{least}"
+    ):
+        StagerConfig.from_sources(store="s", ring_bytes=least - 1)
+
+
+def test_the_ring_is_checked_against_chunks_from_another_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CHUNK_BYTES", "256MiB")
+    with pytest.raises(ConfigError, match="ring_bytes"):
+        FlusherConfig(store="s")
+    assert FlusherConfig.from_sources(store="s", ring_bytes="2GiB").ring_chunks == 8
+
+
+@pytest.mark.parametrize("value", ["1000", "0", "2GiB", "4097"])
+def test_chunks_are_whole_pages_and_fit_one_message(value: str) -> None:
+    with pytest.raises(ConfigError, match="chunk_bytes"):
+        StagerConfig.from_sources(store="s", chunk_bytes=value, ring_bytes="64GiB")
+
+
+def test_settings_are_frozen() -> None:
+    config = TrainerConfig()
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.store = "elsewhere"  # type: ignore[misc]
+
+
+def test_a_misspelt_variable_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOLDFAST_KEEPLAST", "5")
+    monkeypatch.setenv("HOLDFAST_SOMETHING_ELSE_ALTOGETHER", "5")
+    with caplog.at_level(logging.WARNING, logger="holdfast.config"):
+        assert StagerConfig(store="s").keep_last == 3
+    assert "HOLDFAST_KEEPLAST is not used; did you mean HOLDFAST_KEEP_LAST?" in caplog.text
+    assert "ALTOGETHER" not in caplog.text
+
+
+def test_an_empty_variable_was_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_KEEP_LAST", "")
+    assert StagerConfig(store="s").keep_last == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("512MiB", 512 * MIB),
+        ("1GiB", 1024 * MIB),
+        ("16 MB", 16_000_000),
+        (" 1.5 gib ", 1536 * MIB),
+        ("4096", 4096),
+        ("7B", 7),
+        ("0.001kB", 1),
+        ("2TiB", 2 << 40),
+        (4096, 4096),
+        (0, 0),
+    ],
+)
+def test_sizes(text: int | str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "-1", "-1MiB", "1 parsec", "0.1B", "1e6", "0x10", "1,5GiB", "16M", True, -1]
+)
+def test_what_is_no_size(text: int | str) -> None:
+    with pytest.raises(ValueError, match="bytes"):
+        parse_size(text)
+
+
+@given(st.integers(0, 2**60), st.sampled_from([("KiB", 1), ("MiB", 2), ("GiB", 3)]))
+def test_whole_units_are_exact(number: int, unit: tuple[str, int]) -> None:
+    assert parse_size(f"{number}{unit[0]}") == number * 1024 ** unit[1]

@@ -1,0 +1,135 @@
+"""Finding and starting the flusher: against real processes, among them ones that do what they should not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.config import StagerConfig
+from holdfast.errors import ConfigError, FencedError, HoldfastError, PeerLost
+from stager.flusher_process import Flusher, attach
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StagerConfig:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return StagerConfig(
+        store=str(tmp_path / "store"),
+        chunk_bytes=65536,
+        ring_bytes=1 << 20,
+        runtime_dir=tmp_path / "runtime",
+        start_seconds_max=60,
+    )
+
+
+@pytest.fixture
+def flusher(config: StagerConfig) -> Iterator[Flusher]:
+    found = attach(config)
+    yield found
+    if not found.channel.closed:
+        found.channel.send("finish")
+    found.close()
+    process = psutil.Process(found.pid)
+    try:
+        process.wait(30)
+    except psutil.TimeoutExpired:
+        process.kill()
+        raise
+
+
+def test_a_started_flusher_serves_and_is_outside_of_the_job(
+    config: StagerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+    monkeypatch.setenv("PMIX_RANK", "2")
+    found = attach(config)
+    try:
+        process = psutil.Process(found.pid)
+        assert os.getsid(found.pid) == found.pid != os.getsid(0)
+        assert not [name for name in process.environ() if name.startswith(("OMPI_", "PMIX_", "PRTE_"))]
+        assert (found.ring.chunk_bytes, found.ring.ring_chunks, found.attempt) == (65536, 16, 1)
+        assert Path(f"/proc/{found.pid}/fd/0").readlink() == Path("/dev/null")
+        found.channel.send("finish")
+        deadline = time.monotonic() + 30
+        heard: list[str] = []
+        while "drained" not in heard and time.monotonic() < deadline:
+            heard += [message.kind for message in found.channel.poll()]
+            time.sleep(0.01)
+        assert "drained" in heard
+        process.wait(30)
+    finally:
+        found.close()
+
+
+def test_a_second_stager_is_refused(config: StagerConfig, flusher: Flusher) -> None:
+    with pytest.raises(FencedError, match=str(os.getpid())):
+        attach(config)
+
+
+def test_a_store_that_takes_no_writes_is_the_stagers_error(config: StagerConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    bad = config.model_copy(update={"store": str(tmp_path / "file" / "run")})
+    with pytest.raises(HoldfastError, match="file") as caught:
+        attach(bad)
+    assert not isinstance(caught.value, PeerLost)
+
+
+@pytest.fixture
+def impostor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that is started in place of the flusher; the test writes what it does."""
+    program = tmp_path / "impostor"
+    monkeypatch.setattr(sys, "executable", str(program))
+    return program
+
+
+def _write(program: Path, code: str) -> None:
+    program.write_text(f"#!{os.path.realpath('/proc/self/exe')}\nimport json, os, sys, time\n{code}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+
+def test_a_flusher_that_dies_without_a_word_shows_its_last_ones(config: StagerConfig, impostor: Path) -> None:
+    _write(impostor, "print('out of memory, sorry', file=sys.stderr); sys.exit(13)")
+    with pytest.raises(PeerLost, match="exit code 13") as caught:
+        attach(config)
+    assert "out of memory, sorry" in str(caught.value)
+
+
+def test_a_flusher_that_says_nothing_is_ended(config: StagerConfig, impostor: Path, tmp_path: Path) -> None:
+    _write(impostor, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)")
+    with pytest.raises(PeerLost, match="not ready within 1 s"):
+        attach(config.model_copy(update={"start_seconds_max": 1.0}))
+    if (tmp_path / "pid").exists():  # it may not have come even so far
+        assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("line", ["[]", "nonsense", "{}", '{"ready": 1}'])
+def test_a_flusher_that_talks_nonsense_is_an_error(config: StagerConfig, impostor: Path, line: str) -> None:
+    _write(impostor, f"print({line!r}); sys.exit(0)")
+    with pytest.raises(PeerLost, match="exit code 0"):
+        attach(config)
+
+
+def test_the_error_it_reports_is_raised(config: StagerConfig, impostor: Path) -> None:
+    _write(impostor, "print(json.dumps({'error': {'code': 'config', 'message': 'no room'}})); sys.exit(2)")
+    with pytest.raises(ConfigError, match="no room"):
+        attach(config)
+
+
+def test_a_flusher_that_hangs_up_is_noticed(config: StagerConfig) -> None:
+    """It dies between being ready and answering hello."""
+    found = attach(config)
+    os.kill(found.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not found.channel.closed and time.monotonic() < deadline:
+        found.channel.poll()
+        time.sleep(0.01)
+    assert found.channel.closed
+    found.close()

@@ -1,0 +1,191 @@
+"""The project's frame: Makefile, README, compose file, licence and CI say the same thing, and say what is there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml  # type: ignore[import-untyped]
+from yamllint import linter  # type: ignore[import-untyped]
+from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
+
+from holdfast.cli import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = ROOT / "docker-compose.yml"
+TARGETS = {"setup", "demo", "test", "lint", "types", "bench", "ci", "clean"}
+ONE_SHOT = {"bucket", "keys"}  # they end by themselves, so nothing is there to be healthy
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "infra/README.md"]
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    return subprocess.run(
+        ["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text(page), re.DOTALL | re.MULTILINE)
+    return [content for name, content in fences if name == language]
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    document = yaml.safe_load(COMPOSE.read_text())
+    assert isinstance(document["services"], dict)
+    return document["services"]
+
+
+# -- Makefile and CI -------------------------------------------------------------------------------------------
+
+
+@needs_make
+def test_make_alone_lists_every_target() -> None:
+    done = make()
+    assert done.returncode == 0, done.stderr
+    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert listed == TARGETS | {"help"}
+
+
+@needs_make
+def test_an_old_python_is_refused_by_name_before_anything_is_made(tmp_path: Path) -> None:
+    old = tmp_path / "python3.8"
+    old.write_text('#!/bin/sh\ntest "$1" = --version && { echo "Python 3.8.10"; exit 0; }\nexit 1\n')
+    old.chmod(0o755)
+    done = make("setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}")
+    assert done.returncode != 0
+    assert "3.11 or newer" in done.stderr
+    assert "Python 3.8.10" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_documented_make_targets_exist(page: str) -> None:
+    named = {
+        word for block in blocks(page, "") for word in re.findall(r"^make ([a-z]+)", block, re.MULTILINE)
+    }
+    assert named
+    assert named <= TARGETS
+
+
+def test_ci_runs_the_same_targets_as_people() -> None:
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    assert re.findall(r"make (\w+)", script.read_text()) == ["lint", "types", "test"]
+
+
+# -- what the pages say ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_something(page: str) -> None:
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text(page))]
+    local = [target for target in targets if target and not target.startswith("http")]
+    missing = [target for target in local if not (ROOT / page).parent.joinpath(target).exists()]
+    assert not missing
+
+
+def test_the_lines_for_a_training_script_are_python_with_names_that_exist() -> None:
+    exported = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(text("trainer_side/__init__.py")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    imports = [
+        node
+        for block in blocks("README.md", "python")
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom)
+    ]
+    assert [node.module for node in imports] == ["trainer_side"]
+    assert {alias.name for node in imports for alias in node.names} <= set(exported)
+
+
+def test_documented_commands_exist() -> None:
+    named = set(re.findall(r"(?:^| )holdfast ([a-z]+) ", "\n".join(blocks("README.md", "")), re.MULTILINE))
+    assert {"ls", "inspect", "verify", "pull", "stager"} <= named
+    assert named <= set(cli.list_commands(click.Context(cli)))
+
+
+def test_the_licence_is_whole_and_the_one_that_is_named() -> None:
+    licence = text("LICENSE")
+    assert licence.split()[:4] == ["Apache", "License", "Version", "2.0,"]
+    assert all(re.search(rf"^ +{number}\. [A-Z]", licence, re.MULTILINE) for number in range(1, 10))
+    assert "END OF TERMS AND CONDITIONS" in licence
+    assert tomllib.loads(text("pyproject.toml"))["project"]["license"] == "Apache-2.0"
+
+
+# -- docker-compose.yml ----------------------------------------------------------------------------------------
+
+
+def test_the_compose_file_is_lint_clean() -> None:
+    problems = list(linter.run(COMPOSE.read_text(), YamlLintConfig("extends: default")))
+    assert not problems
+
+
+def test_it_has_both_stores_a_stager_and_two_ranks(services: dict[str, Any]) -> None:
+    assert {"s3", "nfs", "stager", "rank0", "rank1"} <= services.keys()
+
+
+def test_every_service_says_why_it_is_there() -> None:
+    lines = COMPOSE.read_text().split("\nservices:\n")[1].split("\nnetworks:\n")[0].splitlines()
+    heads = [index for index, line in enumerate(lines) if re.fullmatch(r"  \w+:( &\w+)?", line)]
+    silent = [
+        lines[index].strip() for index in heads if index == 0 or not lines[index - 1].startswith("  # ")
+    ]
+    assert silent == ["rank1:"], "only the second rank may go without: the first one's words are its own"
+
+
+def test_services_are_pinned_healthy_and_closed_to_the_outside(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        tag = service["image"].partition(":")[2]
+        assert tag, name
+        assert tag != "latest", name
+        assert ("healthcheck" in service) != (name in ONE_SHOT), name
+        assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", [])), name
+        assert set(service.get("depends_on", {})) <= services.keys(), name
+
+
+def test_secrets_come_from_the_environment(services: dict[str, Any]) -> None:
+    secrets = [
+        value
+        for service in services.values()
+        for name, value in service.get("environment", {}).items()
+        if re.search("SECRET|PASSWORD|ACCESS_KEY_ID|ROOT_USER", name)
+    ]
+    assert secrets
+    assert all(re.fullmatch(r"\$\{HOLDFAST_S3_(KEY|SECRET):-[\w-]+\}", value) for value in secrets)
+
+
+def test_its_scripts_are_there_and_can_run(services: dict[str, Any]) -> None:
+    named = {
+        Path(word).name
+        for service in services.values()
+        for word in [*service.get("command", []), *service.get("healthcheck", {}).get("test", [])]
+        if word.startswith("/opt/holdfast/infra/docker/")
+    }
+    folder = ROOT / "infra/docker"
+    assert named == {path.name for path in folder.iterdir()} - {"Dockerfile", "Dockerfile.dockerignore"}
+    for name in named:
+        script = folder / name
+        assert os.access(script, os.X_OK), name
+        if script.read_text().startswith("#!/bin/sh"):
+            assert subprocess.run(["sh", "-n", script], check=False).returncode == 0, name
+        else:
+            ast.parse(script.read_text())

@@ -1,0 +1,98 @@
+"""The way of the bytes in one process, without threads: what trainers, stager and flusher do together."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.crc import crc32
+from holdfast.layout import Layout
+from trainer_side.skeleton import Capture, Skeleton, capture, plan, table
+from trainer_side.state import classify, collect
+
+CHUNK_BYTES = 4096
+
+
+def make_plan(
+    state: Mapping[str, Any],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    chunk_bytes: int = CHUNK_BYTES,
+    reserve: int = 0,
+) -> Skeleton:
+    """The plan of one rank, with reserves as this rank alone would have them."""
+    tree = collect(state)
+    proposed = table(state, tree, rank=rank, ranks=ranks)
+    return plan(
+        tree,
+        classify(state, tree),
+        rank=rank,
+        ranks=ranks,
+        chunk_bytes=chunk_bytes,
+        pickle_reserve_bytes=reserve or 2 * proposed.pickle_bytes + 4096,
+        per_rank_reserve_bytes=proposed.per_rank_bytes,
+    )
+
+
+def taken(state: Mapping[str, Any], skeleton: Skeleton) -> Capture:
+    found = capture(collect(state), skeleton)
+    assert found is not None
+    return found
+
+
+def sent(skeleton: Skeleton, captured: Capture) -> dict[int, bytes]:
+    """What one rank sends: image offset to bytes, CRC fields still zero."""
+    layout, rank = skeleton.layout, skeleton.rank
+    frames: dict[int, bytes] = {}
+    for chunk, extents in layout.sends(rank):
+        for extent in extents:
+            memory = bytearray(extent.nbytes)
+            skeleton.write_literals(extent, memoryview(memory))
+            for segment in layout.segments(chunk):
+                if segment.entry is not None and extent.offset <= segment.offset < extent.end:
+                    first = segment.offset - layout.entries[segment.entry].offset
+                    data = _content(captured, segment.entry)[first : first + segment.nbytes]
+                    start = segment.offset - extent.offset
+                    assert len(data) == segment.nbytes
+                    memory[start : start + segment.nbytes] = data
+            assert len(memory) == extent.nbytes
+            frames[extent.offset] = bytes(memory)
+    return frames
+
+
+def _content(captured: Capture, entry: int) -> bytes:
+    if entry in captured.contents:
+        return captured.contents[entry]
+    source = captured.sources[entry]
+    assert source is not None
+    assert source.entry == entry
+    data = ctypes.string_at(source.data_ptr, source.nbytes)
+    assert data == bytes(source.bytes().cpu().numpy())
+    return data
+
+
+def assembled(layout: Layout, frames: Sequence[Mapping[int, bytes]]) -> bytes:
+    """The file, out of what all ranks sent, with true CRCs."""
+    image = bytearray(layout.image_bytes)
+    covered = 0
+    for rank_frames in frames:
+        for offset, data in rank_frames.items():
+            image[offset : offset + len(data)] = data
+            covered += len(data)
+    assert covered == layout.image_bytes
+    for entry in layout.entries:
+        crc = crc32(bytes(image[entry.offset : entry.end]))
+        for crc_field in entry.crc_fields:
+            assert image[crc_field : crc_field + 4] == bytes(4)
+            image[crc_field : crc_field + 4] = crc.to_bytes(4, "little")
+    return bytes(image)
+
+
+def save(state: Mapping[str, Any], path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> Layout:
+    """The file of a job with one rank."""
+    skeleton = make_plan(state, chunk_bytes=chunk_bytes)
+    path.write_bytes(assembled(skeleton.layout, [sent(skeleton, taken(state, skeleton))]))
+    return skeleton.layout

@@ -1,0 +1,358 @@
+"""The link against a stager that the test plays: every message is written out, MPI is a pair of lists."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from holdfast import wire
+from holdfast.config import TrainerConfig
+from holdfast.crc import crc32
+from holdfast.errors import HoldfastError, PeerLost, StateError
+from holdfast.layout import REPLICATED, Entry, Layout
+from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome
+from trainer_side.link import Link, Transfer, TransferState
+
+CHUNK = 4096
+LAYOUT = Layout(
+    4 * CHUNK,
+    CHUNK,
+    2,
+    (Entry("a", 64, 3 * CHUNK, REPLICATED, ()), Entry("rng", 4 * CHUNK - 200, 100, 0, ())),
+)
+SECONDS_MAX = 20.0
+
+
+class FakePort:
+    """MPI as the link sees it. `hold` keeps payloads under way; `dead` raises as MPI does for a dead stager."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inbox: list[bytes] = []
+        self.messages: list[Frame] = []
+        self.payloads: list[tuple[int, bytes]] = []
+        self.hold = False
+        self.dead = False
+        self.left = False
+
+    def _check(self) -> None:
+        if self.dead:
+            raise PeerLost("the stager: its process is dead")
+
+    def send(self, message: bytes) -> None:
+        self._check()
+        with self.lock:
+            self.messages.append(wire.decode(message))
+
+    def send_payload(self, payload: memoryview, slot: int) -> int:
+        self._check()
+        with self.lock:
+            self.payloads.append((slot, bytes(payload)))
+            return len(self.payloads)
+
+    def sent(self, handle: int) -> bool:
+        self._check()
+        return not self.hold
+
+    def poll(self) -> list[bytes]:
+        self._check()
+        with self.lock:
+            inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def leave(self, seconds_max: float) -> None:
+        self.left = True
+
+    # -- the test's side
+
+    def say(
+        self, kind: Kind, *, step: int = 0, chunk: int = 0, arg: int = 0, body: dict[str, Any] | None = None
+    ) -> None:
+        message = wire.encode(kind, attempt=1, step=step, chunk=chunk, arg=arg, body=wire.to_json(body or {}))
+        with self.lock:
+            self.inbox.append(message)
+
+    def of(self, kind: Kind) -> list[Frame]:
+        with self.lock:
+            return [frame for frame in self.messages if frame.kind is kind]
+
+
+class Source:
+    def __init__(self, rank: int) -> None:
+        self.data = bytes(range(256)) * (LAYOUT.slice_bytes(rank) // 256 + 1)
+        self.ready = LAYOUT.slice_bytes(rank)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        return memoryview(self.data)[offset : offset + nbytes]
+
+    def ready_bytes(self) -> int:
+        return self.ready
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS_MAX
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def port() -> FakePort:
+    return FakePort()
+
+
+def make(port: FakePort, *, rank: int = 0, **settings: Any) -> Link:
+    welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
+    return Link(TrainerConfig(**settings), port, welcome, rank=rank, ranks=2)
+
+
+@pytest.fixture
+def link(port: FakePort) -> Iterator[Link]:
+    link = make(port)
+    link.announce(LAYOUT)
+    yield link
+    link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
+
+
+def offer(link: Link, step: int = 1, source: Source | None = None) -> Transfer:
+    return link.offer(step, source or Source(link.rank), {"saved_at_unix": time.time()})
+
+
+def test_a_checkpoint_from_offer_to_durable(link: Link, port: FakePort) -> None:
+    until(lambda: port.of(Kind.LAYOUT))
+    assert Layout.from_bytes(port.of(Kind.LAYOUT)[0].body) == LAYOUT
+    source = Source(0)
+    transfer = offer(link, 1, source)
+    until(lambda: port.of(Kind.OFFER))
+    assert wire.json_body(port.of(Kind.OFFER)[0])["layout_digest"] == LAYOUT.digest
+    offset = 0
+    for slot, (chunk, extents) in enumerate(LAYOUT.sends(0)):
+        nbytes = sum(extent.nbytes for extent in extents)
+        port.say(Kind.CREDIT, step=1, chunk=chunk, arg=10 + slot)
+        until(lambda: len(port.of(Kind.SENT)) == slot + 1)  # noqa: B023 (called at once)
+        sent, expected = port.of(Kind.SENT)[-1], source.data[offset : offset + nbytes]
+        assert (sent.step, sent.chunk, sent.arg, sent.flags) == (1, chunk, nbytes, crc32(expected))
+        assert port.payloads[-1] == (10 + slot, expected)
+        offset += nbytes
+    assert transfer.released.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.SENT
+    assert not transfer.settled.is_set()
+    (done,) = port.of(Kind.DONE)
+    assert wire.json_body(done)["sent_bytes"] == LAYOUT.slice_bytes(0)
+    port.say(Kind.STAGED, step=1)
+    assert transfer.settled.wait(SECONDS_MAX)
+    assert (transfer.state, link.staged_step, link.durable_step) == (TransferState.STAGED, 1, -1)
+    port.say(Kind.DURABLE, step=1)
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert link.durable_step == 1
+    assert {"sending_seconds", "sent_seconds", "staged_seconds", "durable_seconds"} <= transfer.record.keys()
+
+
+def test_only_rank_0_sends_the_layout(port: FakePort) -> None:
+    link = make(port, rank=1)
+    link.announce(LAYOUT)
+    offer(link)
+    until(lambda: port.of(Kind.OFFER))
+    assert not port.of(Kind.LAYOUT)
+    link.close(seconds_max=0.0)
+
+
+def test_nothing_is_sent_before_it_is_copied(link: Link, port: FakePort) -> None:
+    source = Source(0)
+    first = next(iter(LAYOUT.sends(0)))
+    source.ready = sum(extent.nbytes for extent in first[1]) - 1
+    offer(link, 1, source)
+    for chunk, _ in LAYOUT.sends(0):
+        port.say(Kind.CREDIT, step=1, chunk=chunk, arg=chunk)
+    until(lambda: not port.inbox)
+    time.sleep(0.02)
+    assert not port.payloads
+    source.ready += 1
+    until(lambda: port.payloads)
+    time.sleep(0.02)
+    assert len(port.payloads) == 1
+
+
+def test_memory_is_not_released_while_mpi_reads_it(link: Link, port: FakePort) -> None:
+    port.hold = True
+    transfer = offer(link)
+    for chunk, _ in LAYOUT.sends(0):
+        port.say(Kind.CREDIT, step=1, chunk=chunk, arg=chunk)
+    until(lambda: port.payloads)
+    port.say(Kind.DECLINED, step=1, body={"reason": "rank 1: busy"})
+    assert transfer.settled.wait(SECONDS_MAX)
+    assert (transfer.state, transfer.reason) == (TransferState.DECLINED, "rank 1: busy")
+    time.sleep(0.02)
+    assert not transfer.released.is_set()
+    port.hold = False
+    assert transfer.released.wait(SECONDS_MAX)
+
+
+def test_unused_credits_are_returned_when_a_checkpoint_ends(link: Link, port: FakePort) -> None:
+    source = Source(0)
+    source.ready = 0
+    transfer = offer(link, 1, source)
+    port.say(Kind.CREDIT, step=1, chunk=0, arg=3)
+    until(lambda: transfer.state is TransferState.SENDING)
+    port.say(Kind.FAILED, step=1, body={"code": "peer_lost", "message": "rank 1 is dead"})
+    assert transfer.released.wait(SECONDS_MAX)
+    until(lambda: port.of(Kind.RETURN))
+    assert (port.of(Kind.RETURN)[0].step, port.of(Kind.RETURN)[0].chunk) == (1, 0)
+    assert transfer.state is TransferState.FAILED
+    # One that was on its way when it ended, and one for a step that this rank never heard of.
+    port.say(Kind.CREDIT, step=1, chunk=1, arg=4)
+    port.say(Kind.CREDIT, step=77, chunk=0, arg=5)
+    until(lambda: len(port.of(Kind.RETURN)) == 3)
+    assert not port.payloads
+
+
+def test_a_verdict_may_come_before_the_offer(link: Link, port: FakePort) -> None:
+    port.say(Kind.DECLINED, step=1, body={"reason": "rank 1: busy", "new_pickle_reserve_bytes": 131072})
+    until(lambda: link.new_pickle_reserve_bytes == 131072)
+    transfer = offer(link)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.DECLINED
+    assert not port.of(Kind.OFFER)
+
+
+def test_a_declined_offer_is_taken_back(link: Link, port: FakePort) -> None:
+    transfer = offer(link)
+    link.decline(1, "copy failed: no memory")
+    assert transfer.released.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.DECLINED
+    until(lambda: port.of(Kind.DECLINE))
+    assert port.of(Kind.DECLINE)[0].body == b"copy failed: no memory"
+
+
+def test_an_outgrown_pickle_says_what_it_needs(link: Link, port: FakePort) -> None:
+    link.decline(3, "outgrown", needed_pickle_bytes=99)
+    until(lambda: port.of(Kind.DECLINE))
+    assert (port.of(Kind.DECLINE)[0].step, port.of(Kind.DECLINE)[0].arg) == (3, 99)
+
+
+@pytest.mark.parametrize("again", [1, 0])
+def test_a_step_that_is_not_new_is_declined_here(link: Link, port: FakePort, again: int) -> None:
+    offer(link)
+    transfer = offer(link, again)
+    assert transfer.released.is_set()
+    assert "not above step 1" in transfer.reason
+    until(lambda: port.of(Kind.OFFER))
+    assert len(port.of(Kind.OFFER)) == 1
+
+
+def test_an_offer_without_a_layout_is_an_error(port: FakePort) -> None:
+    link = make(port)
+    with pytest.raises(StateError, match="before a layout"):
+        offer(link)
+    link.close(seconds_max=0.0)
+
+
+def _agree(link: Link, answer: Callable[[], None]) -> Agreement:
+    threading.Timer(0.05, answer).start()
+    return link.agree(Proposal("digest", [["a", "float32", [1], -1]], 10, {"rng": 5}))
+
+
+def test_agreement(link: Link, port: FakePort) -> None:
+    body = {"pickle_reserve_bytes": 65536, "per_rank_reserve_bytes": {"rng": 4096}}
+    assert _agree(link, lambda: port.say(Kind.RESERVED, body=body)) == Agreement(65536, {"rng": 4096})
+    assert Proposal.from_frame(port.of(Kind.PROPOSE)[0]).per_rank_bytes == {"rng": 5}
+
+
+def test_a_refused_layout_is_the_users_error_and_the_link_goes_on(link: Link, port: FakePort) -> None:
+    body = {"code": "state", "message": "rank 1: tensor a: expected float32, got float16"}
+    with pytest.raises(StateError, match="rank 1: tensor a"):
+        _agree(link, lambda: port.say(Kind.REFUSED, body=body))
+    assert link.problem is None
+
+
+def _kill(port: FakePort) -> None:
+    port.dead = True
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        _kill,
+        lambda port: port.say(Kind.HELLO),
+        lambda port: port.inbox.append(b"x" * 50),
+        lambda port: port.say(Kind.REFUSED, body={"code": "protocol", "message": "you broke it"}),
+    ],
+    ids=["dead", "wrong kind", "noise", "dropped"],
+)
+def test_a_lost_stager_ends_every_wait_and_is_said_once(
+    link: Link, port: FakePort, caplog: pytest.LogCaptureFixture, break_it: Callable[[FakePort], None]
+) -> None:
+    port.hold = True
+    transfer = offer(link)
+    port.say(Kind.CREDIT, step=1, chunk=0, arg=1)
+    until(lambda: port.payloads)
+    break_it(port)
+    assert transfer.settled.wait(SECONDS_MAX)
+    assert transfer.released.wait(SECONDS_MAX)
+    assert transfer.state is TransferState.FAILED
+    assert isinstance(link.problem, HoldfastError)
+    later = offer(link, 2)
+    assert (later.state, later.released.is_set()) == (TransferState.DECLINED, True)
+    with pytest.raises(type(link.problem)):
+        link.agree(Proposal("d", [], 1, {}))
+    assert len([r for r in caplog.records if "NO MORE CHECKPOINTS" in r.getMessage()]) == 1
+    link.close(seconds_max=SECONDS_MAX)
+    assert port.left
+
+
+def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePort) -> None:
+    now = [0.0]
+    welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
+    link = Link(TrainerConfig(stager_seconds_max=30), port, welcome, rank=0, ranks=2, clock=lambda: now[0])
+
+    def pass_seconds(seconds: float) -> None:
+        for _ in range(int(seconds * 2)):
+            now[0] += 0.5
+            turned = link._turned_at
+            until(lambda: link._turned_at > turned or link.problem)  # noqa: B023 (called at once)
+
+    def problem() -> HoldfastError | None:
+        return link.problem
+
+    pass_seconds(29)
+    assert problem() is None
+    port.say(Kind.BEAT)
+    until(lambda: link._silent_seconds == 0)
+    now[0] += 1000.0  # this process was stopped: it has not listened
+    until(lambda: link._turned_at == now[0])
+    assert problem() is None
+    pass_seconds(30)
+    assert isinstance(problem(), PeerLost)
+    assert "heard nothing from the stager for 30 s" in str(problem())
+    link.close(seconds_max=0.0)
+
+
+def test_close_waits_for_durable(link: Link, port: FakePort) -> None:
+    transfer = offer(link)
+    for chunk, _ in LAYOUT.sends(0):
+        port.say(Kind.CREDIT, step=1, chunk=chunk, arg=chunk)
+    port.say(Kind.STAGED, step=1)
+    assert transfer.settled.wait(SECONDS_MAX)
+    threading.Timer(0.1, lambda: port.say(Kind.DURABLE, step=1)).start()
+    link.close(seconds_max=SECONDS_MAX)
+    assert transfer.state is TransferState.DURABLE
+    assert port.left
+    link.close(seconds_max=SECONDS_MAX)
+
+
+def test_close_ends_at_its_deadline_and_says_so(link: Link, caplog: pytest.LogCaptureFixture) -> None:
+    transfer = offer(link)
+    link.close(seconds_max=0.01)
+    assert transfer.released.is_set()
+    assert transfer.state is TransferState.FAILED
+    assert any("step 1 is" in record.getMessage() for record in caplog.records)
+
+
+def test_the_thread_ends_with_the_link(port: FakePort) -> None:
+    link = make(port)
+    link.close(seconds_max=0.0)
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "holdfast-link"])

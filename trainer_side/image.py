@@ -1,0 +1,207 @@
+"""The image while it is only literals and holes: a file for `torch.save` to write and `torch.load` to read.
+
+    torch.save ──write()──► literal bytes ┐
+               ──seek()───► a hole        ├── SparseFile ──► records(): where the zip keeps each entry's bytes and CRC
+                                          └──────────────► torch.load(map_location="meta"): can it be read back?
+
+A hole costs nothing, so a file of terabytes fits. Nothing here knows what a tensor is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import struct
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Literals", "Record", "SparseFile"]
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # signature … name length, extra length
+_DIRECTORY_RECORD = struct.Struct(
+    "<4s6H3I5H2I"
+)  # signature … name, extra, comment lengths … local header offset
+_HAS_DESCRIPTOR = 1 << 3
+_DESCRIPTOR_CRC_OFFSET = 4  # after 'PK\x07\x08'; the same in a zip64 descriptor
+_DIRECTORY_CRC_OFFSET = 16
+
+
+class Literals:
+    """Runs of known bytes of the image, in order, not overlapping; all between them is holes.
+
+    Args:
+        runs: `(image offset, bytes)`, ascending.
+    """
+
+    def __init__(self, runs: list[tuple[int, bytes]]) -> None:
+        self.runs = runs
+        self._starts = [offset for offset, _ in runs]
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        return iter(self.runs)
+
+    def append(self, offset: int, data: bytes) -> None:
+        """Add a run after all others."""
+        self.runs.append((offset, data))
+        self._starts.append(offset)
+
+    def write(self, offset: int, out: memoryview) -> None:
+        """Lay the literals of the image from `offset` on into `out`; holes are left as they are."""
+        end = offset + len(out)
+        index = max(0, bisect.bisect_right(self._starts, offset) - 1)
+        while index < len(self.runs) and self._starts[index] < end:
+            start, data = self.runs[index]
+            first, last = max(start, offset), min(start + len(data), end)
+            if first < last:
+                out[first - offset : last - offset] = data[first - start : last - start]
+            index += 1
+
+    def without(self, extents: list[tuple[int, int]], crcs: dict[int, int]) -> Literals:
+        """A copy with holes at `extents` (`(offset, end)`, ascending), and these values in these CRC fields."""
+        pieces = self._merged()
+        for crc_field, crc in crcs.items():
+            start, data = pieces[bisect.bisect_right(pieces, crc_field, key=lambda piece: piece[0]) - 1]
+            assert start <= crc_field <= start + len(data) - 4, "a CRC field is in a literal"
+            data[crc_field - start : crc_field - start + 4] = crc.to_bytes(4, "little")
+        kept: list[tuple[int, bytes]] = []
+        hole = 0
+        for start, data in pieces:
+            position, end = start, start + len(data)
+            while hole < len(extents) and extents[hole][0] < end:
+                hole_start, hole_end = extents[hole]
+                if position < hole_start:
+                    kept.append((position, bytes(data[position - start : hole_start - start])))
+                position = max(position, hole_end)
+                hole += 1
+            if position < end:
+                kept.append((position, bytes(data[position - start :])))
+        return Literals(kept)
+
+    def _merged(self) -> list[tuple[int, bytearray]]:
+        """Neighbours as one run."""
+        pieces: list[tuple[int, bytearray]] = []
+        for start, data in self.runs:
+            if pieces and pieces[-1][0] + len(pieces[-1][1]) == start:
+                pieces[-1][1].extend(data)
+            else:
+                pieces.append((start, bytearray(data)))
+        return pieces
+
+
+class Record(NamedTuple):
+    """One entry of the zip: where its bytes lie, and the image offsets of the fields that state their CRC-32."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc_fields: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Overlay:
+    offset: int
+    data: bytes
+
+
+class SparseFile(io.RawIOBase):
+    """A file-like object that keeps what is written and counts what is skipped; reads holes as zeros.
+
+    Written front to back only, which is what a zip writer with data descriptors does. Not for several threads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.literals = Literals([])
+        self.nbytes = 0
+        self._position = 0
+        self._overlay: _Overlay | None = None
+
+    def overlaid(self, offset: int, data: bytes) -> SparseFile:
+        """The same file, for reading, with `data` at `offset`."""
+        file = SparseFile()
+        file.literals, file.nbytes = self.literals, self.nbytes
+        file._overlay = _Overlay(offset, data)
+        return file
+
+    @classmethod
+    def of(cls, literals: Literals, nbytes: int) -> SparseFile:
+        """A file of `nbytes` bytes with these literals, for reading."""
+        file = cls()
+        file.literals, file.nbytes = literals, nbytes
+        return file
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Position in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move; past the end makes a hole."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
+        self._position = base + offset
+        self.nbytes = max(self.nbytes, self._position)
+        return self._position
+
+    def write(self, data: Buffer, /) -> int:
+        """Append a literal."""
+        copied = bytes(data)  # the writer reuses its memory
+        if self._position != self.nbytes:
+            raise io.UnsupportedOperation("a sparse file is written front to back")
+        self.literals.append(self._position, copied)
+        self._position += len(copied)
+        self.nbytes = self._position
+        return len(copied)
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        """Read; holes are zeros."""
+        out = memoryview(buffer).cast("B")[: max(0, self.nbytes - self._position)]
+        out[:] = bytes(len(out))
+        self.literals.write(self._position, out)
+        if self._overlay is not None:
+            Literals([(self._overlay.offset, self._overlay.data)]).write(self._position, out)
+        self._position += len(out)
+        return len(out)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """`nbytes` bytes from `offset` on."""
+        self._position = offset
+        return self.read(nbytes) or b""
+
+    def records(self) -> list[Record]:
+        """The entries of the zip, in order of offset. A record of 0 bytes has no CRC field: the CRC of nothing is 0."""
+        with zipfile.ZipFile(self) as archive:  # it knows zip64
+            infos, position = archive.infolist(), archive.start_dir
+        directory = memoryview(self.read_at(position, self.nbytes - position))
+        found: list[Record] = []
+        cursor = 0
+        for info in infos:
+            record = _DIRECTORY_RECORD.unpack_from(directory, cursor)
+            header = _LOCAL_HEADER.unpack(self.read_at(info.header_offset, _LOCAL_HEADER.size))
+            assert (record[0], header[0]) == (b"PK\x01\x02", b"PK\x03\x04"), (
+                f"zip structure of {info.filename}"
+            )
+            offset = info.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
+            fields: tuple[int, ...] = ()
+            if info.file_size:
+                assert info.flag_bits & _HAS_DESCRIPTOR, f"{info.filename} has a data descriptor"
+                descriptor = offset + info.file_size
+                fields = (descriptor + _DESCRIPTOR_CRC_OFFSET, position + cursor + _DIRECTORY_CRC_OFFSET)
+            found.append(Record(info.filename, offset, info.file_size, fields))
+            cursor += _DIRECTORY_RECORD.size + sum(record[10:13])
+        return sorted(found, key=lambda record: record.offset)

@@ -1,0 +1,88 @@
+"""One checkpoint of this rank on its way to the stager: its state, and what it has taken so far.
+
+    OFFERED ─► SENDING ─► SENT ─► STAGED ─► DURABLE
+       └───────────┴────────┴── DECLINED (never begun, or given up by agreement) or FAILED
+
+The link's thread changes it; any thread may read it or wait for its events.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+__all__ = ["SliceSource", "Transfer", "TransferState"]
+
+
+class TransferState(Enum):
+    """How far a transfer is."""
+
+    OFFERED = "offered"
+    SENDING = "sending"
+    SENT = "sent"
+    STAGED = "staged"
+    DURABLE = "durable"
+    DECLINED = "declined"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        """Nothing more happens to it."""
+        return self in {TransferState.DURABLE, TransferState.DECLINED, TransferState.FAILED}
+
+
+class SliceSource(Protocol):
+    """Where the link reads this rank's bytes: its pieces back to back, in the order of `layout.sends(rank)`."""
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the buffer; read by the link's thread until the transfer is released."""
+        ...
+
+    def ready_bytes(self) -> int:
+        """How many bytes from the front are in place; only grows. Called from the link's thread."""
+        ...
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One offered checkpoint.
+
+    Attributes:
+        step: Its step.
+        record: Times and bytes; all `*_seconds` of phases count from the save.
+        state: How far it is.
+        reason: Why it was declined or failed.
+        released: Set when the source's memory is no longer read.
+        settled: Set when it is staged, declined or failed.
+        ended: Set when it is durable, declined or failed.
+    """
+
+    step: int
+    record: dict[str, Any]
+    state: TransferState = TransferState.OFFERED
+    reason: str = ""
+    released: threading.Event = field(default_factory=threading.Event)
+    settled: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def reach(self, state: TransferState, reason: str = "") -> None:
+        """Note that it is in `state` now. The link's thread (or whoever made it, before it was handed over)."""
+        if self.state.final:
+            return
+        self.state, self.reason = state, reason
+        saved_at_unix = self.record.get("saved_at_unix")
+        if isinstance(saved_at_unix, (int, float)):
+            self.record[f"{state.value}_seconds"] = max(0.0, time.time() - saved_at_unix)
+        if state is TransferState.STAGED or state.final:
+            self.settled.set()
+        if state.final:
+            self.ended.set()
+
+    def summary(self) -> dict[str, Any]:
+        """The record as it is now, only what JSON knows."""
+        return {
+            name: value for name, value in dict(self.record).items() if isinstance(value, (str, int, float))
+        }
