@@ -240,7 +240,7 @@ class FlusherConfig(_RingConfig):
 
     role: ClassVar[str] = "flusher"
 
-    grace_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    grace_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
     heartbeat_seconds: _Seconds = 5.0
 
 

@@ -1,11 +1,11 @@
 """The stager's view of all checkpoints in flight: events in, actions out. No MPI, no clock, no threads.
 
-    (first offer)        all offers       flusher began       every chunk full, all DONE
-         │   ┌──────────┐ same digest ┌──────────┐  credits  ┌───────────┐            ┌────────┐  durable
-         └──►│ OFFERING ├────────────►│ PREPARED ├──────────►│ RECEIVING ├───────────►│ STAGED ├─────────► gone
-             └────┬─────┘             └────┬─────┘           └─────┬─────┘            └───┬────┘
-                  └──── decline, failure, rank lost, deadline ─────┴─ ENDED ◄─────────────┘ failed
-                                                                      └─ forgotten when its last credit is settled
+    (first offer)        all offers     credits  flusher began      every chunk full, all DONE
+         │   ┌──────────┐ same digest ┌──────────┐  part size ┌───────────┐            ┌────────┐  durable
+         └──►│ OFFERING ├────────────►│ PREPARED ├───────────►│ RECEIVING ├───────────►│ STAGED ├─────────► gone
+             └────┬─────┘             └────┬─────┘            └─────┬─────┘            └───┬────┘
+                  └──── decline, failure, rank lost, deadline ──────┴─ ENDED ◄─────────────┘ failed
+                                                                       └─ forgotten when its last credit is settled
 
 The same table, event by event, is in docs/wire.md. Rules:
 1. A slot belongs to the stager from FREE until CHUNK FULL, to the flusher from there until SLOTS FREED.
@@ -165,6 +165,19 @@ class Session:
                 self._fail(checkpoint, PeerLost(reason))
         return self._actions
 
+    def reopen(self, *, free_slots: Iterable[int], flusher_slots: Iterable[int] = ()) -> None:
+        """Take checkpoints again, with another flusher's ring. Only after `refuse_all`, with no credit out.
+
+        Args:
+            free_slots: Slots of that ring that are free.
+            flusher_slots: Slots that still hold chunks of an earlier job.
+        """
+        assert self._ended_for_good, "nothing was refused"
+        assert not self._open, "credits are still out"
+        self._ended_for_good = ""
+        self._free = sorted(free_slots, reverse=True)
+        self._flusher_slots = set(flusher_slots)
+
     # -- offers --------------------------------------------------------------------------------------------------
 
     def _on_layout(self, event: NewLayout) -> None:
@@ -246,6 +259,9 @@ class Session:
         checkpoint.layout = layout
         checkpoint.phase = Phase.PREPARED
         checkpoint.progress_at = self._now
+        # Opening the upload may take a while and need not be waited for: until the flusher says how large its parts
+        # are, the whole image counts as one, which is to say that chunks are granted strictly from the lowest.
+        checkpoint.part_chunks = layout.chunks
         checkpoint.queues = [deque(layout.slice_chunks(rank)) for rank in range(self.ranks)]
         checkpoint.frames_left = {rank: sum(1 for _ in layout.sends(rank)) for rank in range(self.ranks)}
         self._actions.append(Begin(checkpoint.step, layout))
@@ -268,12 +284,13 @@ class Session:
             checkpoint.phase = Phase.RECEIVING
             checkpoint.part_chunks = max(1, event.part_chunks)
             checkpoint.progress_at = self._now
+            self._check_staged(checkpoint)
 
     def _grant(self) -> None:
         """Give free slots to chunks: the oldest checkpoint first, within one fair over ranks (rules 2 and 3)."""
         reserved = 0  # slots that the lowest incomplete parts of older checkpoints still need
         for checkpoint in self._open.values():
-            if checkpoint.phase is not Phase.RECEIVING:
+            if checkpoint.phase not in {Phase.PREPARED, Phase.RECEIVING}:
                 continue
             credits_out = [0] * self.ranks
             for _, rank in checkpoint.credits:
@@ -426,7 +443,7 @@ class Session:
         for checkpoint in list(self._open.values()):
             if checkpoint.phase is Phase.STAGED:
                 continue
-            owes = checkpoint.phase is not Phase.RECEIVING or checkpoint.frames_left[event.rank] > 0
+            owes = checkpoint.phase is Phase.OFFERING or checkpoint.frames_left.get(event.rank, 0) > 0
             if checkpoint.phase is Phase.ENDED:
                 for chunk, rank in list(checkpoint.credits):
                     if rank == event.rank:

@@ -103,10 +103,11 @@ class Checkpoint:
             return None
         layout = self.layout
         assert layout is not None
-        if free <= self.lowest_part_missing():
-            return lowest  # what is left is kept for the lowest part: nothing can be flushed to the end before it
-        heads = [queue[0] for queue in self.queues if queue]
-        chunk = min(heads, key=lambda head: (credits_out[layout.chunk_rank(head)], head))
+        chunk = lowest
+        if free > self.lowest_part_missing():
+            # Otherwise what is left is kept for the lowest part: nothing can be flushed to the end before it.
+            heads = [queue[0] for queue in self.queues if queue]
+            chunk = min(heads, key=lambda head: (credits_out[layout.chunk_rank(head)], head))
         return chunk if credits_out[layout.chunk_rank(chunk)] < _CREDITS_PER_RANK_MAX else None
 
     def overdue(

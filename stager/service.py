@@ -13,14 +13,14 @@ import logging
 import select
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast import wire
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.events import EventLog
 from holdfast.layout import Extent, Layout
-from holdfast.ring import SlotState
+from holdfast.ring import Ring, SlotState
 from holdfast.session import Session
 from holdfast.session_steps import (
     Abort,
@@ -50,8 +50,10 @@ from holdfast.session_steps import (
 )
 from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome
 from stager.agreement import Round
-from stager.flusher_process import Flusher
-from stager.mpi import Port
+from stager.flusher_process import Flusher, attach
+
+if TYPE_CHECKING:
+    from stager.mpi import Port
 
 __all__ = ["Service", "refuse_start"]
 
@@ -61,6 +63,8 @@ _BEAT_SECONDS = 5.0
 _TICK_SECONDS = 0.25
 _DRAIN_SECONDS_MAX = 600.0
 _LEAVE_SECONDS_MAX = 10.0
+_REATTACH_SECONDS_MAX = 20.0
+_REATTACH_PAUSE_SECONDS = 30.0
 _PAUSE_SECONDS_MIN = 50e-6
 _BUSY_PAUSE_SECONDS_MAX = 0.5e-3  # while bytes are under way: sleeping longer would cost bandwidth
 _IDLE_PAUSE_SECONDS_MAX = 5e-3
@@ -89,13 +93,12 @@ class Service:
     ) -> None:
         self._config, self._port, self._flusher = config, port, flusher
         self._events, self._clock = events, clock
-        ring = flusher.ring
-        states = [ring.state(slot) for slot in range(ring.ring_chunks)]
-        self._slots = [ring.slot_memory(slot) for slot in range(ring.ring_chunks)]
+        self._slots = _slot_memory(flusher.ring)
+        free_slots, flusher_slots = _slot_owners(flusher.ring)
         self._session = Session(
             ranks=port.ranks,
-            free_slots=[slot for slot, state in enumerate(states) if state is SlotState.FREE],
-            flusher_slots=[slot for slot, state in enumerate(states) if state is not SlotState.FREE],
+            free_slots=free_slots,
+            flusher_slots=flusher_slots,
             offer_seconds_max=config.offer_seconds_max,
             chunk_seconds_max=config.chunk_seconds_max,
         )
@@ -104,7 +107,9 @@ class Service:
         # (rank, slot) → its credit (step, chunk, nbytes): posted; and those of which SENT has come: worth testing
         self._posted: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._arriving: set[tuple[int, int]] = set()
+        self._attempts = {flusher.attempt}  # of this job; more than one after a flusher was started again
         self._flusher_gone = False
+        self._reattach_at = 0.0
         self._drained = False
         self._beat_at = self._tick_at = 0.0
         self._active_at = 0.0
@@ -137,6 +142,8 @@ class Service:
         received = self._look_at_payloads()
         heard = self._hear_flusher()
         now = self._clock()
+        if self._flusher_gone and now >= self._reattach_at and not self._session.outstanding():
+            self._reattach(_REATTACH_SECONDS_MAX)
         if now >= self._tick_at:
             self._tick_at = now + _TICK_SECONDS
             self._take(Tick())
@@ -187,11 +194,7 @@ class Service:
             frame = wire.decode(message)
             if frame.kind.from_stager:
                 raise ProtocolError(f"{frame.kind.name} is not a message of trainers")
-            if (
-                frame.kind is not Kind.HELLO
-                and frame.kind is not Kind.BYE
-                and frame.attempt != self._flusher.attempt
-            ):
+            if frame.kind not in {Kind.HELLO, Kind.BYE} and frame.attempt not in self._attempts:
                 raise ProtocolError(
                     f"{frame.kind.name} of attempt {frame.attempt}, this job is attempt {self._flusher.attempt}"
                 )
@@ -320,17 +323,50 @@ class Service:
                 raise ProtocolError(f"message {kind} is not expected from the flusher here")
 
     def _lose_flusher(self) -> None:
-        """No checkpoint can be taken any more; training goes on, and is told."""
+        """Give up what is under way, and tell the trainers; another flusher is started when no credit is out."""
         self._flusher_gone = True
-        reason = (
-            f"the flusher (process {self._flusher.pid}) ended; checkpoints are not taken until the next start"
-        )
-        if not self._drained:
-            _log.error(
-                "%s; the next start publishes what it left in %s", reason, self._flusher.ring.directory
-            )
-            self._events.emit("flusher_lost", {"pid": self._flusher.pid})
+        self._reattach_at = self._clock()
+        if self._drained:
+            return
+        reason = f"the flusher (process {self._flusher.pid}) ended; what is staged is left to the next one"
+        _log.error("%s", reason)
+        self._events.emit("flusher_lost", {"pid": self._flusher.pid})
         self._do(self._session.refuse_all(reason))
+
+    def _reattach(self, seconds_max: float) -> bool:
+        """Find or start another flusher, which first publishes what the dead one left; whether it worked.
+
+        Blocks for `seconds_max` at most: less than it takes for the trainers to think that the stager is dead.
+        """
+        old = self._flusher.ring
+        config = self._config.model_copy(
+            update={
+                "start_seconds_max": seconds_max,
+                "chunk_bytes": old.chunk_bytes,  # as the trainers were told
+                "ring_bytes": old.chunk_bytes * old.ring_chunks,
+            }
+        )
+        try:
+            flusher = attach(config)
+            if flusher.ring.chunk_bytes != old.chunk_bytes:
+                flusher.close()
+                raise ProtocolError(
+                    f"its chunks are of {flusher.ring.chunk_bytes} bytes, not {old.chunk_bytes}"
+                )
+        except HoldfastError as error:
+            self._reattach_at = self._clock() + _REATTACH_PAUSE_SECONDS
+            _log.error("no other flusher: %s; tried again in %g s", error, _REATTACH_PAUSE_SECONDS)
+            return False
+        self._slots = []
+        self._flusher.close()
+        self._flusher, self._flusher_gone = flusher, False
+        self._attempts.add(flusher.attempt)
+        self._slots = _slot_memory(flusher.ring)
+        free_slots, flusher_slots = _slot_owners(flusher.ring)
+        self._session.reopen(free_slots=free_slots, flusher_slots=flusher_slots)
+        self._events.emit("flusher_replaced", {"pid": flusher.pid, "attempt": flusher.attempt})
+        _log.warning("another flusher (process %d) has taken over; checkpoints are taken again", flusher.pid)
+        return True
 
     # -- actions -------------------------------------------------------------------------------------------------
 
@@ -430,6 +466,8 @@ class Service:
 
     def _finish(self) -> None:
         """All trainers are gone: have the flusher make durable what is staged, and wait for it."""
+        if self._flusher_gone:
+            self._reattach(self._config.start_seconds_max)  # so that what the dead one left is published
         channel = self._flusher.channel
         channel.send("finish")
         deadline = self._clock() + _DRAIN_SECONDS_MAX
@@ -471,6 +509,19 @@ def refuse_start(port: Port, error: HoldfastError) -> None:
                 waiting.discard(rank)
         waiting -= {rank for rank, _ in seen.lost}
         time.sleep(_IDLE_PAUSE_SECONDS_MAX)
+
+
+def _slot_memory(ring: Ring) -> list[memoryview]:
+    return [ring.slot_memory(slot) for slot in range(ring.ring_chunks)]
+
+
+def _slot_owners(ring: Ring) -> tuple[list[int], list[int]]:
+    """Slots that are free, and slots that the flusher still has to free."""
+    free_slots: list[int] = []
+    flusher_slots: list[int] = []
+    for slot in range(ring.ring_chunks):
+        (free_slots if ring.state(slot) is SlotState.FREE else flusher_slots).append(slot)
+    return free_slots, flusher_slots
 
 
 def _as_json(error: HoldfastError) -> dict[str, str]:

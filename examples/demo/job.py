@@ -51,7 +51,9 @@ def clean_environment(runtime: Path, **settings: str) -> dict[str, str]:
         if not name.startswith(("HOLDFAST_", "OMPI_", "PMIX_"))
     }
     ours = {f"HOLDFAST_{name}": value for name, value in settings.items()}
-    return {**kept, **ours, "HOLDFAST_RUNTIME_DIR": str(runtime), "OMP_NUM_THREADS": "1"}
+    # Open MPI's own segments go beside the ring: those of a killed rank stay behind, and are removed with the folder.
+    segments = {"OMPI_MCA_btl_sm_backing_directory": str(runtime.parent)}
+    return {**kept, **ours, **segments, "HOLDFAST_RUNTIME_DIR": str(runtime), "OMP_NUM_THREADS": "1"}
 
 
 class Job:

@@ -192,7 +192,7 @@ def test_a_killed_run_continues_bit_for_bit(local: Cluster, reference: Path, ulf
     check_files(Path(local.store))
     items = Catalog(open_store(local.store)).list()
     assert {item.step for item in items} == {3, 7, 11}
-    assert all(item.state is State.VERIFIED for item in items)
+    assert all(item.state == State.VERIFIED for item in items)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

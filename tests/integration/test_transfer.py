@@ -174,6 +174,21 @@ def test_a_killed_rank_costs_only_the_checkpoint_it_was_sending(tmp_path: Path) 
     ran.assert_nothing_left()
 
 
+def test_a_killed_flusher_is_replaced_and_checkpoints_go_on(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, "flusher", steps=8)
+    assert ran.code == 0, ran.output
+    good = [
+        {step for step, state in ran.steps(rank).items() if state in {"staged", "durable"}}
+        for rank in range(2)
+    ]
+    assert good[0] == good[1]
+    assert {0, 7} <= good[0], ran.output
+    assert len(_of(ran, "flusher_lost")) == len(_of(ran, "flusher_replaced")) == 1
+    assert [said["problem"] for said in ran.said] == ["", ""], "the stager was there all the time"
+    ran.assert_files(good[0])
+    ran.assert_nothing_left()
+
+
 def test_a_stager_that_cannot_start_says_so_to_every_trainer(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     ran = Ran(tmp_path, "plain", steps=1, stager={"store": str(tmp_path / "file" / "run")})

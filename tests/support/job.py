@@ -24,9 +24,13 @@ def environment(runtime: Path, **more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("OMPI_", "PMIX_", "HOLDFAST_"))
     }
+    runtime.mkdir(parents=True, exist_ok=True)
     return {
         **kept,
         "HOLDFAST_RUNTIME_DIR": str(runtime),
+        "XDG_STATE_HOME": str(runtime.with_name(f"{runtime.name}-logs")),
+        # Open MPI leaves its shared-memory files behind when a rank is killed.
+        "OMPI_MCA_btl_sm_backing_directory": str(runtime),
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
         **more,

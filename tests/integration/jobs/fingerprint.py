@@ -1,7 +1,7 @@
 """A training job whose every tensor says which step it belongs to: a checkpoint that mixes two steps is seen at once.
 
 `python fingerprint.py SAVES [--no-gate]`: train as fast as the machine can, save after every step, until SAVES are
-accepted.
+staged. As in any data-parallel training, the ranks meet once per step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer_side import Checkpointer
+from trainer_side import Checkpointer, init_torch_distributed
 
 TENSORS, NUMEL, STEPS_MAX = 120, 8 * 1024, 20_000
 
@@ -44,6 +44,8 @@ def main() -> None:
     seen = model.get_buffer("seen")
     optimizer = Stamp(list(model))
     progress = {"updates": 0}
+    rank, _ = init_torch_distributed("gloo")
+    staged, newest = 0, -1
     checkpointer = Checkpointer({"model": model, "optimizer": optimizer, "progress": progress})
     if not gated:
         checkpointer._gate.remove()
@@ -52,12 +54,17 @@ def main() -> None:
         seen.fill_(float(step + 1))
         progress["updates"] = step + 1
         checkpointer.save(step)
-        if checkpointer.stats.saved >= saves:
+        if checkpointer.staged_step != newest:
+            staged, newest = staged + 1, checkpointer.staged_step
+        enough = torch.tensor([int(rank == 0 and staged >= saves)])
+        torch.distributed.all_reduce(enough)
+        if enough:
             break
+    else:
+        sys.exit(f"rank {rank}: only {staged} checkpoints were staged in {STEPS_MAX} steps")
     optimizer.step()
     checkpointer.close()
-    if checkpointer.stats.saved < saves:
-        sys.exit(f"only {checkpointer.stats.saved} saves were accepted in {STEPS_MAX} steps")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError
@@ -78,6 +80,17 @@ def proposal(plan: Layout, *, changed: str = "") -> Proposal:
     return Proposal(digest, table, pickle_bytes=70_000, per_rank_bytes={"rng": 5000 + len(changed)})
 
 
+def kill_flusher() -> None:
+    """SIGKILL the flusher of this job."""
+    for process in psutil.process_iter():
+        try:
+            same_job = process.environ().get("HOLDFAST_RUNTIME_DIR") == os.environ["HOLDFAST_RUNTIME_DIR"]
+            if same_job and process.cmdline()[1:3] == ["-m", "flusher"]:
+                process.kill()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+
+
 def main() -> None:
     out, scenario, image_bytes, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     said: dict[str, Any] = {"pid": os.getpid(), "steps": {}}
@@ -102,6 +115,8 @@ def run(link: Link, scenario: str, image_bytes: int, steps: int, said: dict[str,
         if scenario == "decline" and step == 1 and link.rank == 1:
             link.decline(step, "outgrown", needed_pickle_bytes=200_000)
             continue
+        if scenario == "flusher" and step == 1 and link.rank == 0:
+            kill_flusher()
         die = scenario == "die" and step == steps - 1 and link.rank == 1
         data = my_slice(plan, image(plan, step, patched=False), link.rank)
         source = Slice(data, ready_bytes=len(data) // 2 if die else None)
@@ -111,6 +126,8 @@ def run(link: Link, scenario: str, image_bytes: int, steps: int, said: dict[str,
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
         settled = transfer.settled.wait(WAIT_SECONDS_MAX) and transfer.released.wait(WAIT_SECONDS_MAX)
+        if scenario == "flusher":
+            time.sleep(1.0)  # so that a later step meets the next flusher
         said["steps"][step] = {"state": transfer.state.value, "reason": transfer.reason, "settled": settled}
     link.close(wait_for=TransferState.DURABLE, seconds_max=WAIT_SECONDS_MAX)
     said["durable_step"], said["staged_step"] = link.durable_step, link.staged_step

@@ -101,12 +101,12 @@ def stager() -> Stager:
 
 def test_a_checkpoint_from_offer_to_durable(stager: Stager) -> None:
     assert stager.take(Offer(0, 5, stager.layout.digest, {"saved_at_unix": 1.0})) == []
-    assert stager.take(Offer(1, 5, stager.layout.digest)) == [Begin(5, stager.layout)]
-    granted = stager.take(Began(5))
-    assert [type(action) for action in granted[:2]] == [FillSlot, GrantCredit]
+    granted = stager.take(Offer(1, 5, stager.layout.digest))
+    assert granted[:2] == [Begin(5, stager.layout), FillSlot(0, 5, 0)]
+    assert isinstance(granted[2], GrantCredit)
     stager.pay_all(5)
-    assert not stager.of(Staged), "not before every rank has said DONE"
     stager.take(Done(0, 5, {"crc_seconds": 0.5}))
+    assert stager.take(Began(5)) == [], "not before every rank has said DONE"
     (staged,) = stager.take(Done(1, 5))
     assert isinstance(staged, Staged)
     assert staged.records[0] == {"saved_at_unix": 1.0, "crc_seconds": 0.5}
@@ -238,8 +238,28 @@ def test_credits_are_shared_out_evenly() -> None:
     stager = Stager(make_layout(chunks=40, ranks=4), slots=9)
     stager.offer_all(1)
     by_rank = [sum(rank == credit[0] for credit in stager.credits) for rank in range(4)]
-    assert max(by_rank) - min(by_rank) <= 1
     assert sum(by_rank) == 9
+    # Rank 0 got its four before the flusher began; the rest is even.
+    assert by_rank == [4, 2, 2, 1]
+
+
+def test_before_the_flusher_says_how_large_parts_are_chunks_are_granted_from_the_lowest() -> None:
+    stager = Stager(make_layout(chunks=24), slots=4)
+    stager.offer_all(1, began=False)
+    assert {chunk for _, _, chunk in stager.credits} == {0, 1, 2, 3}
+    stager.pay_all(1)
+    stager.take(SlotsFreed((0, 1, 2)))
+    assert {chunk for _, _, chunk in stager.credits} == {4, 5, 6}
+
+
+def test_a_checkpoint_may_be_complete_before_the_flusher_began(stager: Stager) -> None:
+    stager.offer_all(1, began=False)
+    stager.pay_all(1)
+    stager.take(Done(0, 1))
+    stager.take(Done(1, 1))
+    assert not stager.of(Staged)
+    (staged,) = stager.take(Began(1))
+    assert isinstance(staged, Staged)
 
 
 @pytest.mark.parametrize("part_chunks", [1, 2, 3])
@@ -310,6 +330,7 @@ def test_deadline_of_room_blames_the_store() -> None:
 
 def test_deadline_of_the_flusher(stager: Stager) -> None:
     stager.offer_all(1, began=False)
+    stager.pay_all(1)
     stager.now = 121.0
     stager.take(Tick())
     assert "flusher to take it" in stager.said(Kind.FAILED)[0].body["message"]
@@ -337,6 +358,19 @@ def test_refusing_all_ends_everything_and_every_later_offer(stager: Stager) -> N
     (tell,) = stager.take(Offer(0, 2, stager.layout.digest))
     assert isinstance(tell, Tell)
     assert tell.body["reason"] == "the flusher ended"
+
+
+def test_another_flushers_ring_is_taken_up(stager: Stager) -> None:
+    stager.offer_all(1)
+    stager.session.refuse_all("the flusher ended")
+    for rank, step, chunk in list(stager.credits):
+        stager.take(Returned(rank, step, chunk))
+    stager.credits.clear()
+    assert not stager.session.outstanding()
+    stager.session.reopen(free_slots=range(3), flusher_slots=[3])
+    assert stager.session.slots() == ({0, 1, 2}, set(), {3})
+    stager.offer_all(2)
+    assert len(stager.credits) == 3
 
 
 @pytest.mark.parametrize(

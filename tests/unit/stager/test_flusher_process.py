@@ -15,6 +15,7 @@ import pytest
 
 from holdfast.config import StagerConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, PeerLost
+from stager import flusher_process
 from stager.flusher_process import Flusher, attach
 
 
@@ -30,6 +31,14 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StagerConfig:
     )
 
 
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    """Every flusher that a test started has ended after it."""
+    yield
+    while flusher_process._started:
+        flusher_process._started.pop().wait(30)
+
+
 @pytest.fixture
 def flusher(config: StagerConfig) -> Iterator[Flusher]:
     found = attach(config)
@@ -37,12 +46,6 @@ def flusher(config: StagerConfig) -> Iterator[Flusher]:
     if not found.channel.closed:
         found.channel.send("finish")
     found.close()
-    process = psutil.Process(found.pid)
-    try:
-        process.wait(30)
-    except psutil.TimeoutExpired:
-        process.kill()
-        raise
 
 
 def test_a_started_flusher_serves_and_is_outside_of_the_job(
@@ -64,7 +67,6 @@ def test_a_started_flusher_serves_and_is_outside_of_the_job(
             heard += [message.kind for message in found.channel.poll()]
             time.sleep(0.01)
         assert "drained" in heard
-        process.wait(30)
     finally:
         found.close()
 
