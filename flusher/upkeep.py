@@ -60,6 +60,7 @@ class Upkeep:
         self._stopped = False
         self._pending = 0
         self._lock = threading.Lock()
+        self._manifests: dict[str, Manifest] = {}  # known ones: nobody else writes them, so each is read once
         self._workers = Workers("upkeep", 1)
 
     @property
@@ -94,37 +95,45 @@ class Upkeep:
     def _look_after(self, key: Key, manifest: Manifest) -> None:
         try:
             if self._verify:
-                self._read_back(key, manifest)
+                manifest = self._read_back(key, manifest)
+            self._manifests[manifest_name(manifest.file)] = manifest
             self._guarded(self._prune, "old checkpoints not removed")
         finally:
             with self._lock:
                 self._pending -= 1
             self._inbox.put(None)  # the loop looks whether all is done
 
-    def _read_back(self, key: Key, manifest: Manifest) -> None:
+    def _read_back(self, key: Key, manifest: Manifest) -> Manifest:
+        """Verify one file; the manifest as it now stands in the store."""
         try:
             report = verify_file(cast(Store, _PatientStore(self._store, self._wait)), manifest)
             state = State.VERIFIED if report.ok else State.BAD
             note = "" if report.ok else report.summary()
         except StoreError as error:
             self._inbox.put(ReadBack(key, State.DURABLE, str(error)))
-            return
+            return manifest
         done = manifest.model_copy(update={"state": state, "note": note[:4096]})
         if self._guarded(lambda: self._replace(done), f"{key} not marked {state}"):
             self._inbox.put(ReadBack(key, state, note))
+            return done
+        return manifest
 
     def _replace(self, manifest: Manifest) -> None:
         self._tenure.check()
         self._store.write(manifest_name(manifest.file), manifest.to_bytes())
 
     def _prune(self) -> None:
-        manifests: list[Manifest] = []
-        for info in self._store.list():
-            if is_manifest_name(info.name):
+        if self._keep_last == 0:
+            return
+        names = [info.name for info in self._store.list() if is_manifest_name(info.name)]
+        for name in names:
+            if name not in self._manifests:
                 try:
-                    manifests.append(Manifest.from_bytes(self._store.read(info.name), source=info.name))
+                    self._manifests[name] = Manifest.from_bytes(self._store.read(name), source=name)
                 except (DamageError, StoreMissing) as error:
                     _log.warning("not looked at for retention: %s", error)
+        self._manifests = {name: self._manifests[name] for name in names if name in self._manifests}
+        manifests = list(self._manifests.values())
         old = to_remove(manifests, keep_last=self._keep_last, keep_every=self._keep_every)
         if not old:
             return

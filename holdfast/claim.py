@@ -356,5 +356,5 @@ def _refuse_if_alive(
 def _alive_message(store: Store, record: _Record, sign: str) -> str:
     return (
         f"{store.url}: attempt {record.attempt} owns this run: process {record.pid} on {record.host} {sign}. "
-        "Wait for it, end it, or take the run over with --takeover; it then stops at its next publish"
+        "Wait for it or end it; each run has one writer"
     )

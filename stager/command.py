@@ -5,6 +5,8 @@ mpirun --with-ft ulfm -n 8 python train.py : -n 1 holdfast stager --store s3://b
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +74,13 @@ def stager(**arguments: Any) -> None:
         events.emit(
             "stager_ready", {"attempt": flusher.attempt, "ranks": port.ranks, "flusher_pid": flusher.pid}
         )
-        Service(config, port, flusher, events=events).run()
+        service = Service(config, port, flusher, events=events)
+        service.run()
         events.emit("stager_ended")
     finally:
         flusher.close()
         events.close()
+    if service.lost_ranks:
+        # MPI_Finalize waits for dead ranks, now and then for ever, and all is done that this process is for.
+        logging.shutdown()
+        os._exit(0)

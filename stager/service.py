@@ -80,6 +80,9 @@ class Service:
         flusher: The attached flusher.
         events: Event log.
         clock: Seconds that only go forward; deadlines are measured with it.
+
+    Attributes:
+        lost_ranks: Trainers that died or were dropped, rather than left.
     """
 
     def __init__(
@@ -104,6 +107,8 @@ class Service:
         )
         self._round = Round(port.ranks, config.offer_seconds_max)
         self._present = set(range(port.ranks))
+        self._said = ""  # the last verdict that was logged
+        self.lost_ranks: set[int] = set()
         # (rank, slot) → its credit (step, chunk, nbytes): posted; and those of which SENT has come: worth testing
         self._posted: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._arriving: set[tuple[int, int]] = set()
@@ -277,6 +282,7 @@ class Service:
         self._present.discard(rank)
         if loud:
             _log.error("%s; what it had not sent is given up, the rest goes on", reason)
+            self.lost_ranks.add(rank)
             self._events.emit("rank_lost", {"lost_rank": rank, "reason": reason})
         self._take(RankLost(rank, reason))
         self._answer(self._round.lost(reason))
@@ -434,7 +440,11 @@ class Service:
     def _tell(self, action: Tell) -> None:
         if action.kind in {Kind.FAILED, Kind.DECLINED} and action.rank is None:
             reason = action.body.get("message") or action.body.get("reason")
-            _log.warning("step %d is %s: %s", action.step, action.kind.name.lower(), reason)
+            if (
+                reason != self._said
+            ):  # a slow store declines every step for the same reason; events count them
+                _log.warning("step %d is %s: %s", action.step, action.kind.name.lower(), reason)
+                self._said = str(reason)
             self._events.emit(action.kind.name.lower(), dict(action.body), step=action.step)
         message = wire.encode(
             action.kind, attempt=self._flusher.attempt, step=action.step, body=wire.to_json(action.body)

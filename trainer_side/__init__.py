@@ -3,10 +3,10 @@
     state ─► skeleton ─► staging (slices, gate, copy thread) ─► link (the one MPI thread) ══MPI══► stager
     restore ◄── store, shared out among the ranks
 
-    state        walks the user's state: paths, who owns which storage       skeleton  the file without its tensor bytes
-    staging      this rank's slice, copied behind the gate                   gate      holds back optimizer.step()
-    link, mpi    transfer to the stager; the only MPI calls                  restore, peers  reading back, on any number of ranks
-    per_rank, rng, data, distributed   what a script needs so that it continues exactly
+    state      walks the user's state: paths, ownership    skeleton  the file without its tensor bytes
+    staging    this rank's slice, copied behind the gate   gate      holds back optimizer.step()
+    link, mpi  transfer to the stager; the only MPI calls  restore   reads back, on any number of ranks
+    per_rank, rng, data, distributed: what a script needs so that it continues exactly
 
 Start with `Checkpointer`.
 """

@@ -191,7 +191,9 @@ class Checkpointer:
         tree = collect(self._state)
         planned, taken, outgrown = self._take(tree)
         if outgrown is not None:
-            return self._decline(step, "outgrown", needed_pickle_bytes=outgrown)
+            # More room for a PerRank value takes a new agreement of all ranks, which this rank cannot call alone.
+            needed = 0 if outgrown.name else outgrown.needed_bytes
+            return self._decline(step, str(outgrown), needed_pickle_bytes=needed)
         assert planned is not None
         assert taken is not None
         busy = self._transfer is not None and not self._transfer.released.is_set()
@@ -236,8 +238,8 @@ class Checkpointer:
 
     # -- taking one ----------------------------------------------------------------------------------------------
 
-    def _take(self, tree: Any) -> tuple[_Planned | None, Capture | None, int | None]:
-        """Capture `tree`, planning first if its tensors are new. Third: pickle bytes needed, when they do not fit."""
+    def _take(self, tree: Any) -> tuple[_Planned | None, Capture | None, Outgrown | None]:
+        """Capture `tree`, planning first if its tensors are new. Third: what did not fit its room, if so."""
         wanted = self._link.new_pickle_reserve_bytes
         if self._planned is not None and wanted > self._pickle_reserve_bytes:
             # The stager has given rank 0 more room. No agreement is needed: every rank was told the same.
@@ -254,7 +256,7 @@ class Checkpointer:
             self._planned = self._make_plan(tree)
             taken = capture(tree, self._planned.skeleton)
         except Outgrown as outgrown:
-            return None, None, outgrown.needed_bytes
+            return None, None, outgrown
         assert taken is not None
         return self._planned, taken, None
 
@@ -318,21 +320,28 @@ class Checkpointer:
 
     def _copy_loop(self) -> None:
         while (job := self._jobs.get()) is not None:
-            begun = time.monotonic()
-            failure: Exception | None = None
-            try:
-                job.staging.copy_gated(job.sources, after=job.after, cancelled=job.transfer.settled.is_set)
-            except (HoldfastError, RuntimeError, OSError) as error:
-                failure = error
-            waited = self._gate.open()
-            copied_seconds = time.monotonic() - begun
-            cst_seconds = job.record["save_seconds"] + waited
-            job.record.update(copy_seconds=copied_seconds, gate_seconds=waited, cst_seconds=cst_seconds)
-            self.stats.cst_seconds.append(cst_seconds)
-            self._events.emit("save", dict(job.record), step=job.transfer.step)
-            if failure is not None:
-                _log.error("rank %d: copy of step %d failed: %s", self.rank, job.transfer.step, failure)
-                self._link.decline(job.transfer.step, f"copy failed: {failure}")
+            self._copy(job)
+
+    def _copy(self, job: _Job) -> None:
+        begun, step = time.monotonic(), job.transfer.step
+
+        def copied() -> None:
+            # Before the sender gets the last byte: what it then says of this checkpoint is complete.
+            waited_seconds = self._gate.open()
+            job.record["copy_seconds"] = time.monotonic() - begun
+            job.record["gate_seconds"] = waited_seconds
+            job.record["cst_seconds"] = job.record["save_seconds"] + waited_seconds
+
+        try:
+            job.staging.copy_gated(
+                job.sources, after=job.after, cancelled=job.transfer.settled.is_set, copied=copied
+            )
+        except (HoldfastError, RuntimeError, OSError) as error:
+            copied()
+            _log.error("rank %d: the copy of step %d failed: %s", self.rank, step, error)
+            self._link.decline(step, f"copy failed: {error}")
+        self.stats.cst_seconds.append(job.record["cst_seconds"])
+        self._events.emit("save", dict(job.record), step=step)
 
 
 def _on_device(sources: Sequence[Source | None]) -> bool:

@@ -161,6 +161,19 @@ def _load_per_rank(name: str, value: PerRank, blobs: Any, rank: int) -> None:
 def _load_object(name: str, value: Any, saved: Any) -> None:
     with _refusal_named(name, value):
         value.load_state_dict(saved)
+        if isinstance(value, torch.optim.Optimizer):
+            _keep_dtypes(value, saved)
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Undo what torch's own loading casts: float32 moments of bfloat16 parameters must come back as they were."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, tensor in saved["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter].get(key)
+            if isinstance(loaded, torch.Tensor) and loaded.dtype != tensor.dtype:
+                optimizer.state[parameter][key] = tensor.to(loaded.device)
 
 
 @contextmanager

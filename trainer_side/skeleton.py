@@ -50,7 +50,8 @@ class Outgrown(StateError):
 
     def __init__(self, name: str, needed_bytes: int, reserve: int) -> None:
         what = f"{name}: the PerRank value takes" if name else "the plain values of the state take"
-        super().__init__(f"{what} {needed_bytes} bytes, {reserve} were set aside; a new plan is needed")
+        then = "keep its size bounded, or restart" if name else "the next checkpoint gets more room"
+        super().__init__(f"{what} {needed_bytes} bytes, {reserve} were set aside; {then}")
         self.name = name
         self.needed_bytes = needed_bytes
 

@@ -100,7 +100,7 @@ class Staging:
                 synchronize |= self._copy(copy, source)
         if synchronize:
             torch.cuda.current_stream().synchronize()
-        self._ready_bytes = self._plan.gated[0].offset if self._plan.gated else self._plan.nbytes
+        self._ready_bytes = self._plan.gated[0].offset if self._plan.gated else 0
 
     def copy_gated(
         self,
@@ -108,6 +108,7 @@ class Staging:
         *,
         after: torch.cuda.Event | None,
         cancelled: Callable[[], bool],
+        copied: Callable[[], None],
     ) -> None:
         """Copy what only the optimizer changes, in image order, moving the watermark. Copy thread only.
 
@@ -115,40 +116,41 @@ class Staging:
             sources: Per entry its storage.
             after: Recorded on the compute stream at `save()`; the copy waits for it on a stream of its own.
             cancelled: Asked before each copy; when it says True the rest is left out.
+            copied: Called when the tensors are no longer read, before the last byte is given to the sender.
         """
+        gated = self._plan.gated
+        ends = [copy.offset for copy in gated[1:]] + [self._plan.nbytes]
         if after is None:
-            self._copy_gated_host(sources, cancelled)
-        else:
-            self._copy_gated_cuda(sources, after, cancelled)
-
-    def _copy_gated_host(self, sources: Sequence[Source | None], cancelled: Callable[[], bool]) -> None:
-        gated = self._plan.gated
-        for index, copy in enumerate(gated):
-            if cancelled():
-                return
-            source = sources[copy.entry]
-            assert source is not None
-            self._copy(copy, source)
-            self._ready_bytes = gated[index + 1].offset if index + 1 < len(gated) else self._plan.nbytes
-
-    def _copy_gated_cuda(
-        self, sources: Sequence[Source | None], after: torch.cuda.Event, cancelled: Callable[[], bool]
-    ) -> None:
-        gated = self._plan.gated
-        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_event(after)
-        copied: list[tuple[torch.cuda.Event, int]] = []
-        with torch.cuda.stream(stream):
-            for index, copy in enumerate(gated):
+            for copy, end in zip(gated, ends, strict=False):
+                if cancelled():
+                    break
                 source = sources[copy.entry]
                 assert source is not None
                 self._copy(copy, source)
-                end = gated[index + 1].offset if index + 1 < len(gated) else self._plan.nbytes
-                copied.append((stream.record_event(), end))
+                if end < self._plan.nbytes:
+                    self._ready_bytes = end
+        else:
+            self._copy_gated_cuda(sources, after, ends)
+        copied()
+        if not cancelled():
+            self._ready_bytes = self._plan.nbytes
+
+    def _copy_gated_cuda(
+        self, sources: Sequence[Source | None], after: torch.cuda.Event, ends: Sequence[int]
+    ) -> None:
+        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_event(after)
+        queued: list[torch.cuda.Event] = []
+        with torch.cuda.stream(stream):
+            for copy in self._plan.gated:
+                source = sources[copy.entry]
+                assert source is not None
+                self._copy(copy, source)
+                queued.append(stream.record_event())
         # All copies are queued; only now wait, so that the device is never idle between two of them.
-        for event, end in copied:
+        for event, end in zip(queued, ends, strict=False):
             event.synchronize()
-            if not cancelled():
+            if end < self._plan.nbytes:
                 self._ready_bytes = end
 
     def _copy(self, copy: _Copy, source: Source) -> bool:

@@ -145,6 +145,16 @@ def test_adamw_step_counters_keep_dtype_and_device(tmp_path: Path) -> None:
         assert mine["step"].item() == theirs["step"].item() == 2.0
 
 
+def test_moments_of_another_dtype_than_their_parameter_come_back_as_they_were(tmp_path: Path) -> None:
+    """torch's own loading casts them to the parameter's dtype."""
+    run, fresh = Run(1, steps=2), Run(2)
+    for state in run.optimizer.state.values():
+        state["exp_avg"] = torch.randn(state["exp_avg"].shape, dtype=torch.float32)
+    publish(tmp_path, 1, run.tree())
+    bring_back(fresh, tmp_path)
+    assert_same(fresh.optimizer.state_dict(), run.optimizer.state_dict())
+
+
 def test_new_run_has_nothing_and_leaves_the_state_alone(tmp_path: Path) -> None:
     fresh = Run(2)
     before = {path: tensor.clone() for path, tensor in tensor_paths(fresh.tree())}
