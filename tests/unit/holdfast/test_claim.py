@@ -58,7 +58,9 @@ def test_the_first_writer_is_attempt_one() -> None:
 def test_a_live_writer_in_the_same_place_is_not_displaced() -> None:
     store = MemoryStore()
     first = take(store)
-    with pytest.raises(FencedError, match=rf"attempt 1 .*process {os.getpid()} on {HERE.host}.*Wait for it or end it"):
+    with pytest.raises(
+        FencedError, match=rf"attempt 1 .*process {os.getpid()} on {HERE.host}.*Wait for it or end it"
+    ):
         take(store)
     first.check()
 

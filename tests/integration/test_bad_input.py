@@ -1,0 +1,241 @@
+"""What is refused, and how: before training begins, by name and cause, and with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.catalog import Catalog
+from holdfast.manifest import State
+from holdfast.storage import open_store
+from tests.integration.jobs import guarded
+from tests.support.cluster import SMALL, Cluster, assert_nothing_left, wait_until
+from tests.support.job import Job
+from tests.support.s3_place import S3Place, plain_client
+
+pytestmark = [pytest.mark.mpi]
+RANKS = 2
+SECONDS_MAX = 100
+
+
+def cluster_on(directory: Path, store: str, **env: str) -> Cluster:
+    return Cluster(directory, store, env, script=guarded.__file__, stager=SMALL)
+
+
+def said(cluster: Cluster, number: int) -> list[dict[str, Any]]:
+    """What each rank of a start wrote at its end."""
+    return [json.loads((cluster.out(number) / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def check_refused(cluster: Cluster, job: Job, number: int, error: str, words: tuple[str, ...]) -> None:
+    """The job failed; the scripts of all ranks and the log say why; no step was taken; the machine is clean."""
+    code = job.wait(SECONDS_MAX)
+    output = job.output()
+    assert code != 0, output
+    for rank in said(cluster, number):
+        assert rank["start"] is None, "restore() came back"
+        assert rank["taken"] == [], "a training step was taken"
+        assert rank["error"]["class"] == error, rank
+        for word in words:
+            assert word in rank["error"]["message"], rank
+    for word in words:
+        assert word in re.sub(r"\s+", " ", output), output
+    assert_nothing_left(cluster.runtime)
+
+
+# -- a store that cannot be used -----------------------------------------------------------------------------------------
+
+
+def test_a_file_where_the_store_should_be(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.write_text("somebody's file")
+    cluster = cluster_on(tmp_path, str(store))
+    with cluster.start(RANKS, "plain", "2") as job:
+        check_refused(cluster, job, 1, "StoreError", (str(store), "director"))
+    assert store.read_text() == "somebody's file"
+
+
+def test_an_unknown_scheme(tmp_path: Path) -> None:
+    cluster = cluster_on(tmp_path, "gopher://server/run")
+    with cluster.start(RANKS, "plain", "2") as job:
+        check_refused(cluster, job, 1, "ConfigError", ("gopher://server/run", "gopher"))
+
+
+@pytest.mark.s3
+def test_a_missing_bucket(tmp_path: Path, swift_s3: S3Place) -> None:
+    cluster = cluster_on(tmp_path, f"s3://{swift_s3.bucket}-other/run")
+    with cluster.start(RANKS, "plain", "2") as job:
+        check_refused(cluster, job, 1, "StoreError", (cluster.store, "bucket"))
+    client = plain_client()
+    try:
+        buckets = [bucket["Name"] for bucket in client.list_buckets()["Buckets"]]
+    finally:
+        client.close()
+    assert f"{swift_s3.bucket}-other" not in buckets, "it made the bucket"
+
+
+@pytest.mark.s3
+def test_wrong_credentials(tmp_path: Path, swift_s3: S3Place) -> None:
+    secret = "not-the-secret-key"
+    cluster = cluster_on(tmp_path, swift_s3.url(), AWS_SECRET_ACCESS_KEY=secret)
+    with cluster.start(RANKS, "plain", "2") as job:
+        check_refused(cluster, job, 1, "StoreError", (swift_s3.url(), "credentials"))
+        assert secret not in job.output()
+    client = plain_client()
+    try:
+        assert not client.list_objects_v2(Bucket=swift_s3.bucket).get("Contents")
+    finally:
+        client.close()
+
+
+# -- two writers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["same runtime directory", "another one"])
+def test_a_second_stager_is_refused_and_the_first_goes_on(tmp_path: Path, where: str) -> None:
+    cluster = cluster_on(tmp_path, str(tmp_path / "store"))
+    with cluster.start(RANKS, "hold", "3") as first:
+        runtime = cluster.runtime
+        held = [cluster.out(1) / f"holding-{rank}" for rank in range(RANKS)]
+        wait_until(lambda: all(path.exists() for path in held), SECONDS_MAX, first.output())
+        beside = where == "same runtime directory"
+        with cluster.start(RANKS, "plain", "2", runtime=runtime if beside else None) as second:
+            assert second.wait(SECONDS_MAX) != 0, second.output()
+        for rank in said(cluster, 2):
+            assert (rank["start"], rank["taken"]) == (None, [])
+            assert rank["error"]["class"] == "FencedError", rank
+            named = re.search(r"process (\d+)", rank["error"]["message"])
+            assert named, rank
+            if not beside:
+                assert platform.node() in rank["error"]["message"]
+            assert is_of(int(named[1]), runtime), f"{named[0]} is not of the first job"
+        if not beside:
+            assert_nothing_left(cluster.runtime)
+        assert first.process.poll() is None, first.output()
+        (cluster.out(1) / "go").touch()
+        first.succeed(SECONDS_MAX)
+    for rank in said(cluster, 1):
+        assert (rank["taken"], rank["error"]) == ([0, 1, 2], None)
+    assert_nothing_left(runtime)
+    items = Catalog(open_store(cluster.store)).list()
+    assert [(item.step, item.state) for item in items] == [(step, State.VERIFIED) for step in (2, 1, 0)]
+    claims = [path.name for path in (tmp_path / "store" / ".holdfast").glob("writer-*")]
+    assert claims == ["writer-000001.json"], "the second one wrote a claim"
+
+
+def is_of(pid: int, runtime: Path) -> bool:
+    """Whether a process runs and belongs to the machine that `runtime` stands for."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return f"HOLDFAST_RUNTIME_DIR={runtime}".encode() in variables
+
+
+# -- states that cannot be saved -------------------------------------------------------------------------------------------
+
+
+def test_ranks_with_different_layouts(tmp_path: Path) -> None:
+    cluster = cluster_on(tmp_path, str(tmp_path / "store"))
+    with cluster.start(RANKS, "layouts", "2") as job:
+        assert job.wait(SECONDS_MAX) != 0, job.output()
+    for rank in said(cluster, 1):
+        assert rank["error"]["class"] == "StateError", rank
+        for words in ("rank 1", "model/1.weight", "expected (float32 [20, 50]", "got (float32 [30, 50]"):
+            assert words in rank["error"]["message"]
+    check_empty_run(cluster)
+
+
+@pytest.mark.parametrize("scenario", ["numpy", "numpy-rank-0"])
+def test_a_state_that_weights_only_cannot_load_ends_the_job(tmp_path: Path, scenario: str) -> None:
+    cluster = cluster_on(tmp_path, str(tmp_path / "store"))
+    with cluster.start(RANKS, scenario, "2") as job:
+        assert job.wait(SECONDS_MAX) != 0, job.output()
+    first, second = said(cluster, 1)
+    assert first["error"]["class"] == "StateError", first
+    for words in ("extra/history/2", "numpy"):
+        assert words in first["error"]["message"]
+    assert second["error"] is not None, "rank 1 went on without rank 0"
+    if scenario == "numpy":
+        assert second["error"]["class"] == "StateError"
+    else:
+        assert "rank 0" in second["error"]["message"]
+    check_empty_run(cluster)
+
+
+def check_empty_run(cluster: Cluster) -> None:
+    """No checkpoint, no temporary file; the machine is clean."""
+    assert_nothing_left(cluster.runtime, SECONDS_MAX)
+    store = Path(cluster.store)
+    assert [path for path in store.rglob("*") if path.is_file()] == [
+        store / ".holdfast" / "writer-000001.json"
+    ]
+
+
+# -- a store with damage ---------------------------------------------------------------------------------------------------
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def change_sum(path: Path) -> None:
+    """Valid JSON of the right form, of another file."""
+    document = json.loads(path.read_text())
+    document["chunk_crc32s"][0] ^= 1
+    path.write_text(json.dumps(document))
+
+
+DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
+    ("step-000000006.json", halve),
+    ("step-000000005.json", flip),
+    ("step-000000004.json", change_sum),
+    ("step-000000003.pt", halve),
+    ("step-000000002.pt", flip),
+    ("step-000000001.pt", Path.unlink),
+]
+
+
+def test_restore_passes_over_every_kind_of_damage_with_the_reason(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    cluster = cluster_on(tmp_path, str(store))
+    with cluster.start(RANKS, "plain", "7") as job:
+        job.succeed(SECONDS_MAX)
+    cluster.wait_for_flusher()
+    for name, damage in DAMAGE:
+        damage(store / name)
+
+    with cluster.start(RANKS, "plain", "2") as job:
+        job.succeed(SECONDS_MAX)
+        output = job.output()
+    for rank in said(cluster, 2):
+        assert (rank["start"], rank["mark"], rank["taken"]) == (1, [0.0], [1])
+        assert len(rank["skipped"]) == len(DAMAGE)
+        for (name, _), reason in zip(DAMAGE, rank["skipped"], strict=True):
+            assert re.search(rf"step-0*{name[13]}\b|step {name[13]}\b", reason), (name, reason)
+            assert reason in output, "the log does not say it"
+    cluster.wait_for_flusher()
+    (newest,) = [item for item in Catalog(open_store(str(store))).list() if item.step == 1]
+    assert newest.state == State.VERIFIED, "the step that was taken again is not a good one"
+
+    for path in store.glob("*.pt"):
+        halve(path)
+    with cluster.start(RANKS, "plain", "9") as job:
+        code = job.wait(SECONDS_MAX)
+        output = job.output()
+    assert code != 0, output
+    for rank in said(cluster, 3):
+        assert rank["taken"] == []
+        assert rank["error"]["class"] == "DamageError"
+        for step in range(7):
+            assert re.search(rf"step-0*{step}\b|step {step}\b", rank["error"]["message"]), (step, rank)
+    assert_nothing_left(cluster.runtime, SECONDS_MAX)
