@@ -49,7 +49,7 @@ def check_refused(cluster: Cluster, job: Job, number: int, error: str, words: tu
     assert_nothing_left(cluster.runtime)
 
 
-# -- a store that cannot be used -----------------------------------------------------------------------------------------
+# -- a store that cannot be used ----------------------------------------------------------------------------
 
 
 def test_a_file_where_the_store_should_be(tmp_path: Path) -> None:
@@ -85,7 +85,9 @@ def test_wrong_credentials(tmp_path: Path, swift_s3: S3Place) -> None:
     secret = "not-the-secret-key"
     cluster = cluster_on(tmp_path, swift_s3.url(), AWS_SECRET_ACCESS_KEY=secret)
     with cluster.start(RANKS, "plain", "2") as job:
-        check_refused(cluster, job, 1, "StoreError", (swift_s3.url(), "credentials"))
+        check_refused(
+            cluster, job, 1, "StoreError", (swift_s3.url(), "SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY")
+        )
         assert secret not in job.output()
     client = plain_client()
     try:
@@ -94,7 +96,7 @@ def test_wrong_credentials(tmp_path: Path, swift_s3: S3Place) -> None:
         client.close()
 
 
-# -- two writers -----------------------------------------------------------------------------------------------------------
+# -- two writers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["same runtime directory", "another one"])
@@ -135,7 +137,7 @@ def is_of(pid: int, runtime: Path) -> bool:
     return f"HOLDFAST_RUNTIME_DIR={runtime}".encode() in variables
 
 
-# -- states that cannot be saved -------------------------------------------------------------------------------------------
+# -- states that cannot be saved ----------------------------------------------------------------------------
 
 
 def test_ranks_with_different_layouts(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def check_empty_run(cluster: Cluster) -> None:
     ]
 
 
-# -- a store with damage ---------------------------------------------------------------------------------------------------
+# -- a store with damage ------------------------------------------------------------------------------------
 
 
 def halve(path: Path) -> None:

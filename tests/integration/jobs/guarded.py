@@ -1,8 +1,8 @@
 """A training loop that saves after every step, and says what its script was told when something is wrong.
 
 `python guarded.py OUT SCENARIO STEPS`. Scenarios: `plain`; `hold`: wait after the first step until OUT/go is there;
-`layouts`: rank 1 has another model; `numpy`, `numpy-rank-0`: an array in the state. Each step waits until it is durable,
-or has failed. Writes to OUT, per rank: how far it came, what it restored, and the error that ended it.
+`layouts`: rank 1 has another model; `numpy`, `numpy-rank-0`: an array in the state. Each step waits until it is
+durable. Writes to OUT, per rank: how far it came, what it restored, and the error that ended it.
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ def train(out: Path, scenario: str, steps: int, rank: int, said: dict[str, Any])
         said["start"] = checkpointer.restore()
         if checkpointer.restored is not None:
             said["skipped"] = checkpointer.restored.skipped
-            said["mark"] = sorted({float(value) for part in model.parameters() for value in part.unique()})
+            said["mark"] = sorted(
+                {float(value) for part in model.parameters() for value in part.flatten().tolist()}
+            )
         for step in range(said["start"], steps):
             said["taken"].append(step)
             with torch.no_grad():
                 for part in model.parameters():
                     part.fill_(step)
             checkpointer.save(step)
-            wait_for(lambda step=step: checkpointer.durable_step >= step)  # type: ignore[misc]
+            wait_for(lambda step=step: checkpointer.durable_step >= step)
             if scenario == "hold" and step == 0:
                 (out / f"holding-{rank}").touch()
                 wait_for((out / "go").exists)
