@@ -208,7 +208,8 @@ class Engine:
                 event = {State.VERIFIED: "verified", State.BAD: "bad", State.DURABLE: "verify_failed"}[
                     item.state
                 ]
-                self._events.emit(event, {"attempt": item.key.attempt, "note": item.note}, step=item.key.step)
+                told = {"attempt": item.key.attempt, "note": item.note, "seconds": item.seconds}
+                self._events.emit(event, told, step=item.key.step)
                 self._listener.read_back(item)
             case Pruned():
                 self._events.emit("pruned", {"files": item.files})
@@ -232,7 +233,12 @@ class Engine:
         self._tell(Published(key))
         self._events.emit(
             "durable",
-            {"attempt": key.attempt, "file": manifest.file, "pgt2_seconds": manifest.pgt2_seconds},
+            {
+                "attempt": key.attempt,
+                "file": manifest.file,
+                "pgt2_seconds": manifest.pgt2_seconds,
+                "record": manifest.record,
+            },
             step=key.step,
         )
         self._listener.durable(key, manifest)

@@ -11,6 +11,7 @@ socket, the listening socket and the threads' inbox.
 from __future__ import annotations
 
 import logging
+import platform
 import selectors
 import signal
 import time
@@ -163,7 +164,8 @@ class Service:
         busy = ""
         if self._desk is not None:
             busy = (
-                f"process {self._desk.channel.peer_pid} is already the stager of this run ({self._store.url})"
+                f"{self._store.url}: process {self._desk.channel.peer_pid} on {platform.node()} is already the stager "
+                "of this run. Wait for it or end it; each run has one"
             )
         elif self._terminating:
             busy = "this flusher was told to end"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -31,6 +32,7 @@ class ReadBack(NamedTuple):
     key: Key
     state: State
     note: str
+    seconds: float
 
 
 class Pruned(NamedTuple):
@@ -105,16 +107,17 @@ class Upkeep:
 
     def _read_back(self, key: Key, manifest: Manifest) -> Manifest:
         """Verify one file; the manifest as it now stands in the store."""
+        begun = time.monotonic()
         try:
             report = verify_file(cast(Store, _PatientStore(self._store, self._wait)), manifest)
             state = State.VERIFIED if report.ok else State.BAD
             note = "" if report.ok else report.summary()
         except StoreError as error:
-            self._inbox.put(ReadBack(key, State.DURABLE, str(error)))
+            self._inbox.put(ReadBack(key, State.DURABLE, str(error), time.monotonic() - begun))
             return manifest
         done = manifest.model_copy(update={"state": state, "note": note[:4096]})
         if self._guarded(lambda: self._replace(done), f"{key} not marked {state}"):
-            self._inbox.put(ReadBack(key, state, note))
+            self._inbox.put(ReadBack(key, state, note, time.monotonic() - begun))
             return done
         return manifest
 

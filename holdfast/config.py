@@ -26,7 +26,7 @@ import tomllib
 from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BeforeValidator,
@@ -152,8 +152,6 @@ class TrainerConfig(_RoleConfig):
     """Settings of a training rank (`trainer_side`).
 
     Attributes:
-        store: URL of the run to restore from; None: the stager tells it.
-        on_full: What `save()` does when the stager has no room: `skip` declines the step, training goes on.
         start_seconds_max: How long to wait for the stager at start-up.
         stager_seconds_max: How long a silent stager is waited for before it counts as lost.
         restore_seconds_max: How long reading one checkpoint may take, and again its exchange among ranks.
@@ -162,9 +160,7 @@ class TrainerConfig(_RoleConfig):
 
     role: ClassVar[str] = "trainer"
 
-    store: _StoreUrl | None = None
-    on_full: Literal["skip"] = "skip"
-    start_seconds_max: _Seconds = 120.0
+    start_seconds_max: _Seconds = 300.0
     stager_seconds_max: _Seconds = 30.0
     restore_seconds_max: _Seconds = 600.0
     close_seconds_max: _Seconds = 600.0
@@ -226,7 +222,7 @@ class StagerConfig(_RingConfig):
 
     offer_seconds_max: _Seconds = 60.0
     chunk_seconds_max: _Seconds = 120.0
-    start_seconds_max: _Seconds = 60.0
+    start_seconds_max: _Seconds = 300.0
 
 
 class FlusherConfig(_RingConfig):

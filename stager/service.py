@@ -107,6 +107,8 @@ class Service:
         )
         self._round = Round(port.ranks, config.offer_seconds_max)
         self._present = set(range(port.ranks))
+        self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
+        self._begun_at: dict[int, float] = {}
         self._said = ""  # the last verdict that was logged
         self.lost_ranks: set[int] = set()
         # (rank, slot) → its credit (step, chunk, nbytes): posted; and those of which SENT has come: worth testing
@@ -225,6 +227,7 @@ class Service:
                 self._take(NewLayout(layout), rank)
             case Kind.OFFER:
                 body = wire.json_body(frame, layout_digest=str)
+                self._offered_at.setdefault(frame.step, self._clock())
                 self._take(Offer(rank, frame.step, body.pop("layout_digest"), body), rank)
             case Kind.DECLINE:
                 reason = frame.body.decode(errors="replace")[:2000]
@@ -417,6 +420,7 @@ class Service:
             case Tell():
                 self._tell(action)
             case Begin(step, layout):
+                self._begun_at[step] = self._clock()
                 ring.put_layout(layout)
                 ring.write_checkpoint(attempt, step, "receiving", layout.digest, {})
                 channel.send("begin", attempt=attempt, step=step, layout_digest=layout.digest)
@@ -440,9 +444,10 @@ class Service:
     def _tell(self, action: Tell) -> None:
         if action.kind in {Kind.FAILED, Kind.DECLINED} and action.rank is None:
             reason = action.body.get("message") or action.body.get("reason")
-            if (
-                reason != self._said
-            ):  # a slow store declines every step for the same reason; events count them
+            self._offered_at.pop(action.step, None)
+            self._begun_at.pop(action.step, None)
+            # A slow store declines every step for the same reason: it is said once, and the events count them.
+            if reason != self._said:
                 _log.warning("step %d is %s: %s", action.step, action.kind.name.lower(), reason)
                 self._said = str(reason)
             self._events.emit(action.kind.name.lower(), dict(action.body), step=action.step)
@@ -458,7 +463,16 @@ class Service:
         saved = [record.get("saved_at_unix") for record in action.records.values()]
         known = [float(at) for at in saved if isinstance(at, (int, float))]
         pgt1_seconds = max(0.0, staged_at_unix - min(known)) if known else 0.0
-        stager = {"staged_at_unix": staged_at_unix, "pgt1_seconds": pgt1_seconds}
+        now, begun_at = self._clock(), self._begun_at.get(action.step, self._clock())
+        stager = {
+            "staged_at_unix": staged_at_unix,
+            "pgt1_seconds": pgt1_seconds,
+            "offers_seconds": begun_at - self._offered_at.get(action.step, begun_at),
+            "receive_seconds": now - begun_at,
+        }
+        for times in (self._offered_at, self._begun_at):
+            for step in [step for step in times if step <= action.step]:
+                del times[step]
         record = {
             "ranks": {str(rank): dict(said) for rank, said in sorted(action.records.items())},
             "stager": stager,

@@ -335,6 +335,7 @@ class Checkpointer:
             finally:
                 self._gate.open()  # whatever happened here, the training goes on
                 self._copied.set()
+                del job  # it holds the staging buffer, and while this thread waits another may take its place
 
     def _copy(self, job: _Job) -> None:
         begun, step = time.monotonic(), job.transfer.step

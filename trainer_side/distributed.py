@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from holdfast.config import TrainerConfig
+
 if TYPE_CHECKING:
     from trainer_side.mpi import World
 
@@ -33,11 +35,10 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
     """
     from trainer_side.mpi import World  # starts MPI: not when somebody only imports this package
 
-    world = World.join()
+    world = World.join(TrainerConfig().start_seconds_max)
     if backend is None:
-        backend = (
-            "nccl" if torch.cuda.is_available() and torch.cuda.device_count() > world.local_rank else "gloo"
-        )
+        own_device = torch.cuda.is_available() and torch.cuda.device_count() > world.local_rank
+        backend = "nccl" if world.peers().all_agree(own_device) else "gloo"
     # Rank 0 keeps the port bound until just before the store listens on it: the shortest time for a thief.
     with socket.socket() as probe:
         address = b""

@@ -76,7 +76,7 @@ class _Active:
     """A transfer that still has to do with the source's memory, or waits for the stager's verdict."""
 
     transfer: Transfer
-    source: SliceSource
+    source: SliceSource | None  # None once released: a staging buffer is not kept longer than it is read
     plan: _Plan
     unsent: set[int]
     credits: dict[int, int] = field(default_factory=dict)  # chunk → slot
@@ -465,7 +465,7 @@ class Link:
         transfer = active.transfer
         if self.problem is not None:
             transfer.reach(TransferState.DECLINED, str(self.problem))
-            transfer.released.set()
+            self._release(active)
             return
         self._active[transfer.step] = active
         verdict = self._verdicts.get(transfer.step)
@@ -485,7 +485,7 @@ class Link:
             moved = True
         transfer = active.transfer
         if not transfer.state.final:
-            ready_bytes = active.source.ready_bytes() if active.credits else 0
+            ready_bytes = active.source.ready_bytes() if active.source and active.credits else 0
             for chunk in sorted(active.credits):
                 offset, nbytes = active.plan.frames[chunk]
                 if offset + nbytes > ready_bytes or len(active.sending) >= _FRAMES_IN_FLIGHT_MAX:
@@ -507,12 +507,13 @@ class Link:
             moved = True
             if transfer.state in {TransferState.OFFERED, TransferState.SENDING}:
                 transfer.reach(TransferState.SENT)
-            transfer.released.set()
+            self._release(active)
             self._forget_if_over(active)
         return moved
 
     def _send(self, active: _Active, chunk: int, slot: int) -> None:
         offset, nbytes = active.plan.frames[chunk]
+        assert active.source is not None
         payload = active.source.view(offset, nbytes)
         begun = time.perf_counter()
         crc = crc32(payload)
@@ -542,11 +543,15 @@ class Link:
                 self._return(active.transfer.step, chunk)
         active.credits.clear()
         if not active.sending:
-            active.transfer.released.set()
+            self._release(active)
         self.events.emit(
             state.value, {**active.transfer.summary(), "reason": reason}, step=active.transfer.step
         )
         self._forget_if_over(active)
+
+    def _release(self, active: _Active) -> None:
+        active.source = None
+        active.transfer.released.set()
 
     def _forget_if_over(self, active: _Active) -> None:
         if active.transfer.state.final and active.transfer.released.is_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import pytest
 from holdfast.catalog import Catalog
 from holdfast.manifest import State
 from holdfast.storage import open_store
+from holdfast.storage.generic import GenericStore
+from holdfast.storage.retrying import Retrying
 from tests.integration.jobs import train
 from tests.support.cluster import Cluster, check_continued, check_loadable, kill_ranks, load, same
+from tests.support.fsspec_site import sitecustomize  # noqa: F401 - registers the driver here, too
+from tests.support.job import REPOSITORY
 
 pytestmark = [pytest.mark.mpi]
 STEPS, EVERY, PAUSE_AT, SAVED = 14, 4, 9, 7
@@ -96,12 +101,22 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(local: Cluster) -> 
     assert "step 7" in said, said
 
 
-def test_fsspec_url(tmp_path: Path) -> None:
-    """A store that is neither POSIX nor S3 to us: fsspec's own driver for local files."""
+def test_any_fsspec_url(tmp_path: Path) -> None:
+    """A store that holdfast has no backend for, but fsspec has a driver: killed, and resumed from."""
     store = tmp_path / "store"
-    cluster = Cluster(tmp_path, f"local://{store}", {}, script=train.__file__)
+    site = REPOSITORY / "tests" / "support" / "fsspec_site"
+    env = {"PYTHONPATH": f"{site}{os.pathsep}{REPOSITORY}"}
+    cluster = Cluster(tmp_path, f"elsewhere://{store}", env, script=train.__file__)
+    opened = open_store(cluster.store)
+    assert isinstance(opened, Retrying)
+    assert isinstance(opened.inner, GenericStore)
+    with cluster.start(2, *RUN, str(PAUSE_AT)) as job:
+        kill_ranks(cluster, job, 2, 1, saved=SAVED)
+        job.wait(60)
+    cluster.wait_for_flusher()
     with cluster.start(2, *RUN) as job:
         job.succeed(120)
     cluster.wait_for_flusher()
     check_files(store)
-    assert len(list(store.glob("*.pt"))) == 3
+    assert {path.name for path in store.glob("*.pt")} == {f"step-{step:09d}.pt" for step in (3, 7, 11)}
+    assert load(cluster.out(2) / "final-0.pt")["start"] == SAVED + 1

@@ -21,7 +21,7 @@ from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init
 
 SAMPLES, FEATURES, BATCH = 96, 16, 4
 PAUSE_SECONDS_MAX = 60
-STEP_SECONDS = 0.1  # so that a checkpoint is on its way before the next: none is declined as busy
+STAGED_SECONDS_MAX = 60.0
 
 
 def main() -> None:
@@ -57,6 +57,7 @@ def main() -> None:
         start = checkpointer.restore()
         if start:
             torch.save(_flat(state), out / f"restored-{rank}.pt")
+        saved = -1
         batches = sampler.batches(BATCH)
         for step in range(start, steps):
             indices = next(batches)
@@ -70,14 +71,23 @@ def main() -> None:
                 json.dumps({"step": step, "loss": loss.item().hex(), "samples": list(indices)}) + "\n"
             )
             losses.flush()
-            checkpointer.step(step)
-            time.sleep(STEP_SECONDS)
+            if (step + 1) % every == 0:
+                _wait_until_staged(checkpointer, saved)
+            if checkpointer.step(step):
+                saved = step
             if step == pause_at:
                 (out / f"paused-{rank}").touch()
                 time.sleep(PAUSE_SECONDS_MAX)
                 sys.exit("nobody killed this rank")
     torch.save({**_flat(state), "start": start}, out / f"final-{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+def _wait_until_staged(checkpointer: Checkpointer, step: int) -> None:
+    """So that no step is declined because the one before is on its way, however slow machine and store are."""
+    deadline = time.monotonic() + STAGED_SECONDS_MAX
+    while checkpointer.staged_step < step and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:

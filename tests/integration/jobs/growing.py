@@ -1,0 +1,70 @@
+"""A job whose state changes under way: no moments, then moments; then plain values that outgrow their room.
+
+`python growing.py`: exits non-zero, and says what, if a save is not taken as it should be.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from trainer_side import Checkpointer, PerRank, init_torch_distributed
+from trainer_side.staging import Staging
+
+SECONDS_MAX = 30
+GROWN = 300_000  # characters; the room set aside for plain values is 64 KiB
+
+
+def settle(checkpointer: Checkpointer, step: int) -> None:
+    """Wait until `step` is durable, on every rank."""
+    deadline = time.monotonic() + SECONDS_MAX
+    while checkpointer.durable_step < step:
+        assert time.monotonic() < deadline, f"step {step} is not durable after {SECONDS_MAX} s"
+        time.sleep(0.01)
+    torch.distributed.barrier()
+
+
+def buffers() -> list[weakref.ref[Staging]]:
+    """All staging buffers that are alive."""
+    gc.collect()
+    return [weakref.ref(found) for found in gc.get_objects() if isinstance(found, Staging)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank, _ = init_torch_distributed("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    notes: dict[str, Any] = {"text": ""}
+    checkpointer = Checkpointer(
+        {"model": model, "optimizer": optimizer, "notes": notes, "mine": PerRank({"rank": rank})}
+    )
+    assert checkpointer.save(0)
+    settle(checkpointer, 0)
+    (before,) = buffers()
+    model(torch.ones(4, 100)).sum().backward()
+    optimizer.step()
+    assert checkpointer.save(1), "other tensors than before: a new plan, not a refusal"
+    settle(checkpointer, 1)
+    assert before() is None, "the staging buffer of the plan before is kept"
+    assert len(buffers()) == 1
+    notes["text"] = "x" * GROWN
+    taken = checkpointer.save(2)
+    assert taken == (rank != 0), "rank 0 has no room for it, and says so; the others cannot know"
+    time.sleep(1)
+    torch.distributed.barrier()
+    notes["text"] = "y" * GROWN
+    assert checkpointer.save(3), "rank 0 was given more room"
+    settle(checkpointer, 3)
+    assert len(buffers()) == 1
+    checkpointer.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
