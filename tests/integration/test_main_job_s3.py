@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 
 from holdfast.catalog import Catalog, CatalogItem
 from holdfast.manifest import State
 from holdfast.storage import open_store
+from holdfast.storage.retrying import Retrying
 from holdfast.storage.s3_upload import part_bytes_for
 from tests.integration.jobs import train
 from tests.support.cluster import Cluster, check_continued, check_loadable, kill_ranks, load
@@ -55,9 +57,15 @@ def _cluster(directory: Path, place: S3Place) -> Cluster:
     return Cluster(directory, place.url("team/run"), env, script=train.__file__, stager=SETTINGS)
 
 
+def published(place: S3Place) -> list[CatalogItem]:
+    """What the run's catalogue lists."""
+    with contextlib.closing(cast(Retrying, open_store(place.url("team/run")))) as store:
+        return list(Catalog(store).list())
+
+
 def check_bucket(place: S3Place, steps: set[int]) -> list[CatalogItem]:
     """In the bucket: these steps, whole, each with its manifest, and the claims. Nothing else, nothing open."""
-    items = list(Catalog(open_store(place.url("team/run"))).list())
+    items = published(place)
     assert {item.step for item in items} == steps
     client = plain_client()
     try:
@@ -117,7 +125,7 @@ def test_a_killed_run_continues_bit_for_bit_from_swift(
         kill_ranks(cluster, job, 2, 1, saved=SAVED)
         job.wait(60)
     cluster.wait_for_flusher()
-    newest = max(item.step for item in Catalog(open_store(cluster.store)).list())
+    newest = max(item.step for item in published(swift_s3))
     assert newest in {SAVED, KILLED_AT}
     check_bucket(swift_s3, set(range(EVERY - 1, newest + 1, EVERY)))
 
