@@ -23,7 +23,7 @@ __all__ = ["flusher"]
 _log = logging.getLogger("holdfast.flusher")
 
 
-@click.command()
+@click.command(short_help="Write, publish, verify and prune the checkpoints of one run.")
 @click.option("--store", help="URL of the run: a path, or s3://bucket/run.")
 @click.option("--chunk-bytes", help="Size of a chunk, such as 16MiB.")
 @click.option("--ring-bytes", help="Memory for the ring, such as 1GiB.")

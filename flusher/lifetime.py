@@ -27,7 +27,8 @@ from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolErr
 from holdfast.events import EventLog
 from holdfast.ipc import SOCKET_NAME, Listener
 from holdfast.manifest import Manifest
-from holdfast.ring import Ring, runtime_directory
+from holdfast.ring import Ring
+from holdfast.runtime import runtime_directory
 from holdfast.storage import open_store
 from holdfast.storage.base import Store
 

@@ -16,10 +16,10 @@ from flusher.retention import to_remove
 from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.workers import Inbox, Workers
-from holdfast.catalog import verify_file
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.manifest import Manifest, State, is_manifest_name, manifest_name
 from holdfast.storage.base import Store
+from holdfast.verify import verify_file
 
 __all__ = ["Pruned", "ReadBack", "Upkeep"]
 

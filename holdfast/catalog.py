@@ -1,9 +1,7 @@
 """Which checkpoints a run holds, newest first. Reads manifests only; `holdfast/verify.py` reads the bytes.
 
-    list()        every manifest, readable or not                          people (`holdfast ls`), retention
-    candidates()  those that restore may try, newest first, and why the others were skipped
-    get(step)     one of them, by its step or the newest good one          `holdfast inspect|verify|pull
-    URL@STEP`
+    list()      every manifest, readable or not; why it cannot be used    `holdfast ls`, restore
+    get(step)   one of them, by its step or the newest good one           `holdfast inspect|verify|pull URL@STEP`
 
 Newest is the highest (attempt, step), never a time. A file without a manifest is not a checkpoint and is not
 listed.
@@ -20,9 +18,8 @@ from dataclasses import dataclass
 from holdfast.errors import DamageError, StoreMissing
 from holdfast.manifest import Manifest, State, is_manifest_name, manifest_name
 from holdfast.storage.base import ObjectInfo, Store
-from holdfast.verify import Damage, VerifyReport, verify_file
 
-__all__ = ["Candidates", "Catalog", "CatalogItem", "Damage", "Skipped", "VerifyReport", "verify_file"]
+__all__ = ["Catalog", "CatalogItem"]
 
 _log = logging.getLogger("holdfast.catalog")
 
@@ -61,23 +58,6 @@ class CatalogItem:
         return "damaged"
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A checkpoint that restore passed over, and why."""
-
-    name: str
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """What restore tries, newest first, and what it does not try."""
-
-    manifests: tuple[Manifest, ...]
-    skipped: tuple[Skipped, ...]
-
-
 class Catalog:
     """The checkpoints of one run. Holds no state but the store: each call looks anew. May be used from any
     thread.
@@ -95,6 +75,8 @@ class Catalog:
         """Every manifest, newest first. One that cannot be read stands where the newest attempt would have
         put it.
 
+        Sizes are compared, bytes are not read: restore checks every chunk's CRC as it reads.
+
         Raises:
             StoreError: The store failed. That one manifest is damaged or vanishes meanwhile is no error.
         """
@@ -109,22 +91,6 @@ class Catalog:
             return item.manifest.order if item.manifest else (newest, item.step)
 
         return sorted(items, key=order, reverse=True)
-
-    def candidates(self) -> Candidates:
-        """The verified and durable checkpoints, newest first; and those whose manifest or file is not whole,
-        with reasons.
-
-        Sizes are compared, bytes are not read: restore checks every chunk's CRC as it reads.
-        """
-        items = self.list()
-        return Candidates(
-            manifests=tuple(item.manifest for item in items if item.manifest is not None and not item.fault),
-            skipped=tuple(Skipped(item.name, item.step, item.fault) for item in items if item.fault),
-        )
-
-    def newest_good(self) -> Manifest | None:
-        """The first candidate, or None."""
-        return next(iter(self.candidates().manifests), None)
 
     def get(self, step: int | None = None) -> Manifest:
         """The manifest of `step`, in its newest attempt; or without a step the newest good one, with a warning for

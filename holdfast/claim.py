@@ -238,11 +238,14 @@ class Claim:
             owner = _read(self._store, attempts[-1])
             who = f"process {owner.pid} on {owner.host}" if owner else "another writer"
             message = f"attempt {attempts[-1]} ({who}) took the run over; attempt {attempt} stops writing"
-            raise FencedError(f"{url}: {message}")
+            raise FencedError(f"{url}: {message}; let only one job use this URL, and end the other")
         mine = _read(self._store, attempt) if attempt in attempts else None
         if not _is_of(mine, self.write_id):
             who = f"process {mine.pid} on {mine.host} wrote over" if mine else "someone removed"
-            raise FencedError(f"{url}: {who} the claim {_name(attempt)} of this writer; it stops writing")
+            raise FencedError(
+                f"{url}: {who} the claim {_name(attempt)} of this writer; it stops writing; see that no other job "
+                "uses this URL, then start again"
+            )
 
     def beat(self) -> None:
         """Show other hosts that this writer lives. Call every `heartbeat_seconds`; after `release` it does

@@ -105,8 +105,9 @@ def _unavailable(point: EntryPoint, error: Exception) -> click.Command:
 def cli(verbose: int) -> None:
     """Checkpoints of distributed PyTorch training that survive spot VMs.
 
-    Exit codes: 0 done, 2 wrong setting or usage, 4 store failed, 5 not found, 6 damaged, 8 another writer
-    owns the run, 130 interrupted.
+    Exit codes: 0 done, 1 a bug of ours, 2 wrong setting or usage, 3 state cannot be saved, 4 store failed,
+    5 not found, 6 damaged, 7 a process broke the protocol, 8 another writer owns the run, 9 a process is gone
+    or too late, 10 no room or still busy, 130 interrupted.
     """
     _set_up_logging((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 

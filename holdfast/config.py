@@ -278,7 +278,9 @@ def _settings_in_file(cls: type[_RoleConfig]) -> dict[str, Any]:
             f"{path}: cannot be read ({error.strerror}); {_CONFIG_VARIABLE} names it"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+        raise ConfigError(
+            f"{path}: not TOML: {error}; mend it, or let {_CONFIG_VARIABLE} name another file"
+        ) from error
     shared = {key: value for key, value in document.items() if key not in _ROLES}
     _refuse_unknown(shared, _all_settings() | _ROLES.keys(), where=f"{path}")
     for role, config in _ROLES.items():

@@ -312,7 +312,8 @@ def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
             gone = error.errno in {errno.ENOENT, errno.ECONNREFUSED}
             if not gone or time.monotonic() >= deadline:
                 raise PeerLost(
-                    f"no flusher listens on {path}: {error.strerror} (waited {wait_seconds} s)"
+                    f"no flusher listens on {path}: {error.strerror} (waited {wait_seconds} s); "
+                    "its log says why it ended; start the job again, and the stager starts a new one"
                 ) from error
         time.sleep(_RETRY_SECONDS)
 

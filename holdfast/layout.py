@@ -279,7 +279,10 @@ class Layout:
             inflater = zlib.decompressobj()
             raw = inflater.decompress(data, _MAX_LAYOUT_BYTES)
             if inflater.unconsumed_tail or not inflater.eof:
-                raise ProtocolError(f"layout: truncated, or above {_MAX_LAYOUT_BYTES} bytes")
+                raise ProtocolError(
+                    f"layout: truncated, or above {_MAX_LAYOUT_BYTES} bytes; start the job again, and if its state "
+                    "holds millions of tensors, join some of them"
+                )
             document = json.loads(raw)
             if document["format"] != _FORMAT:
                 raise ProtocolError(f"layout: format {document['format']!r}, this version reads {_FORMAT}")

@@ -26,14 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast.errors import ConfigError, ProtocolError
 from holdfast.journal import Header, Journal, SlotRecord, SlotState, Source
 from holdfast.layout import Layout
-from holdfast.runtime import (
-    check_private_directory,
-    make_private_directory,
-    open_private_file,
-    runtime_directory,
-)
+from holdfast.runtime import check_private_directory, make_private_directory, open_private_file
 
-__all__ = ["CheckpointRecord", "Ring", "SlotRecord", "SlotState", "Source", "runtime_directory"]
+__all__ = ["CheckpointRecord", "Ring", "SlotRecord", "SlotState", "Source"]
 
 _log = logging.getLogger("holdfast.ring")
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{1,19})-(\d{1,19})\.json")

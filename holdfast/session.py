@@ -134,20 +134,6 @@ class Session:
         """Nothing is being offered or received, and no credit is out."""
         return all(checkpoint.phase is Phase.STAGED for checkpoint in self._open.values())
 
-    @property
-    def empty(self) -> bool:
-        """Nothing is under way at all; all that was staged is durable or failed."""
-        return not self._open
-
-    def phases(self) -> dict[int, Phase]:
-        """Step → phase of everything not yet forgotten."""
-        return {step: checkpoint.phase for step, checkpoint in self._open.items()}
-
-    def slots(self) -> tuple[set[int], set[int], set[int]]:
-        """Which slots are free, being filled, and the flusher's. Together they are the ring; no slot is in two."""
-        filling = {slot for checkpoint in self._open.values() for slot in checkpoint.open_slots.values()}
-        return set(self._free), filling, set(self._flusher_slots)
-
     def outstanding(self) -> list[tuple[int, int, int, int]]:
         """`(rank, step, chunk, slot)` of all credits not yet settled."""
         return [

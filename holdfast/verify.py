@@ -94,11 +94,6 @@ class VerifyReport:
         tensors = f"; damaged tensors: {names}" if names else "; no tensor is touched"
         return f"{self.file}: {self.damage[0]}{_more(len(self.damage))}{tensors}"
 
-    def raise_if_damaged(self) -> None:
-        """Raise `DamageError` with the summary, unless all holds."""
-        if not self.ok:
-            raise DamageError(self.summary())
-
 
 def _shortened(names: Sequence[str]) -> str:
     rest = len(names) - _NAMES_SHOWN

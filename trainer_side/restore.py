@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.catalog import Catalog, CatalogItem
-from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError, StoreMissing
+from holdfast.errors import DamageError, HoldfastError, StoreMissing
 from holdfast.events import EventLog
 from holdfast.manifest import Manifest
 from holdfast.storage.base import Store
+from holdfast.wire import peer_error
 from trainer_side.loading import check, live_trees, load
 from trainer_side.peers import Peers
 from trainer_side.reading import Target, check_received, read
@@ -305,7 +306,7 @@ def _agree(peers: Peers, error: HoldfastError | None) -> str | None:
         if root == peers.rank and error is not None:
             found.append((root, error))
         elif said:
-            found.append((root, _error_of(said)))
+            found.append((root, peer_error(*json.loads(said))))
     final = [(rank, other) for rank, other in found if not isinstance(other, DamageError | StoreMissing)]
     if final:
         rank, error_of_rank = final[0]
@@ -316,17 +317,3 @@ def _agree(peers: Peers, error: HoldfastError | None) -> str | None:
         return str(found[0][1])
     named = "; ".join(f"rank {rank}: {other}" for rank, other in found[:_NAMED])
     return f"{named}; and {len(found) - _NAMED} more ranks" if len(found) > _NAMED else named
-
-
-def _error_of(said: bytes) -> HoldfastError:
-    """The error of another rank."""
-    code, message = json.loads(said)
-    if code == StoreError.code:
-        return StoreError(message)
-    pending: list[type[HoldfastError]] = [HoldfastError]
-    while pending:
-        kind = pending.pop()
-        if kind.code == code and kind is not StoreError:
-            return kind(message)
-        pending += kind.__subclasses__()
-    return ProtocolError(f"{message} (an error of kind {code!r})")

@@ -189,7 +189,7 @@ def plan(
 ) -> Skeleton:
     """Lay out the image. The layout and the literals come out the same on every rank that holds the same tensors.
 
-    Training thread; moves no tensor bytes. About 0.1 s for a thousand tensors.
+    Training thread; moves no tensor bytes, so its cost grows with the number of tensors, not with their size.
 
     Args:
         tree: What `collect` gave.

@@ -4,8 +4,8 @@
     staging buffer:       │ piece │ piece │ piece        │ …       (in that order, nothing between)
                           └ frame 0 ──────┘└ frame 1 ────┘
 
-Allocated and touched once per layout: first touch of fresh pages costs ten times the copy itself. Literals are laid
-down once, too; each save then copies
+Allocated and touched once per layout: the first touch of fresh pages costs far more than the copy itself. Literals
+are laid down once, too; each save then copies
     1. at once, in `save()`: what anything may change: data.pkl, buffers, `PerRank` values  (`copy_now`)
     2. behind the gate, in the copy thread: what only the optimizer changes                 (`copy_gated`)
 and moves the watermark `ready_bytes`, up to which the sender may read.

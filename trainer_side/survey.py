@@ -113,7 +113,7 @@ class Survey:
 
 
 def survey(tree: Any) -> Survey:
-    """Find all tensors of `tree` and the used parts of their storages. Training thread; about 5 us per tensor.
+    """Find all tensors of `tree` and the used parts of their storages. Training thread.
 
     Raises:
         StateError: A tensor is of a kind that cannot be saved; names its path and what to do.

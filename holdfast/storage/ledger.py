@@ -108,7 +108,9 @@ class PartLedger:
                 "send them first"
             )
         if active:
-            raise StoreError(f"{self.what}: cannot be published while {active} parts are still being sent")
+            raise StoreError(
+                f"{self.what}: cannot be published while {active} parts are still being sent; wait for them first"
+            )
 
     def close(self) -> bool:
         """Take no further parts. True if none is on its way any more."""

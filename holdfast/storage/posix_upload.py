@@ -66,11 +66,6 @@ class PosixUpload:
         """Size of every part but the last."""
         return self._ledger.part_bytes
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether the file system takes writes past the page cache."""
-        return self._direct >= 0
-
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
         """Write a part to its place. The buffers' bytes are what is read back later; the file system checks
         no CRC.

@@ -162,6 +162,14 @@ def test_services_are_pinned_healthy_and_closed_to_the_outside(services: dict[st
         assert set(service.get("depends_on", {})) <= services.keys(), name
 
 
+def test_what_the_image_can_be_built_with_can_be_given(services: dict[str, Any]) -> None:
+    known = re.findall(r"^ARG (\w+)", text("infra/docker/Dockerfile"), re.MULTILINE)
+    assert known
+    for service in services.values():
+        if "build" in service:
+            assert service["build"]["args"] == {name: f"${{{name}:-}}" for name in known}
+
+
 def test_secrets_come_from_the_environment(services: dict[str, Any]) -> None:
     secrets = [
         value

@@ -59,24 +59,21 @@ def test_states() -> None:
     assert (items[6].manifest, items[6].file_bytes) == (None, None)
 
 
-def test_candidates_are_the_good_ones_and_the_others_have_reasons() -> None:
+def test_the_good_ones_have_no_fault_and_the_others_have_reasons() -> None:
     store = MemoryStore()
     add_small(store, 1)
     add_small(store, 2, state=State.DURABLE)
     add_small(store, 3, state=State.BAD)
     add(store, manifest_of(small_image(), step=4))
-    candidates = Catalog(store).candidates()
-    assert [manifest.step for manifest in candidates.manifests] == [2, 1]
-    assert [(skipped.step, bool(skipped.reason)) for skipped in candidates.skipped] == [(4, True), (3, True)]
-    newest = Catalog(store).newest_good()
-    assert newest is not None
-    assert newest.step == 2
+    items = Catalog(store).list()
+    assert [item.step for item in items if item.manifest is not None and not item.fault] == [2, 1]
+    assert [item.step for item in items if item.fault] == [4, 3]
+    assert Catalog(store).get().step == 2
 
 
 def test_a_new_run_has_nothing() -> None:
     catalog = Catalog(MemoryStore())
     assert list(catalog.list()) == []
-    assert catalog.newest_good() is None
     with pytest.raises(StoreMissing, match="no run here"):
         catalog.get()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,22 @@ def test_unknown_commands_and_options_are_usage_errors(run: Any) -> None:
     assert run("shake")[0] == 2
     assert run("ls", "--frobnicate")[0] == 2
     assert run("ls")[0] == 2
+
+
+def test_the_help_names_every_exit_code(run: Any) -> None:
+    named = {int(code) for code in re.findall(r"(\d+)\s+[a-z]", run("--help")[1].partition("Exit codes:")[2])}
+    kinds = [HoldfastError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    assert named >= {0, 130} | {kind.exit_code for kind in kinds}
+
+
+def test_the_help_of_ls_explains_each_state_on_a_line_of_its_own(run: Any) -> None:
+    said = run("ls", "--help")[1].partition("JSON:")[0]
+    lines = [line.strip().removeprefix("State: ") for line in said.splitlines()]
+    states = ("verified", "durable", "bad", "damaged")
+    assert [line.split()[0] for line in lines if line.startswith(states)] == list(states)
+    assert "\\b" not in said
 
 
 def a_role(monkeypatch: pytest.MonkeyPatch, directory: Path, code: str) -> None:

@@ -99,7 +99,7 @@ def test_a_named_file_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_that_is_not_toml() -> None:
     write_toml("keep_last = = 4")
-    with pytest.raises(ConfigError, match=r"holdfast\.toml: not TOML.*line 1"):
+    with pytest.raises(ConfigError, match=r"holdfast\.toml: not TOML.*line 1.*HOLDFAST_CONFIG"):
         TrainerConfig()
 
 

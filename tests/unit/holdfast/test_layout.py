@@ -148,5 +148,5 @@ def test_rubbish_is_refused(data: bytes) -> None:
 
 
 def test_a_truncated_layout_is_refused() -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match=r"truncated.*start the job again"):
         Layout.from_bytes(_document()[:-5])

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigError, ProtocolError
 from holdfast.journal import HEADER_BYTES, RECORD_BYTES, SOURCES_MAX
 from holdfast.layout import Entry, Layout
-from holdfast.ring import Ring, SlotState, runtime_directory
+from holdfast.ring import Ring, SlotState
+from holdfast.runtime import runtime_directory
 
 CHUNK_BYTES = 8192
 RING_CHUNKS = 4

@@ -50,6 +50,22 @@ def make_layout(chunks: int = 6, ranks: int = 2, *, last_owner: int = REPLICATED
     return Layout(nbytes, CHUNK, ranks, entries)
 
 
+def is_empty(session: Session) -> bool:
+    """Nothing is under way at all; all that was staged is durable or failed."""
+    return not session._open
+
+
+def phases_of(session: Session) -> dict[int, Phase]:
+    return {step: checkpoint.phase for step, checkpoint in session._open.items()}
+
+
+def slots_of(session: Session) -> tuple[set[int], set[int], set[int]]:
+    """Which slots are free, being filled, and the flusher's."""
+    assert len(session._free) == len(set(session._free)), "a slot is free twice"
+    filling = {slot for checkpoint in session._open.values() for slot in checkpoint.open_slots.values()}
+    return set(session._free), filling, set(session._flusher_slots)
+
+
 class Stager:
     """Drives a session and keeps its actions; the clock is a number."""
 
@@ -113,7 +129,7 @@ def test_a_checkpoint_from_offer_to_durable(stager: Stager) -> None:
     assert {full.chunk for full in stager.of(ChunkFull)} == set(range(6))
     assert sum(full.nbytes for full in stager.of(ChunkFull)) == stager.layout.image_bytes
     assert stager.take(Durable(5, {"file": "f"})) == [Tell(None, Kind.DURABLE, 5, {"file": "f"})]
-    assert stager.session.empty
+    assert is_empty(stager.session)
 
 
 def test_a_chunk_of_two_ranks_is_full_when_both_frames_are_in() -> None:
@@ -143,7 +159,7 @@ def test_a_decline_is_told_to_all_and_gives_more_room_for_the_pickle(stager: Sta
     assert (tell.rank, tell.kind, tell.step) == (None, Kind.DECLINED, 4)
     assert tell.body["new_pickle_reserve_bytes"] == pickle_reserve_bytes(200_000)
     assert "rank 0: outgrown" in tell.body["reason"]
-    assert stager.session.empty
+    assert is_empty(stager.session)
     # A rank that offers it later gets the same answer, alone.
     assert stager.take(Offer(0, 4, stager.layout.digest)) == [Tell(0, Kind.DECLINED, 4, tell.body)]
 
@@ -153,7 +169,7 @@ def test_a_decline_in_the_middle_keeps_slots_until_credits_are_settled(stager: S
     stager.pay(0, 1, 0)
     stager.take(Decline(1, 1, "copy failed"))
     assert [abort.step for abort in stager.of(Abort)] == [1]
-    free, filling, full = stager.session.slots()
+    free, filling, full = slots_of(stager.session)
     assert len(filling) == len(stager.credits) == 5
     (rank, step, chunk), slot = next(iter(stager.credits.items()))
     actions = stager.take(Returned(rank, step, chunk))
@@ -164,11 +180,11 @@ def test_a_decline_in_the_middle_keeps_slots_until_credits_are_settled(stager: S
     assert stager.pay(rank, step, chunk) == [FreeSlot(slot)]
     for rank, step, chunk in list(stager.credits):
         stager.take(Returned(rank, step, chunk))
-    free, filling, full = stager.session.slots()
+    free, filling, full = slots_of(stager.session)
     assert (len(free), filling, len(full)) == (7, set(), 1)
     stager.take(SlotsFreed(tuple(full)))
-    assert stager.session.slots()[0] == set(range(8))
-    assert stager.session.empty
+    assert slots_of(stager.session)[0] == set(range(8))
+    assert is_empty(stager.session)
 
 
 def test_a_rank_lost_after_the_end_gives_its_slots_back(stager: Stager) -> None:
@@ -176,10 +192,10 @@ def test_a_rank_lost_after_the_end_gives_its_slots_back(stager: Stager) -> None:
     stager.take(Decline(0, 1, "copy failed"))
     for credit in [credit for credit in stager.credits if credit[0] == 0]:
         stager.take(Returned(*credit))
-    assert len(stager.session.slots()[1]) == 3
+    assert len(slots_of(stager.session)[1]) == 3
     stager.take(RankLost(1, "rank 1 is dead"))
-    assert stager.session.slots()[0] == set(range(8))
-    assert stager.session.empty
+    assert slots_of(stager.session)[0] == set(range(8))
+    assert is_empty(stager.session)
 
 
 def test_different_layouts_are_refused_with_rank_and_digests(stager: Stager) -> None:
@@ -220,7 +236,7 @@ def test_a_rank_that_goes_on_to_another_step_ends_the_wait_for_the_first(stager:
     actions = stager.take(Offer(1, 2, stager.layout.digest))
     tells = [action for action in actions if isinstance(action, Tell)]
     assert [(tell.kind, tell.step) for tell in tells] == [(Kind.FAILED, 1)]
-    assert stager.session.phases() == {2: Phase.OFFERING}
+    assert phases_of(stager.session) == {2: Phase.OFFERING}
 
 
 def test_the_oldest_checkpoint_gets_the_slots() -> None:
@@ -230,7 +246,7 @@ def test_the_oldest_checkpoint_gets_the_slots() -> None:
     for _ in range(8):
         due = next(credit for credit in stager.credits if credit[1] == 1)
         stager.pay(*due)
-        stager.take(SlotsFreed(tuple(stager.session.slots()[2])))
+        stager.take(SlotsFreed(tuple(slots_of(stager.session)[2])))
     assert {fill.step for fill in stager.of(FillSlot)[:8]} == {1}
 
 
@@ -275,7 +291,7 @@ def test_slots_are_kept_for_the_lowest_part(part_chunks: int) -> None:
             break
         stager.pay(*fast[0])
     low = {chunk for _, _, chunk in stager.credits}
-    free, _, _ = stager.session.slots()
+    free, _, _ = slots_of(stager.session)
     assert low | set(range(len(low), len(low) + len(free))) >= set(range(part_chunks))
 
 
@@ -368,7 +384,7 @@ def test_another_flushers_ring_is_taken_up(stager: Stager) -> None:
     stager.credits.clear()
     assert not stager.session.outstanding()
     stager.session.reopen(free_slots=range(3), flusher_slots=[3])
-    assert stager.session.slots() == ({0, 1, 2}, set(), {3})
+    assert slots_of(stager.session) == ({0, 1, 2}, set(), {3})
     stager.offer_all(2)
     assert len(stager.credits) == 3
 
@@ -394,10 +410,10 @@ def test_another_flushers_ring_is_taken_up(stager: Stager) -> None:
 )
 def test_what_the_protocol_does_not_allow_changes_nothing(stager: Stager, event: Event) -> None:
     stager.offer_all(1)
-    before = (stager.session.slots(), stager.session.outstanding(), stager.session.phases())
+    before = (slots_of(stager.session), stager.session.outstanding(), phases_of(stager.session))
     with pytest.raises(ProtocolError):
         stager.take(event)
-    assert (stager.session.slots(), stager.session.outstanding(), stager.session.phases()) == before
+    assert (slots_of(stager.session), stager.session.outstanding(), phases_of(stager.session)) == before
 
 
 def test_sent_twice_is_refused(stager: Stager) -> None:
@@ -460,7 +476,7 @@ class Job:
     def take(self, event: Event) -> None:
         for action in self.session.handle(event, self.now):
             self.follow(action)
-        free, filling, full = self.session.slots()
+        free, filling, full = slots_of(self.session)
         assert sorted([*free, *filling, *full]) == list(range(self.slots)), "a slot is lost or shared"
         assert {slot for slot, owner in self.owned.items() if owner == "stager"} == filling
         assert {slot for slot, owner in self.owned.items() if owner == "flusher"} == full
@@ -515,7 +531,9 @@ class Job:
             else:
                 moves.append(Received(rank, step, chunk))
         moves += [
-            Began(step, self.part_chunks) for step, p in self.session.phases().items() if p is Phase.PREPARED
+            Began(step, self.part_chunks)
+            for step, p in phases_of(self.session).items()
+            if p is Phase.PREPARED
         ]
         moves += self._flusher_moves()
         return moves
@@ -606,14 +624,14 @@ class Job:
         for _ in range(10_000):
             moves = self.moves()
             if not moves:
-                if self.session.empty:
+                if is_empty(self.session):
                     break
                 self.now += 200
                 self.take(Tick())
                 continue
             self.play(self.draw.choice(moves))
-        assert self.session.empty, f"still there: {self.session.phases()}"
-        assert self.session.slots()[0] == set(range(self.slots)), "not every slot came back"
+        assert is_empty(self.session), f"still there: {phases_of(self.session)}"
+        assert slots_of(self.session)[0] == set(range(self.slots)), "not every slot came back"
         assert not self.session.outstanding()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import threading
 import zlib
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import DamageError, StoreError
+from holdfast.errors import StoreError
 from holdfast.manifest import EntryRecord, Manifest
 from holdfast.verify import VerifyReport, verify_file
 from tests.support.checkpoints import CHUNK_BYTES, SMALL_TENSORS, add, add_small, manifest_of, small_image
@@ -45,7 +46,7 @@ def test_a_whole_file_is_good(chunk_bytes: int, threads: int) -> None:
     report = verified(IMAGE, manifest, threads=threads, buffer_bytes=3000)
     assert report.ok
     assert report.checked_bytes == len(IMAGE)
-    report.raise_if_damaged()
+    assert report.summary().endswith("bytes are as they were written")
 
 
 def test_a_flip_names_the_tensors_of_that_storage_and_the_bytes() -> None:
@@ -59,10 +60,8 @@ def test_a_flip_names_the_tensors_of_that_storage_and_the_bytes() -> None:
         f"chunk {chunk}": (chunk * CHUNK_BYTES, CHUNK_BYTES),
         f"entry {weight.name}": (chunk * CHUNK_BYTES, CHUNK_BYTES),
     }
-    with pytest.raises(
-        DamageError, match=r"chunk 1 .*model/weight, model/tied.*expected CRC-32 [0-9a-f]{8}, got"
-    ):
-        report.raise_if_damaged()
+    said = r"chunk 1 .*model/weight, model/tied.*expected CRC-32 [0-9a-f]{8}, got"
+    assert re.search(said, report.summary())
 
 
 def test_a_flip_between_the_entries_touches_no_tensor() -> None:
