@@ -71,6 +71,7 @@ class Service:
         self._desk: StagerDesk | None = None
         self._stagers = 0
         self._drained_said = False
+        self._look_again = False
         self._terminating = False
         self._ends_at: float | None = time.monotonic() + _FIRST_STAGER_SECONDS_MAX
         self._selector = selectors.DefaultSelector()
@@ -119,7 +120,10 @@ class Service:
         self._accept()
         if self._terminating:
             self._give_up_partial()
-        drained = upkeep_was_idle and self._engine.idle and self._upkeep.idle
+        upkeep_is_idle = self._upkeep.idle
+        # It may have ended after the first look, and its last word been taken above: nothing would wake the loop again.
+        self._look_again = upkeep_is_idle and not upkeep_was_idle
+        drained = upkeep_was_idle and self._engine.idle and upkeep_is_idle
         if drained and self._desk is not None and self._desk.finishing and not self._drained_said:
             self._desk.channel.send("drained")
             self._events.emit("drained")
@@ -138,6 +142,8 @@ class Service:
         return time.monotonic() >= self._ends_at
 
     def _wait_seconds(self) -> float | None:
+        if self._look_again:
+            return 0.0
         waits = [self._engine.wait_seconds()]
         if self._desk is None and self._ends_at is not None and not self._config.linger:
             left_seconds = self._ends_at - time.monotonic()
