@@ -24,6 +24,8 @@ from holdfast.wire import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, Role, data_tag, 
 
 # The link's thread talks to MPI while the main thread may do so too (restore, or the user's own communicators).
 mpi4py.rc.thread_level = "multiple"
+# MPI_Finalize waits for dead processes, now and then for ever: whether to call it is decided at exit (`_finalize`).
+mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 __all__ = ["MpiPeers", "Port", "World"]
@@ -36,6 +38,27 @@ _EAGER_POLLS = 200  # polls that only yield before a wait begins to sleep: a rou
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 50e-6, 2e-3
 _PIECE_BYTES_MAX = 512 << 20  # MPI counts are 32 bits; well below
 _LOST = frozenset({MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED})
+
+
+def _finalize() -> None:
+    """At exit, after everything else here: end MPI, unless a process of the job is dead."""
+    if mpi4py.rc.finalize is not False or not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    try:
+        MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, CONTROL_TAG)  # lets MPI hear of the latest deaths
+    except MPI.Exception as error:
+        if error.Get_error_class() in _LOST:
+            return
+    try:
+        MPI.COMM_WORLD.Ack_failed()
+        someone_is_dead = MPI.COMM_WORLD.Get_failed().Get_size() > 0
+    except (MPI.Exception, NotImplementedError):
+        someone_is_dead = False  # an MPI without fault tolerance: mpirun ends the job when a process dies
+    if not someone_is_dead:
+        MPI.Finalize()
+
+
+atexit.register(_finalize)  # first registered, last called
 
 
 class World:
