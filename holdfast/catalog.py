@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.errors import DamageError, StoreMissing
-from holdfast.manifest import Manifest, State, is_manifest_name, manifest_name
+from holdfast.manifest import MANIFEST_BYTES_MAX, Manifest, State, is_manifest_name, manifest_name
+from holdfast.slice_sets import SliceSet, complete_sets, find_sets
 from holdfast.storage.base import ObjectInfo, Store
 
 __all__ = ["Catalog", "CatalogItem"]
@@ -114,6 +115,11 @@ class Catalog:
             raise DamageError(f"{self._store.url}: none of {len(items)} checkpoints can be used:\n{reasons}")
         of_step = [item for item in items if item.step == step]
         if not of_step:
+            if any(found.step == step for found in complete_sets(self.slices())):
+                raise StoreMissing(
+                    f"{self._store.url}: step {step} is there as slices, not as a file; run `holdfast assemble "
+                    f"{self._store.url}@{step}` first"
+                )
             near = sorted({item.step for item in items}, key=lambda other: (abs(other - step), other))
             names = ", ".join(str(other) for other in sorted(near[:_NEAR_STEPS]))
             raise StoreMissing(f"{self._store.url}: no step {step}; near it: {names}")
@@ -122,9 +128,24 @@ class Catalog:
                 return item.manifest
         raise DamageError(f"{self._store.url}: step {step}: {of_step[0].fault}")
 
+    def slices(self) -> Sequence[SliceSet]:
+        """What ranks wrote to the store themselves and is no file yet, newest first; by name, nothing is read.
+
+        Raises:
+            StoreError: The store failed.
+        """
+        return find_sets(self._store.list())
+
     def _nothing(self) -> StoreMissing:
         url = self._store.url
-        if self._store.list():
+        objects = self._store.list()
+        sets = complete_sets(find_sets(objects))
+        if sets:
+            return StoreMissing(
+                f"{url}: there is no file yet, only slices that ranks wrote themselves (newest: step {sets[0].step}); "
+                f"`holdfast assemble {url}` makes a file of them"
+            )
+        if objects:
             return StoreMissing(f"{url}: there is no checkpoint in this run yet (no step-….json)")
         return StoreMissing(f"{url}: there is no run here (nothing at all); is the URL right?")
 
@@ -137,6 +158,9 @@ class Catalog:
         match = _NAME.fullmatch(name)
         assert match is not None, name
         step = int(match[1])
+        if info.nbytes > MANIFEST_BYTES_MAX:
+            fault = f"{name}: {info.nbytes} bytes, a manifest has at most {MANIFEST_BYTES_MAX}; not read"
+            return CatalogItem(name, step, None, fault, sizes.get(name.removesuffix(".json") + ".pt"))
         try:
             manifest = Manifest.from_bytes(self._store.read(name), source=name)
         except DamageError as error:

@@ -38,11 +38,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
 from holdfast.manifest import Manifest, is_manifest_name
+from holdfast.sealed import seal, unseal
+from holdfast.slice_sets import find_sets
 from holdfast.storage.base import Store
 
-__all__ = ["Claim", "Identity"]
+__all__ = ["Claim", "Identity", "newest_attempt", "note_attempt"]
 
 _NAME = re.compile(r"\.holdfast/writer-(\d{6,18})\.json")
+_CRC_FIELD = "claim_crc32"
 _KEPT_CLAIMS = 3  # people read them after a failure; more only cost listing
 _TAKE_ROUNDS_MAX = 10  # each lost round means that someone else won it, and is then found alive or dead
 _HEARTBEAT_SECONDS_MAX = 60.0  # a claim from outside must not make us wait for hours
@@ -133,7 +136,7 @@ class _Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
-    format: Literal["holdfast-claim/1"] = "holdfast-claim/1"
+    format: Literal["holdfast-claim/2"] = "holdfast-claim/2"
     attempt: Annotated[int, Field(ge=1, lt=2**62)]
     write_id: _Text
     host: _Text
@@ -150,7 +153,7 @@ class _Record(BaseModel):
         return Identity(self.host, self.boot_id, self.pid_namespace, self.pid, self.started)
 
     def to_bytes(self) -> bytes:
-        return self.model_dump_json().encode() + b"\n"
+        return seal(self.model_dump_json().encode(), _CRC_FIELD)
 
 
 class Claim:
@@ -287,6 +290,37 @@ class Claim:
                 _log.warning("old claim not removed: %s", error)
 
 
+def newest_attempt(store: Store) -> int:
+    """The highest attempt that anybody has claimed or published in this run; 0 on a new one.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    return max([*_attempts(store), _highest_published(store)])
+
+
+def note_attempt(store: Store, attempt: int) -> None:
+    """Leave word that this attempt is taken, by a job that writes nothing to the store: later ones get higher numbers.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    identity = Identity.of_this_process()
+    record = _Record(
+        attempt=attempt,
+        write_id=uuid.uuid4().hex,
+        host=identity.host,
+        boot_id=identity.boot_id,
+        pid_namespace=identity.pid_namespace,
+        pid=identity.pid,
+        started=identity.started,
+        heartbeat_seconds=1.0,
+        beat=0,
+        released=True,
+    )
+    store.create(_name(attempt), record.to_bytes())
+
+
 def _name(attempt: int) -> str:
     return f".holdfast/writer-{attempt:06d}.json"
 
@@ -297,11 +331,12 @@ def _attempts(store: Store) -> list[int]:
 
 
 def _highest_published(store: Store) -> int:
-    """The highest attempt among the manifests: someone may have cleared `.holdfast/`, and attempts must only
+    """The highest attempt among manifests and slices: someone may have cleared `.holdfast/`, and attempts must only
     grow.
     """
-    highest = 0
-    for info in store.list():
+    objects = store.list()
+    highest = max((found.attempt for found in find_sets(objects)), default=0)
+    for info in objects:
         if is_manifest_name(info.name):
             try:
                 highest = max(highest, Manifest.from_bytes(store.read(info.name), source=info.name).attempt)
@@ -313,12 +348,16 @@ def _highest_published(store: Store) -> int:
 def _read(store: Store, attempt: int) -> _Record | None:
     """The claim of this attempt; None if it is gone or damaged."""
     name = _name(attempt)
+    reason = "its CRC-32 does not hold"
     try:
-        record = _Record.model_validate_json(store.read(name))
+        body = unseal(store.read(name), _CRC_FIELD)
+        record = None if body is None else _Record.model_validate_json(body)
     except StoreMissing:
         return None
     except ValidationError as error:
         reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+        record = None
+    if record is None:
         _log.warning("%s/%s: damaged claim (%s), taken for that of a dead writer", store.url, name, reason)
         return None
     if record.attempt != attempt:

@@ -1,6 +1,10 @@
 """The `holdfast` command: finds the subcommands, and turns every error into one message and an exit code.
 
     holdfast ls|inspect|verify|pull URL[@STEP]     tools, in holdfast/commands/; need neither torch nor MPI
+    holdfast assemble URL[@STEP]                   makes a file of slices in the store; takes the run's claim
+    holdfast doctor                                looks at a machine; the roles add what they need of it
+    holdfast run                                   a supervised job, in holdfast/supervise/
+    holdfast cluster up|status|down                its machines on AWS, in holdfast/cluster/
     holdfast stager|flusher …                      roles, from the entry-point group `holdfast.commands`
 
 Commands are imported only when named (or all of them for --help). A role whose dependency is not installed
@@ -15,6 +19,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import TextIO
 
 import click
 from rich.console import Console
@@ -31,6 +36,10 @@ _TOOLS = {
     "inspect": "holdfast.commands.inspect:inspect",
     "verify": "holdfast.commands.verify:verify",
     "pull": "holdfast.commands.pull:pull",
+    "assemble": "holdfast.commands.assemble:assemble_command",
+    "doctor": "holdfast.commands.doctor:doctor",
+    "run": "holdfast.commands.run:run",
+    "cluster": "holdfast.commands.cluster:cluster",
 }
 _EXTRA_OF_PACKAGE = {"trainer_side": "trainer", "stager": "stager", "flusher": "flusher"}
 _INTERRUPTED_EXIT_CODE = 130  # what a shell gives a command that ended by SIGINT
@@ -112,6 +121,21 @@ def cli(verbose: int) -> None:
     _set_up_logging((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 
 
+class _PlainFormatter(logging.Formatter):
+    """What a manifest or a store said must not steer the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _plain(super().format(record))
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what is stderr when something is said, not to what was when it was made."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def _set_up_logging(level: int) -> None:
     """Log to stderr, so that stdout stays what the command puts out. Calling it again only changes the
     level.
@@ -119,7 +143,14 @@ def _set_up_logging(level: int) -> None:
     logger = logging.getLogger("holdfast")
     if not logger.handlers:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        logger.addHandler(RichHandler(console=console, show_path=False, markup=False))
+        handler: logging.Handler
+        if console.is_terminal:
+            handler = RichHandler(console=console, show_path=False, markup=False)
+            handler.setFormatter(_PlainFormatter("%(message)s"))
+        else:  # a file or another program: one line for one message, whatever the width
+            handler = _StderrHandler()
+            handler.setFormatter(_PlainFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
     logger.setLevel(level)
 
 
@@ -147,4 +178,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _say(message: str) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print("[bold red]holdfast:[/]", end=" ")
-    console.print(message, markup=False)
+    console.print(_plain(message), markup=False)
+
+
+def _plain(text: str) -> str:
+    from holdfast.commands.output import plain  # brings pydantic: not for --help
+
+    return plain(text)

@@ -26,7 +26,7 @@ import tomllib
 from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -39,10 +39,11 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_core.core_schema import ValidationInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from holdfast.errors import ConfigError
 from holdfast.layout import CHUNK_BYTES
+from holdfast.session_checkpoint import IN_FLIGHT_MAX
 
 __all__ = [
     "RING_CHUNKS_MIN",
@@ -96,6 +97,14 @@ _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _ChunkBytes = Annotated[_Size, Field(gt=0, le=_CHUNK_BYTES_MAX, multiple_of=_PAGE_BYTES)]
 _StoreUrl = Annotated[str, Field(min_length=1)]
 _Count = Annotated[int, Field(ge=0)]
+_OnDivergence = Literal["warn", "refuse", "off"]
+_Watch = Literal["aws", "gcp", "azure", "auto", "sigterm", "sigusr1"]
+_TierSpec = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+def _listed(value: Any) -> Any:
+    """A list, from text with commas as it is in the environment."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 class _RoleConfig(BaseSettings):
@@ -156,6 +165,32 @@ class TrainerConfig(_RoleConfig):
         stager_seconds_max: How long a silent stager is waited for before it counts as lost.
         restore_seconds_max: How long reading one checkpoint may take, and again its exchange among ranks.
         close_seconds_max: How long `close()` waits for what is under way to become durable.
+        in_flight_max: How many checkpoints a rank may be sending at once, beside one that is sent and not yet staged.
+            Each takes a staging area of the size of this rank's slice, from when it is first needed.
+        host_bytes_max: Most host memory for the staging areas of one rank: so many as fit are used, at most
+            `in_flight_max`. None: no limit but that.
+        device_bytes_max: Most memory of a CUDA device for a copy of what is behind the gate, from which it then goes
+            to host memory while updates go on; 0: none. None: what is free at the first save, but for a tenth of all.
+        on_full: What `save()` does while no staging area is free: `skip` declines the step and never waits; `wait`
+            waits until the oldest step in flight is staged.
+        full_seconds_max: With `on_full="wait"`, how long; then the step is declined. Give all ranks the same.
+        copy_seconds_max: How long `optimizer.step()` waits for this rank's own copy; then the step is given up.
+        on_divergence: `off`: no fingerprints of the replicas are made (`warn`, `refuse`: the stager's business).
+        tiers: Where this rank's slices are kept beside the stager or without one, nearest first: `memory`,
+            `nvme:/mnt/nvme0`, `store`; in the environment separated by commas. The same on every rank. Empty: nowhere.
+        tier_slots: Slots of each tier, at least 2: one complete step, and those on their way. None: one more than
+            `in_flight_max`.
+        tier_writers: Threads that write to a tier. None: what the tier says.
+        tier_seconds_max: How long the slowest rank's slice is waited for after the first one's seal; then the step is
+            incomplete in that tier.
+        store: URL of the run, where there is no stager to name it.
+        chunk_bytes: Size of a chunk, where there is no stager to say it; a multiple of 4096.
+        watch: Who is asked whether this machine will be taken away: `aws`, `gcp`, `azure`, or `auto` (the one whose
+            metadata server answers, asked once); `sigterm`, `sigusr1`: signals to this process. Empty: nobody.
+        watch_seconds: How often the metadata server is asked, by the first rank of each machine.
+        watch_grace_seconds: How long after a watched signal the process is expected to be killed.
+        restore_without_store: Where the store does not answer, restore the newest step that local tiers have, although
+            the store may hold a newer one.
     """
 
     role: ClassVar[str] = "trainer"
@@ -164,6 +199,30 @@ class TrainerConfig(_RoleConfig):
     stager_seconds_max: _Seconds = 30.0
     restore_seconds_max: _Seconds = 600.0
     close_seconds_max: _Seconds = 600.0
+    in_flight_max: Annotated[int, Field(ge=1, le=IN_FLIGHT_MAX - 1)] = 1
+    host_bytes_max: Annotated[_Size, Field(gt=0)] | None = None
+    device_bytes_max: _Size | None = None
+    on_full: Literal["skip", "wait"] = "skip"
+    full_seconds_max: _Seconds = 300.0
+    copy_seconds_max: _Seconds = 300.0
+    on_divergence: _OnDivergence = "warn"
+    tiers: Annotated[tuple[_TierSpec, ...], BeforeValidator(_listed), NoDecode] = ()
+    tier_slots: Annotated[int, Field(ge=2, le=64)] | None = None
+    tier_writers: Annotated[int, Field(ge=1, le=64)] | None = None
+    tier_seconds_max: _Seconds = 300.0
+    store: _StoreUrl | None = None
+    chunk_bytes: _ChunkBytes = CHUNK_BYTES
+    watch: Annotated[tuple[_Watch, ...], BeforeValidator(_listed), NoDecode] = ()
+    watch_seconds: _Seconds = 5.0
+    watch_grace_seconds: _Seconds = 30.0
+    restore_without_store: bool = False
+
+    @field_validator("tiers", mode="after")
+    @classmethod
+    def _no_tier_twice(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("each tier once")
+        return value
 
 
 class _RingConfig(_RoleConfig):
@@ -177,7 +236,7 @@ class _RingConfig(_RoleConfig):
         keep_every: Keep each step that this divides as well; 0 is off.
         verify: Read every checkpoint back after it was published, and mark it verified or bad.
         linger: Whether the flusher stays after the training has ended.
-        writers: How many threads write parts.
+        writers: How many threads write parts; by default as many as suit the store (`holdfast.storage.parts_at_once`).
         runtime_dir: Where the ring, its journal and the socket live; wants to be in memory (tmpfs).
     """
 
@@ -188,7 +247,7 @@ class _RingConfig(_RoleConfig):
     keep_every: _Count = 0
     verify: bool = True
     linger: bool = False
-    writers: Annotated[int, Field(ge=1, le=64)] = 2
+    writers: Annotated[int, Field(ge=1, le=64)] | None = None
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
 
     @field_validator("ring_bytes", mode="after")
@@ -215,14 +274,25 @@ class StagerConfig(_RingConfig):
         offer_seconds_max: How long the slowest rank's offer of a step is waited for; then the step is
             aborted.
         chunk_seconds_max: How long a granted chunk may take to arrive.
+        rank_seconds_max: How long a rank that gives no sign of life is waited for; then the step that needs it
+            is aborted, and later ones are declined until it is heard again.
         start_seconds_max: How long to wait for all trainers, and for the flusher, at start-up.
+        rebalance_factor: After a notice that a rank's machine may be taken, checkpoints are so many times as
+            frequent; 1: as before.
+        rebalance_seconds: For how long.
+        on_divergence: What to do when replicas that should be the same are not: `warn` says it and stages, `refuse`
+            fails the step, `off` does not look.
     """
 
     role: ClassVar[str] = "stager"
 
     offer_seconds_max: _Seconds = 60.0
     chunk_seconds_max: _Seconds = 120.0
+    rank_seconds_max: _Seconds = 30.0
     start_seconds_max: _Seconds = 300.0
+    rebalance_factor: Annotated[int, Field(ge=1, le=1000)] = 4
+    rebalance_seconds: _Seconds = 1800.0
+    on_divergence: _OnDivergence = "warn"
 
 
 class FlusherConfig(_RingConfig):
@@ -231,12 +301,15 @@ class FlusherConfig(_RingConfig):
     Attributes:
         grace_seconds: How long a flusher that has made all durable waits for a stager to attach again; then
             it ends.
+        held_seconds_max: How long a flusher without a stager goes on trying a store that takes nothing; then it ends
+            with the store's error, and leaves the ring for the next one.
         heartbeat_seconds: How often the claim on the run is renewed; other hosts take it for dead after two.
     """
 
     role: ClassVar[str] = "flusher"
 
     grace_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    held_seconds_max: _Seconds = 3600.0
     heartbeat_seconds: _Seconds = 5.0
 
 
@@ -277,7 +350,10 @@ def _settings_in_file(cls: type[_RoleConfig]) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); {_CONFIG_VARIABLE} names it"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # no TOML, no UTF-8, a number without end, nesting without end
         raise ConfigError(
             f"{path}: not TOML: {error}; mend it, or let {_CONFIG_VARIABLE} name another file"
         ) from error

@@ -60,14 +60,27 @@ class StoreError(HoldfastError):
     Args:
         message: What failed, naming the URL and the cause.
         retriable: False for permission, missing bucket, full disk: nothing that waiting mends by itself.
+        begin_anew: What this upload wrote is lost or cannot be trusted (a failed sync, a swept temporary file,
+            another writer's file at the name): no call on it helps, a new upload of the same bytes may. With
+            `retriable` too, so only if trying again was in vain.
+        retry_after_seconds: The store asked not to be called again before so long; 0 where it did not.
     """
 
     code = "store"
     exit_code = 4
 
-    def __init__(self, message: str, *, retriable: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        retriable: bool = False,
+        begin_anew: bool = False,
+        retry_after_seconds: float = 0.0,
+    ) -> None:
         super().__init__(message)
         self.retriable = retriable
+        self.begin_anew = begin_anew
+        self.retry_after_seconds = retry_after_seconds
 
 
 class StoreMissing(StoreError):

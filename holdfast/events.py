@@ -2,21 +2,27 @@
 
 Every line has `time` (Unix seconds), `event`, `role`, and `rank` and `step` where there is one; the rest is the event's
 own (docs/format.md lists them). Lines are appended whole, by one write each, so several processes may share a file.
+Only a disk that fills up in the middle of one leaves a piece of a line; the next one then begins on a line of its own.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.errors import ConfigError
+
 __all__ = ["EventLog"]
 
 _log = logging.getLogger("holdfast.events")
+_DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
 
 
 class EventLog:
@@ -27,16 +33,27 @@ class EventLog:
         role: `trainer`, `stager`, `flusher` or `tool`.
         rank: Rank within the role, if it has ranks.
         clock: Gives Unix seconds.
+
+    Raises:
+        ConfigError: The file cannot be there. A disk that is only full or broken is no error: later lines try
+            again.
     """
 
     def __init__(
         self, path: Path | None, *, role: str, rank: int | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         self._role, self._rank, self._clock = role, rank, clock
-        self._fd = -1
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._path, self._fd = path, -1
+        self._writing = threading.Lock()
+        self._torn = False  # the last line that we wrote has no end
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno not in _DISK_TROUBLE:
+                raise ConfigError(
+                    f"events: {path} cannot be written: {error.strerror}; name another file, or none"
+                ) from error
+            _log.warning("no events are written until there is room: %s", error)
 
     def emit(self, event: str, fields: Mapping[str, Any] | None = None, *, step: int | None = None) -> None:
         """Append one event. Never raises: a full disk must not stop training; it is logged once per line instead."""
@@ -48,14 +65,31 @@ class EventLog:
         line.update(fields or {})
         text = json.dumps(line, separators=(",", ":"), default=str)
         _log.debug("%s", text)
-        if self._fd >= 0:
-            try:
-                os.write(self._fd, text.encode() + b"\n")
-            except OSError as error:
-                _log.warning("event not written: %s", error)
+        try:
+            with self._writing:
+                self._open()
+                self._append(text.encode() + b"\n")
+        except OSError as error:
+            _log.warning("event not written: %s", error)
+
+    def _open(self) -> None:
+        if self._fd < 0 and self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def _append(self, line: bytes) -> None:
+        if self._fd < 0:
+            return
+        if self._torn:
+            line = b"\n" + line
+        done = os.write(self._fd, line)
+        self._torn = done < len(line)
+        if self._torn:
+            _log.warning("event cut after %d of %d bytes: the disk is full", done, len(line))
 
     def close(self) -> None:
         """Close the file; later events are only mirrored."""
+        self._path = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

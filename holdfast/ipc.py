@@ -3,6 +3,10 @@
     stager  ── hello, begin, chunk, staged, abort, finish ──────────────────────────►  flusher
             ◄── welcome | refused, began, freed, durable, verified, bad, failed, drained ──
 
+A stager whose flusher died says hello to the next one with the attempt that it has: if the welcome says `resumed`, ring
+and attempt are as they were, and it replays what it knows (begin, chunk, staged, abort). Whatever the flusher knows
+already is heard without effect.
+
 One JSON object per packet, at most 64 KiB. The journal is the truth; a message only says where to look. Nothing here
 blocks: what the socket does not take at once waits in the channel until `flush` or `poll`. A peer that is gone is not
 an error but a state, `closed`: both sides have their own plan for it.
@@ -39,7 +43,7 @@ __all__ = [
 
 _log = logging.getLogger("holdfast.ipc")
 
-VERSION = 1
+VERSION = 2
 SOCKET_NAME = "flusher.sock"
 MESSAGE_BYTES_MAX = 64 * 1024
 _OUTBOX_MESSAGES_MAX = 4096  # a peer that has not read for so long is as good as dead
@@ -51,7 +55,7 @@ _RETRY_SECONDS = 0.02
 # ignored, so that a newer peer may say more.
 FIELDS: dict[str, dict[str, type]] = {
     # stager → flusher
-    "hello": {"version": int, "pid": int},
+    "hello": {"version": int, "pid": int, "attempt": int},  # attempt 0: a new job
     "begin": {"attempt": int, "step": int, "layout_digest": str},
     "chunk": {"slot": int},
     "staged": {"attempt": int, "step": int},
@@ -65,6 +69,7 @@ FIELDS: dict[str, dict[str, type]] = {
         "ring_chunks": int,
         "attempt": int,
         "store_url": str,
+        "resumed": bool,
     },
     "refused": {"code": str, "message": str},
     "began": {"attempt": int, "step": int, "part_chunks": int},

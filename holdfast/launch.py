@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
@@ -17,15 +17,25 @@ __all__ = ["mpirun_command"]
 
 
 def mpirun_command(
-    ranks: int, trainer: Sequence[str], *, stager: Sequence[str] | None = None, ulfm: bool = True
+    ranks: int,
+    trainer: Sequence[str],
+    *,
+    stager: Sequence[str] | None = None,
+    ulfm: bool = True,
+    hosts: Mapping[str, int] | None = None,
+    stager_host: str = "",
+    options: Sequence[str] = (),
 ) -> list[str]:
     """Build the command line of one MPI job: `ranks` trainers, and one stager if asked for.
 
     Args:
-        ranks: Number of training ranks on this machine.
+        ranks: Number of training ranks.
         trainer: Their command, such as `[sys.executable, "train.py"]`.
         stager: The stager's command, such as `["holdfast", "stager", "--store", url]`, or None.
         ulfm: Ask for fault tolerance, so that the job survives a rank's death.
+        hosts: How many of them on which host; None: all on this machine.
+        stager_host: With `hosts`: the stager's, as mpirun knows it.
+        options: More options for mpirun.
 
     Raises:
         ConfigError: No mpirun beside this Python nor on PATH.
@@ -41,12 +51,16 @@ def mpirun_command(
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")  # mpirun refuses root otherwise; containers run as root
     processes = ranks + (stager is not None)
-    if processes > (os.cpu_count() or 1):
-        command.append("--oversubscribe")
+    if hosts is not None or processes > (os.cpu_count() or 1):
+        command.append("--oversubscribe")  # with hosts: their slots say how many; mpirun would count cores
     if ulfm:
         command += ["--with-ft", "ulfm"]
+    command += options
     # Unbound: a rank bound to one core would share it with the copy and MPI threads of its own process.
-    command += ["--bind-to", "none", "-n", str(ranks), *trainer]
+    command += ["--bind-to", "none"]
+    if hosts is not None:
+        command += ["--host", ",".join(f"{name}:{slots}" for name, slots in hosts.items())]
+    command += ["-n", str(ranks), *trainer]
     if stager is not None:
-        command += [":", "-n", "1", *stager]
+        command += [":", *(("--host", f"{stager_host}:1") if hosts is not None else ()), "-n", "1", *stager]
     return command

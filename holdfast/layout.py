@@ -37,6 +37,9 @@ REPLICATED = -1  # owner of an entry that every rank holds with the same bytes
 _FORMAT = 1
 _MAX_LAYOUT_BYTES = 1 << 30  # decompressed; about three million tensors
 _ALIGNMENT_BYTES = 4096
+_CHUNKS_MAX = 1 << 20  # all is kept for every chunk; 16 TiB in chunks of 16 MiB, and chunks may be larger
+_RANKS_MAX = 1 << 31
+_TEXT_MAX = 4096  # of a name or a path: what a manifest takes
 
 
 class Extent(NamedTuple):
@@ -131,6 +134,11 @@ class Layout:
         if self.chunk_bytes <= 0 or self.chunk_bytes % _ALIGNMENT_BYTES:
             raise ProtocolError(
                 f"layout: chunk_bytes must be a multiple of {_ALIGNMENT_BYTES}, got {self.chunk_bytes}"
+            )
+        if self.chunks > _CHUNKS_MAX or self.ranks >= _RANKS_MAX:
+            raise ProtocolError(
+                f"layout: {self.chunks} chunks for {self.ranks} ranks, expected at most {_CHUNKS_MAX} chunks and fewer "
+                f"than {_RANKS_MAX} ranks; raise chunk_bytes"
             )
         end = 0
         for entry in self.entries:
@@ -291,11 +299,11 @@ class Layout:
                 chunk_bytes=_whole(document["chunk_bytes"]),
                 ranks=_whole(document["ranks"]),
                 entries=tuple(
-                    Entry(str(name), _whole(offset), _whole(nbytes), _whole(owner), _wholes(crc_fields))
+                    Entry(_text(name), _whole(offset), _whole(nbytes), _whole(owner), _wholes(crc_fields))
                     for name, offset, nbytes, owner, crc_fields in document["entries"]
                 ),
                 tensors=tuple(
-                    TensorInfo(str(path), str(dtype), _wholes(shape), _whole(entry))
+                    TensorInfo(_text(path), _text(dtype), _wholes(shape), _whole(entry))
                     for path, dtype, shape, entry in document["tensors"]
                 ),
             )
@@ -303,9 +311,16 @@ class Layout:
             raise ProtocolError(f"layout: not readable: {error}") from error
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _TEXT_MAX:
+        raise ProtocolError(f"layout: expected a text of at most {_TEXT_MAX} characters, got {value!r:.80}")
+    value.encode()  # half a surrogate pair is valid JSON, and no text that a manifest or a log could hold
+    return value
+
+
 def _whole(value: Any) -> int:
     if type(value) is not int or not -(2**62) < value < 2**62:
-        raise ProtocolError(f"layout: expected a whole number below 2^62, got {value!r}")
+        raise ProtocolError(f"layout: expected a whole number below 2^62, got {value!r:.80}")
     return value
 
 

@@ -11,19 +11,31 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from holdfast.crc import crc32
 from holdfast.errors import DamageError
+from holdfast.sealed import seal, unseal
 
-__all__ = ["EntryRecord", "Manifest", "State", "TensorRecord", "manifest_name", "step_file_name"]
+__all__ = ["EntryRecord", "Key", "Manifest", "State", "TensorRecord", "manifest_name", "step_file_name"]
 
+_CRC_FIELD = "manifest_crc32"
+MANIFEST_BYTES_MAX = 1 << 28  # over a million tensors; a larger one is not read at all
 _NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _Crc = Annotated[int, Field(ge=0, lt=2**32)]
 _Text = Annotated[str, Field(max_length=4096)]
+
+
+class Key(NamedTuple):
+    """Names one checkpoint; older ones compare lower."""
+
+    attempt: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} (attempt {self.attempt})"
 
 
 class State(StrEnum):
@@ -85,8 +97,8 @@ class Manifest(_Record):
     layout_digest: _Text
     write_id: _Text
     created: _Text
-    pgt1_seconds: Annotated[float, Field(ge=0)]
-    pgt2_seconds: Annotated[float, Field(ge=0)]
+    pgt1_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     entries: tuple[EntryRecord, ...]
     tensors: tuple[TensorRecord, ...]
     record: dict[str, Any] = Field(default_factory=dict)
@@ -113,8 +125,7 @@ class Manifest(_Record):
 
     def to_bytes(self) -> bytes:
         """JSON, with the CRC-32 of all the rest in its last line."""
-        body = self.model_dump_json(indent=None).encode()
-        return body[:-1] + b',\n"manifest_crc32":%d}\n' % crc32(body[:-1])
+        return seal(self.model_dump_json(indent=None).encode(), _CRC_FIELD)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Manifest:
@@ -127,14 +138,13 @@ class Manifest(_Record):
         Raises:
             DamageError: Truncated, altered, or not a manifest of this format.
         """
-        body, _, last = data.rpartition(b',\n"manifest_crc32":')
-        # To the byte, end of line and all: an int() would take `+7`, `7_0` and a last line that was cut short.
-        if last != b"%d}\n" % crc32(body):
+        body = unseal(data, _CRC_FIELD)
+        if body is None:
             raise DamageError(
                 f"{source}: manifest is truncated or altered (its CRC-32 does not hold); the step is not used"
             )
         try:
-            return cls.model_validate_json(body + b"}")
+            return cls.model_validate_json(body)
         except (ValidationError, RecursionError) as error:
             raise DamageError(f"{source}: not a manifest this version reads: {error}") from error
 

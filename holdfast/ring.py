@@ -4,6 +4,7 @@
         ring                       ring_chunks x chunk_bytes, touched once when it is made
         journal                    what each slot holds (holdfast/journal.py, docs/ring.md)
         checkpoint-<attempt>-<step>.json    receiving or staged, layout digest, times of the ranks; replaced whole
+        flush-<attempt>-<step>     what the store has of it already (flusher/progress.py)
         layout-<digest>            Layout.to_bytes()
         flusher.sock  flusher.pid  (holdfast/ipc.py, flusher/instance.py)
 
@@ -12,6 +13,8 @@ The flusher makes and removes a ring; a stager or a tool attaches. Nothing here 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import mmap
 import os
@@ -27,12 +30,14 @@ from holdfast.errors import ConfigError, ProtocolError
 from holdfast.journal import Header, Journal, SlotRecord, SlotState, Source
 from holdfast.layout import Layout
 from holdfast.runtime import check_private_directory, make_private_directory, open_private_file
+from holdfast.sealed import seal, unseal
 
 __all__ = ["CheckpointRecord", "Ring", "SlotRecord", "SlotState", "Source"]
 
 _log = logging.getLogger("holdfast.ring")
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{1,19})-(\d{1,19})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_CRC_FIELD = "checkpoint_crc32"
 _SIDE_FILE_BYTES_MAX = 1 << 28
 _SPARE_BYTES = 16 << 20  # layouts and checkpoint files lie in the same memory
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
@@ -49,7 +54,7 @@ class CheckpointRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     attempt: Annotated[int, Field(ge=1, lt=2**62)]
     step: _Whole
     state: Literal["receiving", "staged"]
@@ -81,6 +86,7 @@ class Ring:
         self._ring_map = mmap.mmap(ring_fd, header.ring_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._memory = memoryview(self._ring_map)
         self._layouts: dict[str, Layout] = {}
+        self._stager_fd = -1
 
     # -- making, attaching, ending -------------------------------------------------------------------------------
 
@@ -155,6 +161,7 @@ class Ring:
 
     def close(self) -> None:
         """Unmap; the ring stays where it is. Views that are still held keep their memory until they go."""
+        self.let_go()
         self._memory.release()
         try:
             self._ring_map.close()
@@ -175,7 +182,7 @@ class Ring:
         """Remove all that a ring put into `directory`, but not the directory. Flusher only."""
         for path in directory.iterdir():
             known = path.name in {"ring", "journal"} or path.name.startswith(
-                ("checkpoint-", "layout-", ".new-")
+                ("checkpoint-", "flush-", "layout-", "stager-", ".new-")
             )
             if known:
                 path.unlink(missing_ok=True)
@@ -189,7 +196,40 @@ class Ring:
 
     def set_attempt(self, attempt: int) -> None:
         """Change it; flusher only, between two stagers."""
+        (self.directory / f"stager-{self.attempt}").unlink(missing_ok=True)
         self._journal.set_attempt(attempt)
+
+    # -- who has it mapped ---------------------------------------------------------------------------------------
+
+    def hold(self, attempt: int) -> None:
+        """Show that the stager of this attempt has the ring mapped: until `let_go`, or until this process is dead.
+
+        A stager that stands still says nothing for as long as one that is dead, and may still write into its slots.
+        The kernel knows which it is: it takes the lock from the dead.
+        """
+        self.let_go()
+        self._stager_fd = open_private_file(self.directory / f"stager-{attempt}", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._stager_fd, fcntl.LOCK_SH)
+
+    def let_go(self) -> None:
+        """Take that back."""
+        fd, self._stager_fd = self._stager_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def is_held(self) -> bool:
+        """Whether the stager of the ring's attempt lives, as far as the kernel knows."""
+        try:
+            fd = open_private_file(self.directory / f"stager-{self.attempt}", os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
     def slot_memory(self, slot: int) -> memoryview:
         """The `chunk_bytes` bytes of one slot: writable, page-aligned, shared with the other process."""
@@ -235,7 +275,8 @@ class Ring:
         document = CheckpointRecord(
             attempt=attempt, step=step, state=state, layout_digest=layout_digest, record=dict(record)
         )
-        self._write(f"checkpoint-{attempt}-{step}.json", document.model_dump_json().encode())
+        data = seal(document.model_dump_json().encode(), _CRC_FIELD)
+        self._write(f"checkpoint-{attempt}-{step}.json", data)
 
     def checkpoint(self, attempt: int, step: int) -> CheckpointRecord | None:
         """What is said of one checkpoint, or None. Raises `ProtocolError` when its file is damaged."""
@@ -244,8 +285,13 @@ class Ring:
             data = self._read(name)
         except FileNotFoundError:
             return None
+        body = unseal(data, _CRC_FIELD)
+        if body is None:
+            raise ProtocolError(
+                f"{self.directory / name}: its CRC-32 does not hold; damaged in memory, or not written by this version"
+            )
         try:
-            found = CheckpointRecord.model_validate_json(data)
+            found = CheckpointRecord.model_validate_json(body)
         except (ValidationError, RecursionError) as error:
             raise ProtocolError(f"{self.directory / name}: not a checkpoint record: {error}") from error
         if (found.attempt, found.step) != (attempt, step):
@@ -255,18 +301,29 @@ class Ring:
         return found
 
     def checkpoint_names(self) -> list[tuple[int, int]]:
-        """`(attempt, step)` of all checkpoint files, oldest first; their contents are not looked at."""
-        found = (_CHECKPOINT_NAME.fullmatch(path.name) for path in self.directory.iterdir())
-        return sorted((int(match[1]), int(match[2])) for match in found if match)
+        """`(attempt, step)` of all checkpoint files, oldest first; their contents are not looked at.
+
+        None, once the flusher has removed the ring: it may have ended since this process has opened it.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            found = (_CHECKPOINT_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+            return sorted((int(match[1]), int(match[2])) for match in found if match)
+        return []
 
     def checkpoints(self) -> list[CheckpointRecord]:
         """All checkpoints, oldest first. Raises `ProtocolError` at the first damaged file."""
         found = (self.checkpoint(attempt, step) for attempt, step in self.checkpoint_names())
         return [checkpoint for checkpoint in found if checkpoint is not None]
 
+    def has_progress(self, attempt: int, step: int) -> bool:
+        """Whether the flusher keeps a record of what the store has of this checkpoint."""
+        return (self.directory / f"flush-{attempt}-{step}").exists()
+
     def remove_checkpoint(self, attempt: int, step: int) -> None:
         """Forget a checkpoint that is durable or given up; nothing happens if it is not there."""
         (self.directory / f"checkpoint-{attempt}-{step}.json").unlink(missing_ok=True)
+        # Last: a staged checkpoint without its record would look as if chunks had been lost.
+        (self.directory / f"flush-{attempt}-{step}").unlink(missing_ok=True)
 
     def put_layout(self, layout: Layout) -> str:
         """Lay a layout beside the ring and return its digest. Before the first checkpoint that uses it.

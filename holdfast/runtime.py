@@ -41,8 +41,15 @@ def runtime_directory(store_url: str, override: Path | str | None = None) -> Pat
     return base.absolute() / run_key(store_url)
 
 
-def make_private_directory(directory: Path) -> None:
+def make_private_directory(
+    directory: Path, *, what: str = "runtime directory", advice: str = "set runtime_dir"
+) -> None:
     """Make `directory` (and its base) for this user alone, or check that an existing one is.
+
+    Args:
+        directory: Which.
+        what: It is called in messages.
+        advice: What may be done besides removing it, for messages.
 
     Raises:
         ConfigError: It is a link, belongs to somebody else, or others may write into it.
@@ -54,15 +61,17 @@ def make_private_directory(directory: Path) -> None:
     shared = stat.S_IMODE(found.st_mode) & 0o022 and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in {0, os.geteuid()} or shared:
         raise ConfigError(
-            f"runtime directory {base}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; it must "
-            f"belong to uid {os.geteuid()} or root and not be writable by others; remove it or set runtime_dir"
+            f"{what} {base}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; it must "
+            f"belong to uid {os.geteuid()} or root and not be writable by others; remove it or {advice}"
         )
     directory.mkdir(mode=0o700, exist_ok=True)
-    check_private_directory(directory)
+    check_private_directory(directory, what=what, advice=advice)
 
 
-def check_private_directory(directory: Path) -> None:
-    """See that `directory` is a directory (no link) of this user with mode 0700.
+def check_private_directory(
+    directory: Path, *, what: str = "runtime directory", advice: str = "set runtime_dir"
+) -> None:
+    """See that `directory` is a directory (no link) of this user with mode 0700. `what`, `advice`: for messages.
 
     Raises:
         ConfigError: It is not.
@@ -70,13 +79,11 @@ def check_private_directory(directory: Path) -> None:
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(
-            f"runtime directory {directory} is a link or a file, expected a directory; remove it"
-        )
+        raise ConfigError(f"{what} {directory} is a link or a file, expected a directory; remove it")
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
-            f"runtime directory {directory}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; "
-            f"expected owner {os.geteuid()}, mode 0700; remove it or set runtime_dir"
+            f"{what} {directory}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; "
+            f"expected owner {os.geteuid()}, mode 0700; remove it or {advice}"
         )
 
 

@@ -12,8 +12,11 @@ The same table, event by event, is in docs/wire.md. Rules:
 2. A credit is settled by payload and SENT both, or by RETURN, or by the loss of its rank; only then may its slot serve
    again. A checkpoint that has ended keeps the slots of unsettled credits, so a late payload never lands in another's.
 3. The lowest incomplete part of the oldest checkpoint can always get slots, so a ring smaller than the image flows:
-   a chunk of any other part is granted only while as many slots stay free as that part still needs.
+   a chunk of any other part, or of a newer checkpoint, is granted only while as many slots stay free as the lowest
+   parts of all older ones still need. So a newer one never stands in the way of an older one, however many there are.
 4. Every wait has a deadline, and its end names who waited for whom.
+5. A flusher that dies ends nothing. Credits are granted and chunks come in while slots are free; one that has come in
+   whole is staged, began or not. The next flusher is told what `known` says, and goes on.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from holdfast.emergency_plan import InFlight
 from holdfast.errors import BusyError, HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.layout import Layout
-from holdfast.session_checkpoint import Checkpoint, Credit, Phase
+from holdfast.replicas import FIELD, OnDivergence, Replicas
+from holdfast.session_checkpoint import IN_FLIGHT_MAX, Checkpoint, Credit, Phase
 from holdfast.session_steps import (
     Abort,
     Action,
@@ -33,16 +38,22 @@ from holdfast.session_steps import (
     CancelReceive,
     ChunkFull,
     Decline,
+    Diverged,
     Done,
     Durable,
     Event,
     Failed,
     FillSlot,
+    FlusherBack,
+    FlusherGone,
     FreeSlot,
     GrantCredit,
+    Known,
     NewLayout,
     Offer,
+    RankBack,
     RankLost,
+    RankSilent,
     Received,
     Returned,
     Sent,
@@ -55,7 +66,6 @@ from holdfast.wire import Kind
 
 __all__ = ["IN_FLIGHT_MAX", "Phase", "Session", "pickle_reserve_bytes"]
 
-IN_FLIGHT_MAX = 2  # a rank's buffer holds one checkpoint; a second begins while slower ranks end the first
 _VERDICTS_KEPT = 256  # answers for ranks that ask late
 _LAYOUTS_KEPT = 4
 
@@ -69,6 +79,7 @@ class Session:
         flusher_slots: Slots that still hold chunks of an earlier job; the flusher will free them.
         offer_seconds_max: How long the last rank's offer is waited for after the first.
         chunk_seconds_max: How long a granted chunk may take; also how long a checkpoint may wait for room in the ring.
+        on_divergence: What to do when replicas differ.
     """
 
     def __init__(
@@ -79,17 +90,22 @@ class Session:
         flusher_slots: Iterable[int] = (),
         offer_seconds_max: float,
         chunk_seconds_max: float,
+        on_divergence: OnDivergence = "warn",
     ) -> None:
         self.ranks = ranks
+        self._on_divergence, self._replicas = on_divergence, Replicas()
         self._offer_seconds_max, self._chunk_seconds_max = offer_seconds_max, chunk_seconds_max
         self._free = sorted(
             free_slots, reverse=True
         )  # taken from the end: low slots first, which stay warm in cache
-        self._flusher_slots = set(flusher_slots)
+        # slot → (step, chunk) that was handed over in it; None: a chunk of an earlier job
+        self._flusher_slots: dict[int, tuple[int, int] | None] = dict.fromkeys(flusher_slots)
         self._open: dict[int, Checkpoint] = {}  # step → checkpoint, in order of first offer
         self._verdicts: OrderedDict[int, Tell] = OrderedDict()
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
         self._lost: dict[int, str] = {}
+        self._silent: dict[int, tuple[str, float]] = {}  # rank → its name, and since when it has been silent
+        self._no_flusher = ""  # why there is none
         self._newest_step = -1
         self._ended_for_good = ""
         self._actions: list[Action] = []
@@ -103,10 +119,14 @@ class Session:
             Returned: self._on_returned,
             Done: self._on_done,
             RankLost: self._on_rank_lost,
+            RankSilent: self._on_rank_silent,
+            RankBack: self._on_rank_back,
             Began: self._on_began,
             SlotsFreed: self._on_slots_freed,
             Durable: self._on_durable,
             Failed: self._on_failed,
+            FlusherGone: self._on_flusher_gone,
+            FlusherBack: self._on_flusher_back,
             Tick: self._on_tick,
         }
 
@@ -134,6 +154,21 @@ class Session:
         """Nothing is being offered or received, and no credit is out."""
         return all(checkpoint.phase is Phase.STAGED for checkpoint in self._open.values())
 
+    @property
+    def may_stage(self) -> bool:
+        """Something is under way that may still become staged."""
+        return any(checkpoint.under_way for checkpoint in self._open.values())
+
+    def in_flight(self, now: float) -> list[InFlight]:
+        """What is on its way, oldest first, and how far it is."""
+        found = []
+        for step, checkpoint in self._open.items():
+            if checkpoint.under_way:
+                layout = checkpoint.layout
+                fraction = checkpoint.handed_over / layout.chunks if layout is not None else 0.0
+                found.append(InFlight(step, fraction, max(0.0, now - checkpoint.begun_at)))
+        return found
+
     def outstanding(self) -> list[tuple[int, int, int, int]]:
         """`(rank, step, chunk, slot)` of all credits not yet settled."""
         return [
@@ -141,6 +176,33 @@ class Session:
             for step, checkpoint in self._open.items()
             for (chunk, rank), credit in checkpoint.credits.items()
         ]
+
+    @property
+    def flusher_slots(self) -> frozenset[int]:
+        """Slots that the flusher has not said are free."""
+        return frozenset(self._flusher_slots)
+
+    def known(self) -> list[Known]:
+        """What another flusher must be told, oldest first; it takes what it knows already for said twice."""
+        found = []
+        for step, checkpoint in self._open.items():
+            if checkpoint.phase not in {Phase.PREPARED, Phase.RECEIVING, Phase.STAGED}:
+                continue
+            assert checkpoint.layout is not None
+            chunks = sorted(
+                (held[1], slot)
+                for slot, held in self._flusher_slots.items()
+                if held is not None and held[0] == step
+            )
+            slots = tuple(slot for _, slot in chunks)
+            staged = checkpoint.phase is Phase.STAGED
+            found.append(Known(step, checkpoint.layout.digest, slots, checkpoint.handed_over, staged))
+        return found
+
+    def is_durable(self, step: int) -> bool:
+        """Whether the flusher has said so, not too many steps ago."""
+        verdict = self._verdicts.get(step)
+        return verdict is not None and verdict.kind is Kind.DURABLE
 
     def refuse_all(self, reason: str) -> list[Action]:
         """From now on take no checkpoint: what is not staged ends, each later offer is declined with `reason`."""
@@ -161,8 +223,9 @@ class Session:
         assert self._ended_for_good, "nothing was refused"
         assert not self._open, "credits are still out"
         self._ended_for_good = ""
+        self._no_flusher = ""
         self._free = sorted(free_slots, reverse=True)
-        self._flusher_slots = set(flusher_slots)
+        self._flusher_slots = dict.fromkeys(flusher_slots)
 
     # -- offers --------------------------------------------------------------------------------------------------
 
@@ -205,6 +268,12 @@ class Session:
             return PeerLost(self._ended_for_good)
         if self._lost:
             return PeerLost(f"no checkpoint can be whole: {'; '.join(self._lost.values())}")
+        if self._silent:
+            silent = [
+                f"{name} has been silent for {self._now - since:.0f} s"
+                for name, since in self._silent.values()
+            ]
+            return PeerLost(f"no checkpoint can be whole: {'; '.join(silent)}")
         if step <= self._newest_step:
             return BusyError(f"step {step} is older than step {self._newest_step}, which was offered before")
         under_way = [s for s, c in self._open.items() if c.under_way]
@@ -341,7 +410,7 @@ class Session:
         if len(checkpoint.complete[chunk]) == len(layout.senders(chunk)):
             slot = checkpoint.open_slots.pop(chunk)
             sources = tuple(sorted(checkpoint.complete.pop(chunk).items()))
-            self._flusher_slots.add(slot)
+            self._flusher_slots[slot] = (checkpoint.step, chunk)
             nbytes = layout.chunk_extent(chunk).nbytes
             self._actions.append(ChunkFull(slot, checkpoint.step, chunk, sources, nbytes))
             self._check_staged(checkpoint)
@@ -364,17 +433,31 @@ class Session:
         checkpoint = self._open.get(event.step)
         if checkpoint is None or not checkpoint.under_way:
             return  # it has ended meanwhile; the record is of no use
-        checkpoint.records.setdefault(event.rank, {}).update(event.record)
+        record = dict(event.record)
+        fingerprints = record.pop(FIELD, None)
+        if fingerprints is not None and self._on_divergence != "off" and checkpoint.layout is not None:
+            checkpoint.fingerprints[event.rank] = self._replicas.read(checkpoint.layout, fingerprints)
+        checkpoint.records.setdefault(event.rank, {}).update(record)
         checkpoint.done.add(event.rank)
         self._check_staged(checkpoint)
 
     def _check_staged(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.phase is not Phase.RECEIVING or any(checkpoint.frames_left.values()):
+        # Without a flusher nobody says `began`; what is whole in the ring waits there for the next one.
+        whole_unheard = checkpoint.phase is Phase.PREPARED and self._no_flusher
+        if checkpoint.phase is not Phase.RECEIVING and not whole_unheard:
             return
-        if len(checkpoint.done | self._lost.keys()) < self.ranks:
+        if any(checkpoint.frames_left.values()):
+            return
+        if len(checkpoint.done | self._lost.keys() | self._silent.keys()) < self.ranks:
             return
         layout = checkpoint.layout
         assert layout is not None
+        divergence = self._replicas.compare(layout, checkpoint.step, checkpoint.fingerprints)
+        if divergence is not None and self._on_divergence == "refuse":
+            self._fail(checkpoint, StateError(divergence.message))
+            return
+        if divergence is not None and self._replicas.is_news(divergence):
+            self._actions.append(Diverged(checkpoint.step, divergence.message, divergence.to_json()))
         checkpoint.phase = Phase.STAGED
         self._actions.append(Staged(checkpoint.step, layout, checkpoint.records))
 
@@ -426,6 +509,7 @@ class Session:
         if event.rank in self._lost:
             return
         self._lost[event.rank] = event.reason
+        self._silent.pop(event.rank, None)
         for checkpoint in list(self._open.values()):
             if checkpoint.phase is Phase.STAGED:
                 continue
@@ -441,19 +525,48 @@ class Session:
             else:
                 self._check_staged(checkpoint)  # it had sent everything: the others finish it
 
+    def _on_rank_silent(self, event: RankSilent) -> None:
+        if event.rank in self._lost or event.rank in self._silent:
+            return
+        self._silent[event.rank] = (event.name, self._now - event.silent_seconds)
+        for checkpoint in list(self._open.values()):
+            if not checkpoint.under_way:
+                continue
+            owes = checkpoint.phase is Phase.OFFERING or checkpoint.frames_left.get(event.rank, 0) > 0
+            if owes:
+                # Its credits stay out: it may wake up and send into their slots.
+                reason = f"{event.name} has been silent for {event.silent_seconds:.0f} s"
+                self._fail(checkpoint, PeerLost(f"step {checkpoint.step}: {reason}"))
+            else:
+                self._check_staged(checkpoint)  # it had sent everything: the others finish it
+
+    def _on_rank_back(self, event: RankBack) -> None:
+        self._silent.pop(event.rank, None)
+
+    def _on_flusher_gone(self, event: FlusherGone) -> None:
+        self._no_flusher = event.reason
+        for checkpoint in list(self._open.values()):
+            self._check_staged(checkpoint)
+
+    def _on_flusher_back(self, event: FlusherBack) -> None:
+        self._no_flusher = ""
+        self._on_slots_freed(SlotsFreed(event.freed))
+
     def _on_slots_freed(self, event: SlotsFreed) -> None:
         # One that is free already: freed while the stager attached, and seen in the journal before the message.
         strange = [slot for slot in event.slots if slot not in self._flusher_slots and slot not in self._free]
         if strange:
             raise ProtocolError(f"the flusher freed slots {list(event.slots)}; {strange} are not its own")
-        for slot in self._flusher_slots.intersection(event.slots):
-            self._flusher_slots.remove(slot)
+        for slot in self._flusher_slots.keys() & set(event.slots):
+            del self._flusher_slots[slot]
             self._free.append(slot)
         for checkpoint in self._open.values():
             checkpoint.progress_at = self._now
 
     def _on_durable(self, event: Durable) -> None:
         checkpoint = self._open.get(event.step)
+        if checkpoint is None and self.is_durable(event.step):
+            return  # said again, by a flusher that was told again what the one before had made durable
         if checkpoint is None or checkpoint.phase is not Phase.STAGED:
             raise ProtocolError(f"the flusher says step {event.step} is durable; it is not staged")
         del self._open[event.step]
@@ -471,7 +584,11 @@ class Session:
     def _on_tick(self, _event: Tick) -> None:
         for checkpoint in list(self._open.values()):
             overdue = checkpoint.overdue(
-                self._now, self._offer_seconds_max, self._chunk_seconds_max, self._lost.keys()
+                self._now,
+                self._offer_seconds_max,
+                self._chunk_seconds_max,
+                self._lost.keys(),
+                no_flusher=self._no_flusher,
             )
             if overdue:
                 self._fail(checkpoint, PeerLost(f"step {checkpoint.step}: {overdue}"))

@@ -14,8 +14,10 @@ from typing import Any
 
 from holdfast.layout import Layout
 
-__all__ = ["Checkpoint", "Credit", "Phase"]
+__all__ = ["IN_FLIGHT_MAX", "Checkpoint", "Credit", "Phase"]
 
+# Under way at once: what a rank's staging areas may hold, and one more that begins while slower ranks end the oldest.
+IN_FLIGHT_MAX = 9
 _CREDITS_PER_RANK_MAX = 4  # enough to keep a rank sending; more only holds slots that others could use
 
 
@@ -48,6 +50,7 @@ class Checkpoint:
         step: Its step. `ranks`: how many must send. `begun_at`: time of its first offer.
         progress_at: When it last came forward, for deadlines.
         digests: rank → layout digest it offered. `records`: rank → what it said. `done`: ranks that said DONE.
+        fingerprints: rank → those of its replicas, of the ranks that sent them.
         part_chunks: How many chunks the flusher writes at a time.
         queues: Per rank, the chunks of its slice without a slot, ascending.
         open_slots: chunk → slot, while it is being filled.
@@ -64,6 +67,7 @@ class Checkpoint:
     digests: dict[int, str] = field(default_factory=dict)
     records: dict[int, dict[str, Any]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
+    fingerprints: dict[int, tuple[int, ...]] = field(default_factory=dict)
     layout: Layout | None = None
     part_chunks: int = 1
     queues: list[deque[int]] = field(default_factory=list)
@@ -78,17 +82,19 @@ class Checkpoint:
         return self.phase in {Phase.OFFERING, Phase.PREPARED, Phase.RECEIVING}
 
     @property
+    def handed_over(self) -> int:
+        """How many chunks have come in whole and were handed to the flusher."""
+        assert self.layout is not None
+        return self.layout.chunks - sum(map(len, self.queues)) - len(self.open_slots)
+
+    @property
     def next_chunk(self) -> int | None:
         """The lowest chunk without a slot."""
         return min((queue[0] for queue in self.queues if queue), default=None)
 
     def lowest_part_missing(self) -> int:
         """How many slots the lowest incomplete part still needs; the flusher can always finish that part."""
-        following = self.next_chunk
-        if following is None:
-            return 0
-        first = min([following, *self.open_slots])
-        end = first - first % self.part_chunks + self.part_chunks
+        end = self._lowest_part_end()
         return sum(1 for queue in self.queues for chunk in _below(queue, end))
 
     def choose(self, credits_out: Sequence[int], free: int) -> int | None:
@@ -98,22 +104,37 @@ class Checkpoint:
             credits_out: Per rank, how many credits it holds.
             free: Free slots that older checkpoints do not need.
         """
-        lowest = self.next_chunk
-        if lowest is None or free <= 0:
+        heads = [queue[0] for queue in self.queues if queue]
+        if not heads or free <= 0:
             return None
         layout = self.layout
         assert layout is not None
-        chunk = lowest
-        if free > self.lowest_part_missing():
-            # Otherwise what is left is kept for the lowest part: nothing can be flushed to the end before it.
-            heads = [queue[0] for queue in self.queues if queue]
-            chunk = min(heads, key=lambda head: (credits_out[layout.chunk_rank(head)], head))
+        if free <= self.lowest_part_missing():
+            # What is left is kept for the lowest part: nothing can be flushed to the end before it. Until the flusher
+            # has said how large its parts are, only the lowest chunk is known to be in it.
+            end = self._lowest_part_end() if self.phase is Phase.RECEIVING else min(heads) + 1
+            heads = [head for head in heads if head < end]
+        chunk = min(heads, key=lambda head: (credits_out[layout.chunk_rank(head)], head))
         return chunk if credits_out[layout.chunk_rank(chunk)] < _CREDITS_PER_RANK_MAX else None
 
+    def _lowest_part_end(self) -> int:
+        """The chunk after the lowest incomplete part; 0 if every chunk has its slot."""
+        following = self.next_chunk
+        if following is None:
+            return 0
+        first = min([following, *self.open_slots])
+        return first - first % self.part_chunks + self.part_chunks
+
     def overdue(
-        self, now: float, offer_seconds_max: float, chunk_seconds_max: float, lost: Collection[int]
+        self,
+        now: float,
+        offer_seconds_max: float,
+        chunk_seconds_max: float,
+        lost: Collection[int],
+        *,
+        no_flusher: str = "",
     ) -> str:
-        """Who was waited for too long, by whom, and for what; empty if nobody was."""
+        """Who was waited for too long, by whom, and for what; empty if nobody was. `no_flusher`: why there is none."""
         if not self.under_way:
             return ""
         if self.phase is Phase.OFFERING:
@@ -131,6 +152,8 @@ class Checkpoint:
             return f"the stager granted chunk {chunk} to rank {rank} and it did not arrive within {limit:g} s"
         if self.credits or now - self.progress_at <= limit:
             return ""
+        if no_flusher and (self.phase is Phase.PREPARED or self.next_chunk is not None):
+            return f"the stager waited {limit:g} s for another flusher to make room in the ring: {no_flusher}"
         if self.phase is Phase.PREPARED:
             return f"the stager waited {limit:g} s for the flusher to take it"
         if self.next_chunk is not None:

@@ -21,16 +21,22 @@ __all__ = [
     "CancelReceive",
     "ChunkFull",
     "Decline",
+    "Diverged",
     "Done",
     "Durable",
     "Event",
     "Failed",
     "FillSlot",
+    "FlusherBack",
+    "FlusherGone",
     "FreeSlot",
     "GrantCredit",
+    "Known",
     "NewLayout",
     "Offer",
+    "RankBack",
     "RankLost",
+    "RankSilent",
     "Received",
     "Returned",
     "Sent",
@@ -118,6 +124,22 @@ class RankLost:
 
 
 @dataclass(frozen=True, slots=True)
+class RankSilent:
+    """A rank has said nothing for `silent_seconds`; it may be stopped, cut off, or gone. `name` says which it is."""
+
+    rank: int
+    name: str
+    silent_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankBack:
+    """A silent rank was heard again."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Began:
     """The flusher knows the checkpoint; it writes `part_chunks` chunks at a time."""
 
@@ -150,6 +172,20 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class FlusherGone:
+    """The flusher has ended; another one is looked for. Nothing ends by this: what is received stays in the ring."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlusherBack:
+    """Another flusher has kept the ring. `freed`: slots that were the flusher's, and that the journal says are free."""
+
+    freed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; looks at the deadlines."""
 
@@ -163,10 +199,14 @@ Event = (
     | Returned
     | Done
     | RankLost
+    | RankSilent
+    | RankBack
     | Began
     | SlotsFreed
     | Durable
     | Failed
+    | FlusherGone
+    | FlusherBack
     | Tick
 )
 
@@ -248,6 +288,15 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
+class Diverged:
+    """Say loudly that ranks differ where they should be the same; `body`: see `Divergence.to_json`."""
+
+    step: int
+    message: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """Tell the flusher to drop a checkpoint that it was told to begin."""
 
@@ -255,4 +304,27 @@ class Abort:
     reason: str
 
 
-Action = Tell | Begin | FillSlot | GrantCredit | CancelReceive | FreeSlot | ChunkFull | Staged | Abort
+Action = (
+    Tell | Begin | FillSlot | GrantCredit | CancelReceive | FreeSlot | ChunkFull | Diverged | Staged | Abort
+)
+
+
+# -- what another flusher is told --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One checkpoint that the flusher has to do with, as the next one must hear of it.
+
+    Attributes:
+        step: Its step. `layout_digest`: its layout, which lies beside the ring.
+        slots: Slots with its chunks that were handed over and that nobody has said are free, lowest chunk first.
+        handed_over: How many chunks were handed over, in these slots and in others.
+        staged: Every chunk was handed over, and the ranks know it.
+    """
+
+    step: int
+    layout_digest: str
+    slots: tuple[int, ...]
+    handed_over: int
+    staged: bool

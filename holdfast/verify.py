@@ -6,12 +6,14 @@
                  zip directory (parsed by zipfile): its CRC and size fields against the manifest's entries
 
 The manifest holds what the flusher computed from its memory; so a difference is damage on the way to the
-store or in it. The zip's own fields are what `unzip -t` would believe: they must say the same.
+store or in it. A chunk that differs is read once more: damage on the way back is not damage of the checkpoint. The
+zip's own fields are what `unzip -t` would believe: they must say the same.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 import mmap
 import queue
 import struct
@@ -31,6 +33,7 @@ from holdfast.storage.ranged import RangedFile
 
 __all__ = ["Damage", "VerifyReport", "verify_file"]
 
+_log = logging.getLogger("holdfast.verify")
 _NAMES_SHOWN = 8
 
 
@@ -143,7 +146,7 @@ def verify_file(
     if size_bytes != manifest.image_bytes:
         shorter, longer = sorted((size_bytes, manifest.image_bytes))
         lengths = f"{manifest.image_bytes} bytes", f"{size_bytes} bytes"
-        tensors = _tensors_in(manifest, shorter, longer)
+        tensors = _Tensors(manifest).between(shorter, longer)
         return report(Damage("file", shorter, longer - shorter, *lengths, tensors))
     found = _Found(manifest)
     try:
@@ -157,7 +160,8 @@ def verify_file(
     damage = found.damage()
     # The directory lies in the bytes just checked; when those are damaged it would only repeat that in
     # riddles.
-    damage += [] if damage else _directory_damage(store, manifest)
+    if not damage and _directory_damage(store, manifest):
+        damage += _directory_damage(store, manifest)  # what was read wrong on its way is right this time
     return report(*damage, checked_bytes=manifest.image_bytes)
 
 
@@ -186,12 +190,27 @@ def _chunk_sums(
     def sums_of(chunk: int) -> list[_Sum]:
         buffer = buffers.get()
         try:
-            return list(_sums(store, manifest, chunk, bounds, buffer))
+            sums = list(_sums(store, manifest, chunk, bounds, buffer))
+            if _combined(sums) == manifest.chunk_crc32s[chunk]:
+                return sums
+            # A byte may have changed on its way here only: what lies in the store is the same every time.
+            again = list(_sums(store, manifest, chunk, bounds, buffer))
+            if _combined(again) == manifest.chunk_crc32s[chunk]:
+                _log.warning(
+                    "%s: chunk %d was read wrong once and right again: the way from the store damages bytes",
+                    manifest.file,
+                    chunk,
+                )
+            return again
         finally:
             buffers.put(buffer)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as readers:
         yield from readers.map(sums_of, range(len(manifest.chunk_crc32s)))
+
+
+def _combined(sums: Sequence[_Sum]) -> int:
+    return crc.combine_all((s.crc32, s.nbytes) for s in sums)
 
 
 class _Bounds:
@@ -238,9 +257,10 @@ class _Found:
         self._image_crc32 = 0
         self._entry_crc32s = [0] * len(manifest.entries)
         self._bad_chunks: list[tuple[int, int]] = []
+        self._tensors = _Tensors(manifest)
 
     def add(self, chunk: int, sums: Sequence[_Sum]) -> None:
-        chunk_crc32 = crc.combine_all((s.crc32, s.nbytes) for s in sums)
+        chunk_crc32 = _combined(sums)
         self._image_crc32 = crc.combine(self._image_crc32, chunk_crc32, sum(s.nbytes for s in sums))
         for s in sums:
             if s.entry is not None:
@@ -259,14 +279,14 @@ class _Found:
         found: list[Damage] = []
         for chunk, got in self._bad_chunks:
             offset, nbytes = chunk * manifest.chunk_bytes, _chunk_bytes(manifest, chunk)
-            tensors = _tensors_in(manifest, offset, offset + nbytes, only=bad_entries)
+            tensors = self._tensors.between(offset, offset + nbytes, only=bad_entries)
             found.append(
                 _crc_damage(f"chunk {chunk}", offset, nbytes, manifest.chunk_crc32s[chunk], got, tensors)
             )
         for index in sorted(bad_entries):
             entry = manifest.entries[index]
             offset, end = self._narrowed(entry)
-            tensors = tuple(tensor.path for tensor in manifest.tensors if tensor.entry == index)
+            tensors = self._tensors.of(index)
             what, got = f"entry {entry.name}", self._entry_crc32s[index]
             found.append(_crc_damage(what, offset, end - offset, entry.crc32, got, tensors))
         if not found and self._image_crc32 != manifest.image_crc32:
@@ -280,10 +300,14 @@ class _Found:
         it.
         """
         chunk_bytes, begin, end = self._manifest.chunk_bytes, entry.offset, entry.offset + entry.nbytes
-        inside = [c for c, _ in self._bad_chunks if c * chunk_bytes < end and begin < (c + 1) * chunk_bytes]
-        if not inside:
+        first = bisect.bisect_left(self._bad_chunks, (begin // chunk_bytes, 0))
+        last = bisect.bisect_left(self._bad_chunks, (-(-end // chunk_bytes), 0)) - 1
+        if last < first:
             return begin, end
-        return max(begin, inside[0] * chunk_bytes), min(end, (inside[-1] + 1) * chunk_bytes)
+        return (
+            max(begin, self._bad_chunks[first][0] * chunk_bytes),
+            min(end, (self._bad_chunks[last][0] + 1) * chunk_bytes),
+        )
 
 
 def _crc_damage(
@@ -292,14 +316,34 @@ def _crc_damage(
     return Damage(what, offset, nbytes, f"CRC-32 {expected:08x}", f"{got:08x}", tensors)
 
 
-def _tensors_in(manifest: Manifest, begin: int, end: int, *, only: set[int] | None = None) -> tuple[str, ...]:
-    """Paths of the tensors with bytes in `begin..end`, of entries in `only` if that is given."""
-    touched = {
-        index
-        for index, entry in enumerate(manifest.entries)
-        if entry.offset < end and begin < entry.offset + entry.nbytes and (only is None or index in only)
-    }
-    return tuple(tensor.path for tensor in manifest.tensors if tensor.entry in touched)
+class _Tensors:
+    """Paths of tensors by where their bytes lie. Looked up, not searched: a file of zeros has a fault in every entry.
+
+    Args:
+        manifest: Its entries are in order and do not overlap.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._filled = [(index, entry) for index, entry in enumerate(manifest.entries) if entry.nbytes]
+        self._ends = [entry.offset + entry.nbytes for _, entry in self._filled]
+        self._paths: dict[int, list[str]] = {}
+        for tensor in manifest.tensors:
+            self._paths.setdefault(tensor.entry, []).append(tensor.path)
+
+    def of(self, entry: int) -> tuple[str, ...]:
+        """The tensors on one entry, by its index."""
+        return tuple(self._paths.get(entry, ()))
+
+    def between(self, begin: int, end: int, *, only: set[int] | None = None) -> tuple[str, ...]:
+        """Those with bytes in `begin..end`, of entries in `only` if that is given."""
+        paths: list[str] = []
+        for position in range(bisect.bisect_right(self._ends, begin), len(self._filled)):
+            index, entry = self._filled[position]
+            if entry.offset >= end:
+                break
+            if only is None or index in only:
+                paths += self._paths.get(index, ())
+        return tuple(paths)
 
 
 def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
@@ -310,6 +354,7 @@ def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         return [Damage("directory", 0, manifest.image_bytes, "a zip file", str(error))]
     found: list[Damage] = []
+    named = _Tensors(manifest)
     for index, entry in enumerate(manifest.entries):
         info = infos.get(entry.name)
         expected = f"{entry.nbytes} bytes with CRC-32 {entry.crc32:08x}"
@@ -323,6 +368,7 @@ def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
             got = f"{info.file_size} bytes with {info.CRC:08x}, compression {info.compress_type}"
         else:
             continue
-        tensors = tuple(tensor.path for tensor in manifest.tensors if tensor.entry == index)
-        found.append(Damage(f"directory of {entry.name}", entry.offset, entry.nbytes, expected, got, tensors))
+        found.append(
+            Damage(f"directory of {entry.name}", entry.offset, entry.nbytes, expected, got, named.of(index))
+        )
     return found

@@ -4,7 +4,8 @@
             magic  version  kind  attempt  step  chunk  flags  arg  body_bytes  crc32  body …
 
 Byte tables, the meaning of every field per kind, and the state table: docs/wire.md. Payloads (slices of chunks) are
-bare bytes under a tag of their own, `data_tag(slot)`; a SENT control message says their size and CRC.
+bare bytes under a tag of their own, `data_tag(slot)`, in as many messages as `payload_messages` says; a SENT control
+message says their size and CRC.
 
 Every message is input from outside. `decode` checks magic, version, kind, sizes and CRC before anything is used;
 `json_body` and the classes below check what is inside. Whatever does not hold is a `ProtocolError`.
@@ -38,14 +39,17 @@ __all__ = [
     "data_tag",
     "decode",
     "encode",
+    "error_body",
     "json_body",
+    "payload_messages",
     "peer_error",
     "to_json",
 ]
 
-VERSION = 1
+VERSION = 4
 CONTROL_TAG = 1
 _FIRST_DATA_TAG = 16
+_PIECES_APART_MAX = 64
 _MAGIC = 0x31574648  # "HFW1" as it lies in memory
 _HEADER = struct.Struct("<IHHQQIIQII")
 _CRC_OFFSET = _HEADER.size - 4
@@ -56,6 +60,8 @@ _MAX_TABLE_BYTES = 512 * 1024 * 1024  # of a PROPOSE body, unpacked
 _U64_MAX, _U32_MAX = 2**64 - 1, 2**32 - 1
 _WHOLE_MAX = 2**62
 _SLOTS_MAX = 1 << 20
+_ERROR_CHARACTERS_MAX = 60_000
+_SECONDS_MAX = 1e9  # what selectors and threads can wait for; also refuses infinity and NaN
 
 
 class Role(IntEnum):
@@ -66,7 +72,7 @@ class Role(IntEnum):
 
 
 class Kind(IntEnum):
-    """Kinds of control message. Below 32: trainer to stager; from 32: stager to trainer."""
+    """Kinds of control message. Below 32: trainer to stager; from 32: stager to trainer; BEAT: either."""
 
     HELLO = 1
     PROPOSE = 2
@@ -77,6 +83,8 @@ class Kind(IntEnum):
     RETURN = 7
     DONE = 8
     BYE = 9
+    NOTICE = 10
+    AT = 11
     WELCOME = 32
     RESERVED = 33
     REFUSED = 34
@@ -86,11 +94,12 @@ class Kind(IntEnum):
     DURABLE = 38
     FAILED = 39
     BEAT = 40
+    SAVE_AT = 41
 
     @property
     def from_stager(self) -> bool:
         """Whether only the stager may send it."""
-        return self >= Kind.WELCOME
+        return self >= Kind.WELCOME and self is not Kind.BEAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +111,8 @@ class Frame:
         attempt: Fencing epoch of the run; 0 before WELCOME.
         step: Training step of the checkpoint it is about.
         chunk: Chunk of the image.
-        flags: SENT: CRC-32 of the payload.
-        arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed.
+        flags: SENT: CRC-32 of the payload. SAVE_AT: what is said of the step (`holdfast.emergency.Word`).
+        arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT: number of the proposal.
         body: JSON, or what `kind` says.
     """
 
@@ -121,6 +130,16 @@ def data_tag(slot: int) -> int:
     if not 0 <= slot < _SLOTS_MAX:
         raise ProtocolError(f"slot {slot}: expected 0 to {_SLOTS_MAX - 1}")
     return _FIRST_DATA_TAG + slot
+
+
+def payload_messages(pieces: int) -> int:
+    """In how many messages a frame of so many pieces travels: one for each piece, or one for all if they are many.
+
+    MPI reads a message that has one place at the receiver out of the sender's memory in one go, where it can; one with
+    several places it takes to fragments, each copied twice, and moves them only while both sides ask. Beyond some tens
+    of pieces the messages themselves cost more than that.
+    """
+    return pieces if pieces <= _PIECES_APART_MAX else 1
 
 
 def encode(
@@ -211,12 +230,32 @@ def json_body(frame: Frame, **required: type) -> dict[str, Any]:
     return document
 
 
+def error_body(error: HoldfastError) -> bytes:
+    """A JSON body that says what went wrong; `peer_error` makes the error of it again."""
+    return to_json({"code": error.code, "message": str(error)[:_ERROR_CHARACTERS_MAX]})
+
+
 def peer_error(code: str, message: str) -> HoldfastError:
     """The error of class `code` (see holdfast.errors) that a peer reports; an unknown code gives a ProtocolError."""
     for kind in _error_classes(HoldfastError):
         if kind.code == code:
             return kind(message)
     return ProtocolError(f"unknown error code {code!r:.40} from a peer: {message}")
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it is `[path, dtype, shape, owner]`."""
+    if not isinstance(row, list) or len(row) != 4:
+        return False
+    path, dtype, shape, owner = row
+    sizes = shape if isinstance(shape, list) else [None]
+    return (
+        isinstance(path, str)
+        and isinstance(dtype, str)
+        and all(type(size) is int and 0 <= size < _WHOLE_MAX for size in sizes)
+        and type(owner) is int
+        and -1 <= owner < _WHOLE_MAX
+    )
 
 
 def _error_classes(base: type[HoldfastError]) -> Iterator[type[HoldfastError]]:
@@ -274,16 +313,22 @@ class Welcome:
             beat_seconds=float,
         )
         welcome = cls(**{name: document[name] for name in cls.__slots__})
-        positive = (welcome.attempt, welcome.chunk_bytes, welcome.ring_chunks, welcome.ranks)
-        if min(positive) <= 0 or welcome.beat_seconds <= 0:
-            raise ProtocolError(f"WELCOME: expected numbers above 0, got {welcome}")
+        wholes = (welcome.attempt, welcome.chunk_bytes, welcome.ring_chunks, welcome.ranks)
+        seconds = (welcome.beat_seconds, welcome.offer_seconds_max)
+        if not all(0 < number < _WHOLE_MAX for number in wholes) or not all(
+            0 < s < _SECONDS_MAX for s in seconds
+        ):
+            raise ProtocolError(
+                f"WELCOME: expected numbers above 0 that are no infinity, got {welcome!r:.500}"
+            )
         return welcome
 
     @staticmethod
     def refusal(error: HoldfastError) -> bytes:
         """A WELCOME that says why the stager could not start."""
         return encode(
-            Kind.WELCOME, body=to_json({"error": {"code": error.code, "message": str(error)[:60_000]}})
+            Kind.WELCOME,
+            body=to_json({"error": {"code": error.code, "message": str(error)[:_ERROR_CHARACTERS_MAX]}}),
         )
 
 
@@ -331,7 +376,7 @@ class Proposal:
             Frame(frame.kind, body=raw), table_digest=str, table=list, pickle_bytes=int, per_rank_bytes=dict
         )
         for index, row in enumerate(document["table"]):
-            if not isinstance(row, list) or len(row) != 4 or not isinstance(row[0], str):
+            if not _is_row(row):
                 raise ProtocolError(
                     f"PROPOSE: row {index} is {row!r:.100}, expected [path, dtype, shape, owner]"
                 )

@@ -17,12 +17,16 @@ from urllib.parse import unquote, urlsplit
 from holdfast.errors import ConfigError
 from holdfast.storage.base import ObjectInfo, Store, Upload
 
-__all__ = ["ObjectInfo", "Store", "Upload", "normalise_url", "open_store"]
+__all__ = ["ObjectInfo", "Store", "Upload", "normalise_url", "open_store", "parts_at_once"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//|(?=.*://))")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,62}")
 _LOCAL = ("", "file", "local")
 _S3 = ("s3", "s3a")
+
+# A disk is busy with one direct write; a second one is ready when it ends. A connection to an object store waits for
+# most of its time.
+_PARTS_LOCAL, _PARTS_S3, _PARTS_OTHER = 2, 8, 4
 
 
 def open_store(url: str) -> Store:
@@ -54,6 +58,14 @@ def open_store(url: str) -> Store:
     return Retrying(GenericStore(normal))
 
 
+def parts_at_once(url: str) -> int:
+    """How many parts of one upload are best sent at the same time to the store at `url`."""
+    scheme = _scheme(normalise_url(url))
+    if scheme in _LOCAL:
+        return _PARTS_LOCAL
+    return _PARTS_S3 if scheme in _S3 else _PARTS_OTHER
+
+
 def normalise_url(url: str) -> str:
     """One spelling for each run: absolute paths, no `file://`, no empty parts or slash at the end.
 
@@ -68,10 +80,16 @@ def normalise_url(url: str) -> str:
     scheme = _scheme(url)
     if scheme == "":
         return os.path.abspath(url)  # noqa: PTH100  (".." must go: the text is the run's identity)
+    if url[len(scheme) :].startswith("::"):
+        raise ConfigError(
+            f"the store's URL chains several file systems ({scheme!r} and more); give the URL of the last one alone"
+        )
     try:
         parts = urlsplit(url)
         _refuse_secrets(
-            parts.password is not None or (scheme in _S3 and "@" in parts.netloc), parts.query, scheme
+            parts.password is not None or (scheme in _S3 and "@" in parts.netloc),
+            parts.query or parts.fragment,
+            scheme,
         )
     except ValueError as error:
         raise ConfigError(f"the store's URL (scheme {scheme!r}) is malformed: {error}") from error
@@ -94,13 +112,14 @@ def _scheme(url: str) -> str:
     return match.group(1).lower() if match else ""
 
 
-def _refuse_secrets(has_password: bool, query: str, scheme: str) -> None:
+def _refuse_secrets(has_password: bool, rest: str, scheme: str) -> None:
     if has_password:
         raise ConfigError(
             f"the store's URL (scheme {scheme!r}) holds credentials; URLs end up in logs and manifests: "
             "give them by the environment, a profile or the instance's role"
         )
-    if query:
+    if rest:
         raise ConfigError(
-            f"the store's URL (scheme {scheme!r}) has a query ('?...'), which may hold a secret; remove it"
+            f"the store's URL (scheme {scheme!r}) has a query or fragment ('?...', '#...'), which may hold a secret "
+            "and names no run; remove it"
         )

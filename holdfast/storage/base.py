@@ -4,16 +4,23 @@ A store is one run's prefix (`/mnt/nfs/run`, `s3://bucket/run`, any fsspec URL).
 `/`-separated and never lead out of it. Big files go through an `Upload`: parts in any order from several threads,
 invisible until `publish`. Small ones are written whole: they are there completely or not at all.
 
-Errors: `StoreMissing` for what is not there, `StoreError` (with `retriable`) for all else; never a backend's own
-    type.
+    begin ─► Upload ─► token, kept by the caller ─┬─► write_part ... ─► publish
+                                       (process dies)
+                                                  └─► resume(token) in the next process ─► Upload, with the parts so far
+
+
+Errors: `StoreMissing` for what is not there, `StoreError` (with `retriable` and `begin_anew`) for all else; never a
+    backend's own type.
 Backends do not retry: `holdfast.storage.retrying` wraps any of them.
 """
 
 from __future__ import annotations
 
 import builtins  # `list` is a method of the classes below
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+from holdfast.storage.names import Keep
 
 __all__ = ["ObjectInfo", "Store", "Upload"]
 
@@ -31,6 +38,28 @@ class Upload(Protocol):
     @property
     def part_bytes(self) -> int:
         """Size of every part but the last: a multiple of the `chunk_bytes` given to `Store.begin`."""
+        ...
+
+    @property
+    def token(self) -> str | None:
+        """What `Store.resume` needs, beside the arguments of `begin`, to go on with this upload in another process.
+
+        None where the backend cannot. It does not change while the upload lives.
+        """
+        ...
+
+    @property
+    def published(self) -> bool:
+        """The file is in place, whole and ours: `publish` has nothing left to do."""
+        ...
+
+    def written(self) -> frozenset[int]:
+        """Parts that the store has, as far as the backend can tell; all of them once published.
+
+        In the process that wrote them: those whose `write_part` returned. After `Store.resume`: what the server lists
+        with the right size; a file knows nothing of parts, so POSIX gives all that are not known to be missing, and
+        the caller's own record of what it wrote is the truth.
+        """
         ...
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
@@ -62,6 +91,15 @@ class Store(Protocol):
         """The URL as people write it, without secrets."""
         ...
 
+    @property
+    def request_bytes(self) -> int:
+        """How much to ask for in one `read_into` of a long read: a multiple of the page size.
+
+        Where each request has its price, more; where it has none, so little that the bytes are still in the processor's
+        cache when the reader looks at them.
+        """
+        ...
+
     def check(self, *, write: bool) -> None:
         """See that the store answers, and with `write` that it takes, returns and deletes a small object.
 
@@ -83,7 +121,11 @@ class Store(Protocol):
         ...
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`. Raises `DamageError` when the object ends before the buffer is full."""
+        """Fill `buffer` from `offset`. Raises `DamageError` when the object ends before the buffer is full.
+
+        Into page-aligned memory, from a multiple of the page size on, it is read past the page cache where the backend
+        can do that; other reads are right as well.
+        """
         ...
 
     def write(self, name: str, data: bytes) -> None:
@@ -110,10 +152,42 @@ class Store(Protocol):
         """
         ...
 
-    def sweep(self, keep: Collection[str] = ()) -> builtins.list[str]:
+    def resume(
+        self,
+        name: str,
+        *,
+        nbytes: int,
+        chunk_bytes: int,
+        part_bytes: int,
+        write_id: str,
+        token: str,
+        crc32s: Mapping[int, int] | None = None,
+    ) -> Upload:
+        """Go on with an upload that a dead process began with `begin` and the same arguments.
+
+        Only the run's single writer may call this. What the dead one was still sending may or may not count.
+
+        Args:
+            name: As given to `begin`.
+            nbytes: As given to `begin`.
+            chunk_bytes: As given to `begin`.
+            part_bytes: The upload's `part_bytes`.
+            write_id: As given to `begin`.
+            token: The upload's `token`.
+            crc32s: CRC-32 of parts as the caller recorded them; a part that the store is known to hold with another
+                one does not count as written.
+
+        Raises:
+            StoreMissing: Nothing of it is left (swept, aborted), or the token is none of this upload; `begin_anew`.
+            StoreError: Not retriable: the backend cannot resume.
+        """
+        ...
+
+    def sweep(self, keep: Keep = ()) -> builtins.list[str]:
         """Remove what unfinished uploads left (temporary files, open multipart uploads).
 
-        Except those whose write-id is in `keep`. Only the run's single writer may call this. Returns what was
-        removed, in words.
+        Except those that `keep` names, by their write-id: of these everything stays that `resume` needs. Only the run's
+        single writer may call this, and it leaves what training ranks are sending themselves
+        (`holdfast.slice_sets.is_slice_upload`) until their job is over. Returns what was removed, in words.
         """
         ...

@@ -15,19 +15,19 @@ from __future__ import annotations
 import builtins
 import logging
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from holdfast.crc import crc32 as crc32_of
 from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
 from holdfast.storage.base import ObjectInfo
-from holdfast.storage.ledger import PartLedger
-from holdfast.storage.names import TEMPORARY, check_name, is_kept, temporary_name
+from holdfast.storage.generic_upload import GenericUpload
+from holdfast.storage.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
 
 __all__ = ["GenericStore"]
 
 _log = logging.getLogger("holdfast.storage.generic")
+_REQUEST_BYTES = 16 << 20
 
 
 class GenericStore:
@@ -60,6 +60,11 @@ class GenericStore:
         """The URL."""
         return self._url
 
+    @property
+    def request_bytes(self) -> int:
+        """16 MiB: behind most of these is a network."""
+        return _REQUEST_BYTES
+
     def check(self, *, write: bool) -> None:
         """See that the file system answers, and with `write` that it takes, returns and deletes a small
         object.
@@ -87,9 +92,7 @@ class GenericStore:
 
     def read(self, name: str) -> bytes:
         """The whole of a small object."""
-        path = self._path(check_name(name))
-        with self._translated("read", path):
-            return bytes(self._fs.cat_file(path))
+        return self.get(self._path(check_name(name)))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset`."""
@@ -136,18 +139,41 @@ class GenericStore:
         """Remove an object."""
         self.remove(self._path(check_name(name)))
 
-    def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> _GenericUpload:
+    def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> GenericUpload:
         """Start a big object."""
         temporary = self._path(temporary_name(write_id, name))
-        return _GenericUpload(
+        return GenericUpload(
             self, self._path(check_name(name)), temporary, nbytes=nbytes, part_bytes=chunk_bytes
         )
 
-    def sweep(self, keep: Collection[str] = ()) -> builtins.list[str]:
+    def resume(
+        self,
+        name: str,
+        *,
+        nbytes: int,
+        chunk_bytes: int,  # noqa: ARG002
+        part_bytes: int,
+        write_id: str,
+        token: str,
+        crc32s: Mapping[int, int] | None = None,
+    ) -> GenericUpload:
+        """Go on with the parts that lie there with their right size; those in `crc32s` are read and compared."""
+        temporary = self._path(temporary_name(write_id, name))
+        return GenericUpload(
+            self,
+            self._path(check_name(name)),
+            temporary,
+            nbytes=nbytes,
+            part_bytes=part_bytes,
+            token=token,
+            crc32s=crc32s,
+        )
+
+    def sweep(self, keep: Keep = ()) -> builtins.list[str]:
         """Remove temporary objects."""
-        kept, removed = frozenset(keep), []
+        removed = []
         for info in sorted(self._find(TEMPORARY)):
-            if not is_kept(info.name, kept):
+            if not is_kept(info.name, keep):
                 self.remove(self._path(info.name))
                 removed.append(f"temporary object {self._path(info.name)} ({info.nbytes} bytes)")
         return removed
@@ -157,6 +183,18 @@ class GenericStore:
         with self._translated("read", path):
             self._fs.invalidate_cache()
             return int(self._fs.size(path))
+
+    def size_or_none(self, path: str) -> int | None:
+        """Size of the object at a full path, None if there is none."""
+        try:
+            return self.size_of(path)
+        except StoreMissing:
+            return None
+
+    def get(self, path: str) -> bytes:
+        """The whole of the object at a full path."""
+        with self._translated("read", path):
+            return bytes(self._fs.cat_file(path))
 
     def put(self, path: str, data: bytes) -> None:
         """Write a whole temporary object."""
@@ -230,59 +268,3 @@ class GenericStore:
                 f"cannot {doing} {path} in {self._url}: {type(error).__name__}: {error}",
                 retriable=isinstance(error, OSError),
             ) from error
-
-
-class _GenericUpload:
-    """Parts as objects of their own until `publish` joins them. `write_part` may be called from any thread."""
-
-    def __init__(
-        self, store: GenericStore, path: str, temporary: str, *, nbytes: int, part_bytes: int
-    ) -> None:
-        self._store, self._path, self._temporary = store, path, temporary
-        self._ledger = PartLedger(path, nbytes=nbytes, part_bytes=part_bytes)
-        self._published = False
-
-    @property
-    def part_bytes(self) -> int:
-        """Size of every part but the last."""
-        return self._ledger.part_bytes
-
-    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
-        """Write the part as an object of its own; its CRC-32 is checked here, since no driver does."""
-        with self._ledger.entry(index, buffers):
-            data = b"".join(buffers)
-            if crc32_of(data) != crc32:
-                raise DamageError(
-                    f"{self._path}: part {index} has CRC-32 {crc32_of(data):08x}, {crc32:08x} was stated; not written"
-                )
-            self._store.put(self._part(index), data)
-
-    def publish(self) -> None:
-        """Join the parts, move the result to its name, see that its size is right."""
-        if self._published:
-            return
-        self._ledger.require_complete()
-        self._store.join([self._part(index) for index in range(self._ledger.parts)], self._temporary)
-        self._store.move(self._temporary, self._path)
-        nbytes = self._store.size_of(self._path)
-        if nbytes != self._ledger.nbytes:
-            raise StoreError(
-                f"{self._path}: has {nbytes} bytes after the move, {self._ledger.nbytes} were expected; begin anew"
-            )
-        self._published = True
-        self._remove_parts()
-
-    def abort(self) -> None:
-        """Remove parts and temporary object."""
-        if self._published:
-            return
-        self._remove_parts()
-        self._store.remove(self._temporary)
-
-    def _remove_parts(self) -> None:
-        self._ledger.close()
-        for index in range(self._ledger.parts):
-            self._store.remove(self._part(index))
-
-    def _part(self, index: int) -> str:
-        return f"{self._temporary}.part-{index:06d}"

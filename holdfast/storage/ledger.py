@@ -10,7 +10,7 @@ replaces.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -91,6 +91,20 @@ class PartLedger:
                 if done:
                     self._present.add(index)
                 self._changed.notify_all()
+
+    def present(self) -> frozenset[int]:
+        """The parts that are there."""
+        with self._changed:
+            return frozenset(self._present)
+
+    def assume(self, indexes: Iterable[int]) -> None:
+        """Enter parts that an earlier process has sent."""
+        with self._changed:
+            self._present.update(index for index in indexes if 0 <= index < self.parts)
+
+    def assume_all(self) -> None:
+        """Enter every part: the file is in place, or nothing says which are missing."""
+        self.assume(range(self.parts))
 
     def require_complete(self) -> None:
         """See that every part is there and none is on its way.

@@ -7,13 +7,19 @@ that has not been through `check_name`.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
+from typing import TypeAlias
 
 from holdfast.errors import StoreError
 
-__all__ = ["TEMPORARY", "check_name", "check_write_id", "is_kept", "temporary_name"]
+__all__ = ["TEMPORARY", "Keep", "check_name", "check_write_id", "is_kept", "temporary_name"]
 
 TEMPORARY = ".holdfast/tmp/"
 """Prefix of everything unfinished; never listed, and removed by `sweep`."""
+
+Keep: TypeAlias = Collection[str] | Callable[[str], bool]
+"""Which unfinished uploads a sweep leaves: their write-ids, or a question that is asked with a text that begins with
+the write-id."""
 
 _NAME_BYTES_MAX = 512
 _WRITE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -60,7 +66,9 @@ def temporary_name(write_id: str, name: str) -> str:
     return f"{TEMPORARY}{check_write_id(write_id)}-{check_name(name).replace('/', '_')}"
 
 
-def is_kept(temporary: str, keep: frozenset[str]) -> bool:
-    """Whether the temporary name belongs to one of the write-ids in `keep`."""
-    own = temporary.removeprefix(TEMPORARY)
-    return any(own.startswith(f"{write_id}-") for write_id in keep)
+def is_kept(temporary: str, keep: Keep) -> bool:
+    """Whether the temporary name is of an upload that `keep` names."""
+    own = temporary.removeprefix(TEMPORARY).removeprefix("upload-")
+    if callable(keep):
+        return keep(own)
+    return any(own.startswith((f"{write_id}-", f"{write_id}.")) for write_id in keep)

@@ -2,6 +2,7 @@
 
     begin ─► .holdfast/tmp/<write-id>-<name>, room reserved ─► parts (O_DIRECT) ─► count ─► fsync ─► rename
           ─► fsync of the directory
+    resume ─► the same inode, by either name, goes on
 
 The rename is the one visible act. Nothing else relies on the page cache: parts go past it where the file
 system and the buffers allow (aligned addresses, offsets and sizes), which is several times faster and leaves
@@ -14,16 +15,19 @@ import builtins
 import os
 import secrets
 import stat
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.errors import DamageError
 from holdfast.storage.base import ObjectInfo
-from holdfast.storage.names import TEMPORARY, check_name, is_kept, temporary_name
+from holdfast.storage.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
 from holdfast.storage.posix_errors import translated
-from holdfast.storage.posix_upload import PosixUpload, make_directories, sync_directory, write_all
+from holdfast.storage.posix_io import make_directories, read_whole, sync_directory, write_all
+from holdfast.storage.posix_upload import PosixUpload
 
 __all__ = ["PosixStore"]
+
+_REQUEST_BYTES = 4 << 20
 
 
 class PosixStore:
@@ -40,6 +44,11 @@ class PosixStore:
     def url(self) -> str:
         """The absolute path."""
         return str(self._root)
+
+    @property
+    def request_bytes(self) -> int:
+        """4 MiB: a few of them in flight are enough for a disk."""
+        return _REQUEST_BYTES
 
     def check(self, *, write: bool) -> None:
         """See that the directory can be read, and with `write` that it can be made, written, read back and
@@ -103,22 +112,14 @@ class PosixStore:
             return path.read_bytes()
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset`."""
-        path = self._path(name)
-        view, done = buffer.cast("B"), 0
+        """Fill `buffer` with the bytes from `offset`; page-aligned ones go past the page cache."""
+        path, view = self._path(name), buffer.cast("B")
         with translated("read", path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                while done < view.nbytes:
-                    count = os.preadv(descriptor, [view[done:]], offset + done)
-                    if count == 0:
-                        raise DamageError(
-                            f"{path}: ends at byte {os.fstat(descriptor).st_size}, but bytes {offset} to "
-                            f"{offset + view.nbytes} were expected; the file is truncated, take another checkpoint"
-                        )
-                    done += count
-            finally:
-                os.close(descriptor)
+            if read_whole(path, offset, view) < view.nbytes:
+                raise DamageError(
+                    f"{path}: ends at byte {path.stat().st_size}, but bytes {offset} to "
+                    f"{offset + view.nbytes} were expected; the file is truncated, take another checkpoint"
+                )
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file: temporary name, fsync, rename, fsync of the directory."""
@@ -170,9 +171,29 @@ class PosixStore:
             part_bytes=chunk_bytes,
         )
 
-    def sweep(self, keep: Collection[str] = ()) -> builtins.list[str]:
+    def resume(
+        self,
+        name: str,
+        *,
+        nbytes: int,
+        chunk_bytes: int,  # noqa: ARG002
+        part_bytes: int,
+        write_id: str,
+        token: str,
+        crc32s: Mapping[int, int] | None = None,  # noqa: ARG002
+    ) -> PosixUpload:
+        """Go on with a file; which of its parts were written, only the caller's own record knows."""
+        return PosixUpload(
+            path=self._path(name),
+            temporary=self._root / temporary_name(write_id, name),
+            nbytes=nbytes,
+            part_bytes=part_bytes,
+            token=token,
+        )
+
+    def sweep(self, keep: Keep = ()) -> builtins.list[str]:
         """Remove temporary files."""
-        kept, removed = frozenset(keep), []
+        removed = []
         directory = self._root / TEMPORARY
         with translated("sweep", directory):
             try:
@@ -180,7 +201,7 @@ class PosixStore:
             except FileNotFoundError:
                 return []
             for entry in entries:
-                if is_kept(f"{TEMPORARY}{entry.name}", kept):
+                if is_kept(f"{TEMPORARY}{entry.name}", keep):
                     continue
                 try:
                     size_bytes = entry.lstat().st_size

@@ -1,7 +1,12 @@
 """What an `OSError` of a file system means for a checkpoint: try again, or a person must act.
 
-Permission, a full or read-only disk do not mend themselves; a stale handle or an I/O error of a network file
-system may.
+    EACCES EPERM EROFS ENOSPC EDQUOT ...   a person mends it; what was written stays     not retriable
+    EIO ESTALE ETIMEDOUT ...               a network file system comes back              retriable, within a budget
+    a failed sync, a file taken away       what was written is lost                      begin_anew (posix_upload)
+
+An I/O error of a call that is whole in itself (a look, a read, a direct write) tells of that call alone, and a
+soft-mounted NFS gives it for a server that is silent for a while: it is tried again. So is a stale handle, for each
+call looks its path up anew. Where an upload holds a descriptor, `posix_upload` decides before this does.
 """
 
 from __future__ import annotations
@@ -29,6 +34,9 @@ _ADVICE = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENXIO: "the device is gone; see that it is attached and mounted",
     errno.ENODEV: "the device is gone; see that it is attached and mounted",
+    errno.EIO: "see the kernel's log (dmesg) for the device or server; do not train on a disk that fails",
+    errno.ESTALE: "the NFS server does not know this place any more; if it stays so, mount it again",
+    errno.ETIMEDOUT: "the file server does not answer; see the network and the server",
     errno.EINVAL: "the file system does not take this operation; choose another store",
 }
 _RETRIABLE = frozenset(
@@ -80,8 +88,9 @@ def translated(
         doing: What is being done, such as "write".
         path: To what.
         needed_bytes: How much room it needs, for the message of a full disk.
-        missing_is: What a path that is not there means: `missing` (StoreMissing) or `swept` (a temporary file
-            that a sweep of another writer took away; the same call makes it again).
+        missing_is: What a path that is not there means: `missing` (StoreMissing), `swept` (a temporary file
+            that a sweep of another writer took away; the same call makes it again) or `lost` (the same, and the
+            upload must be begun anew).
     """
     try:
         yield
@@ -95,7 +104,8 @@ def translated(
             raise StoreError(
                 f"cannot {doing} {path}: its temporary file or directory vanished; if it happens again, "
                 "two writers use this run",
-                retriable=True,
+                retriable=missing_is == "swept",
+                begin_anew=missing_is == "lost",
             ) from error
         retriable = error.errno in _RETRIABLE
         unknown = "the file system may recover" if retriable else "see the cause"

@@ -1,32 +1,52 @@
 """A big file on its way into a directory, written past the page cache.
 
+    begin ─► room reserved ─► parts ─► cut to size ─► fsync ─► rename ─► fsync of the directory ─► published
+                 └── resume: the same inode, under its temporary name or already under its own ──┘
+
 Room is reserved first, so that a full disk is found before hours of training rest on it. Parts are written
 with O_DIRECT where address, offset and size are multiples of 4096 bytes; the tail of the file goes through
 one padded page, and the file is cut to its exact size at the end. Whatever does not fit that is written the
 ordinary way into the same file.
+
+An error of a direct write tells of these very bytes: they can be written again. One of a write through the
+page cache may tell, once and to nobody else, of bytes that an earlier call took: after EIO or ESTALE there
+nothing in the file can be trusted.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
 import os
+import re
+import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from holdfast.errors import StoreError
+from holdfast.errors import StoreError, StoreMissing
+from holdfast.faultpoint import Point, reach
 from holdfast.storage.ledger import PartLedger
-from holdfast.storage.posix_errors import free_bytes, no_room, translated
+from holdfast.storage.posix_errors import translated
+from holdfast.storage.posix_io import (
+    PAGE_BYTES,
+    is_aligned,
+    make_directories,
+    open_direct,
+    reserve,
+    sync_directory,
+    whole_pages,
+    write_all,
+    write_in_order,
+)
 
-__all__ = ["PosixUpload", "make_directories", "sync_directory", "write_all"]
+__all__ = ["PosixUpload"]
 
 _log = logging.getLogger("holdfast.storage.posix")
 
-_PAGE_BYTES = 4096
-_DIRECT = getattr(os, "O_DIRECT", 0)
+_TOKEN = re.compile(r"inode-([0-9]{1,20})")
 
 
 class PosixUpload:
@@ -37,49 +57,69 @@ class PosixUpload:
         temporary: Where it is written; on the same file system.
         nbytes: Size of the file.
         part_bytes: Size of a part.
+        token: Of an upload that another process began and that goes on here; None begins one.
 
     Raises:
+        StoreMissing: Nothing of the upload that `token` names is left.
         StoreError: No room (needed and free bytes in the message), no permission.
     """
 
-    def __init__(self, *, path: Path, temporary: Path, nbytes: int, part_bytes: int) -> None:
+    def __init__(
+        self, *, path: Path, temporary: Path, nbytes: int, part_bytes: int, token: str | None = None
+    ) -> None:
         self._ledger = PartLedger(str(path), nbytes=nbytes, part_bytes=part_bytes)
         self._path, self._temporary = path, temporary
-        self._published = False
+        self._published = self._went_through_cache = False
         self._failure: StoreError | None = None
-        self._direct = -1
+        self._file = self._direct = self._inode = -1
         self._closing = threading.Lock()
-        with translated("begin", path, needed_bytes=nbytes):
-            make_directories(path.parent)
-            make_directories(temporary.parent)
-            self._file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            try:
-                _reserve(self._file, path, nbytes)
-                self._direct = _open_direct(temporary)
-            except BaseException:
-                os.close(self._file)
-                temporary.unlink(missing_ok=True)
-                raise
+        if token is None:
+            self._begin()
+        else:
+            self._resume(token)
 
     @property
     def part_bytes(self) -> int:
         """Size of every part but the last."""
         return self._ledger.part_bytes
 
+    @property
+    def token(self) -> str:
+        """The inode of the temporary file, which the rename keeps.
+
+        Without the device: NFS gets another number at each mount, and the write-id is part of the name anyway.
+        """
+        return f"inode-{self._inode}"
+
+    @property
+    def published(self) -> bool:
+        """Whether the file has its name, durably."""
+        return self._published
+
+    def written(self) -> frozenset[int]:
+        """Parts that are not known to be missing: a file that is taken up again does not tell which it has."""
+        return self._ledger.present()
+
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
         """Write a part to its place. The buffers' bytes are what is read back later; the file system checks
         no CRC.
         """
+        if self._failure is not None:
+            raise self._failure
         views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         try:
             with (
                 self._ledger.entry(index, buffers) as part,
                 translated("write", self._path, needed_bytes=part.nbytes),
             ):
-                if self._direct >= 0 and _is_aligned(views, part.offset):
-                    self._write_direct(views, part.offset)
-                else:
-                    _write_in_order(self._file, views, part.offset)
+                try:
+                    if self._direct >= 0 and is_aligned(views, part.offset):
+                        self._write_direct(views, part.offset)
+                    else:
+                        self._write_cached(views, part.offset)
+                except OSError as error:
+                    self._judge(error)
+                    raise
         finally:
             # An abort while this part was under way left the closing to us: closing a descriptor under a
             # writer would let its number be reused, and the bytes land in another file.
@@ -98,13 +138,11 @@ class PosixUpload:
             raise self._failure
         self._ledger.require_complete()
         nbytes = self._ledger.nbytes
-        with translated("publish", self._path, needed_bytes=nbytes, missing_is="swept"):
+        with translated("publish", self._path, needed_bytes=nbytes, missing_is="lost"):
             self._sync(nbytes)
-            mine = os.fstat(self._file)
-            if mine.st_size != nbytes:
-                raise StoreError(
-                    f"{self._temporary}: has {mine.st_size} bytes after sync, {nbytes} were expected; begin anew"
-                )
+            size_bytes = os.fstat(self._file).st_size
+            if size_bytes != nbytes:
+                self._fail(f"has {size_bytes} bytes after sync, {nbytes} were expected; begin anew")
             try:
                 self._temporary.rename(self._path)
             except FileNotFoundError:
@@ -112,16 +150,8 @@ class PosixUpload:
                 _log.warning(
                     "%s: its temporary file is gone, seeing whether it was renamed already", self._path
                 )
-            try:
-                there = self._path.stat()
-            except FileNotFoundError as error:
-                raise StoreError(
-                    f"{self._path}: its temporary file was removed by another writer, and the bytes with it; begin anew"
-                ) from error
-            if (there.st_dev, there.st_ino, there.st_size) != (mine.st_dev, mine.st_ino, nbytes):
-                raise StoreError(
-                    f"{self._path}: another file stands there after the rename; two writers use this run"
-                )
+            reach(Point.FILE_NAMED)
+            self._require_named()
             sync_directory(self._path.parent)
         self._published = True
         self._finish()
@@ -134,27 +164,67 @@ class PosixUpload:
         with translated("abort", self._temporary):
             self._temporary.unlink(missing_ok=True)
 
-    def _sync(self, nbytes: int) -> None:
+    def _begin(self) -> None:
+        with translated("begin", self._path, needed_bytes=self._ledger.nbytes):
+            make_directories(self._path.parent)
+            make_directories(self._temporary.parent)
+            self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                reserve(self._file, self._path, self._ledger.nbytes)
+                self._direct = open_direct(self._temporary)
+                self._inode = os.fstat(self._file).st_ino
+            except BaseException:
+                self._close()
+                self._temporary.unlink(missing_ok=True)
+                raise
+
+    def _resume(self, token: str) -> None:
+        """Take up what a dead process left, under its temporary name or, if it came so far, under its own.
+
+        Nothing is truncated, and no room is asked for: what was reserved belongs to the file.
+        """
+        match, nbytes = _TOKEN.fullmatch(token), self._ledger.nbytes
+        self._inode = int(match[1]) if match else -1
+        with translated("resume", self._path):
+            unfinished, named = _look(self._temporary), _look(self._path)
+            if _is_file(unfinished, self._inode, {nbytes, whole_pages(nbytes)}):
+                self._file, self._direct = self._open_again()
+            elif _is_file(named, self._inode, {nbytes}):
+                # Whether the rename is durable died with the process that did it.
+                sync_directory(self._path.parent)
+                self._published = True
+                self._ledger.close()
+            else:
+                raise StoreMissing(
+                    f"{self._path}: there is nothing to resume as {token[:80]!r} ({nbytes} bytes): at "
+                    f"{self._temporary} {_described(unfinished)}, at its own name {_described(named)}; begin anew",
+                    begin_anew=True,
+                )
+        self._ledger.assume_all()
+
+    def _open_again(self) -> tuple[int, int]:
+        """Both descriptors of the temporary file that is there, if it is ours."""
+        file = os.open(self._temporary, os.O_RDWR | os.O_CLOEXEC)
         try:
-            os.ftruncate(self._file, nbytes)
-            os.fsync(self._file)
-        except OSError as error:
-            self._failure = StoreError(
-                f"{self._path}: sync failed ({error.strerror}); what was written may be lost, "
-                "this checkpoint is given up"
-            )
-            raise self._failure from error
-        # Whatever went through the page cache leaves it: the read-back must come from the disk.
-        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+            if os.fstat(file).st_ino != self._inode:
+                raise StoreMissing(
+                    f"{self._temporary}: another file stands there now; two writers use this run, begin anew",
+                    begin_anew=True,
+                )
+            return file, open_direct(self._temporary)
+        except BaseException:
+            os.close(file)
+            raise
 
     def _write_direct(self, views: Sequence[memoryview], offset: int) -> None:
+        start = offset
         try:
             for view in views:
-                whole = view.nbytes // _PAGE_BYTES * _PAGE_BYTES
+                whole = view.nbytes // PAGE_BYTES * PAGE_BYTES
                 write_all(self._direct, view[:whole], offset)
                 if whole < view.nbytes:
                     # A page of our own: aligned, and zero behind the tail, which is cut off at publish.
-                    with mmap.mmap(-1, _PAGE_BYTES) as page:
+                    with mmap.mmap(-1, PAGE_BYTES) as page:
                         page[: view.nbytes - whole] = view[whole:]
                         os.pwrite(self._direct, page, offset + whole)
                 offset += view.nbytes
@@ -163,7 +233,71 @@ class PosixUpload:
                 raise
             # Some file systems open with O_DIRECT and refuse the write, or want a larger alignment.
             _log.info("%s: direct write refused, this part goes through the page cache", self._path)
-            _write_in_order(self._file, views, offset)
+            self._write_cached(views, start)
+
+    def _write_cached(self, views: Sequence[memoryview], offset: int) -> None:
+        self._went_through_cache = True
+        write_in_order(self._file, views, offset)
+
+    def _judge(self, error: OSError) -> None:
+        """See whether an error of a write costs more than this write."""
+        if error.errno not in (errno.EIO, errno.ESTALE):
+            return
+        if self._went_through_cache:
+            self._fail(
+                f"writing through the page cache failed ({error.strerror}), and may tell of earlier bytes; begin anew",
+                error,
+            )
+        if error.errno == errno.ESTALE:
+            self._reopen(error)
+
+    def _reopen(self, cause: OSError) -> None:
+        """The server does not know our handle any more (it was started again, or the file is gone): take a new one.
+
+        The numbers of the descriptors stay: other threads are writing through them.
+        """
+        try:
+            file, direct = self._open_again()
+        except (FileNotFoundError, StoreMissing):
+            self._fail(
+                "its temporary file was removed by another writer, and the bytes with it; begin anew", cause
+            )
+        with self._closing:
+            for new, old in ((file, self._file), (direct, self._direct)):
+                if new >= 0 and old >= 0:
+                    os.dup2(new, old, inheritable=False)
+        for new in (file, direct):
+            if new >= 0:
+                os.close(new)
+        _log.warning("%s: the file's handle was stale, it is opened anew", self._path)
+
+    def _sync(self, nbytes: int) -> None:
+        # Unlike a failed sync, a failed cut loses nothing: whatever forbade it can be mended.
+        os.ftruncate(self._file, nbytes)
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self._fail(f"sync failed ({error.strerror}); what was written may be lost, begin anew", error)
+        # Whatever went through the page cache leaves it: the read-back must come from the disk.
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _require_named(self) -> None:
+        there = _look(self._path)
+        if there is None:
+            self._fail("its temporary file was removed by another writer, and the bytes with it; begin anew")
+        mine = os.fstat(self._file)
+        if (there.st_dev, there.st_ino, there.st_size) != (mine.st_dev, mine.st_ino, self._ledger.nbytes):
+            self._fail("another file stands there after the rename; two writers use this run, begin anew")
+
+    def _fail(self, why: str, cause: OSError | None = None) -> NoReturn:
+        """Give this upload up for good, also for whoever would resume it: the next sync of this file may succeed."""
+        self._failure = StoreError(f"{self._path}: {why}", begin_anew=True)
+        try:
+            if _is_file(_look(self._temporary), self._inode, None):
+                self._temporary.unlink()
+        except OSError as error:
+            _log.warning("%s cannot be removed (%s); the next sweep takes it", self._temporary, error)
+        raise self._failure from cause
 
     def _finish(self) -> None:
         if self._ledger.close():
@@ -178,86 +312,22 @@ class PosixUpload:
                 os.close(descriptor)
 
 
-def write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    """`pwrite` until every byte is taken."""
-    done = 0
-    while done < view.nbytes:
-        done += os.pwrite(descriptor, view[done:], offset + done)
-
-
-def make_directories(directory: Path) -> None:
-    """Make a directory and its parents, durably: a synced file in a directory that vanishes is gone too."""
-    missing = [place for place in (directory, *directory.parents) if not place.exists()]
+def _look(path: Path) -> os.stat_result | None:
+    """What stands at `path`, without following a link; None for nothing."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as error:  # some file systems, such as /proc, say this where they mean never
-        raise StoreError(
-            f"cannot make {directory}: its file system takes no directories; choose another path"
-        ) from error
-    for place in missing:
-        sync_directory(place.parent)
+        return path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if (
-            error.errno != errno.EINVAL
-        ):  # some FUSE file systems have no sync of directories; nothing more can be done there
-            raise
-    finally:
-        os.close(descriptor)
+def _is_file(status: os.stat_result | None, inode: int, sizes_bytes: set[int] | None) -> bool:
+    return (
+        status is not None
+        and stat.S_ISREG(status.st_mode)
+        and status.st_ino == inode
+        and (sizes_bytes is None or status.st_size in sizes_bytes)
+    )
 
 
-def _write_in_order(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
-    for view in views:
-        write_all(descriptor, view, offset)
-        offset += view.nbytes
-
-
-def _open_direct(path: Path) -> int:
-    """A second descriptor for writes past the page cache, or -1 where the file system has none."""
-    if not _DIRECT:
-        return -1
-    try:
-        return os.open(path, os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        return -1
-
-
-def _is_aligned(views: Sequence[memoryview], offset: int) -> bool:
-    for view in views[:-1]:
-        if view.nbytes % _PAGE_BYTES:
-            return False
-    return offset % _PAGE_BYTES == 0 and all(_address(view) % _PAGE_BYTES == 0 for view in views)
-
-
-def _address(view: memoryview) -> int:
-    import numpy as np  # the one way to the address of a read-only buffer
-
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
-
-
-def _reserve(descriptor: int, path: Path, nbytes: int) -> None:
-    """Reserve room for the whole file, or refuse it now.
-
-    Not `os.posix_fallocate`: where the file system cannot reserve, as NFS before 4.2, glibc imitates it by
-    writing into every block, which takes as long as the checkpoint itself. There a look at the free room must
-    do.
-    """
-    free = free_bytes(path)
-    if free is not None and free < nbytes:
-        raise no_room(path, needed_bytes=nbytes, cause="the file system is too full")
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if fallocate is None:
-        return
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if fallocate(descriptor, 0, 0, -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES) != 0:
-        number = ctypes.get_errno()
-        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise OSError(number, os.strerror(number))
+def _described(status: os.stat_result | None) -> str:
+    return "there is nothing" if status is None else f"stands inode {status.st_ino} of {status.st_size} bytes"

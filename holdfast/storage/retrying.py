@@ -1,8 +1,9 @@
 """Any store, tried again: the one place where failures of a store are waited out.
 
 Exponential backoff with full jitter, so that many writers do not come back at the same moment; only errors
-that say that waiting may help (`StoreError.retriable`); within a budget of attempts and of seconds. Every
-call of the interface may be repeated safely: that is part of what the conformance suite checks.
+that say that waiting may help (`StoreError.retriable`); within a budget of attempts and of seconds. A server
+that says how long to stay away is believed, within the same bounds. Every call of the interface may be
+repeated safely: that is part of what the conformance suite checks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import builtins
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ import tenacity
 
 from holdfast.errors import StoreError
 from holdfast.storage.base import ObjectInfo, Store, Upload
+from holdfast.storage.names import Keep
 
 __all__ = ["RetryBudget", "Retrying"]
 
@@ -33,7 +35,7 @@ class RetryBudget:
         attempts_max: Attempts in all.
         seconds_max: No new attempt is begun after this many seconds.
         first_wait_seconds: Upper end of the first random wait; it doubles with each attempt.
-        wait_seconds_max: Upper end of any wait.
+        wait_seconds_max: Upper end of any wait, also of one that the server asks for.
     """
 
     attempts_max: int = 10
@@ -44,6 +46,21 @@ class RetryBudget:
 
 _CHECK_BUDGET = RetryBudget(attempts_max=3, seconds_max=10.0)
 """Start-up says at once that the address is wrong; later on the same error may be a server that restarts."""
+
+
+class _Wait(tenacity.wait.wait_base):
+    """A random wait whose bound doubles; on top of what the server asked for, so that not all come back at once."""
+
+    def __init__(self, limits: RetryBudget) -> None:
+        self._most_seconds = limits.wait_seconds_max
+        self._random = tenacity.wait_random_exponential(
+            limits.first_wait_seconds, max=limits.wait_seconds_max
+        )
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
+        error = retry_state.outcome.exception() if retry_state.outcome else None
+        asked_seconds = error.retry_after_seconds if isinstance(error, StoreError) else 0.0
+        return min(self._most_seconds, asked_seconds + self._random(retry_state))
 
 
 class _Caller:
@@ -58,7 +75,7 @@ class _Caller:
             sleep=self._sleep,
             stop=tenacity.stop_after_attempt(limits.attempts_max)
             | tenacity.stop_before_delay(limits.seconds_max),
-            wait=tenacity.wait_random_exponential(limits.first_wait_seconds, max=limits.wait_seconds_max),
+            wait=_Wait(limits),
             retry=tenacity.retry_if_exception(
                 lambda error: isinstance(error, StoreError) and error.retriable
             ),
@@ -69,7 +86,10 @@ class _Caller:
         except tenacity.RetryError as over:
             last = over.last_attempt.exception()
             tries = over.last_attempt.attempt_number
-            raise StoreError(f"{last} (given up after {tries} attempts of {what})", retriable=True) from last
+            anew = isinstance(last, StoreError) and last.begin_anew
+            raise StoreError(
+                f"{last} (given up after {tries} attempts of {what})", retriable=not anew, begin_anew=anew
+            ) from last
 
 
 class Retrying:
@@ -96,6 +116,11 @@ class Retrying:
     def url(self) -> str:
         """URL of the store."""
         return self._inner.url
+
+    @property
+    def request_bytes(self) -> int:
+        """As the store's."""
+        return self._inner.request_bytes
 
     def close(self) -> None:
         """Give up the connections, if the store keeps any."""
@@ -143,7 +168,33 @@ class Retrying:
         )
         return RetryingUpload(upload, self._call)
 
-    def sweep(self, keep: Collection[str] = ()) -> builtins.list[str]:
+    def resume(
+        self,
+        name: str,
+        *,
+        nbytes: int,
+        chunk_bytes: int,
+        part_bytes: int,
+        write_id: str,
+        token: str,
+        crc32s: Mapping[int, int] | None = None,
+    ) -> RetryingUpload:
+        """As the store's; the upload's calls are tried again too."""
+        upload = self._call(
+            "resume",
+            lambda: self._inner.resume(
+                name,
+                nbytes=nbytes,
+                chunk_bytes=chunk_bytes,
+                part_bytes=part_bytes,
+                write_id=write_id,
+                token=token,
+                crc32s=crc32s,
+            ),
+        )
+        return RetryingUpload(upload, self._call)
+
+    def sweep(self, keep: Keep = ()) -> builtins.list[str]:
         """As the store's."""
         return self._call("sweep", lambda: self._inner.sweep(keep))
 
@@ -158,6 +209,20 @@ class RetryingUpload:
     def part_bytes(self) -> int:
         """As the upload's."""
         return self._inner.part_bytes
+
+    @property
+    def token(self) -> str | None:
+        """As the upload's."""
+        return self._inner.token
+
+    @property
+    def published(self) -> bool:
+        """As the upload's."""
+        return self._inner.published
+
+    def written(self) -> frozenset[int]:
+        """As the upload's."""
+        return self._inner.written()
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """As the upload's."""

@@ -15,20 +15,22 @@ from __future__ import annotations
 import builtins
 import json
 import logging
+import re
 import secrets
 import threading
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.storage.base import ObjectInfo
-from holdfast.storage.names import TEMPORARY, check_name, check_write_id
+from holdfast.storage.names import TEMPORARY, Keep, check_name, check_write_id, is_kept
 from holdfast.storage.s3_client import crc_header, make_client
 from holdfast.storage.s3_errors import code_of, status_of, translated
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
+    from mypy_boto3_s3.type_defs import PartTypeDef
 
     from holdfast.storage.s3_upload import S3Upload
 
@@ -36,7 +38,13 @@ __all__ = ["S3Store"]
 
 _log = logging.getLogger("holdfast.storage.s3")
 
-_READ_BYTES = 1 << 20
+_REQUEST_BYTES = 16 << 20
+_READ_BYTES = 120 << 10  # above 128 KiB malloc maps fresh memory for each piece, and its first touch is slow
+_PARTS_PER_PAGE = 1000
+_NO_UPLOAD = frozenset({"NoSuchUpload", "InvalidArgument", "NoSuchKey", "404"})
+"""What servers say of an upload id that is not theirs, or not any more."""
+_UPLOAD_ID = re.compile(r"[!-~]{1,1024}")
+
 _RECORD = f"{TEMPORARY}upload-"
 
 
@@ -72,6 +80,11 @@ class S3Store:
             if self._given_client is None:
                 self._given_client = make_client(self.url)
             return self._given_client
+
+    @property
+    def request_bytes(self) -> int:
+        """16 MiB: a request costs money and a round trip."""
+        return _REQUEST_BYTES
 
     def close(self) -> None:
         """Close the connections. The next call opens new ones."""
@@ -189,24 +202,42 @@ class S3Store:
         """Start a multipart upload, even of a small image: one way, tested always."""
         from holdfast.storage.s3_upload import S3Upload, part_bytes_for
 
-        key = self.key(name)
+        key, record = self.key(name), self._record(write_id)
         part_bytes = part_bytes_for(nbytes, chunk_bytes)
-        record = f"{_RECORD}{check_write_id(write_id)}.json"
-        self._put(f"{self._prefix}{record}", json.dumps({"key": key, "write_id": write_id}).encode())
+        self._put(record, json.dumps({"key": key, "write_id": write_id}).encode())
+        return S3Upload(self, key, record=record, nbytes=nbytes, part_bytes=part_bytes, write_id=write_id)
+
+    def resume(
+        self,
+        name: str,
+        *,
+        nbytes: int,
+        chunk_bytes: int,  # noqa: ARG002
+        part_bytes: int,
+        write_id: str,
+        token: str,
+        crc32s: Mapping[int, int] | None = None,
+    ) -> S3Upload:
+        """Go on with the multipart upload whose id is `token`; the server says which parts it has."""
+        from holdfast.storage.s3_upload import S3Upload
+
         return S3Upload(
             self,
-            key,
-            record=f"{self._prefix}{record}",
+            self.key(name),
+            record=self._record(write_id),
             nbytes=nbytes,
             part_bytes=part_bytes,
             write_id=write_id,
+            token=token,
+            crc32s=crc32s,
         )
 
-    def sweep(self, keep: Collection[str] = ()) -> builtins.list[str]:
+    def sweep(self, keep: Keep = ()) -> builtins.list[str]:
         """Abort the open uploads that our records name, and remove what a broken check left."""
         temporary = [key for key, _ in self._keys(f"{self._prefix}{TEMPORARY}")]
-        kept_records = {f"{self._prefix}{_RECORD}{write_id}.json" for write_id in keep}
-        kept_keys = {self._recorded_key(record) for record in temporary if record in kept_records}
+        records = [key for key in temporary if key.startswith(f"{self._prefix}{_RECORD}")]
+        kept_records = {key for key in records if is_kept(key.removeprefix(self._prefix), keep)}
+        kept_keys = {self._recorded_key(record) for record in kept_records}
         removed = []
         for key in temporary:
             if key in kept_records:
@@ -244,14 +275,38 @@ class S3Store:
                         raise
         return [f"open multipart upload of {self._named(key)}" for _ in found]
 
+    def list_parts(self, key: str, upload_id: str) -> builtins.list[PartTypeDef]:
+        """The parts that an open upload has. Raises `StoreMissing` where the server does not know the upload."""
+        from botocore.exceptions import ClientError
+
+        unknown = StoreMissing(f"{self._named(key)}: no upload {upload_id[:80]!r} is open")
+        if not _UPLOAD_ID.fullmatch(upload_id):
+            raise unknown
+        found: builtins.list[PartTypeDef] = []
+        with translated("list the parts of", self._named(key)):
+            pages = self.client.get_paginator("list_parts").paginate(
+                Bucket=self._bucket,
+                Key=key,
+                UploadId=upload_id,
+                PaginationConfig={"PageSize": _PARTS_PER_PAGE},
+            )
+            try:
+                for page in pages:
+                    if page.get("Key", key) != key:  # some servers look only at the id
+                        raise unknown
+                    found += page.get("Parts", [])
+            except ClientError as error:
+                if code_of(error) in _NO_UPLOAD:
+                    raise unknown from error
+                raise
+        return found
+
     def forget(self, record: str) -> None:
-        """Remove the record of an upload that is over. A record left behind is harmless: the next sweep takes
-        it.
-        """
-        try:
-            self._delete(record)
-        except StoreError as error:
-            _log.warning("record %s is left for the next sweep: %s", record, error)
+        """Remove the record of an upload that is over."""
+        self._delete(record)
+
+    def _record(self, write_id: str) -> str:
+        return f"{self._prefix}{_RECORD}{check_write_id(write_id)}.json"
 
     def _open_uploads(self, key: str) -> builtins.list[str]:
         pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=key)

@@ -6,6 +6,7 @@ boto3's own messages name neither the run nor a remedy, and never leave this pac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -66,6 +67,7 @@ _RETRIABLE = frozenset(
         "IncompleteBody",
     }
 )
+_BEGIN_ANEW = frozenset({"NoSuchUpload"})
 _MISSING = frozenset({"NoSuchKey", "404", "NoSuchVersion"})
 
 
@@ -133,8 +135,24 @@ def _from_server(error: ClientError, doing: str, url: str) -> StoreError:
     retriable = code in _RETRIABLE or status in (408, 429) or status >= 500
     if status == 501:
         retriable = False  # the server does not know the operation, and will not learn it
+    retry_after_seconds = _retry_after_seconds(error) if retriable else 0.0
     message = f"cannot {doing} {url}: {code}: {text}"
     advice = _ADVICE.get(code)
     if advice is None and status == 507:
         advice, retriable = _ADVICE["QuotaExceeded"], False
-    return StoreError(f"{message}; {advice}" if advice else message, retriable=retriable)
+    return StoreError(
+        f"{message}; {advice}" if advice else message,
+        retriable=retriable,
+        begin_anew=code in _BEGIN_ANEW,
+        retry_after_seconds=retry_after_seconds,
+    )
+
+
+def _retry_after_seconds(error: ClientError) -> float:
+    """What the answer's `Retry-After` asks for; 0 where it has none, or one that is no number of seconds.
+
+    The header may also be a date: for that the two clocks would have to agree, and no S3 server is known to send one.
+    """
+    headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    value = str(headers.get("retry-after", "")).strip()
+    return float(value) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", value) else 0.0

@@ -1,0 +1,5 @@
+"""`python -m holdfast`: the command, where the script of that name is not on PATH."""
+
+from holdfast.cli import main
+
+main()

@@ -1,0 +1,148 @@
+"""Whether a checkpoint is worth beginning before a deadline. Pure arithmetic on what was measured.
+
+    now ──► in flight is staged ──► next step boundary ──► a new one is staged ──► safety ──► deadline
+            └── in_flight_seconds   └── step_seconds       └── staged_seconds
+
+All of it fits: TAKE. It does not: FINISH what is in flight, which is then the best there will be, and keep its
+bandwidth for it; with nothing in flight SKIP, and say what is lost. What was never measured is taken for free: a try
+costs nothing that is not lost anyway. Staged is enough, because the stager's machine stays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Choice", "Decision", "InFlight", "Measures", "Outlook", "decide"]
+
+_SAFETY_FACTOR = 1.25  # the slowest of the last few, and a quarter more
+_SAFETY_SECONDS = 1.0
+_REMEMBERED = 4
+
+
+class Choice(StrEnum):
+    """What is done about a notice."""
+
+    TAKE = "take"
+    FINISH = "finish"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """One checkpoint on its way to the stager.
+
+    Attributes:
+        step: Its step.
+        fraction: How much of it has come, 0 to 1.
+        elapsed_seconds: Since its first offer.
+    """
+
+    step: int
+    fraction: float
+    elapsed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is known at the moment of the decision. None: not known.
+
+    Attributes:
+        seconds_left: Until the deadline; None: there is none.
+        staged_seconds: How long a new one takes from its offer to staged, with nothing else in the way.
+        in_flight: What is on its way, oldest first.
+        step_seconds: How long a training step takes.
+        next_step: The first step that a new one could be of.
+        staged_step: The newest staged one; -1: none.
+    """
+
+    seconds_left: float | None
+    staged_seconds: float | None
+    in_flight: Sequence[InFlight] = ()
+    step_seconds: float | None = None
+    next_step: int = 0
+    staged_step: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, and why.
+
+    Attributes:
+        choice: See the module.
+        reason: A sentence.
+        wait_seconds: TAKE: how long to let what is in flight go first.
+        needed_seconds: What a new one was expected to take in all; 0 where nothing was measured.
+    """
+
+    choice: Choice
+    reason: str
+    wait_seconds: float = 0.0
+    needed_seconds: float = 0.0
+
+
+def decide(outlook: Outlook) -> Decision:
+    """What to do about a notice."""
+    flight_seconds = _flight_seconds(outlook)
+    left = outlook.seconds_left
+    if left is None:
+        return Decision(Choice.TAKE, "there is no deadline", flight_seconds)
+    if left <= 0:
+        return _otherwise(outlook, f"the deadline passed {-left:.1f} s ago")
+    if outlook.staged_seconds is None:
+        return Decision(
+            Choice.TAKE,
+            f"{left:.1f} s are left, and no checkpoint was staged yet that would say how long one takes",
+            flight_seconds,
+        )
+    needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.staged_seconds
+    needed = _SAFETY_FACTOR * needed + _SAFETY_SECONDS
+    if needed <= left:
+        return Decision(
+            Choice.TAKE, f"{left:.1f} s are left, {needed:.1f} s are needed", flight_seconds, needed
+        )
+    return _otherwise(outlook, f"{left:.1f} s are left, a new one needs {needed:.1f} s", needed)
+
+
+def _otherwise(outlook: Outlook, reason: str, needed_seconds: float = 0.0) -> Decision:
+    if outlook.in_flight:
+        steps = ", ".join(str(flight.step) for flight in outlook.in_flight)
+        return Decision(Choice.FINISH, f"{reason}; step {steps} is finished", 0.0, needed_seconds)
+    behind = outlook.next_step - 1 - outlook.staged_step
+    kept = f"step {outlook.staged_step} is staged" if outlook.staged_step >= 0 else "nothing is staged"
+    return Decision(Choice.SKIP, f"{reason}; {kept}, {max(0, behind)} steps are lost", 0.0, needed_seconds)
+
+
+def _flight_seconds(outlook: Outlook) -> float:
+    """Until all that is in flight is staged: at its own speed where it has one, or as long as others took."""
+    seconds = 0.0
+    for flight in outlook.in_flight:
+        own = (
+            flight.elapsed_seconds * (1 - flight.fraction) / flight.fraction if flight.fraction > 0 else None
+        )
+        others = None if outlook.staged_seconds is None else outlook.staged_seconds * (1 - flight.fraction)
+        known = [guess for guess in (own, others) if guess is not None]
+        seconds += min(known) if known else 0.0
+    return seconds
+
+
+class Measures:
+    """How long the last few checkpoints took to be staged, by their bytes."""
+
+    def __init__(self) -> None:
+        self._taken: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+
+    def staged(self, nbytes: int, seconds: float) -> None:
+        """One is staged, so long after its first offer."""
+        self._taken.append((nbytes, seconds))
+
+    def staged_seconds(self, nbytes: int | None = None) -> float | None:
+        """How long one of `nbytes` will take (by default, as large as the last one): the slowest of those remembered,
+        longer in proportion if it is larger; None before the first.
+        """
+        if not self._taken:
+            return None
+        wanted = self._taken[-1][0] if nbytes is None else nbytes
+        return max(seconds * max(1.0, wanted / max(1, taken)) for taken, seconds in self._taken)

@@ -1,0 +1,148 @@
+"""Named points in a checkpoint's life at which this process can be made to die, or to stand still, from outside.
+
+    HOLDFAST_FAULT="rank:1@frame_sent#3=kill, flusher@part_written=stop"
+
+Every process reaches its points in every run; what happens there is decided by the environment alone, so the code that
+is killed is the code that people run. `kill` is SIGKILL to this process, `stop` is SIGSTOP: then whoever drives the
+experiment kills any set of processes while this one stands exactly there. `#n` is the n-th time (default 1). Without
+the variable a point costs one comparison.
+
+A process that is started again inherits the variable. With `HOLDFAST_FAULT_FIRED=DIRECTORY` each fault strikes once, in
+whichever process comes there first, and leaves a file there that says so: `flusher@part_written#1`, with its pid.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import threading
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.errors import ConfigError
+
+__all__ = ["FIRED_VARIABLE", "VARIABLE", "Fault", "Point", "identify", "parse_faults", "reach"]
+
+VARIABLE = "HOLDFAST_FAULT"
+FIRED_VARIABLE = "HOLDFAST_FAULT_FIRED"
+_FAULT = re.compile(r"(rank:\d+|rank|stager|flusher|tool)@(\w+)(?:#(\d+))?=(kill|stop)")
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+class Point(StrEnum):
+    """Where a process can be met, in the order of a checkpoint's life; who reaches it stands in front."""
+
+    SAVE_BEGUN = "save_begun"  # rank: in save(), nothing is captured or offered yet
+    TENSOR_COPIED = "tensor_copied"  # rank: one tensor is in the staging buffer, others are not
+    FRAME_SENT = "frame_sent"  # rank: a payload was given to MPI, SENT was not
+    SLICE_SENT = "slice_sent"  # rank: its whole slice has left, DONE has not
+    CHUNK_RECEIVED = "chunk_received"  # stager: a chunk is complete in its slot, the journal says FILLING
+    CHUNK_FULL = "chunk_full"  # stager: the journal says FULL, the flusher was not told
+    SEALED = "sealed"  # stager: every slice is in the ring, nothing says so
+    STAGED = "staged"  # stager: written down as staged, neither flusher nor ranks were told
+    STAGED_HEARD = "staged_heard"  # flusher: was told that it is staged
+    PART_BEGUN = "part_begun"  # flusher: a part is about to go to the store
+    PART_WRITTEN = "part_written"  # flusher: the store has it, the ring's own record does not say so
+    PART_RECORDED = "part_recorded"  # flusher: that is recorded, its slots are not free yet
+    PARTS_DONE = "parts_done"  # flusher: all parts written, nothing published
+    FILE_NAMED = "file_named"  # flusher: the file has its name, which is not yet known to be durable
+    FILE_PUBLISHED = "file_published"  # flusher: the file is in place, its manifest is not
+    MANIFEST_WRITTEN = "manifest_written"  # flusher: durable, and nobody was told
+    VERIFYING = "verifying"  # flusher: in the middle of a read-back
+    MANIFEST_DELETED = "manifest_deleted"  # flusher: retention has removed a manifest, not yet its file
+    RECOVERING = "recovering"  # flusher: has found a dead one's ring, and done nothing yet
+    SLICE_STORED = "slice_stored"  # rank: its slice is in the store, its seal is not
+    SLICE_SEALED = "slice_sealed"  # rank: its slice is sealed in the store, and nobody was told
+    SLICES_READ = "slices_read"  # flusher, tool: a part of an image was put together from slices in the store
+    IMAGE_NAMED = "image_named"  # flusher, tool: the file made of slices is in place, its manifest is not
+    IMAGE_LISTED = "image_listed"  # flusher, tool: its manifest is there too, and so are the slices
+    SEAL_DELETED = "seal_deleted"  # who removes slices: a seal is gone, its slice is not
+    RESTORE_READ = "restore_read"  # rank: has read a part of the checkpoint to restore
+    SLOT_RECYCLED = (
+        "slot_recycled"  # rank: a slot with an older slice is to be used again, the record names it still
+    )
+    SLOT_UNSEALED = "slot_unsealed"  # rank: the record names it no more, nothing of it is overwritten
+    SLOT_WRITTEN = "slot_written"  # rank: one frame is in its slot, others are not
+    SLOT_SEALED = "slot_sealed"  # rank: the seal is behind its slice, neither is durable
+    SLOT_FLUSHED = "slot_flushed"  # rank: both are durable, no record names them
+    SLOT_RECORDED = "slot_recorded"  # rank: a commit sector is written, and not durable
+    SLOT_COMMITTED = "slot_committed"  # rank: it is durable, and nobody was told
+
+
+class Fault(NamedTuple):
+    """One armed point: `victim` is `rank:N`, `rank` (any), `stager`, `flusher` or `tool`."""
+
+    victim: str
+    point: Point
+    number: int
+    action: str
+
+    @property
+    def name(self) -> str:
+        """The file that says that it has struck."""
+        return f"{self.victim}@{self.point}#{self.number}"
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """Read `VICTIM@POINT[#N]=kill|stop`, separated by commas.
+
+    Raises:
+        ConfigError: naming the part that is wrong, and what is allowed.
+    """
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = _FAULT.fullmatch(part)
+        if match is None or match[2] not in set(Point) or match[3] == "0":
+            raise ConfigError(
+                f"{VARIABLE}: {part!r}: expected VICTIM@POINT[#N]=kill or =stop, VICTIM one of rank:N, rank, stager, "
+                f"flusher, tool, POINT one of {', '.join(Point)}"
+            )
+        found.append(Fault(match[1], Point(match[2]), int(match[3] or 1), match[4]))
+    return found
+
+
+_armed: dict[Point, list[Fault]] = {}
+_reached: dict[
+    Point, itertools.count[int]
+] = {}  # counts are atomic under the GIL: points lie in several threads
+
+
+def identify(victim: str) -> None:
+    """Say who this process is (`rank:1`, `stager`, `flusher`), and read what is armed for it. Once, at its start.
+
+    Raises:
+        ConfigError: `HOLDFAST_FAULT` is not readable.
+    """
+    _armed.clear()
+    for fault in parse_faults(os.environ.get(VARIABLE, "")):
+        if fault.victim in {victim, victim.partition(":")[0]}:
+            _armed.setdefault(fault.point, []).append(fault)
+    _reached.clear()
+    _reached.update({point: itertools.count(1) for point in _armed})
+
+
+def reach(point: Point) -> None:
+    """This process is at `point` now. From any thread."""
+    if not _armed or point not in _armed:
+        return
+    number = next(_reached[point])
+    for fault in _armed[point]:
+        if fault.number == number and _is_first(fault):
+            # To this thread: sent to the process, another thread may take it, and this one runs on for a while.
+            signal.pthread_kill(threading.get_ident(), _SIGNALS[fault.action])
+
+
+def _is_first(fault: Fault) -> bool:
+    directory = os.environ.get(FIRED_VARIABLE)
+    if not directory:
+        return True
+    try:
+        fd = os.open(Path(directory) / fault.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return False
+    os.write(fd, f"{os.getpid()}\n".encode())
+    os.close(fd)
+    return True
