@@ -9,13 +9,15 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.commands.output import age, console, json_option, print_json, seconds, size, table
+from holdfast.commands.output import age, console, json_option, plain, print_json, seconds, size, table
 from holdfast.commands.target import TARGET, Target
 from holdfast.manifest import Manifest
 
 __all__ = ["inspect"]
 
 _ROWS_SHOWN = 40
+_SECONDS_MAX = 1e15
+_NUMBER_MAX = 10**300
 
 
 @click.command(short_help="Show what one checkpoint holds: summary, tensors, phases.")
@@ -61,7 +63,7 @@ def _summary(url: str, manifest: Manifest) -> Table:
 
 
 def _plain(text: str) -> str:
-    return text.replace("[", r"\[")  # a path or note is text, never rich's markup
+    return plain(text).replace("[", r"\[")  # a path or note is text, never rich's markup
 
 
 def _print_tensors(out: Console, manifest: Manifest, *, show_all: bool) -> None:
@@ -109,8 +111,13 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
         for index, inner in enumerate(value):
             yield from _leaves(f"{prefix}.{index}", inner)
     elif isinstance(value, int | float) and not isinstance(value, bool) and prefix.endswith("_seconds"):
-        yield prefix.removesuffix("_seconds"), f"{value:.3f} s"
+        yield (
+            prefix.removesuffix("_seconds"),
+            f"{value:.3f} s" if abs(value) < _SECONDS_MAX else "no time at all",
+        )
     elif isinstance(value, int) and not isinstance(value, bool) and prefix.endswith("_bytes"):
         yield prefix.removesuffix("_bytes"), size(value)
+    elif isinstance(value, int) and abs(value) > _NUMBER_MAX:
+        yield prefix, "a number too long to show"
     else:
         yield prefix, str(value)

@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from holdfast.catalog import CatalogItem
-from holdfast.commands.output import age, console, json_option, print_json, seconds, size, table
+from holdfast.commands.output import age, console, json_option, plain, print_json, seconds, size, table
 from holdfast.commands.target import URL, Target
 from holdfast.errors import StoreMissing
+from holdfast.slice_sets import SliceSet
 
 __all__ = ["ls"]
 
@@ -25,9 +26,12 @@ def ls(as_json: bool, target: Target) -> None:
            durable   published, not read back yet
            bad       published, read back, and not good
            damaged   manifest or file are not whole
+           slices    whole, but not a file yet: `holdfast assemble` makes one
+           partial   slices of which some are missing
 
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks",
-    "created", "pgt1_seconds", "pgt2_seconds"}]}. What a damaged manifest cannot say is null.
+    "created", "pgt1_seconds", "pgt2_seconds"}], …}. What a damaged manifest cannot say is null.
+    And "slices": [{"step", "attempt", "state": "slices|partial", "fault", "ranks", "sealed", "nbytes"}].
 
     PGT-2 is the time from save() to durable.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
@@ -35,11 +39,14 @@ def ls(as_json: bool, target: Target) -> None:
     items = catalog.list()
     if not items and not catalog.store.list():
         raise StoreMissing(f"{catalog.store.url}: there is no run here (nothing at all); is the URL right?")
+    published = {item.manifest.order for item in items if item.manifest}
+    sets = [found for found in catalog.slices() if found.order not in published]
     if as_json:
-        print_json({"url": catalog.store.url, "checkpoints": [_document(item) for item in items]})
+        documents = [_document(item) for item in items]
+        print_json({"url": catalog.store.url, "checkpoints": documents, "slices": [_slices(s) for s in sets]})
         return
     out = console()
-    if not items:
+    if not items and not sets:
         out.print(f"{catalog.store.url}: no checkpoint yet", markup=False)
         return
     rows = table(
@@ -52,12 +59,14 @@ def ls(as_json: bool, target: Target) -> None:
         "FILE",
         right=("STEP", "SIZE", "AGE", "RANKS", "PGT-2"),
     )
+    for found in sets:
+        rows.add_row(*_slice_cells(found), style="yellow")
     for item in items:
         rows.add_row(*_cells(item), style="" if not item.fault else "red")
     out.print(rows)
     for item in items:
         if item.fault:
-            out.print(item.fault, markup=False, style="red", soft_wrap=True)
+            out.print(plain(item.fault), markup=False, style="red", soft_wrap=True)
 
 
 def _cells(item: CatalogItem) -> tuple[str, ...]:
@@ -73,6 +82,27 @@ def _cells(item: CatalogItem) -> tuple[str, ...]:
         seconds(manifest.pgt2_seconds),
         manifest.file,
     )
+
+
+def _slice_cells(found: SliceSet) -> tuple[str, ...]:
+    where = f"{len(found.seals)} of {found.ranks} slices, attempt {found.attempt}"
+    return (str(found.step), size(found.nbytes), _state(found), "-", str(found.ranks), "-", where)
+
+
+def _state(found: SliceSet) -> str:
+    return "slices" if found.complete else "partial"
+
+
+def _slices(found: SliceSet) -> dict[str, Any]:
+    return {
+        "step": found.step,
+        "attempt": found.attempt,
+        "state": _state(found),
+        "fault": found.fault,
+        "ranks": found.ranks,
+        "sealed": len(found.seals),
+        "nbytes": found.nbytes,
+    }
 
 
 def _document(item: CatalogItem) -> dict[str, Any]:

@@ -31,10 +31,11 @@ from rich.table import Table
 from holdfast.errors import HoldfastError
 from holdfast.manifest import Manifest
 
-__all__ = ["age", "console", "json_option", "print_json", "progress_bar", "seconds", "size", "table"]
+__all__ = ["age", "console", "json_option", "plain", "print_json", "progress_bar", "seconds", "size", "table"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNIT = 1024
+_SIZE_MAX = 1 << 80  # beyond it is no size of anything; a manifest is input from outside
 _PIPED_COLUMNS = 200  # no terminal: nothing is cut off or folded that `grep` and `cut` should see
 
 
@@ -46,7 +47,9 @@ def console() -> Console:
 
 def print_json(document: Any) -> None:
     """Write the one document of `--json`."""
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    # A path that is no UTF-8 comes as half a surrogate pair, which no terminal takes; spelled out it is JSON as well.
+    click.echo(text.encode(errors="backslashreplace"))
 
 
 def json_option(command: Callable[..., None]) -> Callable[..., None]:
@@ -96,10 +99,17 @@ def size(nbytes: int | None) -> str:
     """`1.4 GiB`; `-` for None."""
     if nbytes is None:
         return "-"
+    if abs(nbytes) > _SIZE_MAX:
+        return f"{nbytes:.3e} B" if abs(nbytes) < 10**300 else "over 1e300 B"
     value, unit = float(nbytes), 0
     while value >= _UNIT and unit < len(_UNITS) - 1:
         value, unit = value / _UNIT, unit + 1
     return f"{value:.1f} {_UNITS[unit]}" if unit else f"{nbytes} B"
+
+
+def plain(text: str) -> str:
+    """`text` with control characters spelled out: what stands in a manifest must not steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def seconds(value: float) -> str:

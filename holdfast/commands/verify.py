@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from holdfast.catalog import Catalog
-from holdfast.commands.output import console, json_option, print_json, progress_bar
+from holdfast.commands.output import console, json_option, plain, print_json, progress_bar
 from holdfast.commands.target import TARGET, Target
 from holdfast.errors import ConfigError, DamageError
 from holdfast.manifest import Manifest
@@ -86,7 +86,7 @@ def _print(name: str, report: VerifyReport | None) -> None:
         return
     out.print(f"{name}: damaged", style="red", markup=False)
     for damage in report.damage[:_FAULTS_SHOWN]:
-        out.print(f"  {damage}", markup=False, soft_wrap=True)
+        out.print(f"  {plain(str(damage))}", markup=False, soft_wrap=True)
     if len(report.damage) > _FAULTS_SHOWN:
         out.print(f"  and {len(report.damage) - _FAULTS_SHOWN} more (--json has them all)")
 

@@ -1,0 +1,90 @@
+"""The outputs of the Terraform modules (infra/), as `terraform output -json` prints them, checked before use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.errors import ConfigError
+
+__all__ = ["ClusterFile", "Template"]
+
+_Text = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class Template(BaseModel):
+    """A launch template, and which version of it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", coerce_numbers_to_str=True)
+
+    id: Annotated[str, Field(pattern=r"lt-[0-9a-f]+")]
+    version: _Text
+
+
+class ClusterFile(BaseModel):
+    """Where a cluster is to stand, and what marks its machines.
+
+    Attributes:
+        region, availability_zone, subnet_id: Where the launch templates are meant for.
+        security_group_ids, placement_group: Already in the launch templates; for people.
+        trainer_launch_template, stager_launch_template: What to start.
+        bucket, run_prefix, store_url: Where the run's checkpoints go.
+        project, run_id: Every machine of the run carries both as tags.
+        tags: More tags.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    region: Annotated[str, Field(pattern=r"[a-z]{2}(-[a-z]+)+-\d")]
+    availability_zone: _Text
+    subnet_id: Annotated[str, Field(pattern=r"subnet-[0-9a-f]+")]
+    security_group_ids: tuple[str, ...] = ()
+    placement_group: str | None = None
+    trainer_launch_template: Template
+    stager_launch_template: Template
+    bucket: str = ""
+    run_prefix: str = ""
+    store_url: _Text
+    project: Annotated[str, Field(pattern=r"[\w.:/=+@-]{1,128}")]
+    run_id: Annotated[str, Field(pattern=r"[\w.:/=+@-]{1,128}")]
+    tags: dict[str, str] = {}
+
+    @classmethod
+    def load(cls, path: Path) -> ClusterFile:
+        """Read `terraform output -json`, or the plain values.
+
+        Raises:
+            ConfigError: It cannot be read, or a value is missing or not what it should be; each is named.
+        """
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}: cannot be read: {error}; make it with `terraform output -json > {path.name}`"
+            ) from error
+        if not isinstance(document, dict):
+            raise ConfigError(f"{path}: expected the object that `terraform output -json` prints")
+        try:
+            return cls.model_validate({name: _value(value) for name, value in document.items()})
+        except ValidationError as error:
+            lines = [
+                f"{path}: {'.'.join(map(str, detail['loc']))}: expected {detail['msg']}, got {detail['input']!r}"
+                if detail["type"] != "missing"
+                else f"{path}: {'.'.join(map(str, detail['loc']))}: missing; is this the output of infra/examples?"
+                for detail in error.errors(include_url=False)
+            ]
+            raise ConfigError("\n".join(lines)) from None
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """The tags by which machines of this run are found again."""
+        return {"Project": self.project, "RunId": self.run_id}
+
+
+def _value(output: Any) -> Any:
+    if isinstance(output, dict) and "value" in output and set(output) <= {"value", "type", "sensitive"}:
+        return output["value"]
+    return output

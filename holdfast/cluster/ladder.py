@@ -1,0 +1,128 @@
+"""What to ask for next when EC2 says no: a pure decision.
+
+    no capacity:   other instance types ─► the next subnet (zone) ─► one node fewer ─► one on demand ─► give up
+    spot quota:                                                      one node fewer ─► one node on demand ─► give up
+    vCPU quota:                                                      one node fewer, none on demand ─► give up
+    price:         other instance types ─► the next subnet ──────────────────────────────────────────────► give up
+    all else:      a person must mend it
+
+Nodes are given up one by one, because each is a tenth of the training or less; and on-demand nodes come last, because
+they cost several times as much. Every way down the ladder ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+__all__ = [
+    "CAPACITY",
+    "PRICE",
+    "SPOT_QUOTA",
+    "TRANSIENT",
+    "VCPU_QUOTA",
+    "Order",
+    "Wish",
+    "first_order",
+    "next_order",
+]
+
+CAPACITY = frozenset(
+    {
+        "InsufficientInstanceCapacity",
+        "InsufficientCapacity",
+        "InsufficientHostCapacity",
+        "InsufficientCapacityOnHost",
+        "UnfulfillableCapacity",
+        "InsufficientFreeAddressesInSubnet",
+        "Unsupported",
+    }
+)
+SPOT_QUOTA = frozenset(
+    {"MaxSpotInstanceCountExceeded", "SpotInstanceCountExceeded", "MaxSpotFleetRequestCountExceeded"}
+)
+VCPU_QUOTA = frozenset({"VcpuLimitExceeded", "InstanceLimitExceeded"})
+PRICE = frozenset({"SpotMaxPriceTooLow", "MaxTotalPriceExceeded"})
+TRANSIENT = frozenset(
+    {
+        "RequestLimitExceeded",
+        "Throttling",
+        "ThrottlingException",
+        "InternalError",
+        "InternalFailure",
+        "Unavailable",
+        "ServiceUnavailable",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is wanted, and what would do.
+
+    Attributes:
+        types: Instance types to choose from.
+        more_types: Those that would do as well.
+        subnets: Subnets, the best first; each is one zone.
+        nodes: Training nodes.
+        nodes_min: At least so many.
+        on_demand_max: At most so many of them on demand.
+    """
+
+    types: tuple[str, ...]
+    subnets: tuple[str, ...]
+    nodes: int
+    nodes_min: int
+    more_types: tuple[str, ...] = ()
+    on_demand_max: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One request, all or nothing: `nodes` of one type in one subnet, `on_demand` of them not spot."""
+
+    types: tuple[str, ...]
+    subnet: str
+    nodes: int
+    on_demand: int = 0
+
+
+def first_order(wish: Wish) -> Order:
+    """The best that could be had."""
+    return Order(wish.types, wish.subnets[0], wish.nodes)
+
+
+def next_order(wish: Wish, order: Order, codes: Collection[str]) -> Order | None:
+    """What to ask for after `order` was refused with these error codes; None: give up.
+
+    Of several codes the one that leaves least room decides: a quota is the same whatever type is asked for.
+    """
+    known = set(codes)
+    if known - CAPACITY - SPOT_QUOTA - VCPU_QUOTA - PRICE:
+        return None
+    if known & VCPU_QUOTA:
+        return _fewer(wish, replace(order, on_demand=0)) if not order.on_demand else None
+    if known & SPOT_QUOTA:
+        return _fewer(wish, order) or _on_demand(wish, order)
+    if known & PRICE:
+        return _other_place(wish, order)
+    return _other_place(wish, order) or _fewer(wish, order) or _on_demand(wish, order)
+
+
+def _other_place(wish: Wish, order: Order) -> Order | None:
+    if wish.more_types and order.types == wish.types:
+        return replace(order, types=wish.types + wish.more_types)
+    where = wish.subnets.index(order.subnet) + 1
+    return replace(order, subnet=wish.subnets[where]) if where < len(wish.subnets) else None
+
+
+def _fewer(wish: Wish, order: Order) -> Order | None:
+    if order.nodes <= wish.nodes_min:
+        return None
+    return replace(order, nodes=order.nodes - 1, subnet=wish.subnets[0])
+
+
+def _on_demand(wish: Wish, order: Order) -> Order | None:
+    if order.on_demand >= min(wish.on_demand_max, order.nodes):
+        return None
+    return replace(order, on_demand=order.on_demand + 1, subnet=wish.subnets[0])
