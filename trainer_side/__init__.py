@@ -1,10 +1,11 @@
 """Lv.0: what a training script imports. The only package of holdfast that may import torch.
 
-    state ─► skeleton ─► staging (slices, gate, copy thread) ─► link (the one MPI thread) ══MPI══► stager
+    state ─► skeleton ─► staging areas (slices, gate, copy thread) ─► link (the one MPI thread) ══MPI══► stager
     restore ◄── store, shared out among the ranks
 
     state      walks the user's state: paths, ownership    skeleton  the file without its tensor bytes
-    staging    this rank's slice, copied behind the gate   gate      holds back optimizer.step()
+    staging    this rank's slice, copied behind the gate   areas     how many of them are in flight
+    gate       holds back optimizer.step()                 copy_*    what is copied in which order, and how
     link, mpi  transfer to the stager; the only MPI calls  restore   reads back, on any number of ranks
     per_rank, rng, data, distributed: what a script needs so that it continues exactly
 

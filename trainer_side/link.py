@@ -1,15 +1,13 @@
 """The link to the stager: the one thread of a training rank that talks MPI after start-up.
 
     training thread      agree, announce, offer, decline, close ──► commands ─┐
-    copy thread          SliceSource.ready_bytes() grows ─────────────────────┤
+    copy thread          SliceSource.is_ready(frame) ─────────────────────────┤
                                                                               ▼
     this thread          commands · control messages · send what is credited and copied · deadlines · rest
 
-Rules:
-1. A frame is sent only under a credit, and only when its bytes are copied; its CRC is computed just before.
-2. Every credit is answered: by a payload and SENT, or by RETURN.
-3. What goes wrong with the stager never stops the training: it becomes `problem`, said once and loudly, and every later
-   offer is declined at once.
+`Outgoing` holds what is sent for one checkpoint, `Verdicts` what was said of steps that are not offered yet. What goes
+wrong with the stager never stops the training: it becomes `problem`, said once and loudly, and every later offer is
+declined at once.
 """
 
 from __future__ import annotations
@@ -23,16 +21,21 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from holdfast import wire
 from holdfast.config import TrainerConfig
-from holdfast.crc import crc32
+from holdfast.emergency import Word
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.events import EventLog
+from holdfast.faultpoint import identify
 from holdfast.layout import Layout
+from holdfast.notice import Notice
 from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome, peer_error
+from trainer_side.notice.appointments import Appointments
+from trainer_side.outgoing import Outgoing, Plan, StagerPort
 from trainer_side.transfer import SliceSource, Transfer, TransferState
+from trainer_side.verdicts import Silence, Verdicts
 
 if TYPE_CHECKING:
     from trainer_side.mpi import MpiPeers
@@ -41,47 +44,17 @@ __all__ = ["Agreement", "Link", "Proposal", "SliceSource", "Transfer", "Transfer
 
 _log = logging.getLogger("holdfast.trainer.link")
 
-_FRAMES_IN_FLIGHT_MAX = 4
-_VERDICTS_KEPT = 256
-_PAUSE_SECONDS_MIN = 50e-6
+_PAUSE_SECONDS_MIN = (
+    0.2e-3  # the stager takes ten times as long for a payload, and each look costs what training could use
+)
 _SENDING_PAUSE_SECONDS_MAX = 0.5e-3
+_STAGED_PAUSE_SECONDS_MAX = 2e-3  # what is left of it is the stager's word that it is durable
 _IDLE_PAUSE_SECONDS_MAX = 10e-3  # an offer wakes the thread at once; only the stager's news wait so long
-_STREAMING_SECONDS = 0.02  # a scattered payload moves only while both sides poll
+_STREAMING_SECONDS = 0.02  # what goes over a network, or in many pieces, moves only while both sides poll
+_AWAITING_PAUSE_SECONDS = 1e-3  # at start-up
 _LEAVE_SECONDS_MAX = 5.0
 _EXIT_SECONDS_MAX = 10.0
 _SLACK_SECONDS = 10.0  # for an answer that itself has a deadline at the stager
-_STALL_SECONDS_MAX = 1.0  # of silence counted for one turn: a process that was stopped has not listened
-
-
-class StagerPort(Protocol):
-    """What the link needs of MPI (`trainer_side.mpi.Port`)."""
-
-    def send(self, message: bytes) -> None: ...
-    def send_payload(self, payload: memoryview, slot: int) -> int: ...
-    def sent(self, handle: int) -> bool: ...
-    def poll(self) -> list[bytes]: ...
-    def leave(self, seconds_max: float) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The announced layout, as this rank sends it: chunk → (offset in the source, bytes)."""
-
-    digest: str
-    frames: dict[int, tuple[int, int]]
-
-
-@dataclass(eq=False)
-class _Active:
-    """A transfer that still has to do with the source's memory, or waits for the stager's verdict."""
-
-    transfer: Transfer
-    source: SliceSource | None  # None once released: a staging buffer is not kept longer than it is read
-    plan: _Plan
-    unsent: set[int]
-    credits: dict[int, int] = field(default_factory=dict)  # chunk → slot
-    sending: set[int] = field(default_factory=set)  # handles of payloads that MPI still reads
-    done_said: bool = False
 
 
 @dataclass(eq=False)
@@ -101,7 +74,9 @@ class Link:
         peers: The other ranks, for restore.
         events: Event log; may be replaced before the first offer.
         problem: Why no checkpoint can be taken any more; None while all is well. Any thread.
+        appointments: At which step this rank acts on a notice.
         staged_step: Newest step that is staged; -1 before the first. `durable_step`: that is durable. Any thread.
+        goes_on_in: Local tiers in which checkpoints go on without a stager; empty where there are none.
         new_pickle_reserve_bytes: Room that rank 0's pickle was given after it had outgrown its reserve; 0 before.
     """
 
@@ -122,20 +97,22 @@ class Link:
         self._peers = peers
         self.events = events or EventLog(None, role="trainer", rank=rank)
         self.problem: HoldfastError | None = None
+        self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.staged_step = self.durable_step = -1
+        self.goes_on_in = ""
         self.new_pickle_reserve_bytes = 0
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._newest_step = -1
         self._accepted: list[Transfer] = []  # by the training thread, for close()
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
-        self._active: OrderedDict[int, _Active] = OrderedDict()
-        self._verdicts: OrderedDict[int, Frame] = OrderedDict()  # on steps that this rank has not offered yet
+        self._active: OrderedDict[int, Outgoing] = OrderedDict()
+        self._verdicts = Verdicts()
+        self._silence = Silence(rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock)
         self._question: _Question | None = None
         self._leaving = False
         self._closed = False
-        self._turned_at = self._active_at = clock()
-        self._silent_seconds = 0.0
+        self._active_at = clock()
         self._thread = threading.Thread(target=self._run, name="holdfast-link", daemon=True)
         self._thread.start()
 
@@ -151,6 +128,7 @@ class Link:
         from trainer_side.mpi import World  # starts MPI: not when somebody only imports this package
 
         world = World.join(config.start_seconds_max)
+        identify(f"rank:{world.rank}")
         port = world.port()
         port.send(
             wire.encode(
@@ -172,6 +150,16 @@ class Link:
         # A script that ends without close() must not leave the stager waiting for this rank.
         atexit.register(link._at_exit)
         return link
+
+    @property
+    def store_url(self) -> str:
+        """URL of the run."""
+        return self.welcome.store_url
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk."""
+        return self.welcome.chunk_bytes
 
     @property
     def peers(self) -> MpiPeers:
@@ -211,13 +199,7 @@ class Link:
 
     def announce(self, layout: Layout) -> None:
         """Use `layout` for all later offers. Every rank calls it with the same one; rank 0 sends it to the stager."""
-        frames: dict[int, tuple[int, int]] = {}
-        offset = 0
-        for chunk, extents in layout.sends(self.rank):
-            nbytes = sum(extent.nbytes for extent in extents)
-            frames[chunk] = (offset, nbytes)
-            offset += nbytes
-        self._plan = _Plan(layout.digest, frames)
+        self._plan = Plan.of(layout, self.rank)
         if self.rank == 0 and self.problem is None:
             message = wire.encode(Kind.LAYOUT, attempt=self.welcome.attempt, body=layout.to_bytes())
             self._command(lambda: self._port.send(message))
@@ -240,22 +222,33 @@ class Link:
         refusal = str(self.problem) if self.problem is not None else ""
         if not refusal and step <= self._newest_step:
             # By the same rule on each rank, so that all leave it out.
-            refusal = f"step {step} is not above step {self._newest_step}, which was saved or declined before"
+            refusal = f"not new: step {step} is not above step {self._newest_step}, which was saved or declined before"
         if refusal:
-            transfer.reach(TransferState.DECLINED, refusal)
+            code = self.problem.code if self.problem is not None else ""
+            transfer.reach(TransferState.DECLINED, refusal, code)
             transfer.released.set()
             return transfer
         self._newest_step = step
         self._accepted = [other for other in self._accepted if not other.ended.is_set()] + [transfer]
-        self._command(lambda: self._begin(_Active(transfer, source, plan, set(plan.frames))))
+        self._command(lambda: self._begin(Outgoing(transfer, source, plan)))
         return transfer
+
+    def answer(self, step: int) -> tuple[str, str] | None:
+        """Why `step`, which this rank has not offered yet, is not taken, and the code of the stager's error, if it gave
+        one; None as far as is known. Any thread.
+        """
+        verdict = self._verdicts.of(step)
+        if verdict is None:
+            return None
+        body = wire.json_body(verdict)
+        return str(body.get("reason") or body.get("message") or ""), str(body.get("code", ""))
 
     def decline(self, step: int, reason: str, *, needed_pickle_bytes: int = 0) -> None:
         """Tell the stager, and through it all ranks, that this rank takes no checkpoint of `step`. Any thread.
 
         Args:
             step: A new step, or one that was offered and cannot go on.
-            reason: Why.
+            reason: Why: a word or two for the cause, a colon, a sentence. The causes are counted.
             needed_pickle_bytes: Above 0: the pickle has outgrown its reserve; rank 0 only.
         """
         self._newest_step = max(self._newest_step, step)
@@ -269,14 +262,32 @@ class Link:
 
         def tell() -> None:
             active = self._active.get(step)
-            if active is None and step in self._verdicts:
+            if active is None and self._verdicts.of(step) is not None:
                 return  # declined by somebody else already
+            if active is not None and active.transfer.state.final:
+                return
             self._port.send(message)
             if active is not None:
                 self._end(active, TransferState.DECLINED, f"rank {self.rank}: {reason}")
 
         if self.problem is None:
             self._command(tell)
+
+    def notice(self, notice: Notice) -> None:
+        """Tell the stager that this rank's machine will be taken away. Any thread."""
+
+        def tell() -> None:
+            body = wire.to_json(notice.to_json())
+            self._port.send(wire.encode(Kind.NOTICE, attempt=self.welcome.attempt, body=body))
+
+        if self.problem is None:
+            self._command(tell)
+        else:
+            _log.error(
+                "rank %d: %s; without the stager nobody brings the ranks to one step",
+                self.rank,
+                notice.sentence(),
+            )
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
         """Wait until what was offered is durable (or staged), say good-bye, end the thread. Safe to call twice.
@@ -307,6 +318,12 @@ class Link:
 
         self._command(leave)
         self._thread.join(2 * _LEAVE_SECONDS_MAX)
+        if self._thread.is_alive():
+            _log.error(
+                "rank %d waited %g s for MPI to let go of its last messages to the stager; the process ends without",
+                self.rank,
+                2 * _LEAVE_SECONDS_MAX,
+            )
 
     def _at_exit(self) -> None:
         self.close(wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
@@ -332,10 +349,13 @@ class Link:
             pause_seconds = self._rest(pause_seconds)
         for active in list(self._active.values()):
             self._end(
-                active, TransferState.FAILED, "the link was closed before the stager had said how it ended"
+                active,
+                TransferState.FAILED,
+                "unknown: the link was closed before the stager had said how it ended",
             )
-            active.transfer.released.set()
-        self._port.leave(0.0 if self.problem else _LEAVE_SECONDS_MAX)
+            active.release()
+        lost = isinstance(self.problem, PeerLost)
+        self._port.leave(0.0 if self.problem else _LEAVE_SECONDS_MAX, lost=lost)
 
     def _turn(self) -> bool:
         """Look at everything once; whether anything had happened."""
@@ -346,47 +366,55 @@ class Link:
         if self.problem is not None:
             return busy  # the stager is gone for good: MPI is not touched any more
         messages = self._port.poll()
-        self._note_silence(bool(messages))
+        self._silence.note(bool(messages))
         for message in messages:
             self._hear(wire.decode(message))
         for active in list(self._active.values()):
-            busy |= self._pump(active)
+            busy |= active.pump(self._port, self.welcome.attempt)
+            self._forget_if_over(active)
         return busy or bool(messages)
 
     def _rest(self, pause_seconds: float) -> float:
         """Give the core away, and say how long to pause next time."""
-        sending = any(active.sending for active in self._active.values())
-        if sending and self._clock() - self._active_at < _STREAMING_SECONDS:
+        now = self._clock()
+        for active in self._active.values():
+            if active.notice_stall(now):
+                self._active_at = now
+        streaming = any(active.streaming(self._port) for active in self._active.values())
+        if streaming and now - self._active_at < _STREAMING_SECONDS:
             time.sleep(0)
             return pause_seconds
-        under_way = any(not active.transfer.settled.is_set() for active in self._active.values())
+        most_seconds = _IDLE_PAUSE_SECONDS_MAX
+        if self._active:
+            staged = all(active.transfer.settled.is_set() for active in self._active.values())
+            most_seconds = _STAGED_PAUSE_SECONDS_MAX if staged else _SENDING_PAUSE_SECONDS_MAX
         self._wake.wait(pause_seconds)
         self._wake.clear()
-        return min(_SENDING_PAUSE_SECONDS_MAX if under_way else _IDLE_PAUSE_SECONDS_MAX, pause_seconds * 1.3)
-
-    def _note_silence(self, heard: bool) -> None:
-        now = self._clock()
-        self._silent_seconds = (
-            0.0 if heard else self._silent_seconds + min(_STALL_SECONDS_MAX, now - self._turned_at)
-        )
-        self._turned_at = now
-        limit = max(self._config.stager_seconds_max, 2 * self.welcome.beat_seconds)
-        if self._silent_seconds > limit:
-            raise PeerLost(
-                f"rank {self.rank} heard nothing from the stager for {limit:g} s; it is dead, stopped or cut off"
-            )
+        return min(most_seconds, pause_seconds * 1.3)
 
     def _give_up(self, error: HoldfastError) -> None:
         if self.problem is not None:
             return
         self.problem = error
-        _log.error(
-            "rank %d: NO MORE CHECKPOINTS are taken in this job, training goes on: %s", self.rank, error
-        )
+        self.appointments.end()
+        if self.goes_on_in:
+            _log.error(
+                "rank %d: THE STAGER IS LOST, nothing more of this job goes to it; training goes on, and checkpoints "
+                "go on in %s alone: %s",
+                self.rank,
+                self.goes_on_in,
+                error,
+            )
+        else:
+            _log.error(
+                "rank %d: NO MORE CHECKPOINTS are taken in this job, training goes on: %s", self.rank, error
+            )
         self.events.emit("stager_lost", {"code": error.code, "message": str(error)})
         for active in list(self._active.values()):
-            active.sending.clear()  # whoever would read it is gone
-            self._end(active, TransferState.FAILED, str(error))
+            active.forget_sending()
+            self._end(active, TransferState.FAILED, str(error), error.code)
+            active.release()
+            self._forget_if_over(active)
         self._answer(error)
 
     def _answer(self, answer: Agreement | HoldfastError) -> bool:
@@ -402,11 +430,14 @@ class Link:
     def _hear(self, frame: Frame) -> None:
         match frame.kind:
             case Kind.BEAT:
-                pass  # it was heard, which is all it says
+                # It was heard, which is all that it says; and so that the stager knows the same of this rank:
+                self._port.send(wire.encode(Kind.BEAT, attempt=self.welcome.attempt))
             case Kind.CREDIT:
                 self._hear_credit(frame)
             case Kind.DECLINED | Kind.STAGED | Kind.DURABLE | Kind.FAILED:
                 self._hear_verdict(frame)
+            case Kind.SAVE_AT:
+                self._hear_save_at(frame)
             case Kind.RESERVED:
                 self._answer(Agreement.from_frame(frame))
             case Kind.REFUSED:
@@ -417,14 +448,28 @@ class Link:
             case _:
                 raise ProtocolError(f"rank {self.rank}: the stager sent {frame.kind.name}, which it must not")
 
+    def _hear_save_at(self, frame: Frame) -> None:
+        try:
+            word = Word(frame.flags)
+        except ValueError:
+            raise ProtocolError(f"SAVE_AT: flags {frame.flags}, expected 0 to {len(Word) - 1}") from None
+        answer = self.appointments.heard(word, frame.step, frame.arg, wire.json_body(frame))
+        if answer is not None:
+            body = {} if answer.step_seconds is None else {"step_seconds": answer.step_seconds}
+            self._port.send(
+                wire.encode(
+                    Kind.AT,
+                    attempt=self.welcome.attempt,
+                    step=answer.next_step,
+                    arg=frame.arg,
+                    body=wire.to_json(body),
+                )
+            )
+
     def _hear_credit(self, frame: Frame) -> None:
         active = self._active.get(frame.step)
-        if active is None or active.transfer.state.final or frame.chunk not in active.unsent:
+        if active is None or not active.credit(frame.chunk, frame.arg):
             self._return(frame.step, frame.chunk)
-            return
-        active.credits[frame.chunk] = frame.arg
-        if active.transfer.state is TransferState.OFFERED:
-            active.transfer.reach(TransferState.SENDING)
 
     def _return(self, step: int, chunk: int) -> None:
         self._port.send(wire.encode(Kind.RETURN, attempt=self.welcome.attempt, step=step, chunk=chunk))
@@ -436,13 +481,11 @@ class Link:
             self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, reserve_bytes)
         active = self._active.get(frame.step)
         if active is None:
-            self._verdicts[frame.step] = frame
-            while len(self._verdicts) > _VERDICTS_KEPT:
-                self._verdicts.popitem(last=False)
+            self._verdicts.keep(frame)
             return
         self._judge(active, frame.kind, body)
 
-    def _judge(self, active: _Active, kind: Kind, body: dict[str, Any]) -> None:
+    def _judge(self, active: Outgoing, kind: Kind, body: dict[str, Any]) -> None:
         step = active.transfer.step
         match kind:
             case Kind.STAGED:
@@ -455,106 +498,44 @@ class Link:
                 self.events.emit("durable", active.transfer.summary(), step=step)
                 self._forget_if_over(active)
             case Kind.DECLINED:
-                self._end(active, TransferState.DECLINED, str(body.get("reason", "")))
+                code = str(body.get("code", ""))
+                self._end(active, TransferState.DECLINED, str(body.get("reason", "")), code)
             case _:
-                self._end(active, TransferState.FAILED, str(body.get("message", "")))
+                code = str(body.get("code", ""))
+                self._end(active, TransferState.FAILED, str(body.get("message", "")), code)
 
-    # -- sending -------------------------------------------------------------------------------------------------
+    # -- transfers -----------------------------------------------------------------------------------------------
 
-    def _begin(self, active: _Active) -> None:
+    def _begin(self, active: Outgoing) -> None:
         transfer = active.transfer
         if self.problem is not None:
-            transfer.reach(TransferState.DECLINED, str(self.problem))
-            self._release(active)
+            transfer.reach(TransferState.DECLINED, str(self.problem), self.problem.code)
+            active.release()
             return
         self._active[transfer.step] = active
-        verdict = self._verdicts.get(transfer.step)
+        verdict = self._verdicts.of(transfer.step)
         if verdict is not None:
             self._judge(active, verdict.kind, wire.json_body(verdict))
             return
-        body = {**transfer.summary(), "layout_digest": active.plan.digest}
-        self._port.send(
-            wire.encode(Kind.OFFER, attempt=self.welcome.attempt, step=transfer.step, body=wire.to_json(body))
-        )
+        active.offer(self._port, self.welcome.attempt)
 
-    def _pump(self, active: _Active) -> bool:
-        """Send what is credited and ready; note what has left. Whether anything moved."""
-        moved = False
-        for handle in [handle for handle in active.sending if self._port.sent(handle)]:
-            active.sending.discard(handle)
-            moved = True
-        transfer = active.transfer
-        if not transfer.state.final:
-            ready_bytes = active.source.ready_bytes() if active.source and active.credits else 0
-            for chunk in sorted(active.credits):
-                offset, nbytes = active.plan.frames[chunk]
-                if offset + nbytes > ready_bytes or len(active.sending) >= _FRAMES_IN_FLIGHT_MAX:
-                    break
-                self._send(active, chunk, active.credits.pop(chunk))
-                moved = True
-            if not active.unsent and not active.done_said:
-                active.done_said = moved = True
-                self._port.send(
-                    wire.encode(
-                        Kind.DONE,
-                        attempt=self.welcome.attempt,
-                        step=transfer.step,
-                        body=wire.to_json(transfer.summary()),
-                    )
-                )
-        over = not active.sending and (active.done_said or transfer.state.final)
-        if over and not transfer.released.is_set():
-            moved = True
-            if transfer.state in {TransferState.OFFERED, TransferState.SENDING}:
-                transfer.reach(TransferState.SENT)
-            self._release(active)
-            self._forget_if_over(active)
-        return moved
-
-    def _send(self, active: _Active, chunk: int, slot: int) -> None:
-        offset, nbytes = active.plan.frames[chunk]
-        assert active.source is not None
-        payload = active.source.view(offset, nbytes)
-        begun = time.perf_counter()
-        crc = crc32(payload)
-        record = active.transfer.record
-        record["crc_seconds"] = record.get("crc_seconds", 0.0) + time.perf_counter() - begun
-        record["sent_bytes"] = record.get("sent_bytes", 0) + nbytes
-        active.sending.add(self._port.send_payload(payload, slot))
-        active.unsent.discard(chunk)
-        self._port.send(
-            wire.encode(
-                Kind.SENT,
-                attempt=self.welcome.attempt,
-                step=active.transfer.step,
-                chunk=chunk,
-                arg=nbytes,
-                flags=crc,
-            )
-        )
-
-    def _end(self, active: _Active, state: TransferState, reason: str) -> None:
+    def _end(self, active: Outgoing, state: TransferState, reason: str, code: str = "") -> None:
         """Give a transfer up; credits go back, payloads under way come to their end."""
-        if active.transfer.state.final:
+        transfer = active.transfer
+        if transfer.state.final:
             return
-        active.transfer.reach(state, reason)
+        transfer.reach(state, reason, code)
+        unused = active.unused()
         if self.problem is None:
-            for chunk in active.credits:
-                self._return(active.transfer.step, chunk)
-        active.credits.clear()
+            for chunk in unused:
+                self._return(transfer.step, chunk)
         if not active.sending:
-            self._release(active)
-        self.events.emit(
-            state.value, {**active.transfer.summary(), "reason": reason}, step=active.transfer.step
-        )
+            active.release()
+        self.events.emit(state.value, {**transfer.summary(), "reason": reason}, step=transfer.step)
         self._forget_if_over(active)
 
-    def _release(self, active: _Active) -> None:
-        active.source = None
-        active.transfer.released.set()
-
-    def _forget_if_over(self, active: _Active) -> None:
-        if active.transfer.state.final and active.transfer.released.is_set():
+    def _forget_if_over(self, active: Outgoing) -> None:
+        if active.over:
             self._active.pop(active.transfer.step, None)
 
 
@@ -566,5 +547,5 @@ def _await_welcome(port: StagerPort, deadline: float, seconds_max: float) -> Wel
                 return Welcome.from_frame(frame)
             if frame.kind is not Kind.BEAT:
                 raise ProtocolError(f"the stager said {frame.kind.name} before WELCOME")
-        time.sleep(_PAUSE_SECONDS_MIN * 20)
+        time.sleep(_AWAITING_PAUSE_SECONDS)
     raise PeerLost(f"the stager did not answer within {seconds_max:g} s; look at its messages")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from holdfast.errors import StateError
-from holdfast.manifest import Manifest
 from trainer_side.per_rank import PerRank, decode
 from trainer_side.rng import RngState
 from trainer_side.state import refusal, tensor_paths
@@ -52,13 +51,12 @@ def live_trees(state: Mapping[str, Any]) -> dict[str, Any]:
     return trees
 
 
-def check(state: Mapping[str, Any], live: Mapping[str, Any], tree: Any, manifest: Manifest) -> None:
+def check(state: Mapping[str, Any], live: Mapping[str, Any], tree: Any, step: int) -> None:
     """See that the checkpoint fits the state, before anything is changed.
 
     Raises:
         StateError: A name is missing in the checkpoint, a tensor has another shape, or an object cannot be loaded.
     """
-    step = manifest.step
     if not isinstance(tree, dict):
         raise StateError(
             f"step {step}: the file holds a {type(tree).__name__}, not the state of a Checkpointer"

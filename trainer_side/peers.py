@@ -1,11 +1,12 @@
-"""What restore asks of the other ranks: four calls, so that it needs no MPI to be tested.
+"""What restore asks of the other ranks: five calls, so that it needs no MPI to be tested.
 
     broadcast   small bytes (manifest, structure) from one rank to all          all_agree   did everybody succeed?
     share       tensor bytes, from where they lie on one rank to where they lie on the others; queued
+    poll        moves on what was queued, and never waits
     finish      returns when all that was queued has arrived
 
-`trainer_side/mpi.py` has the real one. Every call is collective: each rank makes the same calls in the same
-order, from its training thread.
+`trainer_side/mpi.py` has the real one. Every call but `poll` is collective: each rank makes the same calls in
+the same order, from its training thread.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ __all__ = ["LonePeers", "Peers"]
 
 
 class Peers(Protocol):
-    """The training ranks, as restore sees them. All calls are collective and raise `PeerLost` when a rank is gone."""
+    """The training ranks, as restore sees them. All calls but `poll` are collective.
+
+    All raise `PeerLost` when a rank is gone.
+    """
 
     @property
     def rank(self) -> int:
@@ -47,6 +51,10 @@ class Peers(Protocol):
         """
         ...
 
+    def poll(self) -> None:
+        """Move on what was shared; never waits, and need not be called alike on every rank."""
+        ...
+
     def finish(self, deadline_seconds: float) -> None:
         """Return when everything that was shared has arrived here and has left here.
 
@@ -73,6 +81,9 @@ class LonePeers:
 
     def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
         """There is nobody to share with."""
+
+    def poll(self) -> None:
+        """Nothing was queued."""
 
     def finish(self, deadline_seconds: float) -> None:
         """Nothing was queued."""

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from holdfast.errors import DamageError, StateError
+from trainer_side.nesting import refuse_deep_tuples
 
 __all__ = ["PerRank", "decode", "encode", "reserve_bytes"]
 
@@ -99,10 +100,10 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
             f"{name}: the PerRank blob says it holds {length} bytes, it has {raw.nbytes - _LENGTH.size}; "
             "take the checkpoint before"
         )
+    file = io.BytesIO(raw[_LENGTH.size : _LENGTH.size + length])
     try:
-        return torch.load(
-            io.BytesIO(raw[_LENGTH.size : _LENGTH.size + length]), map_location="cpu", weights_only=True
-        )
+        refuse_deep_tuples(file, name)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may make the unpickler raise anything
         raise DamageError(
             f"{name}: the PerRank blob cannot be read ({error}); take the checkpoint before"

@@ -2,6 +2,7 @@
 
     Pickling.save   the whole zip, with holes         load_structure   reads it back, tensors on `meta`
     Pickling.head   data.pkl alone: a save's share    blame            which value is it that torch refuses?
+    Pickling.ready  how torch has pickled each tensor ─► Ready.pickle: data.pkl alone, without asking torch again
 
 Each storage is replaced by a `meta` stand-in of the size that is used; torch then asks for none of its bytes.
 """
@@ -12,7 +13,8 @@ import contextlib
 import io
 import pickle
 import re
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import IO, Any, cast
 
@@ -30,7 +32,7 @@ from trainer_side.image import SparseFile
 from trainer_side.state import children
 from trainer_side.survey import Survey
 
-__all__ = ["REFUSED", "Pickling", "blame", "load_structure"]
+__all__ = ["REFUSED", "Pickling", "Ready", "blame", "load_structure"]
 
 # What saving or loading a value that torch does not take may raise, from pickle, torch, or the value's own code.
 REFUSED = (
@@ -72,12 +74,19 @@ class Pickling:
         self._found = found
         self._path = "the state"
         self._stand_ins: dict[int, tuple[torch.UntypedStorage, torch.dtype, str]] = {}
+        # By id(); what has the id is kept with it, else another object could come by the same one.
+        self._reduced: dict[int, tuple[torch.Tensor, tuple[Any, ...]]] = {}
+        self._persistent_ids: dict[int, tuple[Any, Any]] = {}
 
     def save(self, value: Any, file: SparseFile, finish: Callable[[bytes], bytes]) -> None:
         """Write the zip of `value`; `finish` gives the bytes of data.pkl from the pickle."""
-        module = SimpleNamespace(Pickler=_pickler(self, finish), __name__="pickle")
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(value, cast(IO[bytes], file), pickle_module=module)
+        jobs = [self]
+        module = SimpleNamespace(Pickler=_pickler(jobs, finish), __name__="pickle")
+        try:
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(value, cast(IO[bytes], file), pickle_module=module)
+        finally:
+            jobs.clear()  # a class lives until the garbage is collected, and so would all tensors
 
     def head(self, value: Any) -> bytes:
         """The pickle of `value` alone."""
@@ -91,8 +100,43 @@ class Pickling:
             self.save(value, SparseFile(), stop)
         return taken[0]
 
+    def ready(self, tensors: Sequence[torch.Tensor]) -> Ready | None:
+        """What it takes to pickle tensors like these again; None if one was pickled in a way that is not kept."""
+        kept: dict[int, tuple[Any, ...] | None] = {}
+        for tensor in tensors:
+            if id(tensor) not in kept:
+                kept[id(tensor)] = self._kept(tensor)
+        reductions = [kept[id(tensor)] for tensor in tensors]
+        if None in reductions:
+            return None
+        return Ready(cast(list[tuple[Any, ...]], reductions), torch.serialization.DEFAULT_PROTOCOL)
+
+    def _kept(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """How `tensor` was pickled, without what belongs to this one tensor."""
+        function, (on, *rest) = self._reduced.get(id(tensor), (tensor, (None, (None,))))[1]
+        # The hooks, which torch leaves out, are an empty dict; asking that for its reduction takes time.
+        rest = [_Reduced((OrderedDict, ())) if type(one) is OrderedDict and not one else one for one in rest]
+        if function is _rebuild_parameter:
+            inner = self._kept(on)
+            return None if inner is None else (function, (_Reduced(inner), *rest))
+        if function in (_rebuild_tensor_v2, _rebuild_tensor_v3) and id(on) in self._persistent_ids:
+            return function, (_Persistent(self._persistent_ids[id(on)][1]), *rest)
+        return None
+
     def reduce(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """How pickle is to write `tensor`: as torch would, on the stand-in of its storage."""
+        reduction = self._reduction(tensor)
+        self._reduced[id(tensor)] = (tensor, reduction)
+        return reduction
+
+    def note_persistent_ids(self, persistent_id: Callable[[Any], Any]) -> None:
+        """Keep what torch wrote for each storage."""
+        for _, reduction in self._reduced.values():
+            typed = reduction[1][0]
+            if isinstance(typed, torch.storage.TypedStorage):
+                self._persistent_ids[id(typed)] = (typed, persistent_id(typed))
+
+    def _reduction(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         self._path = self._found.paths.get(id(tensor), self._path)
         function, arguments = tensor.__reduce_ex__(2)[:2]  # type: ignore[no-untyped-call]
         if function in (_rebuild_parameter, _rebuild_parameter_with_state):
@@ -114,9 +158,9 @@ class Pickling:
         # Dtypes without a storage class of their own are pickled on bytes.
         dtype = tensor.dtype if function is _rebuild_tensor_v2 else torch.uint8
         part = self._found.parts[number]
-        stand_in, known_dtype, known_path = self._stand_ins.setdefault(
-            number, (_stand_in(part.nbytes), dtype, self._path)
-        )
+        if number not in self._stand_ins:
+            self._stand_ins[number] = (_stand_in(part.nbytes), dtype, self._path)
+        stand_in, known_dtype, known_path = self._stand_ins[number]
         if dtype != known_dtype:
             raise StateError(
                 f"{known_path} and {self._path} view the same memory as {known_dtype} and {tensor.dtype}, "
@@ -135,7 +179,7 @@ def _stand_in(nbytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
 
 
-def _pickler(job: Pickling, finish: Callable[[bytes], bytes]) -> type[pickle.Pickler]:
+def _pickler(jobs: list[Pickling], finish: Callable[[bytes], bytes]) -> type[pickle.Pickler]:
     """The class that torch.save derives its pickler from."""
 
     class Pickler(pickle.Pickler):
@@ -144,23 +188,121 @@ def _pickler(job: Pickling, finish: Callable[[bytes], bytes]) -> type[pickle.Pic
             self._out = file
 
         def reducer_override(self, value: Any) -> Any:
+            (job,) = jobs
             if isinstance(value, torch.Tensor):
                 return job.reduce(value)
-            named = isinstance(value, type | FunctionType | BuiltinFunctionType)
-            job.kinds.add(value if named else type(value))
+            job.kinds.add(_kind(value))
             return NotImplemented
 
         def dump(self, value: Any) -> None:
             super().dump(value)
             pickled = self._out.getvalue()
-            # Python pickles its own plain classes without asking; but weights_only refuses frozenset(), and b"".
-            job.kinds.update(_BUILTINS.findall(pickled))
+            (job,) = jobs
+            job.kinds.update(_builtins_in(pickled))
+            job.note_persistent_ids(self.persistent_id)
             finished = finish(pickled)
             self._out.seek(0)
             self._out.truncate()
             self._out.write(finished)
 
     return Pickler
+
+
+def _kind(value: Any) -> Any:
+    return value if isinstance(value, type | FunctionType | BuiltinFunctionType) else type(value)
+
+
+def _builtins_in(pickled: bytes) -> list[bytes]:
+    """Python pickles its own plain classes without asking; but weights_only refuses frozenset(), and b""."""
+    return _BUILTINS.findall(pickled) if b"builtin" in pickled else []
+
+
+class _Reduced:
+    """Is pickled as told."""
+
+    __slots__ = ("reduction",)
+
+    def __init__(self, reduction: tuple[Any, ...]) -> None:
+        self.reduction = reduction
+
+
+class _Persistent:
+    """Stands for a storage."""
+
+    __slots__ = ("persistent_id",)
+
+    def __init__(self, persistent_id: Any) -> None:
+        self.persistent_id = persistent_id
+
+
+class Ready:
+    """How the tensors of a tree are pickled; all else is pickled as it is.
+
+    Args:
+        reductions: Of each tensor.
+        protocol: Of the pickle.
+    """
+
+    def __init__(self, reductions: list[tuple[Any, ...]], protocol: int) -> None:
+        self._reductions, self._protocol = reductions, protocol
+
+    def pickle(self, value: Any, tensors: Sequence[torch.Tensor]) -> tuple[bytes, set[Any]]:
+        """The pickle of `value`, and the classes in it (see `Pickling.kinds`), except those of tensors.
+
+        Args:
+            value: A tree.
+            tensors: Its tensors, in the order of `reductions`; each as the one before it there.
+
+        Raises:
+            One of `REFUSED`: `Pickling.head` would raise, too, and say why.
+        """
+        out = io.BytesIO()
+        by_id = dict(zip(map(id, tensors), self._reductions, strict=True))
+        pickler = _ReadyPickler(out, self._protocol, by_id)
+        try:
+            pickler.dump(value)
+        finally:
+            pickler.forget()
+        pickled = out.getvalue()
+        pickler.kinds.update(_builtins_in(pickled))
+        return pickled, pickler.kinds
+
+
+# Asked for the persistent id of everything that is pickled, which is Python code for each number and string if it is
+# written in Python, this says None in no time.
+_never_persistent = cast(Callable[[Any], Any], deque[Any](maxlen=0).append)
+
+
+class _ReadyPickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO, protocol: int, reductions: dict[int, tuple[Any, ...]]) -> None:
+        super().__init__(out, protocol)
+        self.kinds: set[Any] = set()
+        self._reductions = reductions
+        self._ask = self._persistent_id
+        self.persistent_id = _never_persistent  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        """No longer refer to itself: what was pickled would live until the garbage is collected."""
+        self.persistent_id = _never_persistent  # type: ignore[method-assign]
+        del self._ask
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is _Reduced:
+            return value.reduction
+        reduction = self._reductions.get(id(value))
+        if reduction is not None:
+            self.persistent_id = self._ask  # type: ignore[method-assign]
+            return reduction
+        if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
+            raise pickle.PicklingError("a tensor that the survey has not found")
+        self.kinds.add(_kind(value))
+        return NotImplemented
+
+    def _persistent_id(self, value: Any) -> Any:
+        if type(value) is not _Persistent:
+            return None
+        self.persistent_id = _never_persistent  # type: ignore[method-assign]
+        return value.persistent_id
 
 
 def load_structure(file: SparseFile) -> Any:

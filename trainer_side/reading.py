@@ -1,44 +1,53 @@
-"""Reads a portable file straight into tensor memory, shared out among the ranks, every byte checked.
+"""Reads an image straight into tensor memory, shared out among the ranks, every byte checked.
 
-    chunks 0 … C: rank r reads r*C/R … (r+1)*C/R
-      └ runs: one request each ─► into the tensors, or into scratch and from there ─► CRC of the chunk ─► share
+    units: each has a rank that reads it, and an origin: a chunk of the portable file, or a frame of a slice in a tier
+      └ runs: one request each ─► a reader's window ─► CRC-32 of each part ─► into the tensors ─► share
 
-1. The CRC-32 of a chunk is that of its runs in order, computed from the memory into which the store wrote.
-2. A chunk that is read and checked is shared with the other ranks while the next ones are read. The turns go round the
-   ranks (first chunk of each, second chunk of each, …), so each rank makes the same `share` calls in the same order.
-3. A rank that meets damage goes on sharing, whatever its memory holds: the order of calls must not break. Its error is
+1. A window is touched once and used again for every run of its reader: store and tiers write into it past the page
+   cache, and its bytes are checked and copied while they are still in the processor's cache. Never more than
+   `threads` such windows are in memory beside the tensors.
+2. The CRC-32 of a unit is that of its parts and of what lies between them, combined: no byte is summed twice.
+3. A unit that is read and checked is shared with the other ranks while the next ones are read. The turns go round the
+   ranks (first unit of each, second unit of each, …), so each rank makes the same `share` calls in the same order.
+4. A rank that meets damage goes on sharing, whatever its memory holds: the order of calls must not break. Its error is
    returned, and the ranks agree afterwards.
-4. What came from other ranks is checked by the entries' own CRCs: that hop may flip a bit, too.
+5. What a tier cannot give does not stop the others: `trainer_side/rounds.py` reads it from elsewhere. What the store
+   cannot give does.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import logging
-import queue
+import mmap
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
-from holdfast.crc import crc32
+from holdfast.crc import combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, StoreError
-from holdfast.manifest import Manifest
-from holdfast.storage.base import Store
+from holdfast.faultpoint import Point, reach
+from trainer_side.crew import start
+from trainer_side.described import Mapped
+from trainer_side.origins import Origin
 from trainer_side.peers import Peers
-from trainer_side.windows import RUN_BYTES, Run, Windows
+from trainer_side.sources import STORE, Unit
+from trainer_side.windows import Run, Windows
 
-__all__ = ["Reading", "Target", "check_received", "read"]
+__all__ = ["Failure", "Reading", "Sum", "Target", "Use", "read", "turns"]
 
 _log = logging.getLogger("holdfast.restore")
 # Not more broadcasts at a time; waiting for them is also what moves them on, while the readers go on reading.
 _SHARES_IN_FLIGHT = 64
-_T = TypeVar("_T")
-_R = TypeVar("_R")
+_READS_MAX = 2
+_POLL_SECONDS = 4e-3  # how long the exchange rests while this rank waits for its own next unit
+_PAGE_BYTES = 4096
 
 
 class Target(NamedTuple):
@@ -53,94 +62,154 @@ class Target(NamedTuple):
         return cls(storage.data_ptr(), torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
 
 
+class _Window(NamedTuple):
+    """Page-aligned memory of one reader."""
+
+    address: int
+    memory: memoryview
+
+    @classmethod
+    def of_size(cls, nbytes: int) -> _Window:
+        memory = mmap.mmap(-1, nbytes)
+        return cls(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), memoryview(memory))
+
+
+class Sum(NamedTuple):
+    """CRC-32 of so many bytes."""
+
+    crc32: int
+    nbytes: int
+
+
+class Failure(NamedTuple):
+    """A unit that a tier could not give. `broken`: that slice gives nothing at all any more."""
+
+    unit: Unit
+    error: HoldfastError
+    broken: bool
+
+
+@dataclass
+class Use:
+    """What was read from one tier, or from the store.
+
+    Attributes:
+        nbytes: Read and found whole.
+        seconds: From the first request to the end of the last one.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
 @dataclass
 class Reading:
     """How one reading went, on this rank.
 
     Attributes:
         error: Why the bytes cannot be used, if so; then the targets hold anything.
-        bytes_read: From the store.
-        seconds: `read`: until this rank's own chunks were there; `exchange`: from then until everybody's were.
+        failures: What tiers could not give; these parts of the targets hold anything.
+        bytes_read: By this rank.
+        seconds: `read`: until this rank's own units were there; `exchange`: from then until everybody's were.
+        sums: CRC-32 and size of each part that this rank has read itself, by its place in the image: they need not be
+            computed again.
+        uses: By tier.
     """
 
     error: HoldfastError | None = None
+    failures: list[Failure] = field(default_factory=list)
     bytes_read: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    sums: dict[int, Sum] = field(default_factory=dict)
+    uses: dict[str, Use] = field(default_factory=dict)
+
+
+def turns(units: Sequence[Unit], ranks: int) -> list[Unit]:
+    """The units in the order in which they are shared."""
+    of_rank: list[list[Unit]] = [[] for _ in range(ranks)]
+    for unit in units:
+        of_rank[unit.reader].append(unit)
+    rounds = range(max((len(own) for own in of_rank), default=0))
+    return [own[turn] for turn in rounds for own in of_rank if turn < len(own)]
 
 
 def read(
-    store: Store,
-    manifest: Manifest,
+    image: Mapped,
+    units: Sequence[Unit],
+    origins: Mapping[int, Origin],
     targets: Mapping[int, Target],
     peers: Peers,
     *,
     threads: int,
     seconds_max: float,
 ) -> Reading:
-    """Fill every target on every rank. Collective; training thread.
+    """Fill, on every rank, what the units have of every target. Collective; training thread.
 
     Args:
-        store: Where the file is.
-        manifest: Its manifest.
+        image: Where everything lies.
+        units: The same on every rank.
+        origins: For every number in this rank's own units.
         targets: Entry index → memory of exactly the entry's size; the same entries on each rank, not overlapping.
         peers: The ranks.
         threads: Requests in flight from this rank.
         seconds_max: For reading, and again for the exchange.
 
     Returns:
-        With `error` set to the first problem: `DamageError` (a CRC does not hold, the file is short) or `StoreError`.
+        With `error` set to the first problem that another source does not mend: `DamageError` (a CRC of the store does
+        not hold, the file is short) or `StoreError`.
 
     Raises:
         PeerLost: A rank is gone.
     """
-    chunks = _Chunks(store, manifest, targets)
-    shares = [_share_of(manifest, rank, peers.ranks) for rank in range(peers.ranks)]
+    crew = _Crew(image, origins, targets)
+    own = [unit for unit in units if unit.reader == peers.rank]
+    what = origins[own[0].number].what if own else ""
     outcome = Reading()
     begun = time.monotonic()
     deadline = begun + seconds_max
-    readings = dict(
-        zip(shares[peers.rank], _start(chunks.read, shares[peers.rank], threads, "read"), strict=True)
-    )
+    readings = dict(zip(own, start(crew.read, own, threads, "read"), strict=True))
     own_done, shared = begun, 0
-    for turn in range(max(len(share) for share in shares)):
-        for root, share in enumerate(shares):
-            if turn >= len(share):
-                continue
-            chunk = share[turn]
-            if root == peers.rank:
-                _await(
-                    readings[chunk], deadline, outcome, chunks, f"{store.url}/{manifest.file} chunk {chunk}"
-                )
-                own_done = time.monotonic()
-            if peers.ranks > 1:
-                peers.share(chunks.pieces(chunk), root)
-                shared += 1
-                if shared % _SHARES_IN_FLIGHT == 0:
-                    peers.finish(deadline + seconds_max - time.monotonic())
-    _settle(readings.values(), deadline, outcome, f"{store.url}/{manifest.file}")
+    for unit in turns(units, peers.ranks):
+        if unit.reader == peers.rank:
+            _await(unit, readings[unit], deadline, outcome, crew, peers)
+            own_done = time.monotonic()
+        if peers.ranks > 1:
+            peers.share(crew.pieces(unit), unit.reader)
+            shared += 1
+            if shared % _SHARES_IN_FLIGHT == 0:
+                peers.finish(deadline + seconds_max - time.monotonic())
+    _settle(readings.values(), deadline, outcome, what)
     outcome.seconds["read"] = own_done - begun
-    outcome.bytes_read = chunks.bytes_read
+    outcome.bytes_read, outcome.sums, outcome.uses = crew.bytes_read, crew.sums, crew.uses()
     if peers.ranks > 1:
         peers.finish(deadline + seconds_max - time.monotonic())
         outcome.seconds["exchange"] = time.monotonic() - own_done
     return outcome
 
 
-def _await(reading: Future[int], deadline: float, outcome: Reading, chunks: _Chunks, what: str) -> None:
-    """Wait for one of this rank's chunks; the first error stays, and stops the readers."""
+def _await(
+    unit: Unit, reading: Future[None], deadline: float, outcome: Reading, crew: _Crew, peers: Peers
+) -> None:
+    """Wait for one of this rank's units; the first error that no other source mends stays, and stops the readers."""
     if outcome.error is not None:
         return
     try:
+        while peers.ranks > 1 and not reading.done() and time.monotonic() < deadline:
+            peers.poll()
+            wait([reading], _POLL_SECONDS)
         reading.result(max(0.0, deadline - time.monotonic()))
     except HoldfastError as error:
-        outcome.error = error
+        if unit.number == STORE:
+            outcome.error = error
+        else:
+            outcome.failures.append(Failure(unit, error, not isinstance(error, DamageError)))
     except TimeoutError:
-        outcome.error = _late(what)
+        outcome.error = _late(crew.name(unit))
     if outcome.error is not None:
-        chunks.stop()
+        crew.stop()
 
 
-def _settle(readings: Iterable[Future[int]], deadline: float, outcome: Reading, what: str) -> None:
+def _settle(readings: Iterable[Future[None]], deadline: float, outcome: Reading, what: str) -> None:
     """Wait until no reader writes any more: after damage the next candidate is read into the same memory."""
     _, running = wait(readings, max(0.0, deadline - time.monotonic()))
     if running:
@@ -153,141 +222,124 @@ def _late(what: str) -> StoreError:
     )
 
 
-class _Chunks:
-    """The chunks of one file: what lies in them, and where it goes. `read` may be called from several threads."""
+class _Crew:
+    """What this rank's readers share: what lies where, and where it goes. `read` may be called from several threads.
 
-    def __init__(self, store: Store, manifest: Manifest, targets: Mapping[int, Target]) -> None:
-        self._store, self._manifest, self._targets = store, manifest, targets
-        self._windows = Windows(manifest, targets)
+    Attributes:
+        bytes_read: Of the units that were read and found whole.
+        sums: The CRC-32 of each part in them, by its place in the image.
+    """
+
+    def __init__(self, image: Mapped, origins: Mapping[int, Origin], targets: Mapping[int, Target]) -> None:
+        self._origins, self._targets = origins, targets
+        largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
+        self._window_bytes = min(largest, image.chunk_bytes, image.image_bytes)
+        self._windows = Windows(image, targets)
         self._local = threading.local()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
+        self._broken: dict[int, HoldfastError] = {}
+        self._spans: dict[str, tuple[float, float, int]] = {}
         self.bytes_read = 0
+        self.sums: dict[int, Sum] = {}
 
     def stop(self) -> None:
         """Let the readers find nothing more to do."""
         self._stopped.set()
 
-    def pieces(self, chunk: int) -> list[tuple[int, int]]:
-        """`(address, nbytes)` of the entries' bytes in a chunk, in order."""
+    def name(self, unit: Unit) -> str:
+        """A unit, for messages."""
+        origin = self._origins[unit.number]
+        return f"{origin.what}: {origin.lying(unit).what}"
+
+    def uses(self) -> dict[str, Use]:
+        """What each tier gave."""
+        return {tier: Use(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
+
+    def pieces(self, unit: Unit) -> list[tuple[int, int]]:
+        """`(address, nbytes)` of the entries' bytes in a unit, in order."""
         return [
             (self._targets[part.entry].address + part.inside, part.nbytes)
-            for part in self._windows.parts(chunk)
+            for part in self._windows.parts(unit.extents)
         ]
 
-    def read(self, chunk: int) -> int:
-        """Read one chunk into its targets; returns its size in bytes.
+    def read(self, unit: Unit) -> None:
+        """Read one unit into its targets.
+
+        One that differs is read once more: its bytes may have changed on their way here only.
 
         Raises:
-            DamageError: Its CRC-32 is not the one in the manifest, or the file ends within it.
-            StoreError: The store failed.
+            DamageError: Its CRC-32 is not the one that was written down for it, or the origin ends within it.
+            StoreError: Store or tier failed.
         """
-        total, nbytes = 0, 0
-        for run in self._windows.runs(chunk):
-            if self._stopped.is_set():
-                return 0
-            total = self._read_direct(run, total) if run.direct else self._read_gathered(run, total)
-            nbytes += run.nbytes
-        expected = self._manifest.chunk_crc32s[chunk]
-        if total != expected:
+        if unit.number in self._broken:
+            raise self._broken[unit.number]
+        origin = self._origins[unit.number]
+        lying = origin.lying(unit)
+        begun = time.monotonic()
+        parts = self._windows.parts(unit.extents)
+        begins = [part.offset for part in parts]
+        request_bytes = min(origin.request_bytes, self._window_bytes)
+        for _ in range(_READS_MAX):
+            sums: list[Sum] = []
+            of_parts: list[list[Sum]] = [[] for _ in parts]
+            for run in self._windows.runs(lying.extents, lying.offset, request_bytes, wanted=unit.extents):
+                if self._stopped.is_set():
+                    return
+                for part_begin, found in self._read(unit, origin, run, sums):
+                    of_parts[bisect.bisect_right(begins, part_begin) - 1].append(found)
+            summed = combine_all(sums)
+            if summed == lying.crc32:
+                break
+        else:
             raise DamageError(
-                f"{self._store.url}/{self._manifest.file}: chunk {chunk} ({nbytes} bytes from "
-                f"{chunk * self._manifest.chunk_bytes}): CRC-32 expected {expected:08x}, got {total:08x}"
+                f"{origin.what}: {lying.what}: CRC-32 expected {lying.crc32:08x}, got {summed:08x}"
             )
+        nbytes, end = sum(s.nbytes for s in sums), time.monotonic()
         with self._lock:
             self.bytes_read += nbytes
-        return nbytes
+            first, last, before = self._spans.get(origin.tier, (begun, end, 0))
+            self._spans[origin.tier] = (min(first, begun), max(last, end), before + nbytes)
+            for part, own in zip(parts, of_parts, strict=True):
+                self.sums[part.offset] = Sum(combine_all(own), part.nbytes)
 
-    def _read_direct(self, run: Run, crc: int) -> int:
-        (part,) = run.parts
-        view = self._targets[part.entry].memory[part.inside : part.inside + part.nbytes]
-        self._store.read_into(self._manifest.file, part.offset, view)
-        return crc32(view, crc)
+    def _read(self, unit: Unit, origin: Origin, run: Run, sums: list[Sum]) -> list[tuple[int, Sum]]:
+        """Read a run and put its parts in their places; returns the sum of each part with its place in the image.
 
-    def _read_gathered(self, run: Run, crc: int) -> int:
-        address, scratch = self._scratch()
-        view = scratch[: run.nbytes]
-        self._store.read_into(self._manifest.file, run.offset, view)
-        for part in run.parts:
+        All sums of its bytes go to `sums`, in order.
+        """
+        window = self._window()
+        view = window.memory[: run.nbytes]
+        try:
+            origin.read_into(run.offset, view)
+        except StoreError as error:
+            if unit.number != STORE:
+                self._broken[unit.number] = error
+            raise
+        reach(Point.RESTORE_READ)
+        found: list[tuple[int, Sum]] = []
+        position = 0
+        for begin, part in zip(run.begins, run.parts, strict=True):
+            if begin > position:
+                sums.append(_sum(view[position:begin]))
+            position = begin + part.nbytes
+            sums.append(_sum(view[begin:position]))
+            found.append((part.offset, sums[-1]))
             # memmove gives the GIL back, so other readers go on.
             ctypes.memmove(
-                self._targets[part.entry].address + part.inside,
-                address + part.offset - run.offset,
-                part.nbytes,
+                self._targets[part.entry].address + part.inside, window.address + begin, part.nbytes
             )
-        return crc32(view, crc)
+        if position < run.nbytes:
+            sums.append(_sum(view[position:]))
+        return found
 
-    def _scratch(self) -> Target:
-        """This thread's scratch memory: taken once, because first touch of fresh pages is slow."""
-        scratch: Target | None = getattr(self._local, "scratch", None)
-        if scratch is None:
-            nbytes = min(RUN_BYTES, self._manifest.chunk_bytes, self._manifest.image_bytes)
-            scratch = self._local.scratch = Target.of(
-                torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
-            )
-        return scratch
-
-
-def _share_of(manifest: Manifest, rank: int, ranks: int) -> range:
-    """The chunks that a rank reads."""
-    chunks = len(manifest.chunk_crc32s)
-    return range(rank * chunks // ranks, (rank + 1) * chunks // ranks)
+    def _window(self) -> _Window:
+        """This thread's window."""
+        window: _Window | None = getattr(self._local, "window", None)
+        if window is None:
+            window = self._local.window = _Window.of_size(self._window_bytes)
+        return window
 
 
-def check_received(
-    manifest: Manifest, targets: Mapping[int, Target], peers: Peers, *, threads: int
-) -> DamageError | None:
-    """Compare the CRC of each entry of which other ranks have sent something with the manifest's.
-
-    For when every rank has read its chunks without an error: else the fault lies there.
-    """
-    own = _share_of(manifest, peers.rank, peers.ranks)
-    begin, end = own.start * manifest.chunk_bytes, own.stop * manifest.chunk_bytes
-
-    def check(index: int) -> bool:
-        return crc32(targets[index].memory) == manifest.entries[index].crc32
-
-    received = [
-        index
-        for index in targets
-        if manifest.entries[index].nbytes
-        and (
-            manifest.entries[index].offset < begin
-            or manifest.entries[index].offset + manifest.entries[index].nbytes > end
-        )
-    ]
-    for index, result in zip(received, _start(check, received, threads, "check"), strict=True):
-        if not result.result():
-            entry = manifest.entries[index]
-            return DamageError(
-                f"{manifest.file}: entry {entry.name} ({entry.nbytes} bytes at {entry.offset}): its CRC-32 is not "
-                f"{entry.crc32:08x} after the exchange among the ranks, although every chunk was read whole"
-            )
-    return None
-
-
-def _start(work: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str) -> list[Future[_R]]:
-    """Run `work` on each item, in order, in `threads` threads.
-
-    Daemon threads, not a pool: the interpreter would wait at its end for a request that hangs.
-    """
-    pending: queue.SimpleQueue[tuple[_T, Future[_R]]] = queue.SimpleQueue()
-    futures: list[Future[_R]] = []
-    for item in items:
-        futures.append(Future())
-        pending.put((item, futures[-1]))
-
-    def serve() -> None:
-        while True:
-            try:
-                item, future = pending.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                future.set_result(work(item))
-            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
-                future.set_exception(error)
-
-    for number in range(min(threads, len(futures))):
-        threading.Thread(target=serve, name=f"holdfast-{name}-{number}", daemon=True).start()
-    return futures
+def _sum(view: memoryview) -> Sum:
+    return Sum(crc32(view), view.nbytes)

@@ -2,8 +2,8 @@
 
     plan, once per set of tensors                           capture, every save
     ──────────────────────────────────────────────────      ────────────────────────────────────────────
-    survey the tree: tensors, their storages, the part      survey again: do the tensors still fit?
-      of each storage that is used                          data.pkl anew (rank 0), padded to its reserve
+    survey the tree: tensors, their storages, the part      do the tensors still fit? recall the last capture, or
+      of each storage that is used                            survey again; data.pkl anew (rank 0), padded
     torch.save(skip_data) ─► literals and holes             PerRank blobs anew, padded to theirs
     read the zip's structure ─► Layout, CRC fields          where each storage lies now
     torch.load(weights_only) of it: would it be accepted?
@@ -30,6 +30,7 @@ from holdfast.layout import Entry, Extent, Layout, TensorInfo
 from trainer_side.image import Literals, SparseFile
 from trainer_side.per_rank import PerRank, encode, reserve_bytes
 from trainer_side.pickling import REFUSED, Pickling, blame, load_structure
+from trainer_side.recall import Recall
 from trainer_side.state import Ownership, classify
 from trainer_side.survey import Source, Survey, survey
 
@@ -98,7 +99,8 @@ class Structure:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A plan for all checkpoints with the same tensors. Made by `plan`; not changed, may be read from any thread.
+    """A plan for all checkpoints with the same tensors. Made by `plan`; not changed, may be read from any thread. What
+    `capture` has learnt is kept with it, for the training thread alone.
 
     Attributes:
         layout: The same on every rank.
@@ -116,7 +118,9 @@ class Skeleton:
     signature: tuple[Any, ...]
     structure: Structure
     _blobs: Mapping[str, list[torch.Tensor]]
+    _blob_entries: Mapping[str, list[int]]
     _accepted: set[Any]  # classes of values of which weights_only is known to read the pickle
+    _recalls: list[Recall]  # the newest, if any; the training thread's
 
     def write_literals(self, extent: Extent, out: memoryview) -> None:
         """Lay the literals of a part of the image into `out`; bytes of entries are left as they are."""
@@ -242,7 +246,15 @@ def plan(
         signature=found.signature,
         structure=structure,
         _blobs=blobs,
+        _blob_entries={
+            name: [
+                structure.storage_entries[found.numbers[tensor.untyped_storage()._cdata]]
+                for tensor in tensors
+            ]
+            for name, tensors in blobs.items()
+        },
         _accepted=job.kinds,
+        _recalls=[],
     )
 
 
@@ -265,31 +277,67 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton) -> Capture | None:
     if per_rank.keys() != blobs.keys():
         return None
     full = _expand(tree, blobs)
+    found = _recalled(full, skeleton) or _in_full(full, skeleton)
+    if found is None:
+        return None
+    sources, data_pkl = found
+    contents: dict[int, bytes] = {}
+    if data_pkl is not None:
+        contents[structure.pickle_entry] = data_pkl
+        contents[structure.serialization_id_entry] = structure.serialization_id
+    for name, entries in skeleton._blob_entries.items():
+        entry = entries[skeleton.rank]
+        reserve = skeleton.layout.entries[entry].nbytes
+        blob = encode(per_rank[name].snapshot(), name=name)
+        if len(blob) > reserve:
+            raise Outgrown(name, len(blob), reserve)
+        contents[entry] = blob.ljust(reserve, b"\0")
+    return Capture(sources, contents, skeleton.signature)
+
+
+_Found = tuple[list[Source | None], bytes | None]  # per entry its storage; data.pkl, padded (rank 0)
+
+
+def _recalled(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
+    """What `_in_full` would give, where only values have changed since it last gave something; else None."""
+    for recall in skeleton._recalls:
+        seen = recall.look(full)
+        if seen is None:
+            return None
+        sources = recall.sources(seen, len(skeleton.layout.entries))
+        if skeleton.rank != 0:
+            return sources, None
+        pickled = recall.pickle(full, seen)
+        reserve = skeleton.layout.entries[skeleton.structure.pickle_entry].nbytes
+        if pickled is not None and len(pickled[0]) <= reserve and pickled[1] <= skeleton._accepted:
+            return sources, pickled[0].ljust(reserve, b"\0")
+    return None
+
+
+def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
+    """Survey and pickle; None if the tensors are not those of the plan."""
+    structure = skeleton.structure
+    skeleton._recalls.clear()
     found = survey(full)
     if found.signature != skeleton.signature:
         return None
-    contents: dict[int, bytes] = {}
+    blob_entries = {entry for entries in skeleton._blob_entries.values() for entry in entries}
     sources: list[Source | None] = [None] * len(skeleton.layout.entries)
     for number, part in enumerate(found.parts):
-        sources[structure.storage_entries[number]] = part.source(structure.storage_entries[number])
-    if skeleton.rank == 0:
-        contents[structure.pickle_entry] = _data_pkl(full, found, skeleton)
-        contents[structure.serialization_id_entry] = structure.serialization_id
-    for name, tensors in blobs.items():
-        for rank, tensor in enumerate(tensors):
-            number = found.numbers[tensor.untyped_storage()._cdata]
-            entry = structure.storage_entries[number]
-            sources[entry] = None
-            if rank == skeleton.rank:
-                blob = encode(per_rank[name].snapshot(), name=name)
-                if len(blob) > tensor.nbytes:
-                    raise Outgrown(name, len(blob), tensor.nbytes)
-                contents[entry] = blob.ljust(tensor.nbytes, b"\0")
-    return Capture(sources, contents, found.signature)
+        entry = structure.storage_entries[number]
+        if entry not in blob_entries:
+            sources[entry] = part.source(entry)
+    pickled = _pickled(full, found, skeleton) if skeleton.rank == 0 else None
+    recall = Recall.of(full, found, structure.storage_entries, leave_out=blob_entries, pickled=pickled)
+    if recall is not None:
+        skeleton._recalls.append(recall)
+    if pickled is None:
+        return sources, None
+    return sources, pickled[1].ljust(skeleton.layout.entries[structure.pickle_entry].nbytes, b"\0")
 
 
-def _data_pkl(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> bytes:
-    """data.pkl of this save, padded."""
+def _pickled(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> tuple[Pickling, bytes]:
+    """The pickle of this save, of which it is known that torch.load takes it."""
     job = Pickling(found)
     entry = skeleton.layout.entries[skeleton.structure.pickle_entry]
     try:
@@ -298,16 +346,15 @@ def _data_pkl(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> byt
         raise blame(full, found, error) from error
     if len(pickled) > entry.nbytes:
         raise Outgrown("", len(pickled), entry.nbytes)
-    padded = pickled.ljust(entry.nbytes, b"\0")
     if not job.kinds <= skeleton._accepted:
         # A class of values that was not in the state when it was planned: see again whether it can be loaded.
         file = SparseFile.of(skeleton.literals, skeleton.layout.image_bytes)
         try:
-            load_structure(file.overlaid(entry.offset, padded))
+            load_structure(file.overlaid(entry.offset, pickled.ljust(entry.nbytes, b"\0")))
         except REFUSED as error:
             raise blame(full, found, error) from error
         skeleton._accepted.update(job.kinds)
-    return padded
+    return job, pickled
 
 
 # -- PerRank values ----------------------------------------------------------------------------------------------

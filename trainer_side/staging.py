@@ -1,70 +1,72 @@
-"""The staging buffer: this rank's bytes of one checkpoint, back to back, on their way from the tensors to the wire.
+"""A staging area: this rank's bytes of one checkpoint, frame by frame, on their way from the tensors to the wire.
 
-    layout.sends(rank):   chunk 0: ─piece─ ─piece─   chunk 1: ─────piece─────   …
-    staging buffer:       │ piece │ piece │ piece        │ …       (in that order, nothing between)
-                          └ frame 0 ──────┘└ frame 1 ────┘
+    copy_now    training thread, in `save()`: what anything may change: data.pkl, buffers, `PerRank` values
+    copy_gated  copy thread, behind the gate: what only the optimizer changes, batch by batch
+    is_ready    the sender: a frame may go as soon as all its pieces are there
 
-Allocated and touched once per layout: the first touch of fresh pages costs far more than the copy itself. Literals
-are laid down once, too; each save then copies
-    1. at once, in `save()`: what anything may change: data.pkl, buffers, `PerRank` values  (`copy_now`)
-    2. behind the gate, in the copy thread: what only the optimizer changes                 (`copy_gated`)
-and moves the watermark `ready_bytes`, up to which the sender may read.
+Allocated and touched once per layout: the first touch of fresh pages costs far more than the copy itself. Literals are
+laid down once, too. Each frame begins on a page, and is padded with zeros to the next one: so O_DIRECT takes it. Where
+each piece goes is in `trainer_side/copy_plan.py`; how it gets there in `trainer_side/copy_engine.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from holdfast.layout import Layout
+from holdfast.faultpoint import Point, reach
+from holdfast.slices import FRAME_ALIGNMENT_BYTES, frames_of
+from trainer_side.copy_engine import CopyEngine, Move
+from trainer_side.copy_plan import Batch, Piece, Route, SlicePlan, batches
+from trainer_side.huge import huge_buffer
 from trainer_side.skeleton import Skeleton, Source
+from trainer_side.slot_memory import in_slot
 
 __all__ = ["Staging"]
 
 
-class _Copy(NamedTuple):
-    """Copy `nbytes` of the entry's bytes, from `entry_offset` on, to `offset` of the staging buffer."""
-
-    offset: int
-    entry: int
-    entry_offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class _Plan:
-    now: tuple[_Copy, ...]
-    gated: tuple[_Copy, ...]
-    nbytes: int
-
-
 class Staging:
-    """One rank's staging buffer for one layout. One checkpoint at a time is in it.
+    """One staging area of one rank for one layout. One checkpoint at a time is in it.
 
-    `copy_now` belongs to the training thread, `copy_gated` to the copy thread, `view` and `ready_bytes` to any.
+    `copy_now` belongs to the training thread, `copy_gated` to the copy thread, `view` and `is_ready` to any.
 
     Args:
         skeleton: The skeleton whose layout this is.
-        rank: This rank.
-        gated: Per entry, whether it is copied behind the gate.
+        plan: This rank's slice of it.
+        engine: Does the copies; all areas of a rank share one.
         pinned: Page-locked memory, for copies from a CUDA device that do not stop the CPU.
+        slot: Memory of a local tier that is to be the area itself (strategy D); None: it takes its own.
+        move: How bytes are best put into that; as `ctypes.memmove`.
     """
 
-    def __init__(self, skeleton: Skeleton, rank: int, gated: Sequence[bool], *, pinned: bool) -> None:
-        self._plan = _plan(skeleton.layout, rank, gated)
-        self._buffer = torch.empty(max(1, self._plan.nbytes), dtype=torch.uint8, pin_memory=pinned)
-        self._buffer.zero_()
-        self._memory = self._buffer.numpy().data
-        self._address = self._buffer.data_ptr()
-        self._ready_bytes = 0
-        offset = 0
-        for _, extents in skeleton.layout.sends(rank):
-            for extent in extents:
-                skeleton.write_literals(extent, self._memory[offset : offset + extent.nbytes])
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        plan: SlicePlan,
+        engine: CopyEngine,
+        *,
+        pinned: bool,
+        slot: memoryview | None = None,
+        move: Move = ctypes.memmove,
+    ) -> None:
+        self._plan, self._engine, self._move = plan, engine, move
+        nbytes = max(1, plan.area_bytes)
+        if slot is not None:
+            self.memory = in_slot(slot, pinned=pinned)
+            assert self.memory.numel() >= plan.area_bytes
+        else:
+            self.memory = _pinned(nbytes) if pinned else huge_buffer(nbytes)
+        self._view = self.memory.numpy().data
+        self._frame_at = {offset: frame for frame, offset in enumerate(plan.frames)}
+        # Per frame; nothing is ready before the first checkpoint.
+        self._copies_left = [1] * len(plan.frames)
+        self._landing: Callable[[], None] | None = None
+        for frame in frames_of(skeleton.layout, skeleton.rank):
+            offset = frame.offset
+            for extent in frame.extents:
+                skeleton.write_literals(extent, self._view[offset : offset + extent.nbytes])
                 offset += extent.nbytes
 
     @property
@@ -72,110 +74,108 @@ class Staging:
         """All bytes that this rank sends for one checkpoint."""
         return self._plan.nbytes
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """Part of the buffer; only bytes below `ready_bytes` mean anything."""
-        return self._memory[offset : offset + nbytes]
+    @property
+    def area_bytes(self) -> int:
+        """Memory that it takes."""
+        return self._plan.area_bytes
 
-    def ready_bytes(self) -> int:
-        """How many bytes from the front are those of the checkpoint now in the buffer."""
-        return self._ready_bytes
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Part of the area; it means something once its frame is ready."""
+        return self._view[offset : offset + nbytes]
+
+    def is_ready(self, offset: int) -> bool:
+        """Whether the frame that begins at `offset` holds the checkpoint that is now in the area."""
+        return self._copies_left[self._frame_at[offset]] == 0
 
     def copy_now(self, sources: Sequence[Source | None], contents: Mapping[int, bytes | memoryview]) -> None:
-        """Take what must be captured before `save()` returns. Training thread; the buffer must be released.
+        """Take what must be captured before `save()` returns. Training thread; the area must be released.
+
+        What lies on a device is captured in the order of the current stream, and arrives later: no update that is
+        queued after this call comes before it, and nothing is waited for here.
 
         Args:
             sources: Per entry its storage; None where `contents` has the bytes.
             contents: Entries whose bytes are made, not copied from a tensor (data.pkl, `PerRank` values).
         """
-        self._ready_bytes = 0
-        synchronize = False
-        for copy in self._plan.now:
-            content = contents.get(copy.entry)
-            source = sources[copy.entry]
+        # One more than there are: no frame is given away before all of what is captured at once is here.
+        left = [1] * len(self._plan.frames)
+        for piece in self._plan.gated:
+            left[piece.frame] += 1
+        self._copies_left = left
+        host: list[Piece] = []
+        device: list[Piece] = []
+        for piece in self._plan.now:
+            content = contents.get(piece.entry)
+            source = sources[piece.entry]
             if content is not None:
-                self._memory[copy.offset : copy.offset + copy.nbytes] = memoryview(content)[
-                    copy.entry_offset : copy.entry_offset + copy.nbytes
+                self._view[piece.offset : piece.offset + piece.nbytes] = memoryview(content)[
+                    piece.entry_offset : piece.entry_offset + piece.nbytes
                 ]
             elif source is not None:
-                synchronize |= self._copy(copy, source)
-        if synchronize:
-            torch.cuda.current_stream().synchronize()
-        self._ready_bytes = self._plan.gated[0].offset if self._plan.gated else 0
+                (host if source.device.type == "cpu" else device).append(piece)
+        for batch in batches(host, sources):
+            self._engine.copy_host(batch, self.memory, self._move)
+        self._landing = self._engine.capture(batches(device, sources), sources, self.memory)
 
     def copy_gated(
         self,
         sources: Sequence[Source | None],
+        route: Route,
         *,
         after: torch.cuda.Event | None,
         cancelled: Callable[[], bool],
+        passed: Callable[[Collection[int]], None],
         copied: Callable[[], None],
     ) -> None:
-        """Copy what only the optimizer changes, in image order, moving the watermark. Copy thread only.
+        """Copy what only the optimizer changes, in the order of the route. Copy thread only.
 
         Args:
             sources: Per entry its storage.
-            after: Recorded on the compute stream at `save()`; the copy waits for it on a stream of its own.
-            cancelled: Asked before each copy; when it says True the rest is left out.
-            copied: Called when the tensors are no longer read, before the last byte is given to the sender.
+            route: The way through them.
+            after: Recorded on the compute stream at `save()`; what lies on a device is copied after it.
+            cancelled: Asked between batches; when it says True the rest is left out.
+            passed: Told the addresses of the storages that are no longer read.
+            copied: Called when nothing is read any more, before the last frame is given to the sender.
         """
-        gated = self._plan.gated
-        ends = [copy.offset for copy in gated[1:]] + [self._plan.nbytes]
-        if after is None:
-            for copy, end in zip(gated, ends, strict=False):
-                if cancelled():
-                    break
-                source = sources[copy.entry]
-                assert source is not None
-                self._copy(copy, source)
-                if end < self._plan.nbytes:
-                    self._ready_bytes = end
-        else:
-            self._copy_gated_cuda(sources, after, ends)
-        copied()
-        if not cancelled():
-            self._ready_bytes = self._plan.nbytes
+        unread = len(route.host) + len(route.device)
 
-    def _copy_gated_cuda(
-        self, sources: Sequence[Source | None], after: torch.cuda.Event, ends: Sequence[int]
-    ) -> None:
-        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_event(after)
-        queued: list[torch.cuda.Event] = []
-        with torch.cuda.stream(stream):
-            for copy in self._plan.gated:
-                source = sources[copy.entry]
-                assert source is not None
-                self._copy(copy, source)
-                queued.append(stream.record_event())
-        # All copies are queued; only now wait, so that the device is never idle between two of them.
-        for event, end in zip(queued, ends, strict=False):
-            event.synchronize()
-            if end < self._plan.nbytes:
-                self._ready_bytes = end
+        def read(batch: Batch) -> None:
+            nonlocal unread
+            for _ in batch.pieces:
+                reach(Point.TENSOR_COPIED)
+            passed(batch.read)
+            unread -= 1
+            if not unread:
+                copied()
 
-    def _copy(self, copy: _Copy, source: Source) -> bool:
-        """Copy one run of bytes; True if the copy is only queued on the current CUDA stream."""
-        if source.device.type == "cpu":
-            # memmove, not Tensor.copy_: it gives the GIL back and does not call up torch's thread pool.
-            ctypes.memmove(self._address + copy.offset, source.data_ptr + copy.entry_offset, copy.nbytes)
-            return False
-        part = source.bytes()[copy.entry_offset : copy.entry_offset + copy.nbytes]
-        self._buffer[copy.offset : copy.offset + copy.nbytes].copy_(part, non_blocking=True)
-        return True
+        def arrived(batch: Batch) -> None:
+            # An update that did not wait comes after `cancelled`: what is here before is of the checkpoint.
+            if not cancelled():
+                for frame, count in batch.frames.items():
+                    self._copies_left[frame] -= count
+
+        self._land()
+        self._engine.copy(route, sources, self.memory, after, cancelled, read, arrived, move=self._move)
+        if unread or not (route.host or route.device):
+            copied()
+        if not self._plan.gated and not cancelled():
+            self._copies_left = [0] * len(self._copies_left)
+
+    def _land(self) -> None:
+        """What `copy_now` has captured is here, all of it: frames count from now on."""
+        if self._landing is not None:
+            self._landing()
+            self._landing = None
+        if self._plan.gated:
+            for frame in range(len(self._copies_left)):
+                self._copies_left[frame] -= 1
 
 
-def _plan(layout: Layout, rank: int, gated: Sequence[bool]) -> _Plan:
-    now: list[_Copy] = []
-    behind: list[_Copy] = []
-    offset = 0
-    for chunk, extents in layout.sends(rank):
-        for segment in layout.segments(chunk):
-            if layout.sender(chunk, segment) != rank:
-                continue
-            if segment.entry is not None and segment.nbytes:
-                start = layout.entries[segment.entry].offset
-                copy = _Copy(offset, segment.entry, segment.offset - start, segment.nbytes)
-                (behind if gated[segment.entry] else now).append(copy)
-            offset += segment.nbytes
-        assert sum(extent.nbytes for extent in extents) > 0
-    return _Plan(tuple(now), tuple(behind), offset)
+def _pinned(nbytes: int) -> torch.Tensor:
+    """Page-locked memory that begins on a page: CUDA's does, but not every way in which torch may take it."""
+    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if memory.data_ptr() % FRAME_ALIGNMENT_BYTES:
+        memory = torch.empty(nbytes + FRAME_ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
+        begin = -memory.data_ptr() % FRAME_ALIGNMENT_BYTES
+        memory = memory[begin : begin + nbytes]
+    return memory.zero_()

@@ -25,6 +25,8 @@ from trainer_side.per_rank import PerRank
 
 __all__ = ["Named", "Ownership", "children", "classify", "collect", "refusal", "tensor_paths"]
 
+_DEPTH_MAX = 1000  # pickle itself goes no deeper; paths of endless depth would take memory without end
+
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
@@ -68,7 +70,7 @@ def tensor_paths(tree: Any) -> list[Named]:
     The same tensor at two places is listed twice; a container at two places once.
 
     Raises:
-        StateError: The tree holds a bare storage, or a `PerRank` below the top level.
+        StateError: The tree holds a bare storage, or a `PerRank` below the top level, or is nested too deep.
     """
     found: list[Named] = []
     seen: set[int] = {id(tree)}
@@ -89,6 +91,10 @@ def tensor_paths(tree: Any) -> list[Named]:
                 )
             elif isinstance(value, dict | list | tuple) and id(value) not in seen:
                 seen.add(id(value))
+                if len(pending) >= _DEPTH_MAX:
+                    raise StateError(
+                        f"{path[:80]}… is nested deeper than {_DEPTH_MAX} levels; flatten this part of the state"
+                    )
                 pending.append((f"{path}/", children(value)))
                 break  # depth first; the siblings go on where they are
         else:

@@ -1,13 +1,13 @@
-"""The tree of a portable file, with tensors that are allocated but not yet read.
+"""The tree of an image, with tensors that are allocated but not yet read.
 
     file    │ data.pkl, small entries │ storages …………………………………………… │ serialization id, directory │
               head ───────┐                                             tail ───────┐
                           └► rank 0 reads both, broadcasts ► each rank: torch.load under skip_data ► tree
                                                                        storages, in the order of the pickle ► entries
 
-Only head and tail are read for this; the bytes between are read by `trainer_side/reading.py`, straight to where they
-belong. That is the tensors of the tree, or better, those of the live objects (`Structure.adopt`): then loading them
-copies nothing.
+Only head and tail are read for this (of slices in local tiers: by `trainer_side/rounds.py`, checked before they are
+parsed); the bytes between are read by `trainer_side/reading.py`, straight to where they belong. That is the tensors of
+the tree, or better, those of the live objects (`Structure.adopt`): then loading them copies nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
+import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -23,18 +24,36 @@ import torch
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, HoldfastError, StateError
-from holdfast.manifest import EntryRecord, Manifest
+from holdfast.manifest import Manifest
 from holdfast.storage.base import Store
 from holdfast.storage.ranged import RangedFile
+from trainer_side.described import Described, ends_of, is_storage
+from trainer_side.nesting import refuse_deep_tuples
 from trainer_side.state import Named, refusal, tensor_paths
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["Structure", "once", "read_structure_bytes"]
+__all__ = ["Structure", "check_structure_chunks", "once", "read_structure_bytes"]
 
-# A zip reader looks for the end of the directory in this many bytes at the end of the file.
-_TAIL_BYTES = 4096
+# What a zip file begins with. Anything else torch takes for one of its older formats, which are not ours.
+_ZIP_MAGIC = b"PK\x03\x04"
+_SCRATCH_BYTES = 1024 * 1024
+# What torch's reader and unpickler raise on bytes from outside, beside their own UnpicklingError.
+_NOT_READABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 
 _Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 
@@ -46,7 +65,7 @@ def read_structure_bytes(store: Store, manifest: Manifest) -> bytes:
         DamageError: The file is short, or its pickle is not what was written.
         StoreError: The store failed.
     """
-    head_bytes, tail_offset = _bounds(manifest)
+    head_bytes, tail_offset = ends_of(manifest)
     data = bytearray(head_bytes + manifest.image_bytes - tail_offset)
     view = memoryview(data)
     store.read_into(manifest.file, 0, view[:head_bytes])
@@ -62,49 +81,76 @@ def read_structure_bytes(store: Store, manifest: Manifest) -> bytes:
     return bytes(data)
 
 
+def check_structure_chunks(store: Store, manifest: Manifest) -> None:
+    """Read the chunks that head and tail lie in, whole, and compare their CRCs.
+
+    For when a structure does not fit: it was parsed before any chunk was checked, and only if its bytes are those that
+    were written is it the state that is wrong, and not the file.
+
+    Raises:
+        DamageError: One of them is not as it was written.
+        StoreError: The store failed.
+    """
+    head_bytes, tail_offset = ends_of(manifest)
+    chunk_bytes, chunks = manifest.chunk_bytes, len(manifest.chunk_crc32s)
+    head = range(min(chunks, -(-head_bytes // chunk_bytes)))
+    scratch = memoryview(bytearray(min(_SCRATCH_BYTES, manifest.image_bytes)))
+    for chunk in sorted({*head, *range(tail_offset // chunk_bytes, chunks)}):
+        offset, found = chunk * chunk_bytes, 0
+        end = min(offset + chunk_bytes, manifest.image_bytes)
+        while offset < end:
+            view = scratch[: min(len(scratch), end - offset)]
+            store.read_into(manifest.file, offset, view)
+            found = crc32(view, found)
+            offset += len(view)
+        expected = manifest.chunk_crc32s[chunk]
+        if found != expected:
+            raise DamageError(
+                f"{store.url}/{manifest.file}: chunk {chunk} (from {chunk * chunk_bytes}), which holds structure: "
+                f"CRC-32 expected {expected:08x}, got {found:08x}"
+            )
+
+
 class Structure:
     """The tree, and which storage belongs to which entry.
 
     Args:
-        store: Asked only for bytes that are in neither head nor tail.
-        manifest: The file's manifest.
-        data: What `read_structure_bytes` gave.
+        file: Name of the file, for messages.
+        image: Its manifest or its layout.
+        data: Head and tail, back to back.
+        store: Asked for bytes that are in neither; None where there is no portable file.
 
     Raises:
         DamageError: Not a file that torch reads, or it contradicts its manifest.
         StateError: It is whole, but holds what `torch.load(weights_only=True)` does not allow.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, data: bytes) -> None:
-        self._what = f"{store.url}/{manifest.file}"
-        self._manifest = manifest
+    def __init__(self, file: str, image: Described, data: bytes, store: Store | None = None) -> None:
+        self._what = file if store is None else f"{store.url}/{file}"
+        self._image = image
         created: list[torch.UntypedStorage] = []
 
         def note(storage: Any, _location: str) -> Any:
             created.append(storage)
             return storage
 
-        file = _StructureFile(store, manifest, data)
+        if data[: len(_ZIP_MAGIC)] != _ZIP_MAGIC:
+            raise DamageError(
+                f"{self._what}: not a zip file: begins with {data[: len(_ZIP_MAGIC)]!r}, expected {_ZIP_MAGIC!r}"
+            )
+        stream = _StructureFile(file, image, data, store)
         try:
+            refuse_deep_tuples(cast(IO[bytes], stream), self._what)
             with torch.serialization.skip_data():
-                self.tree: Any = torch.load(cast(IO[bytes], file), map_location=note, weights_only=True)
+                self.tree: Any = torch.load(cast(IO[bytes], stream), map_location=note, weights_only=True)
         except pickle.UnpicklingError as error:
             raise StateError(
                 f"{self._what}: torch.load(weights_only=True) does not take what is in it, though the "
                 f"bytes are those that were written; allow the types with torch.serialization.add_safe_globals: {error}"
             ) from error
-        except (
-            RuntimeError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            AssertionError,
-            EOFError,
-            OSError,
-        ) as error:
-            if file.failure is not None:
-                raise file.failure from error
+        except _NOT_READABLE as error:
+            if stream.failure is not None:
+                raise stream.failure from error
             raise DamageError(f"{self._what}: not a file that torch reads: {error}") from error
         self.storages = self._assign(created)
         self._check_paths()
@@ -158,15 +204,15 @@ class Structure:
         filled = [storage for storage in created if storage.nbytes()]
         numbered = sorted(
             (int(entry.name.rpartition("/")[2]), index)
-            for index, entry in enumerate(self._manifest.entries)
-            if _is_storage(entry) and entry.nbytes
+            for index, entry in enumerate(self._image.entries)
+            if is_storage(entry) and entry.nbytes
         )
         if len(numbered) != len(filled):
             raise DamageError(
                 f"{self._what}: {len(filled)} storages in the file, {len(numbered)} in its manifest"
             )
         for (_, index), storage in zip(numbered, filled, strict=True):
-            entry = self._manifest.entries[index]
+            entry = self._image.entries[index]
             if entry.nbytes != storage.nbytes():
                 raise DamageError(
                     f"{self._what}: {entry.name}: {storage.nbytes()} bytes in the file, {entry.nbytes} in its manifest"
@@ -177,7 +223,7 @@ class Structure:
         """See that each tensor lies in the entry that the manifest names: the order above is torch's, not a promise."""
         entry_of = {storage.data_ptr(): index for index, storage in self.storages.items()}
         stated: dict[str, set[int]] = {}
-        for record in self._manifest.tensors:
+        for record in self._image.tensors:
             stated.setdefault(record.path, set()).add(record.entry)
         for path, tensor in self.tensors:
             if (
@@ -188,9 +234,21 @@ class Structure:
                 continue
             found = entry_of.get(tensor.untyped_storage().data_ptr())
             if found not in stated[path]:
-                names = sorted(self._manifest.entries[index].name for index in stated[path])
-                got = "no entry" if found is None else self._manifest.entries[found].name
+                names = sorted(self._image.entries[index].name for index in stated[path])
+                got = "no entry" if found is None else self._image.entries[found].name
                 raise DamageError(f"{self._what}: {path} lies in {got}, the manifest says {', '.join(names)}")
+
+
+class _Nowhere:
+    """What stands between head and tail where there is no portable file."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def read_into(self, _name: str, offset: int, buffer: memoryview) -> None:
+        raise DamageError(
+            f"{self._what}: torch asks for {buffer.nbytes} bytes at {offset}, where only tensors lie"
+        )
 
 
 class _StructureFile(RangedFile):
@@ -200,11 +258,11 @@ class _StructureFile(RangedFile):
         failure: What the store raised: torch's reader makes other errors of it.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, data: bytes) -> None:
-        super().__init__(store, manifest.file, manifest.image_bytes)
+    def __init__(self, file: str, image: Described, data: bytes, store: Store | None) -> None:
+        super().__init__(cast(Store, _Nowhere(file)) if store is None else store, file, image.image_bytes)
         self._data = memoryview(data)
-        self._head_bytes, self._tail_offset = _bounds(manifest)
-        self._end = manifest.image_bytes
+        self._head_bytes, self._tail_offset = ends_of(image)
+        self._end = image.image_bytes
         self.failure: HoldfastError | None = None
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
@@ -226,23 +284,6 @@ class _StructureFile(RangedFile):
         view[: end - begin] = self._data[begin + shift : end + shift]
         self.seek(end - begin, io.SEEK_CUR)
         return end - begin
-
-
-def _is_storage(entry: EntryRecord) -> bool:
-    folder, _, key = entry.name.rpartition("/")
-    return folder.endswith("/data") and key.isascii() and key.isdecimal()
-
-
-def _bounds(manifest: Manifest) -> tuple[int, int]:
-    """Where the head ends and the tail begins."""
-    storages = [entry for entry in manifest.entries if _is_storage(entry) and entry.nbytes]
-    if not storages:
-        return manifest.image_bytes, manifest.image_bytes
-    head_bytes = min(entry.offset for entry in storages)
-    tail_offset = min(
-        max(entry.offset + entry.nbytes for entry in storages), manifest.image_bytes - _TAIL_BYTES
-    )
-    return head_bytes, max(head_bytes, tail_offset)
 
 
 def once(paths: Iterable[str]) -> set[str]:

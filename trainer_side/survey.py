@@ -21,8 +21,7 @@ from trainer_side.state import Named, refusal, tensor_paths
 __all__ = ["Part", "Slot", "Source", "Survey", "survey"]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """The used part of one storage, where it lies now.
 
     Attributes:

@@ -35,14 +35,14 @@ class TransferState(Enum):
 
 
 class SliceSource(Protocol):
-    """Where the link reads this rank's bytes: its pieces back to back, in the order of `layout.sends(rank)`."""
+    """Where this rank's bytes are read: each of `frames_of(layout, rank)` at its offset, in one piece."""
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the buffer; read by the link's thread until the transfer is released."""
         ...
 
-    def ready_bytes(self) -> int:
-        """How many bytes from the front are in place; only grows. Called from the link's thread."""
+    def is_ready(self, offset: int) -> bool:
+        """Whether all bytes of the frame that begins at `offset` are in place. Called from the link's thread."""
         ...
 
 
@@ -54,7 +54,9 @@ class Transfer:
         step: Its step.
         record: Times and bytes; all `*_seconds` of phases count from the save.
         state: How far it is.
-        reason: Why it was declined or failed.
+        reason: Why it was declined or failed. `code`: that of the stager's error, if it gave one.
+        fingerprints: Of this rank's replicas, as DONE carries them; there before the last byte is ready.
+        frames: How many frames this rank sends. `frames_left`: how many of them it has not sent.
         released: Set when the source's memory is no longer read.
         settled: Set when it is staged, declined or failed.
         ended: Set when it is durable, declined or failed.
@@ -64,15 +66,28 @@ class Transfer:
     record: dict[str, Any]
     state: TransferState = TransferState.OFFERED
     reason: str = ""
+    code: str = ""
+    fingerprints: str = ""
+    frames: int = 0
+    frames_left: int = 0
     released: threading.Event = field(default_factory=threading.Event)
     settled: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
-    def reach(self, state: TransferState, reason: str = "") -> None:
+    @classmethod
+    def none(cls, step: int, record: dict[str, Any], reason: str = "", code: str = "") -> Transfer:
+        """Of a step that the stager does not get: it is at its end."""
+        transfer = cls(step, record, TransferState.DECLINED, reason, code)
+        for event in (transfer.released, transfer.settled, transfer.ended):
+            event.set()
+        return transfer
+
+    def reach(self, state: TransferState, reason: str = "", code: str = "") -> None:
         """Note that it is in `state` now. The link's thread (or whoever made it, before it was handed over)."""
         if self.state.final:
             return
-        self.state, self.reason = state, reason
+        self.reason, self.code = reason, code
+        self.state = state
         saved_at_unix = self.record.get("saved_at_unix")
         if isinstance(saved_at_unix, (int, float)):
             self.record[f"{state.value}_seconds"] = max(0.0, time.time() - saved_at_unix)

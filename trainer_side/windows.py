@@ -1,30 +1,29 @@
-"""What lies in each chunk of a file, and with which requests it is read.
+"""What lies in each chunk of an image, and with which requests it is read.
 
     file     │ header │ storage 0 …………………………………… │ descriptor │ header │ storage 1 │ … │ directory │
     chunks   │          0          │          1          │            2            │ …
-    runs     │lit│ direct          │ direct        │ gathered: literals and small parts, one request
+    runs     │          0          │          1          │            2            │ …   one request each
 
-A run is one request. A part of an entry that fills half a chunk or more is a run of its own, which may go straight to
-its memory; all between such parts is gathered into one: a copy in memory is cheaper than a request to a store.
+A run is one request, of a size that the store names, whatever lies in it. It begins where a page begins, so that it
+can go past the page cache: no tensor lies like this in a file. So a run is read into a window of page-aligned memory,
+and its parts are copied from there. In a slice of a local tier the image's extents lie back to back; a run of it holds
+what it holds of each of them.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from holdfast.manifest import Manifest
+from holdfast.layout import Extent
+from trainer_side.described import Mapped
 
-__all__ = ["RUN_BYTES", "Part", "Run", "Windows"]
-
-RUN_BYTES = (
-    16 * 1024 * 1024
-)  # a gathered run at most, however large the chunks are: a reader's scratch memory
+__all__ = ["Part", "Run", "Windows"]
 
 
 class Part(NamedTuple):
-    """A part of one entry: `nbytes` from `offset` of the file on, which is `inside` bytes into the entry."""
+    """A part of one entry: `nbytes` from `offset` of the image on, which is `inside` bytes into the entry."""
 
     offset: int
     nbytes: int
@@ -33,45 +32,91 @@ class Part(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Offset in the file of the first byte after it."""
+        """Offset in the image of the first byte after it."""
         return self.offset + self.nbytes
 
 
 class Run(NamedTuple):
-    """One request to the store. `direct`: it is exactly its one part."""
+    """One request: `nbytes` from `offset` of the source on, and the parts of entries that lie in it, in order.
+
+    `begins` has for each part where it begins in what was read.
+    """
 
     offset: int
     nbytes: int
-    direct: bool
     parts: tuple[Part, ...]
+    begins: tuple[int, ...]
 
 
 class Windows:
-    """The chunks of one file. Immutable; any thread.
+    """The chunks of one image. Immutable; any thread.
 
     Args:
-        manifest: The file's manifest.
+        image: Where everything lies.
         entries: Indices of the entries that matter; all else counts as literals.
     """
 
-    def __init__(self, manifest: Manifest, entries: Collection[int]) -> None:
-        self._manifest = manifest
+    def __init__(self, image: Mapped, entries: Collection[int]) -> None:
+        self._image = image
         self._order = sorted(
-            (index for index in entries if manifest.entries[index].nbytes),
-            key=lambda index: manifest.entries[index].offset,
+            (index for index in entries if image.entries[index].nbytes),
+            key=lambda index: image.entries[index].offset,
         )
-        self._ends = [
-            manifest.entries[index].offset + manifest.entries[index].nbytes for index in self._order
-        ]
-        self._direct_bytes = max(1, manifest.chunk_bytes // 2)
+        self._ends = [image.entries[index].offset + image.entries[index].nbytes for index in self._order]
 
-    def parts(self, chunk: int) -> list[Part]:
-        """The parts of entries in a chunk, in order."""
-        begin, end = self._bounds(chunk)
+    def chunk(self, chunk: int) -> Extent:
+        """Where a chunk lies."""
+        begin = chunk * self._image.chunk_bytes
+        return Extent(begin, min(self._image.chunk_bytes, self._image.image_bytes - begin))
+
+    def parts(self, extents: Sequence[Extent]) -> list[Part]:
+        """The parts of entries in these extents of the image, in order."""
+        return [part for extent in extents for part in self._between(extent.offset, extent.end)]
+
+    def runs(
+        self,
+        lying: Sequence[Extent],
+        offset: int,
+        run_bytes: int,
+        *,
+        wanted: Sequence[Extent] | None = None,
+    ) -> Iterator[Run]:
+        """The requests of at most `run_bytes` that read extents of the image: in order, without gaps.
+
+        Args:
+            lying: The extents, ascending; they lie back to back in the source.
+            offset: Where in the source.
+            run_bytes: Most bytes of one request.
+            wanted: Of these extents only the parts of entries are given; of all by default.
+        """
+        end = offset + sum(extent.nbytes for extent in lying)
+        pieces = [
+            (before + part.offset - extent.offset, part)
+            for before, extent in _positions(lying)
+            for wish in ((extent,) if wanted is None else _overlaps(extent, wanted))
+            for part in self._between(wish.offset, wish.end)
+        ]
+        first = 0
+        for begin in range(offset, end, run_bytes):
+            stop = min(end, begin + run_bytes)
+            low, high = begin - offset, stop - offset
+            parts, begins = [], []
+            while first < len(pieces) and pieces[first][0] < high:
+                position, part = pieces[first]
+                skipped = max(0, low - position)
+                nbytes = min(position + part.nbytes, high) - position - skipped
+                parts.append(Part(part.offset + skipped, nbytes, part.entry, part.inside + skipped))
+                begins.append(position + skipped - low)
+                if position + part.nbytes > high:
+                    break
+                first += 1
+            yield Run(begin, stop - begin, tuple(parts), tuple(begins))
+
+    def _between(self, begin: int, end: int) -> list[Part]:
         found = []
         for position in range(bisect.bisect_right(self._ends, begin), len(self._order)):
             index = self._order[position]
-            entry = self._manifest.entries[index]
+            entry = self._image.entries[index]
             if entry.offset >= end:
                 break
             offset = max(begin, entry.offset)
@@ -79,35 +124,17 @@ class Windows:
             found.append(Part(offset, stop - offset, index, offset - entry.offset))
         return found
 
-    def runs(self, chunk: int) -> list[Run]:
-        """The requests that read a chunk: in order, without gaps."""
-        position, end = self._bounds(chunk)
-        runs: list[Run] = []
-        small: list[Part] = []
-        for part in self.parts(chunk):
-            if part.nbytes >= self._direct_bytes:
-                runs += _gathered(position, part.offset, small)
-                runs.append(Run(part.offset, part.nbytes, True, (part,)))
-                small, position = [], part.end
-            else:
-                small.append(part)
-        return runs + _gathered(position, end, small)
 
-    def _bounds(self, chunk: int) -> tuple[int, int]:
-        begin = chunk * self._manifest.chunk_bytes
-        return begin, min(begin + self._manifest.chunk_bytes, self._manifest.image_bytes)
+def _positions(extents: Sequence[Extent]) -> Iterator[tuple[int, Extent]]:
+    """How many bytes lie before each extent."""
+    position = 0
+    for extent in extents:
+        yield position, extent
+        position += extent.nbytes
 
 
-def _gathered(begin: int, end: int, parts: Sequence[Part]) -> list[Run]:
-    """The runs from `begin` to `end`, none above `RUN_BYTES`; parts are cut where runs end."""
-    runs = []
-    while begin < end:
-        stop = min(end, begin + RUN_BYTES)
-        inside = []
-        for part in parts:
-            offset, part_end = max(begin, part.offset), min(stop, part.end)
-            if offset < part_end:
-                inside.append(Part(offset, part_end - offset, part.entry, part.inside + offset - part.offset))
-        runs.append(Run(begin, stop - begin, False, tuple(inside)))
-        begin = stop
-    return runs
+def _overlaps(extent: Extent, wanted: Sequence[Extent]) -> Iterator[Extent]:
+    for wish in wanted:
+        begin, end = max(extent.offset, wish.offset), min(extent.end, wish.end)
+        if begin < end:
+            yield Extent(begin, end - begin)

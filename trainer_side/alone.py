@@ -1,0 +1,87 @@
+"""In place of the link, in a job that has local tiers and no stager: the same questions, answered without one.
+
+World (no stager) ─► Alone: who the ranks are; every step ends here for the stager, at once
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.events import EventLog
+from holdfast.faultpoint import identify
+from holdfast.layout import Layout
+from holdfast.notice import Notice
+from trainer_side.notice.appointments import Appointments
+from trainer_side.transfer import SliceSource, Transfer, TransferState
+
+if TYPE_CHECKING:
+    from trainer_side.mpi import MpiPeers, World
+
+__all__ = ["Alone"]
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+class Alone:
+    """What `Link` is where there is a stager. Training thread.
+
+    Args:
+        config: Settings; `store` names the run.
+        world: The job.
+
+    Attributes:
+        rank: This training rank. `ranks`: how many there are.
+        peers: The other ranks.
+        events: Event log.
+        appointments: There are none.
+        problem: None: nothing is lost. `staged_step`, `durable_step`: -1, nothing is staged.
+        store_url: URL of the run. `chunk_bytes`: size of a chunk.
+
+    Raises:
+        ConfigError: `store` is not set.
+    """
+
+    def __init__(self, config: TrainerConfig, world: World) -> None:
+        if config.store is None:
+            raise ConfigError(
+                f"no stager in this MPI job of {world.ranks} trainers, and tiers without store: the run has no name; "
+                "set store (HOLDFAST_STORE) to its URL, or add `: -n 1 holdfast stager --store URL` to the mpirun line"
+            )
+        identify(f"rank:{world.rank}")
+        self.rank, self.ranks = world.rank, world.ranks
+        self.peers: MpiPeers = world.peers()
+        self.events = EventLog(None, role="trainer", rank=self.rank)
+        self.problem: HoldfastError | None = None
+        self.staged_step = self.durable_step = -1
+        self.new_pickle_reserve_bytes = 0
+        self.goes_on_in = ""
+        self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
+        self.store_url, self.chunk_bytes = config.store, config.chunk_bytes
+
+    def announce(self, layout: Layout) -> None:
+        """Nobody needs it."""
+
+    def offer(self, step: int, source: SliceSource, record: dict[str, Any]) -> Transfer:  # noqa: ARG002
+        """Nobody takes it."""
+        return Transfer.none(step, record)
+
+    def answer(self, _step: int) -> None:
+        """Nobody declines it."""
+
+    def decline(self, step: int, reason: str, *, needed_pickle_bytes: int = 0) -> None:
+        """Nobody waits for it."""
+
+    def notice(self, notice: Notice) -> None:
+        """Nobody brings the ranks to one step without a stager; it is said. Any thread."""
+        _log.error(
+            "rank %d: %s; without a stager in the job no extra checkpoint is taken: the local tiers keep the steps of "
+            "the usual interval, and what they hold on this machine goes with it",
+            self.rank,
+            notice.sentence(),
+        )
+
+    def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
+        """There is nothing to wait for."""

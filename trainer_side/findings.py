@@ -1,0 +1,217 @@
+"""What is there to restore from: the slices in the tiers of all ranks, and the manifests in the store.
+
+    every rank: its tiers' slices ─► summaries to all ──┐
+    rank 0: the store's catalog ─► summary to all ──────┴─► `trainer_side/sources.py` ─► the same candidates everywhere
+                                        └─► one manifest, when its turn comes
+
+Rank 0 alone asks the store: ranks that list at different times may see different runs. No byte of a checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from holdfast.catalog import Catalog, CatalogItem
+from holdfast.claim import newest_attempt as newest_of_store
+from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError, StoreMissing
+from holdfast.layout import Layout
+from holdfast.manifest import Manifest
+from holdfast.storage.base import Store
+from holdfast.wire import peer_error
+from trainer_side.agreeing import agree, gather
+from trainer_side.peers import Peers
+from trainer_side.sources import NEARNESS_OF_STORE, Candidate, Holder, Key, Stored
+from trainer_side.tiers.base import Kept, Nearness, Tier
+
+__all__ = ["Found", "Shelf", "find", "newest_attempt"]
+
+_log = logging.getLogger("holdfast.restore")
+_NEARNESS = {
+    Nearness.MEMORY: 0,
+    Nearness.PM: 1,
+    Nearness.NVME: 2,
+    Nearness.FILE: 3,
+    Nearness.STORE: NEARNESS_OF_STORE + 1,
+}
+
+
+@dataclass
+class Found:
+    """The slices that all ranks have found.
+
+    Attributes:
+        own: Those of this rank; a holder's `number` counts them.
+        holders: Those of all.
+        lost: Tiers that could not say what they keep, and why; of all ranks.
+    """
+
+    own: list[tuple[Tier, Kept]] = field(default_factory=list)
+    holders: list[Holder] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def layout(self, candidate: Candidate, peers: Peers) -> Layout:
+        """The layout of a candidate's slices, from a rank that has one of them. Collective.
+
+        Raises:
+            DamageError: What that rank sent is not it.
+        """
+        first = min(
+            (holder for some in candidate.slices.values() for holder in some), key=lambda one: one[2:4]
+        )
+        mine = self.own[first.number][1].layout if first.rank == peers.rank else None
+        said = peers.broadcast(mine.to_bytes() if mine is not None else None, first.rank)
+        if mine is not None:
+            return mine
+        try:
+            layout = Layout.from_bytes(said)
+        except ProtocolError as error:
+            raise DamageError(f"{candidate.name}: from rank {first.rank}: {error}") from error
+        assert candidate.key is not None
+        if layout.digest != candidate.key.digest:
+            raise DamageError(
+                f"{candidate.name}: rank {first.rank} sent another layout than that of its slices"
+            )
+        return layout
+
+
+def find(tiers: Sequence[Tier], peers: Peers) -> Found:
+    """Ask every tier of every rank what it keeps. Collective.
+
+    A tier that fails, and a slice whose layout is not that of its seal, is left out and named: others may have it too.
+
+    Raises:
+        PeerLost: A rank is gone.
+    """
+    found = Found()
+    lost: list[str] = []
+    for tier in tiers:
+        try:
+            kept = tier.kept()
+        except (HoldfastError, OSError) as error:
+            lost.append(f"rank {peers.rank}: {tier.name} cannot say what it keeps: {error}")
+            continue
+        for one in kept:
+            try:
+                one.seal.check_layout(one.layout, source=f"{tier.name}: {one.place}")
+            except DamageError as error:
+                lost.append(f"rank {peers.rank}: {error}")
+                continue
+            found.own.append((tier, one))
+    if peers.all_agree(not tiers):
+        return found
+    mine = json.dumps([[_row(tier, kept) for tier, kept in found.own], lost]).encode()
+    for rank, said in enumerate(gather(peers, mine)):
+        rows, lost_there = json.loads(said)
+        found.lost += lost_there
+        for number, (key, slice_rank, nearness, name, place) in enumerate(rows):
+            found.holders.append(Holder(Key(*key), slice_rank, rank, number, nearness, name, place))
+    return found
+
+
+def _row(tier: Tier, kept: Kept) -> list[object]:
+    seal = kept.seal
+    key = Key(seal.attempt, seal.step, seal.ranks, seal.layout_digest, str(seal.record.get("job", "")))
+    return [key, seal.rank, _NEARNESS[tier.nearness], tier.name, kept.place]
+
+
+class Shelf:
+    """The checkpoints in the store, as rank 0 has found them.
+
+    Attributes:
+        stored: All of them, newest first; the same on every rank.
+    """
+
+    def __init__(self, stored: list[Stored], items: list[CatalogItem]) -> None:
+        self.stored, self._items = stored, items
+
+    @classmethod
+    def look(cls, store: Store | None, peers: Peers) -> tuple[Shelf, HoldfastError | None]:
+        """List the store, on rank 0. Collective.
+
+        Returns:
+            What is there; and why nothing is known, where the store does not answer.
+
+        Raises:
+            HoldfastError: Anything else that went wrong on rank 0.
+        """
+        items: list[CatalogItem] = []
+        said = b""
+        failed: HoldfastError | None = None
+        silent: HoldfastError | None = None
+        if peers.rank == 0:
+            try:
+                items = [] if store is None else list(Catalog(store).list())
+                said = json.dumps(_stored(items)).encode()
+            except StoreError as error:
+                silent, said = error, json.dumps({"code": error.code, "text": str(error)}).encode()
+            except HoldfastError as error:
+                failed = error
+        problem = agree(peers, failed)
+        if problem is not None:
+            raise DamageError(problem)
+        answer = json.loads(peers.broadcast(said if peers.rank == 0 else None))
+        if isinstance(answer, dict):
+            return cls([], []), silent or peer_error(answer["code"], f"rank 0: {answer['text']}")
+        return cls([Stored(*row) for row in answer], items), None
+
+    def manifest(self, number: int, peers: Peers) -> Manifest:
+        """One of the manifests. Collective."""
+        mine = self._items[number].manifest if peers.rank == 0 else None
+        said = peers.broadcast(mine.to_bytes() if mine is not None else None)
+        return mine or Manifest.from_bytes(said, source="the store (from rank 0)")
+
+
+def _stored(items: Sequence[CatalogItem]) -> list[Stored]:
+    """What the catalog lists; one that cannot be read stands where the newest attempt would have put it."""
+    newest = max((item.manifest.attempt for item in items if item.manifest), default=0)
+    return [
+        Stored(number, newest, item.step, 0, "", item.fault)
+        if item.manifest is None
+        else Stored(
+            number,
+            item.manifest.attempt,
+            item.manifest.step,
+            item.manifest.ranks,
+            item.manifest.layout_digest,
+            item.fault,
+        )
+        for number, item in enumerate(items)
+    ]
+
+
+def newest_attempt(
+    tiers: Sequence[Tier], store: Store | None, peers: Peers, *, without_store: bool = False
+) -> int:
+    """The highest attempt that any tier of any rank, or the store, knows of; 0 on a new run. Collective.
+
+    A job without a stager, which claims one, takes the next.
+
+    Args:
+        tiers: Of this rank.
+        store: The run; only rank 0 asks it.
+        peers: The ranks.
+        without_store: Whether the tiers alone may answer when the store does not.
+
+    Raises:
+        StoreError: The store does not answer, and the tiers alone may not.
+        PeerLost: A rank is gone.
+    """
+    newest = max((holder.key.attempt for holder in find(tiers, peers).holders), default=0)
+    said, error = 0, None
+    if peers.rank == 0 and store is not None:
+        try:
+            said = newest_of_store(store)
+        except StoreMissing:
+            said = 0
+        except StoreError as refused:
+            if not without_store:
+                error = refused
+            else:
+                _log.warning(
+                    "the newest attempt is that of the tiers, as the store does not answer: %s", refused
+                )
+    agree(peers, error)
+    return max(newest, int(peers.broadcast(b"%d" % said if peers.rank == 0 else None)))

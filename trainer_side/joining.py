@@ -1,0 +1,114 @@
+"""How a rank meets its job: with a stager, with local tiers, or with both; what it may not be without.
+
+a stager in the job ─► Link      its attempt, its store
+none, but tiers     ─► Alone     attempt: one more than any tier or the store knows of
+tiers               ─► Keeper    over both
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+
+from holdfast.claim import note_attempt
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.events import EventLog
+from holdfast.storage import open_store
+from trainer_side.alone import Alone
+from trainer_side.findings import newest_attempt
+from trainer_side.ledger import Ledger
+from trainer_side.link import Link
+from trainer_side.peers import Peers
+from trainer_side.tiers.base import Tier
+from trainer_side.tiers.inventory import Inventory, take_inventory
+from trainer_side.tiers.keeper import Keeper, open_tiers
+
+__all__ = ["join", "open_keeper"]
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+def join(config: TrainerConfig) -> Link | Alone:
+    """Meet the other ranks, and the stager if the job has one. Collective; main thread.
+
+    Raises:
+        ConfigError: There is no stager, and no local tiers are set either.
+        PeerLost: Somebody did not come.
+        HoldfastError: The stager could not start.
+    """
+    if config.tiers:
+        from trainer_side.mpi import World  # starts MPI: not when somebody only imports this package
+
+        world = World.join(config.start_seconds_max)
+        if world.stager is None:
+            return Alone(config, world)
+    return Link.join(config)
+
+
+def open_keeper(config: TrainerConfig, link: Link | Alone, ledger: Ledger, events: EventLog) -> Keeper | None:
+    """Open the local tiers; None where none are set. Collective; main thread.
+
+    Raises:
+        ConfigError: A tier is not what it should be, or not the same on all ranks.
+        StoreError: In a job without a stager the store does not answer, so that the attempt is not known.
+        PeerLost: A rank is gone.
+    """
+    if not config.tiers:
+        return None
+    from trainer_side.mpi import World
+
+    peers = link.peers
+    tiers, error = _opened(config, link.store_url)
+    inventory = take_inventory(peers, tiers, error)
+    attempt = _alone(config, link, tiers, peers) if isinstance(link, Alone) else _beside(link, inventory)
+    job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
+    keeper = Keeper(
+        tiers,
+        World.join(config.start_seconds_max).council(),
+        config,
+        rank=link.rank,
+        ranks=link.ranks,
+        attempt=attempt,
+        job=job,
+        inventory=inventory,
+        ledger=ledger,
+        events=events,
+    )
+    link.goes_on_in = keeper.names
+    return keeper
+
+
+def _opened(config: TrainerConfig, store_url: str) -> tuple[Sequence[Tier], ConfigError | None]:
+    try:
+        return open_tiers(config, store_url), None
+    except ConfigError as error:
+        return (), error
+
+
+def _beside(link: Link, inventory: Inventory) -> int:
+    """The stager's attempt, unless a job without a stager has gone further and the store does not know of it."""
+    attempt = link.welcome.attempt
+    if inventory.newest_attempt < attempt:
+        return attempt
+    if link.rank == 0:
+        _log.warning(
+            "local tiers hold attempt %d, the stager's is %d: a job without a stager has written them when it did not "
+            "reach the store. Until the next job restore takes those of this job in the tiers for the newer ones",
+            inventory.newest_attempt,
+            attempt,
+        )
+    return inventory.newest_attempt + 1
+
+
+def _alone(config: TrainerConfig, alone: Alone, tiers: Sequence[Tier], peers: Peers) -> int:
+    """One more than any tier of any rank, or the store, knows of; the store is told."""
+    store = open_store(alone.store_url)
+    attempt = 1 + newest_attempt(tiers, store, peers, without_store=config.restore_without_store)
+    if peers.rank == 0:
+        try:
+            note_attempt(store, attempt)
+        except HoldfastError as error:
+            _log.warning("attempt %d of this job is not written down in the store: %s", attempt, error)
+    return attempt

@@ -1,0 +1,144 @@
+"""What became of each `save()` of this rank, and why.
+
+    save ── begun ──► pending ── staged, durable ──► saved
+      │                  └────── another rank declined it, the stager failed it ──► declined, failed ┐
+      └── declined here ─────────────────────────────────────────────────────────► declined         ┴─► causes, counted
+
+A rank that has begun a step learns later that another one had no room for it: the stager tells all. So the books are
+right for the steps that have their verdict, and once all have one they name the same steps on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from trainer_side.tiers.keeping import Keeping
+from trainer_side.transfer import Transfer, TransferState
+
+__all__ = ["Ledger", "Stats", "cause_of"]
+
+_CAUSE = re.compile(r"(?:rank \d+: )?([a-z][a-z ]{0,30}): ")
+_CAUSES_OF_CODES = {
+    "busy": "no room at the stager",
+    "peer_lost": "a process was lost or late",
+    "state": "the ranks' states differ",
+    "store": "store",
+    "damage": "damage",
+}
+
+
+@dataclass
+class Stats:
+    """What this rank has done so far.
+
+    Attributes:
+        saved: Steps that were taken, as far as this rank knows by now.
+        declined: Steps that were not, because this rank, another one or the stager had no room, or could not.
+        failed: Steps that were begun, and given up on their way.
+        causes: Why steps were declined or failed: cause → how many.
+        cst_seconds: Checkpoint stall time of each save that was begun: the time in `save()` and at the gate.
+        wait_seconds: How long of it was spent waiting for room, with `on_full="wait"`.
+        kept: Local tier → how many slices this rank has sealed in it.
+        skipped: `TIER: CAUSE` → how many steps were not kept in a tier, and why.
+    """
+
+    saved: int = 0
+    declined: int = 0
+    failed: int = 0
+    causes: dict[str, int] = field(default_factory=dict)
+    cst_seconds: list[float] = field(default_factory=list)
+    wait_seconds: float = 0.0
+    kept: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+def cause_of(reason: str, code: str = "") -> str:
+    """The few words under which a refusal is counted.
+
+    Args:
+        reason: What was said; a rank's own begins with its cause and a colon.
+        code: The error code, if the stager gave one.
+    """
+    if code:
+        return _CAUSES_OF_CODES.get(code, code)
+    match = _CAUSE.match(reason)
+    return match[1] if match else "other"
+
+
+class Ledger:
+    """The books of one rank. Training thread, except `stalled`, `kept` and `skipped`."""
+
+    def __init__(self) -> None:
+        self._stats = Stats()
+        self._causes: Counter[str] = Counter()
+        self._pending: list[tuple[Transfer, Keeping | None]] = []
+        self._kept: Counter[str] = Counter()
+        self._skipped: Counter[str] = Counter()
+        self._guard = threading.Lock()
+
+    @property
+    def stats(self) -> Stats:
+        """As of now."""
+        pending = []
+        for transfer, keeping in self._pending:
+            in_tiers = keeping is not None and not keeping.released.is_set()
+            if not transfer.ended.is_set() or (transfer.state is not TransferState.DURABLE and in_tiers):
+                pending.append((transfer, keeping))
+            elif transfer.state is not TransferState.DURABLE and not (
+                keeping is not None and keeping.kept_in
+            ):
+                self._stats.saved -= 1
+                alone = keeping is not None and not transfer.reason
+                reason = next(iter(keeping.lost_in.values()), "") if alone and keeping else transfer.reason
+                self._leave_out(cause_of(reason, transfer.code), transfer.state)
+        self._pending = pending
+        self._stats.causes = dict(self._causes.most_common())
+        with self._guard:
+            self._stats.kept, self._stats.skipped = dict(self._kept), dict(self._skipped)
+        return self._stats
+
+    def begun(self, transfer: Transfer, keeping: Keeping | None = None) -> None:
+        """A step is on its way to the stager, into local tiers, or both."""
+        self._stats.saved += 1
+        self._pending.append((transfer, keeping))
+
+    def kept(self, tier: str) -> None:
+        """A slice is sealed in a local tier. Any thread."""
+        with self._guard:
+            self._kept[tier] += 1
+
+    def skipped(self, tier: str, cause: str) -> None:
+        """A step is not kept in a local tier. Any thread."""
+        with self._guard:
+            self._skipped[f"{tier}: {cause}"] += 1
+
+    def declined(self, cause: str) -> None:
+        """A step was declined before it was begun."""
+        self._leave_out(cause, TransferState.DECLINED)
+
+    def waited(self, seconds: float) -> None:
+        """`save()` has waited for room."""
+        self._stats.wait_seconds += seconds
+
+    def stalled(self, cst_seconds: float) -> None:
+        """How long training stood still for a step that was begun. Copy thread."""
+        self._stats.cst_seconds.append(cst_seconds)
+
+    def summary(self) -> str:
+        """How many steps were not checkpointed, and why; empty if all were."""
+        stats = self.stats
+        missing = stats.declined + stats.failed
+        if not missing:
+            return ""
+        causes = ", ".join(f"{count} {cause}" for cause, count in stats.causes.items())
+        return f"{missing} of {missing + stats.saved} steps were not checkpointed: {causes}"
+
+    def _leave_out(self, cause: str, state: TransferState) -> None:
+        self._causes[cause] += 1
+        if state is TransferState.FAILED:
+            self._stats.failed += 1
+        else:
+            self._stats.declined += 1

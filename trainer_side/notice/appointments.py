@@ -1,0 +1,142 @@
+"""At which step this rank acts on a notice: what the stager has proposed, and where training is.
+
+    link's thread      heard(proposed 40) ─► not passed: promised; answer: where we are
+                       heard(appointed 40) ─► it holds          heard(called off) ─► forgotten
+    training thread    reach(39) ─► None      reach(40) ─► waits until it holds, or is called off ─► Terms
+
+A rank that has promised a step waits there for the stager's word, which is mostly there long before. Without a notice
+`reach` notes two numbers and returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from holdfast.emergency import Word
+from holdfast.notice import Notice, Terms
+
+__all__ = ["Answer", "Appointments"]
+
+_SMOOTHED = 0.25
+
+
+class Answer(NamedTuple):
+    """What is said to a proposal."""
+
+    next_step: int
+    step_seconds: float | None
+
+
+@dataclass(eq=False)
+class _Due:
+    """What is to be done, at the first step that is not below `step`.
+
+    Attributes:
+        number: Of the proposal.
+        terms: What; None: the stager has not said yet that it holds.
+    """
+
+    step: int
+    number: int
+    terms: Terms | None = None
+
+
+class Appointments:
+    """See the module.
+
+    Args:
+        wait_seconds_max: How long a promised step is waited for; the stager is lost then.
+        clock: Seconds that only go forward.
+
+    Attributes:
+        notice: What was said; set when the appointed step is reached, and so at the same step on every rank.
+    """
+
+    def __init__(self, *, wait_seconds_max: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._wait_seconds_max, self._clock = wait_seconds_max, clock
+        self._changed = threading.Condition()
+        self._due: _Due | None = None
+        self._last_step = -1
+        self._reached_at: float | None = None
+        self._step_seconds: float | None = None
+        self._factor, self._until_step = 1, -1
+        self.notice: Notice | None = None
+
+    def restored(self, step: int) -> None:
+        """Training goes on after `step`."""
+        with self._changed:
+            self._last_step, self._reached_at = step, None
+
+    def reach(self, step: int) -> Terms | None:
+        """Training has done `step`; what is due now, if anything is. Training thread."""
+        now = self._clock()
+        with self._changed:
+            if self._reached_at is not None and step > self._last_step:
+                took = (now - self._reached_at) / (step - self._last_step)
+                known = self._step_seconds
+                self._step_seconds = took if known is None else known + _SMOOTHED * (took - known)
+            self._last_step = max(self._last_step, step)
+            due = self._due
+            terms = self._await(step) if due is not None and step >= due.step else None
+            self._reached_at = now if terms is None else None  # a save is not a step's time
+            return terms
+
+    def every(self, every: int, step: int) -> int:
+        """How many steps are between two checkpoints now: `every`, or fewer for a while after a rebalance."""
+        return max(1, every // self._factor) if every and step <= self._until_step else every
+
+    def heard(self, word: Word, step: int, number: int, body: Mapping[str, Any]) -> Answer | None:
+        """The stager has said something of `step`. Link's thread.
+
+        Returns:
+            What to answer; None: nothing.
+
+        Raises:
+            ProtocolError: The body does not hold what it should.
+        """
+        if word is Word.APPOINTED:
+            self._hold(step, number, body)
+            return None
+        with self._changed:
+            if word is Word.PROPOSED:
+                passed = step <= self._last_step
+                self._due = None if passed else _Due(step, number)
+            elif self._due is not None and self._due.number == number:
+                self._due = None
+            self._changed.notify_all()
+            return Answer(self._last_step + 1, self._step_seconds) if word is Word.PROPOSED else None
+
+    def end(self) -> None:
+        """Nothing more is heard: the stager is lost, or the job is over. Any thread."""
+        with self._changed:
+            self._due = None
+            self._changed.notify_all()
+
+    def _hold(self, step: int, number: int, body: Mapping[str, Any]) -> None:
+        terms = Terms.from_json(body)
+        with self._changed:
+            due = self._due
+            if (
+                due is not None and due.number == number and due.step == step
+            ):  # else this rank has given it up
+                due.terms = terms
+                self._changed.notify_all()
+
+    def _await(self, step: int) -> Terms | None:
+        """Until the promise is kept or withdrawn. The lock is held."""
+        deadline = time.monotonic() + self._wait_seconds_max
+        while (due := self._due) is not None and step >= due.step and due.terms is None:
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._changed.wait(left):
+                self._due = None
+        if due is None or step < due.step or due.terms is None:
+            return None
+        self._due = None
+        self.notice = due.terms.notice
+        if due.terms.factor > 1:
+            self._factor, self._until_step = due.terms.factor, due.terms.until_step
+        return due.terms

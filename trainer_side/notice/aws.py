@@ -1,0 +1,120 @@
+"""AWS: the instance metadata service, version 2.
+
+    PUT /latest/api/token ─► token (kept; renewed before it ends, and once on a 401)
+    GET spot/instance-action, events/recommendations/rebalance, with it ─► 404 nothing · 200 a notice
+
+`AWS_EC2_METADATA_SERVICE_ENDPOINT` moves the server, as for AWS's own SDKs.
+AWS gives two minutes, best effort; a hibernation is announced when it begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from trainer_side.notice.base import Notice, NoticeKind, SourceError
+from trainer_side.notice.http import Answer, Server
+from trainer_side.notice.words import json_object, unix_time
+
+__all__ = ["Aws"]
+
+_ENDPOINT = "http://169.254.169.254"
+_ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+_TOKEN_PATH = "/latest/api/token"  # noqa: S105 - the path is no secret
+_ACTION_PATH = "/latest/meta-data/spot/instance-action"
+_REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
+_ACTIONS = ("terminate", "stop", "hibernate")
+
+
+class Aws:
+    """See the module.
+
+    Args:
+        environ: Where the endpoint's variable is looked up.
+        seconds_max: How long one question may take.
+        token_seconds: For how long a token is asked for, 1 to 21600.
+        clock: Seconds that only go forward.
+    """
+
+    name = "aws"
+
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        *,
+        seconds_max: float = 2.0,
+        token_seconds: int = 3600,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server = Server(environ.get(_ENDPOINT_VARIABLE) or _ENDPOINT, seconds_max=seconds_max)
+        self._token_seconds, self._clock = token_seconds, clock
+        self._token, self._token_ends = "", 0.0
+
+    def look(self) -> list[Notice]:
+        """See `Source.look`."""
+        notices = []
+        action = self._get(_ACTION_PATH)
+        if action is not None:
+            document = json_object(action, _ACTION_PATH)
+            kind = document.get("action")
+            if kind not in _ACTIONS:
+                raise SourceError(
+                    f"{_ACTION_PATH}: action is {kind!r:.80}, expected one of {', '.join(_ACTIONS)}"
+                )
+            deadline_unix = unix_time(document.get("time"), _ACTION_PATH)
+            notices.append(Notice(NoticeKind.TERMINATE, deadline_unix, self.name, f"instance-action {kind}"))
+        try:
+            rebalance = self._get(_REBALANCE_PATH)
+            if rebalance is not None:
+                noticed = json_object(rebalance, _REBALANCE_PATH).get("noticeTime")
+                unix_time(noticed, _REBALANCE_PATH)
+                notices.append(
+                    Notice(NoticeKind.REBALANCE, None, self.name, f"rebalance recommendation of {noticed}")
+                )
+        except SourceError:
+            if not notices:  # of two notices the graver one is not held back by the other
+                raise
+        return notices
+
+    def present(self) -> bool:
+        """Whether the server is there and is AWS's."""
+        try:
+            self._renew()
+        except SourceError:
+            return False
+        return True
+
+    def _get(self, path: str) -> str | None:
+        if self._clock() >= self._token_ends:
+            self._renew()
+        answer = self._ask(path)
+        if answer.status == 401:
+            self._renew()  # once: it was withdrawn, or this machine was asleep for longer than it held
+            answer = self._ask(path)
+        if answer.status == 404:
+            return None
+        if answer.status != 200:
+            raise SourceError(f"{self._server.url}{path}: answered {answer.status}, expected 200 or 404")
+        return answer.body
+
+    def _ask(self, path: str) -> Answer:
+        return self._server.ask(path, headers={"X-aws-ec2-metadata-token": self._token})
+
+    def _renew(self) -> None:
+        asked_at = self._clock()
+        answer = self._server.ask(
+            _TOKEN_PATH,
+            method="PUT",
+            headers={
+                "X-aws-ec2-metadata-token-ttl-seconds": str(self._token_seconds),
+                "Content-Length": "0",
+            },
+        )
+        token = answer.body.strip()
+        if answer.status != 200 or not token or len(token) > 1024 or not token.isprintable():
+            raise SourceError(
+                f"{self._server.url}{_TOKEN_PATH}: answered {answer.status}, expected 200 and a token; in a container "
+                "the hop limit of the metadata service must be 2"
+            )
+        early = min(15.0, self._token_seconds / 2)
+        self._token, self._token_ends = token, asked_at + self._token_seconds - early

@@ -1,0 +1,36 @@
+"""What every source of notices is to the watch: something that is asked now and then.
+
+    Watch ── look() every few seconds ──► Source ──► Notice | None
+                                            └─ SourceError: it could not be asked; said once, asked again
+
+A source says what stands there now, again each time it is asked; the watch leaves out what it has passed on already.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from holdfast.errors import HoldfastError
+from holdfast.notice import Notice, NoticeKind
+
+__all__ = ["Notice", "NoticeKind", "Source", "SourceError"]
+
+
+class SourceError(HoldfastError):
+    """A source could not be asked, or said what cannot be read. Never leaves the watch."""
+
+    code = "watch"
+
+
+class Source(Protocol):
+    """Somebody who knows of the end of this machine. The watch's thread only."""
+
+    name: str
+
+    def look(self) -> list[Notice]:
+        """What stands there now; most of the time nothing.
+
+        Raises:
+            SourceError: It did not answer in time, refused, or what it said makes no sense.
+        """
+        ...

@@ -1,0 +1,65 @@
+"""Google Cloud: `instance/preempted` of the metadata server, TRUE from the moment of the notice on.
+
+A preempted VM has 30 seconds (best effort) from then on: ACPI G2 first, then the power is cut. The server does not say
+when it began, so the deadline counts from when TRUE was first seen, and is late by at most one look.
+`GCE_METADATA_HOST` moves the server, as for Google's own libraries.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from trainer_side.notice.base import Notice, NoticeKind, SourceError
+from trainer_side.notice.http import Server
+
+__all__ = ["Gcp"]
+
+_HOST = "169.254.169.254"
+_HOST_VARIABLE = "GCE_METADATA_HOST"
+_PREEMPTED = "/computeMetadata/v1/instance/preempted"
+_HEADERS = {"Metadata-Flavor": "Google"}
+_PREEMPTION_SECONDS = 30.0
+
+
+class Gcp:
+    """See the module.
+
+    Args:
+        environ: Where the host's variable is looked up.
+        seconds_max: How long one question may take.
+        clock: Seconds since 1970.
+    """
+
+    name = "gcp"
+
+    def __init__(
+        self, environ: Mapping[str, str], *, seconds_max: float = 2.0, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._server = Server(f"http://{environ.get(_HOST_VARIABLE) or _HOST}", seconds_max=seconds_max)
+        self._clock = clock
+        self._seen_at: float | None = None
+
+    def look(self) -> list[Notice]:
+        """See `Source.look`."""
+        answer = self._server.ask(_PREEMPTED, headers=_HEADERS)
+        said = answer.body.strip()
+        if answer.status != 200 or said not in {"TRUE", "FALSE"}:
+            raise SourceError(
+                f"{self._server.url}{_PREEMPTED}: answered {answer.status} {said!r:.80}, expected TRUE or FALSE"
+            )
+        if said == "FALSE":
+            self._seen_at = None
+            return []
+        self._seen_at = self._clock() if self._seen_at is None else self._seen_at
+        return [
+            Notice(NoticeKind.TERMINATE, self._seen_at + _PREEMPTION_SECONDS, self.name, "instance/preempted")
+        ]
+
+    def present(self) -> bool:
+        """Whether the server is there and is Google's."""
+        try:
+            answer = self._server.ask(_PREEMPTED, headers=_HEADERS)
+        except SourceError:
+            return False
+        return answer.status == 200 and answer.body.strip() in {"TRUE", "FALSE"}

@@ -1,0 +1,95 @@
+"""One small question to a metadata server: bounded in time and bytes, no proxy, no redirect.
+
+The address is link-local and plain http on every cloud. A proxy set for the training must not see the question (it
+would answer for its own machine), and a redirect would lead away from the machine, so neither is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from trainer_side.notice.base import SourceError
+
+__all__ = ["Answer", "Server"]
+
+_BODY_BYTES_MAX = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back: `status` of HTTP and the body, as text."""
+
+    status: int
+    body: str
+
+
+class Server:
+    """A metadata server.
+
+    Args:
+        url: `http://host[:port][/path]`; what is asked for comes after it.
+        seconds_max: How long a question may take, from its first byte to its last.
+
+    Raises:
+        SourceError: The URL is none.
+    """
+
+    def __init__(self, url: str, *, seconds_max: float) -> None:
+        parts = urlsplit(url)
+        try:
+            port = parts.port or 80
+        except ValueError:
+            port = 0
+        if parts.scheme != "http" or not parts.hostname or not port or parts.query or parts.fragment:
+            raise SourceError(f"metadata server {url!r:.200}: expected http://HOST[:PORT][/PATH]")
+        self.url = url.rstrip("/")
+        self._host, self._port, self._path = parts.hostname, port, parts.path.rstrip("/")
+        self._seconds_max = seconds_max
+
+    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> Answer:
+        """Ask for `path`.
+
+        Raises:
+            SourceError: Refused, late, cut off, a redirect, a server error, or too large an answer.
+        """
+        what = f"{method} {self.url}{path}"
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._seconds_max)
+        # The timeout of a socket holds for each read; a server that drips needs a limit for all of them.
+        late = threading.Event()
+        timer = threading.Timer(self._seconds_max, _cut, (connection, late))
+        timer.daemon = True
+        timer.start()
+        try:
+            connection.request(method, self._path + path, headers=dict(headers or {}))
+            response = connection.getresponse()
+            body = response.read(_BODY_BYTES_MAX + 1)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if late.is_set() or isinstance(error, TimeoutError):
+                raise SourceError(f"{what}: no whole answer within {self._seconds_max:g} s") from error
+            raise SourceError(f"{what}: {type(error).__name__}: {error}") from error
+        finally:
+            timer.cancel()
+            connection.close()
+        if late.is_set():
+            raise SourceError(f"{what}: no whole answer within {self._seconds_max:g} s")
+        if len(body) > _BODY_BYTES_MAX:
+            raise SourceError(f"{what}: an answer above {_BODY_BYTES_MAX} bytes")
+        if 300 <= response.status < 400:
+            raise SourceError(f"{what}: answered with a redirect ({response.status}), which is not followed")
+        if response.status >= 500 or response.status == 429:
+            raise SourceError(f"{what}: answered {response.status}")
+        return Answer(response.status, body.decode("utf-8", errors="replace"))
+
+
+def _cut(connection: http.client.HTTPConnection, late: threading.Event) -> None:
+    late.set()
+    open_socket = connection.sock
+    if open_socket is not None:
+        with contextlib.suppress(OSError):  # it has come to its end by itself
+            open_socket.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,110 @@
+"""From the settings to a watch: which sources, who asks them, and which cloud this is.
+
+watch = ["aws", "sigterm"]   those           watch = ["auto"]   the first whose metadata server answers, asked once
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+
+from holdfast.config import TrainerConfig
+from trainer_side.notice.aws import Aws
+from trainer_side.notice.azure import Azure
+from trainer_side.notice.base import Notice, Source, SourceError
+from trainer_side.notice.gcp import Gcp
+from trainer_side.notice.signals import Signal
+from trainer_side.notice.watch import Watch, asks_for_machine
+
+__all__ = ["Watching", "find_servers", "open_watch"]
+
+_log = logging.getLogger("holdfast.trainer.watch")
+
+_CLOUDS: dict[str, type[Aws] | type[Gcp] | type[Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+_SIGNALS = {"sigterm": signal.SIGTERM, "sigusr1": signal.SIGUSR1}
+_ANSWER_SECONDS_MAX = 2.0
+_DETECT_SECONDS_MAX = 1.0
+
+
+class Watching:
+    """A watch and its signals. Main thread."""
+
+    def __init__(self, watch: Watch, signals: Sequence[Signal]) -> None:
+        self.watch, self._signals = watch, signals
+
+    def close(self) -> None:
+        """End it, and give the signals back."""
+        for source in self._signals:
+            source.close()
+        self.watch.close()
+
+
+def open_watch(
+    config: TrainerConfig,
+    on_notice: Callable[[Notice], None],
+    *,
+    rank: int,
+    environ: Mapping[str, str] | None = None,
+) -> Watching | None:
+    """Begin to watch what `config.watch` names; None where it names nothing. Main thread."""
+    if not config.watch:
+        return None
+    environ = os.environ if environ is None else environ
+    wakes: SimpleQueue[None] = SimpleQueue()
+    signals = []
+    for name in config.watch:
+        if name in _SIGNALS:
+            try:
+                signals.append(
+                    Signal(
+                        _SIGNALS[name],
+                        grace_seconds=config.watch_grace_seconds,
+                        wake=lambda: wakes.put(None),
+                    )
+                )
+            except ValueError:
+                _log.error(
+                    "rank %d: %s is not watched: only the main thread may take a signal, and the Checkpointer is made "
+                    "in another one",
+                    rank,
+                    name,
+                )
+    clouds = [name for name in config.watch if name not in _SIGNALS] if asks_for_machine(environ) else []
+    watch = Watch(
+        lambda: find_servers(clouds, environ, rank=rank),
+        on_notice,
+        rank=rank,
+        seconds=config.watch_seconds,
+        signals=signals,
+        wakes=wakes,
+    )
+    watch.start()
+    return Watching(watch, signals)
+
+
+def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int = 0) -> list[Source]:
+    """The metadata servers of these names; for `auto` the first that answers, which is asked for here, or none.
+
+    Raises:
+        SourceError: The variable that moves a server is no URL.
+    """
+    found: list[Source] = [
+        _CLOUDS[name](environ, seconds_max=_ANSWER_SECONDS_MAX) for name in names if name in _CLOUDS
+    ]
+    if "auto" in names and not found:
+        for name, cloud in _CLOUDS.items():
+            try:
+                if cloud(environ, seconds_max=_DETECT_SECONDS_MAX).present():
+                    _log.info("rank %d: watches %s, whose metadata server answers", rank, name)
+                    return [cloud(environ, seconds_max=_ANSWER_SECONDS_MAX)]
+            except SourceError:
+                continue
+        _log.warning(
+            "rank %d: no cloud's metadata server answers; no notice will be heard. On AWS in a container the hop limit "
+            "of the metadata service must be 2",
+            rank,
+        )
+    return found

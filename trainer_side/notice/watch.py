@@ -1,0 +1,129 @@
+"""The watch: one thread that asks the sources every few seconds, and passes on what is new.
+
+    sources.look() ── new ──► on_notice (the link: NOTICE to the stager)
+                   └─ SourceError ──► said once, until it is heard again
+
+Nothing that a source does reaches the training: each question is bounded, and whatever is wrong is one log line.
+Metadata servers are asked by one rank of a machine (`asks_for_machine`); signals are each process's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
+
+from trainer_side.notice.base import Notice, Source, SourceError
+
+__all__ = ["Watch", "asks_for_machine"]
+
+_log = logging.getLogger("holdfast.trainer.watch")
+
+_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_CLOSE_SECONDS_MAX = 5.0
+
+
+def asks_for_machine(environ: Mapping[str, str]) -> bool:
+    """Whether this is the first process of the job on its machine, by what its launcher says; true where none does."""
+    for name in _LOCAL_RANK_VARIABLES:
+        if name in environ:
+            return environ[name].strip() == "0"
+    return True
+
+
+class Watch:
+    """See the module.
+
+    Args:
+        find: Makes the sources; called in the watch's thread, because it may ask for a cloud.
+        signals: Sources that are there already, and wake the watch.
+        on_notice: Told of each new notice, in the watch's thread.
+        rank: For log lines.
+        seconds: How often the sources are asked.
+        wakes: What a signal puts something into.
+
+    Attributes:
+        looks: How often each source was asked, by name. `failures`: how often in vain.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Sequence[Source]],
+        on_notice: Callable[[Notice], None],
+        *,
+        rank: int,
+        seconds: float,
+        signals: Sequence[Source] = (),
+        wakes: SimpleQueue[None] | None = None,
+    ) -> None:
+        self._find, self._on_notice, self._rank, self._seconds = find, on_notice, rank, seconds
+        self._signals = signals
+        self._wakes: SimpleQueue[None] = wakes if wakes is not None else SimpleQueue()
+        self._passed_on: set[tuple[str, str, str, int | None]] = set()
+        self._failing: set[str] = set()
+        self.looks: dict[str, int] = {}
+        self.failures: dict[str, int] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; a question that is under way is not waited for longer than it may take."""
+        self._closing.set()
+        self._wakes.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_SECONDS_MAX)
+
+    def _run(self) -> None:
+        try:
+            sources = [*self._signals, *self._find()]
+        except SourceError as error:
+            _log.error("rank %d: nothing but signals is watched: %s", self._rank, error)
+            sources = list(self._signals)
+        due = 0.0
+        while not self._closing.is_set():
+            # A signal is passed on at once; the servers are asked at their time, whatever else happens.
+            now = time.monotonic()
+            servers = now >= due
+            if servers:
+                due = now + self._seconds
+            for source in sources if servers else self._signals:
+                self._look(source)
+            try:
+                self._wakes.get(timeout=max(0.0, due - time.monotonic()))
+            except Empty:
+                continue
+
+    def _look(self, source: Source) -> None:
+        self.looks[source.name] = self.looks.get(source.name, 0) + 1
+        try:
+            notices = source.look()
+        except Exception as error:  # noqa: BLE001 - whatever a stranger's answer does, the training is not disturbed
+            self.failures[source.name] = self.failures.get(source.name, 0) + 1
+            if source.name not in self._failing:
+                self._failing.add(source.name)
+                said = error if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"
+                _log.warning(
+                    "rank %d: the watch cannot ask %s, and goes on trying every %g s; until then a notice of it is not "
+                    "heard: %s",
+                    self._rank,
+                    source.name,
+                    self._seconds,
+                    said,
+                )
+            return
+        if source.name in self._failing:
+            self._failing.discard(source.name)
+            _log.warning("rank %d: the watch hears %s again", self._rank, source.name)
+        for notice in notices:
+            until = None if notice.deadline_unix is None else round(notice.deadline_unix)
+            known = (notice.source, notice.kind.value, notice.said_by, until)
+            if known not in self._passed_on:
+                self._passed_on.add(known)
+                _log.warning("rank %d: NOTICE: %s", self._rank, notice.sentence())
+                self._on_notice(notice)

@@ -1,0 +1,112 @@
+"""Where a rank reads its bytes from: a portable file in the store, or a slice that it has found in one of its tiers.
+
+Both say for each unit where it lies in them and what its CRC-32 must be; `trainer_side/reading.py` does the rest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from holdfast.errors import DamageError, HoldfastError, StoreError
+from holdfast.layout import Extent
+from holdfast.manifest import Manifest
+from holdfast.slices import frames_of
+from holdfast.storage.base import Store
+from trainer_side.sources import Unit
+from trainer_side.tiers.base import Kept, Tier
+
+__all__ = ["KeptSlice", "Lying", "Origin", "StoredFile"]
+
+_TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; what was read is still in the processor's cache
+
+
+class Lying(NamedTuple):
+    """Where a unit lies: `extents` of the image, back to back from `offset` on, all covered by one CRC-32."""
+
+    extents: tuple[Extent, ...]
+    offset: int
+    crc32: int
+    what: str
+
+
+class Origin(Protocol):
+    """Something that units can be read from. Any thread."""
+
+    @property
+    def tier(self) -> str:
+        """The tier or the store, for people and reports."""
+        ...
+
+    @property
+    def what(self) -> str:
+        """All of it, for messages."""
+        ...
+
+    @property
+    def request_bytes(self) -> int:
+        """How much to ask for at once."""
+        ...
+
+    def lying(self, unit: Unit) -> Lying:
+        """Where a unit lies in it."""
+        ...
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset` on.
+
+        Raises:
+            DamageError: It ends before.
+            StoreError: Device or store failed.
+        """
+        ...
+
+
+class StoredFile:
+    """A portable file."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store, self._manifest = store, manifest
+        self.tier = store.url
+        self.what = f"{store.url}/{manifest.file}"
+        self.request_bytes = store.request_bytes
+
+    def lying(self, unit: Unit) -> Lying:
+        """The whole chunk: that is what has a CRC."""
+        manifest = self._manifest
+        offset = unit.chunk * manifest.chunk_bytes
+        extent = Extent(offset, min(manifest.chunk_bytes, manifest.image_bytes - offset))
+        what = f"chunk {unit.chunk} ({extent.nbytes} bytes from {offset})"
+        return Lying((extent,), offset, manifest.chunk_crc32s[unit.chunk], what)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """As the store does it."""
+        self._store.read_into(self._manifest.file, offset, view)
+
+
+class KeptSlice:
+    """A slice in a tier."""
+
+    request_bytes = _TIER_REQUEST_BYTES
+
+    def __init__(self, tier: Tier, kept: Kept) -> None:
+        self._tier, self._kept = tier, kept
+        self._frames = frames_of(kept.layout, kept.seal.rank)
+        seal = kept.seal
+        self.tier = tier.name
+        whose = f"rank {seal.rank}'s slice of step {seal.step} (attempt {seal.attempt})"
+        self.what = f"{tier.name}: {whose} in {kept.place} slot {kept.slot}"
+
+    def lying(self, unit: Unit) -> Lying:
+        """One frame of the slice."""
+        frame = self._frames[unit.frame]
+        what = f"frame {unit.frame} ({frame.nbytes} bytes from {frame.offset})"
+        return Lying(frame.extents, frame.offset, self._kept.seal.frame_crc32s[unit.frame], what)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """As the tier does it; what it raises otherwise becomes a `StoreError`."""
+        try:
+            self._tier.read_into(self._kept, offset, view)
+        except (DamageError, StoreError):
+            raise
+        except (HoldfastError, OSError, ValueError) as error:
+            raise StoreError(f"{self.what}: {error}") from error

@@ -1,0 +1,134 @@
+"""One optimizer step in pieces: parameters that are free are updated while others are still being copied.
+
+    step() ─► hook ─► free ones now: step(view of them) ─► wait until more are free ─► … ─► step(view of the rest)
+
+A view is an optimizer of the same class that shares state and options with the real one, and has only some of its
+parameters. Updates of different parameters do not depend on each other in the optimizers named here, so the result is
+the plain step's, bit for bit, whatever the pieces (tested for each of them); foreach and fused kernels run as they are,
+on fewer tensors at a time. The layer-wise update of LightCheck (ICCD 2023, section III-B), for any of these optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["StepArguments", "has_closure", "split_step", "why_not_split"]
+
+_Optimizer = TypeVar("_Optimizer", bound=Optimizer)
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_INDEPENDENT = (
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+    "SparseAdam",
+)
+_KNOWN_STEPS = {
+    getattr(torch.optim, name).step.__qualname__: name for name in _INDEPENDENT if hasattr(torch.optim, name)
+}
+
+
+def why_not_split(optimizer: Optimizer) -> str:
+    """Why the step of this optimizer is not taken in pieces; empty if it can be."""
+    step = type(optimizer).step
+    if not step.__module__.startswith("torch.optim") or step.__qualname__ not in _KNOWN_STEPS:
+        return (
+            f"{type(optimizer).__name__} has a step of its own, which may treat its parameters together; "
+            "its updates wait for the whole copy"
+        )
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return f"{type(optimizer).__name__} is capturable: a step in pieces cannot be part of a CUDA graph"
+    return ""
+
+
+def split_step(
+    optimizer: Optimizer,
+    arguments: StepArguments,
+    *,
+    held: Callable[[torch.Tensor], bool],
+    wait_for_more: Callable[[], None],
+) -> StepArguments | None:
+    """Update what is free, as it becomes free; leave the last piece to the step that called the hook.
+
+    To be called as the last of the optimizer's step-pre-hooks: hooks after it would see some parameters updated.
+
+    Args:
+        optimizer: One for which `why_not_split` says nothing.
+        arguments: Those of the step, as a pre-hook gets them; the first is the optimizer.
+        held: Whether a parameter, or a tensor of its state, is still being copied. Never true again once false.
+        wait_for_more: Returns when a parameter that was held may be free; called only when one is held.
+
+    Returns:
+        Arguments for the rest of the step, as a pre-hook gives them back; None: nothing was held, step as usual.
+    """
+    args, kwargs = arguments
+    groups = optimizer.param_groups
+    # What has no gradient is not updated, so it need not be waited for.
+    left = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+    if not any(map(held, left)):
+        return None
+    if _makes_state(optimizer):
+        # The order in which state comes to be is the order in which it is saved, on all ranks: not by chance of a copy.
+        while any(map(held, left)):
+            wait_for_more()
+        return None
+    step = _plain_step(optimizer)
+    while True:
+        blocked = {id(parameter) for parameter in left if held(parameter)}
+        free = {id(parameter) for parameter in left} - blocked
+        view = _view(optimizer, free)
+        if not blocked:
+            return (view, *args[1:]), kwargs
+        if free:
+            step(view)
+            left = [parameter for parameter in left if id(parameter) in blocked]
+        wait_for_more()
+
+
+def _makes_state(optimizer: Optimizer) -> bool:
+    """Whether this step will make state for a parameter that has none yet: the first step, or an unfrozen layer."""
+    stateless = type(optimizer).step is torch.optim.SGD.step and not any(
+        group.get("momentum") for group in optimizer.param_groups
+    )
+    return not stateless and any(
+        parameter.grad is not None and parameter not in optimizer.state
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+
+
+def has_closure(arguments: StepArguments) -> bool:
+    """Whether the step computes gradients itself: then no part of it may come before them."""
+    args, kwargs = arguments
+    return any(argument is not None for argument in (*args[1:], kwargs.get("closure")))
+
+
+def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """The step below the wrapper that calls the hooks."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def _view(optimizer: _Optimizer, wanted: Collection[int]) -> _Optimizer:
+    """The same optimizer with only the parameters whose ids are `wanted`."""
+    view: _Optimizer = object.__new__(type(optimizer))
+    view.__dict__ = dict(vars(optimizer))
+    view.param_groups = [
+        {**group, "params": [parameter for parameter in group["params"] if id(parameter) in wanted]}
+        for group in optimizer.param_groups
+    ]
+    return view

@@ -1,0 +1,88 @@
+"""What the tiers of all ranks hold when a job begins: which steps are complete in which tier, and the newest attempt.
+
+    every rank: tier.kept() ─► told to all ─► the same picture on every rank
+
+Collective; main thread, before the first step. Slices of fewer or more ranks than now count as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.wire import peer_error
+from trainer_side.agreeing import gather
+from trainer_side.peers import Peers
+from trainer_side.tiers.base import Tier
+from trainer_side.tiers.tally import Order
+
+__all__ = ["Inventory", "take_inventory"]
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The same on every rank.
+
+    Attributes:
+        newest_attempt: Of any slice in any tier; 0 of none.
+        complete: Per tier, steps of which a slice of every rank was found, newest first.
+        partial: Per tier, steps of which some slice is missing, newest first.
+    """
+
+    newest_attempt: int
+    complete: tuple[tuple[Order, ...], ...]
+    partial: tuple[tuple[Order, ...], ...]
+
+
+def take_inventory(peers: Peers, tiers: Sequence[Tier], error: HoldfastError | None = None) -> Inventory:
+    """See the module.
+
+    Args:
+        peers: The ranks.
+        tiers: Of this rank.
+        error: Why it has none, if they could not be opened: then it is raised on every rank.
+
+    Raises:
+        ConfigError: The ranks' tiers differ; or what a tier said, on every rank.
+        PeerLost: A rank is gone.
+    """
+    said = [json.loads(text) for text in gather(peers, _mine(tiers, error))]
+    for rank, other in enumerate(said):
+        if "error" in other:
+            said_error = peer_error(*other["error"])
+            raise said_error if rank == peers.rank else type(said_error)(f"rank {rank}: {said_error}")
+    names = said[0]["tiers"]
+    for rank, other in enumerate(said):
+        if other["tiers"] != names:
+            raise ConfigError(
+                f"trainer setting tiers: rank {rank} has {other['tiers']}, rank 0 has {names}; give all ranks the same"
+            )
+    complete, partial = [], []
+    for number in range(len(tiers)):
+        found: dict[tuple[int, int, int, str], set[int]] = {}
+        for other in said:
+            for attempt, step, rank, ranks, layout in other["kept"][number]:
+                found.setdefault((attempt, step, ranks, layout), set()).add(rank)
+        whole = {key[:2] for key, holders in found.items() if len(holders) == key[2]}
+        complete.append(tuple(sorted(whole, reverse=True)))
+        partial.append(tuple(sorted({key[:2] for key in found} - whole, reverse=True)))
+    attempts = [order[0] for orders in (*complete, *partial) for order in orders]
+    return Inventory(max(attempts, default=0), tuple(complete), tuple(partial))
+
+
+def _mine(tiers: Sequence[Tier], error: HoldfastError | None) -> bytes:
+    if error is not None:
+        return json.dumps({"error": [error.code, str(error)]}).encode()
+    try:
+        kept = [
+            [
+                (one.seal.attempt, one.seal.step, one.seal.rank, one.seal.ranks, one.seal.layout_digest)
+                for one in tier.kept()
+            ]
+            for tier in tiers
+        ]
+    except HoldfastError as refused:
+        return json.dumps({"error": [refused.code, str(refused)]}).encode()
+    return json.dumps({"tiers": [tier.name for tier in tiers], "kept": kept}).encode()

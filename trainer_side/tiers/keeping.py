@@ -1,0 +1,131 @@
+"""One step on its way into this rank's tiers: what they read, and how far each of them is.
+
+    area (being filled) ── is_ready(frame) ─► sum, once for all tiers ─► each lane writes it ─► … ─► seal
+                                                                              └── or gives it up
+
+The area is read until `released`: then every lane has sealed its slice, or given it up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.crc import crc32
+from holdfast.slices import Frame
+from trainer_side.tiers.base import SliceWriter
+from trainer_side.transfer import SliceSource
+
+__all__ = ["Keeping", "Part"]
+
+
+class Part:
+    """One tier's share of a keeping. The lane's lock guards it.
+
+    Attributes:
+        keeping: What it is a part of.
+        writer: The slot.
+        unwritten: Frames that no thread has taken yet, in their order.
+        busy: Threads that are at work on it.
+        given_up: Why it is not sealed; empty while it may be.
+        sealing: A thread seals it.
+        begun_at: When its first frame was ready.
+        written_bytes: Given to the tier so far.
+    """
+
+    def __init__(self, keeping: Keeping, writer: SliceWriter) -> None:
+        self.keeping, self.writer = keeping, writer
+        self.unwritten = list(range(len(keeping.frames)))
+        self.busy = 0
+        self.given_up = ""
+        self.sealing = False
+        self.begun_at = 0.0
+        self.written_bytes = 0
+
+
+@dataclass(eq=False)
+class Keeping:
+    """One step. Made by `Keeper.begin`.
+
+    Attributes:
+        order: (attempt, step).
+        frames: Of this rank's slice.
+        area: Where they lie.
+        record: Times and bytes, as the transfer's.
+        writers: Tier → slot.
+        job: Name of the job, for the seal.
+        source_is_slot: The tier whose slot the area itself is; -1: none.
+        link_released: The link reads nothing of the area any more; set too where there is no link.
+        released: No tier reads the area any more.
+        kept_in: Tiers that have sealed it, by number. `lost_in`: those that gave it up, with the reason.
+    """
+
+    order: tuple[int, int]
+    frames: tuple[Frame, ...]
+    record: Mapping[str, Any]
+    writers: dict[int, SliceWriter]
+    job: str = ""
+    source_is_slot: int = -1
+    area: SliceSource | None = None
+    link_released: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    cancel_reason: str = ""
+    kept_in: set[int] = field(default_factory=set)
+    lost_in: dict[int, str] = field(default_factory=dict)
+    sum_seconds: float = 0.0
+    _sums: dict[int, int] = field(default_factory=dict)
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+    _frame_guards: dict[int, threading.Lock] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Which step."""
+        return self.order[1]
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether some tier may still seal it: it is worth copying."""
+        return not self.cancelled.is_set() and not self.released.is_set()
+
+    def is_read_beside(self, tier: int) -> bool:
+        """Whether the link, or another lane than that of `tier`, may still read the area."""
+        with self._guard:
+            others_over = self.kept_in | self.lost_in.keys() | {tier} >= self.writers.keys()
+        return not (others_over and self.link_released.is_set())
+
+    def cancel(self, reason: str) -> None:
+        """Its bytes will never be complete: every lane gives it up. Any thread."""
+        if not self.cancelled.is_set():
+            self.cancel_reason = reason
+            self.cancelled.set()
+
+    def sum(self, frame: int) -> int:
+        """CRC-32 of a frame that is ready: computed by who comes first, the others wait for it."""
+        with self._guard:
+            guard = self._frame_guards.setdefault(frame, threading.Lock())
+        with guard:
+            if frame not in self._sums:
+                assert self.area is not None
+                begun = time.perf_counter()
+                self._sums[frame] = crc32(
+                    self.area.view(self.frames[frame].offset, self.frames[frame].nbytes)
+                )
+                self.sum_seconds += time.perf_counter() - begun
+            return self._sums[frame]
+
+    def over_in(self, tier: int, reason: str = "") -> None:
+        """A tier reads the area no more: it has sealed it, or given it up for this reason."""
+        with self._guard:
+            if reason:
+                self.lost_in[tier] = reason
+            else:
+                self.kept_in.add(tier)
+            if self.kept_in | self.lost_in.keys() >= self.writers.keys():
+                self._sums.clear()
+                self._frame_guards.clear()
+                self.area = None  # a staging area is not kept longer than it is read
+                self.released.set()

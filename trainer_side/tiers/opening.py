@@ -1,0 +1,77 @@
+"""From what people set to a tier.
+
+memory  memory:/dir     /dev/shm, or another tmpfs: survives the process, not the machine
+pm:/dir                 a DAX file system on persistent memory
+nvme:/dir  file:/dir    a local disk, past the page cache or through it
+store                   the store itself, slice by slice: for ranks without a stager
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+from trainer_side.tiers.base import Nearness, Tier
+from trainer_side.tiers.media import CachedFile, DirectFile, MappedFile, Medium
+from trainer_side.tiers.place import Place
+from trainer_side.tiers.pm import PmFile
+from trainer_side.tiers.slot_tier import SlotTier
+
+__all__ = ["SLOTS", "open_tier"]
+
+SLOTS = 2
+_MEDIA: dict[Nearness, Callable[[Path], Medium]] = {
+    Nearness.MEMORY: MappedFile,
+    Nearness.PM: PmFile,
+    Nearness.NVME: DirectFile,
+    Nearness.FILE: CachedFile,
+}
+_ALLOWED = "memory, memory:/dir, pm:/dir, nvme:/dir, file:/dir or store"
+
+
+def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: int | None = None) -> Tier:
+    """The tier that `spec` names. Touches nothing before `prepare` or `kept`.
+
+    Args:
+        spec: A kind, and after a colon the directory; `memory` alone has one of its own.
+        run_url: Of the run.
+        slots: How many slices a rank keeps room for: one, and one for each checkpoint in flight. At least 2; None:
+            `prepare` measures the device for a second, and takes what suits it.
+        writers: How many threads write at once; None: measured in the same way. In memory it is one.
+
+    Raises:
+        ConfigError: `spec` is none of these; the message says what is allowed.
+    """
+    kind, colon, directory = spec.partition(":")
+    if kind not in set(Nearness):
+        raise ConfigError(f"tier {spec!r}: no such kind, expected {_ALLOWED}")
+    nearness = Nearness(kind)
+    if nearness is Nearness.STORE:
+        return _open_store(run_url, slots, writers)
+    if not colon and nearness is Nearness.MEMORY:
+        shared = f"/dev/shm/holdfast-{os.geteuid()}"  # noqa: S108 (0700, owner checked)
+        place = Place(Path(shared) / "tiers", run_url, parents=1)
+    elif not Path(directory).is_absolute():
+        raise ConfigError(
+            f"tier {spec!r}: expected an absolute directory after the colon, as in {kind}:/mnt/disk; allowed are "
+            f"{_ALLOWED}"
+        )
+    else:
+        place = Place(Path(directory), run_url)
+    if nearness is Nearness.MEMORY:
+        # Its slices are copied there by whoever makes them; and a slot more costs memory, whatever is measured.
+        slots, writers = slots if slots is not None else SLOTS, writers if writers is not None else 1
+    return SlotTier(spec, nearness, place, _MEDIA[nearness], slots=slots, writers=writers)
+
+
+def _open_store(run_url: str, slots: int | None, writers: int | None) -> Tier:
+    from holdfast.storage import open_store
+    from trainer_side.tiers.store import StoreTier
+
+    store = open_store(run_url)
+    run = store.url.rstrip("/").rpartition("/")[2]
+    return StoreTier(
+        store, run=run, slots=slots if slots is not None else SLOTS, writers=writers, closes=True
+    )

@@ -1,0 +1,212 @@
+"""Where the slot files of one run lie, what they are called, and who may write them.
+
+    <directory>/<run>-<8 hex of its URL>/                        0700, ours
+        rank-00003.lock                                          held by the writer of rank 3; its pid, for people
+        rank-00003-<8 hex of layout and slots>.slots             a slot file
+        rank-00003-<8 hex of layout and slots>-2.slots           the same, beside one that was damaged
+        rank-00003-….slots.new                                   being made; it has no meaning
+
+The lock is the kernel's (`flock`): it ends with its holder, however that ends, so there is no stale one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import time
+import weakref
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from holdfast.errors import ConfigError, StoreError
+from holdfast.runtime import check_private_directory, make_private_directory, open_private_file
+from holdfast.storage import normalise_url
+from holdfast.storage.posix_errors import translated
+from holdfast.storage.posix_io import sync_directory
+
+__all__ = ["Place", "RankLock", "SlotPath", "run_digest", "run_name"]
+
+_SLOTS_NAME = re.compile(r"rank-([0-9]{5,10})-([0-9a-f]{8})(?:-([0-9]{1,4}))?\.slots")
+_KEY_DIGITS = 8
+_NAME_CHARACTERS_MAX = 100
+_PID_BYTES_MAX = 32
+_LOCK_PAUSE_SECONDS = 0.02
+
+
+def run_digest(run_url: str) -> bytes:
+    """SHA-256 of the run's URL: equal for two spellings of it.
+
+    Raises:
+        ConfigError: The URL is empty or malformed.
+    """
+    return hashlib.sha256(normalise_url(run_url).encode()).digest()
+
+
+def run_name(run_url: str) -> str:
+    """The last part of the run's URL: what people call it.
+
+    Raises:
+        ConfigError: The URL is empty or malformed.
+    """
+    return normalise_url(run_url).rstrip("/").rpartition("/")[2] or "run"
+
+
+class SlotPath(NamedTuple):
+    """A slot file by its name."""
+
+    path: Path
+    rank: int
+
+
+class Place:
+    """The directory of one run in a tier's directory.
+
+    Args:
+        directory: Of the tier.
+        run_url: Of the run.
+        parents: Directories above it that may be made as well, for this user alone.
+    """
+
+    def __init__(self, directory: Path, run_url: str, *, parents: int = 0) -> None:
+        self._parents = parents
+        self.base = directory.absolute()
+        self.run = run_name(run_url)
+        self.run_digest = run_digest(run_url)
+        safe = re.sub(r"[^A-Za-z0-9._-]", "_", self.run)[:_NAME_CHARACTERS_MAX]
+        self.directory = self.base / f"{safe}-{self.run_digest.hex()[:_KEY_DIGITS]}"
+
+    def make(self) -> None:
+        """Make the directory of the run, durably, or check that the one that is there is ours.
+
+        Raises:
+            ConfigError: It is not ours alone, or the tier's directory is missing or may not be written to.
+        """
+        if self._parents:
+            self._make_parents()
+        elif not self.base.parent.is_dir():
+            raise ConfigError(
+                f"local tier: {self.base} is not there, and neither is {self.base.parent}; mount the device, or make it"
+            )
+        fresh = not self.directory.exists()
+        try:
+            make_private_directory(self.directory, what="local tier", advice="choose another directory")
+        except OSError as error:
+            raise ConfigError(
+                f"local tier: cannot make {self.directory}: {error.strerror}; give uid {os.geteuid()} write permission "
+                f"in {self.base}, or choose another directory"
+            ) from error
+        if fresh:
+            with translated("make", self.directory):
+                sync_directory(self.base)
+                sync_directory(self.base.parent)
+
+    def _make_parents(self) -> None:
+        for directory in reversed([self.base, *self.base.parents][: self._parents + 1]):
+            make_private_directory(directory, what="local tier", advice="choose another directory")
+
+    def check(self) -> bool:
+        """Whether the directory of the run is there.
+
+        Raises:
+            ConfigError: It is, and not ours alone.
+        """
+        try:
+            check_private_directory(self.directory, what="local tier", advice="choose another directory")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise ConfigError(
+                f"local tier: cannot look into {self.base}: {error.strerror}; give uid {os.geteuid()} permission, or "
+                "choose another directory"
+            ) from error
+        return True
+
+    def slot_path(self, rank: int, layout_digest: str, slots: int, number: int = 1) -> Path:
+        """The name of a slot file; `number` above 1 where an earlier one may not be touched."""
+        key = hashlib.sha256(f"{layout_digest} {slots}".encode()).hexdigest()[:_KEY_DIGITS]
+        beside = f"-{number}" if number > 1 else ""
+        return self.directory / f"rank-{rank:05}-{key}{beside}.slots"
+
+    def slot_paths(self) -> list[SlotPath]:
+        """All slot files of the run that lie here, by name."""
+        found = []
+        for entry in sorted(os.scandir(self.directory), key=lambda entry: entry.name):
+            match = _SLOTS_NAME.fullmatch(entry.name)
+            if match is not None:
+                found.append(SlotPath(self.directory / entry.name, int(match[1])))
+        return found
+
+    def remove_unfinished(self, rank: int) -> None:
+        """Remove what a process that held this rank's lock had not finished making."""
+        with translated("remove", self.directory):
+            for path in self.directory.glob(f"rank-{rank:05}*.slots.new"):
+                path.unlink(missing_ok=True)
+
+
+class RankLock:
+    """The right to write the slot files of one rank of a run.
+
+    Args:
+        place: Of the run.
+        rank: Whose.
+        seconds_max: How long to wait for it: a process that was killed holds it until its memory is given back, and the
+            next one may be there before.
+
+    Raises:
+        ConfigError: A living process has it; names its pid.
+    """
+
+    _held: ClassVar[weakref.WeakSet[RankLock]] = weakref.WeakSet()
+
+    def __init__(self, place: Place, rank: int, *, seconds_max: float = 0.0) -> None:
+        deadline = time.monotonic() + seconds_max
+        path = place.directory / f"rank-{rank:05}.lock"
+        with translated("lock", path):
+            self._fd = open_private_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            while not _locked(self._fd, last=time.monotonic() >= deadline):
+                time.sleep(_LOCK_PAUSE_SECONDS)
+        except BlockingIOError:
+            pid = os.pread(self._fd, _PID_BYTES_MAX, 0).decode("ascii", "replace").strip() or "unknown"
+            self.release()
+            raise ConfigError(
+                f"local tier: process {pid} is writing the slices of rank {rank} of run {place.run} in "
+                f"{place.directory}; end it, or give this one another directory"
+            ) from None
+        except OSError as error:
+            self.release()
+            raise StoreError(
+                f"local tier: cannot lock {path}: {error.strerror}; choose a directory whose file system has locks"
+            ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        RankLock._held.add(self)
+
+    def release(self) -> None:
+        """Give it back."""
+        RankLock._held.discard(self)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @classmethod
+    def _forget(cls) -> None:
+        # A child (a data loader's worker) shares the lock with its parent, and would hold it when that is dead.
+        for lock in list(cls._held):
+            lock.release()
+
+
+def _locked(fd: int, *, last: bool) -> bool:
+    """Try once. Raises `BlockingIOError` where it is the last time."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if last:
+            raise
+        return False
+    return True
+
+
+os.register_at_fork(after_in_child=RankLock._forget)

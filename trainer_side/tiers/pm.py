@@ -1,0 +1,110 @@
+"""A slot file on persistent memory: mapped, written past the CPU's caches, durable without a system call.
+
+    DAX, and libpmem         MAP_SYNC; copies by libpmem, durable when `write` returns; flush: nothing is left to do
+    no DAX, or no libpmem    an ordinary mapping; flush: msync
+    PMEM_IS_PMEM_FORCE=1     as the first, whatever the file system: a stand-in for measuring, and `how` says so
+
+MAP_SYNC is not asked for without libpmem: pages mapped so are not marked dirty, and msync would leave in the caches
+what only libpmem can write back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+from pathlib import Path
+
+from holdfast.storage.posix_errors import translated
+from trainer_side.tiers import libpmem
+from trainer_side.tiers.media import Copy, MappedFile, address_of
+
+__all__ = ["PmFile"]
+
+_log = logging.getLogger("holdfast.trainer")
+_MAP_SHARED_VALIDATE, _MAP_SYNC = 0x03, 0x80000  # linux/mman.h; Python does not name them
+_MADV_POPULATE_WRITE = 23
+_MS_SYNC = 4
+_FORCE = "PMEM_IS_PMEM_FORCE"  # PMDK's own variable
+
+
+class PmFile(MappedFile):
+    """See `Medium`. `how` says which of the three ways it is.
+
+    Args:
+        path: A file that exists, with all of its room reserved.
+    """
+
+    _FLAGS = mmap.MAP_SHARED
+
+    def __init__(self, path: Path) -> None:
+        self._pmem = libpmem.load()
+        self._how = ""
+        super().__init__(path)
+        if self._pmem is not None:
+            # Written to once, now: the first store to each page would otherwise come in the middle of a checkpoint.
+            with contextlib.suppress(OSError):  # a kernel before 5.14
+                self._map.madvise(_MADV_POPULATE_WRITE)
+
+    def _mapped(self, file: int, nbytes: int) -> mmap.mmap:
+        if self._pmem is None:
+            self._fall_back("libpmem.so.1 is not installed")
+        elif os.environ.get(_FORCE) == "1":
+            self._how = f"libpmem, a stand-in: {_FORCE}=1 and no persistent memory"
+        else:
+            try:
+                found = mmap.mmap(file, nbytes, flags=_MAP_SHARED_VALIDATE | _MAP_SYNC)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                self._pmem = None
+                self._fall_back("the file system has no DAX")
+            else:
+                self._how = "libpmem, MAP_SYNC"
+                return found
+        return super()._mapped(file, nbytes)
+
+    def _fall_back(self, why: str) -> None:
+        self._how = f"msync: {why}"
+        _log.warning(
+            "%s: %s; slices are kept there by an ordinary mapping and msync. On persistent memory, mount with -o dax "
+            "and install libpmem1",
+            self.path,
+            why,
+        )
+
+    @property
+    def how(self) -> str:
+        """See `Medium`."""
+        return self._how
+
+    @property
+    def copy(self) -> Copy | None:
+        """See `Medium`. Past the caches with libpmem, and durable on return."""
+        return ctypes.memmove if self._pmem is None else self._pmem.copy
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """See `Medium`. With libpmem durable on return, also for what was put into `memory` in another way."""
+        if self._pmem is None:
+            super().write(offset, view)
+            return
+        place, source = self._address + offset, address_of(view)
+        if place == source:
+            self._pmem.persist(place, view.nbytes)
+        elif view.nbytes:
+            self._pmem.copy_past_caches(place, source, view.nbytes)
+
+    def flush(self) -> None:
+        """See `Medium`."""
+        if self._pmem is not None:
+            self._pmem.drain()
+            return
+        msync = ctypes.CDLL(None, use_errno=True).msync  # mmap's own holds the GIL while the device works
+        msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        with translated("flush", self.path):
+            if msync(self._address, len(self._view), _MS_SYNC) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))

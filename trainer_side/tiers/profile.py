@@ -1,0 +1,102 @@
+"""How many checkpoints in flight, and how many writers each, suit a device (PCcheck, ASPLOS 2025, section 3.4).
+
+    for N in flight, p writers each:   N slices are written at once, each flushed at its end: T_w seconds
+    best: the least T_w / N; of those that are nearly as good, the fewest in flight, then the fewest writers
+
+Measured on a file of its own beside the slots, which has no name by then: a kill leaves nothing. Bounded in bytes and
+in seconds; the result is kept in the slot file. What is set by hand is not measured.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from trainer_side.tiers.media import Medium
+
+__all__ = ["SCRATCH_BYTES", "Profile", "choose", "measure"]
+
+SCRATCH_BYTES = 64 << 20
+_BLOCK_BYTES = 8 << 20  # what one write takes: like a frame, which is half a chunk or more
+_SECONDS_MAX = 1.0
+_NEARLY = 1.05
+
+
+class Profile(NamedTuple):
+    """`in_flight`: slices written at once. `writers`: threads for each."""
+
+    in_flight: int
+    writers: int
+
+
+def choose(seconds: Mapping[Profile, float]) -> Profile:
+    """The best of what was measured: profile → seconds until all its slices were written."""
+    per_slice = {profile: elapsed / profile.in_flight for profile, elapsed in seconds.items()}
+    good_enough = min(per_slice.values()) * _NEARLY
+    return min(profile for profile, elapsed in per_slice.items() if elapsed <= good_enough)
+
+
+def measure(
+    medium: Medium,
+    candidates: Sequence[Profile],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    seconds_max: float = _SECONDS_MAX,
+) -> Profile:
+    """Write with each candidate in turn, and choose. What there is no time for is left out; the first one never is.
+
+    Args:
+        medium: Of `SCRATCH_BYTES`, all of which is written over.
+        candidates: What to try, in this order.
+        clock: Seconds.
+        seconds_max: After so long no further candidate is tried.
+
+    Raises:
+        StoreError: The device refused.
+    """
+    seconds: dict[Profile, float] = {}
+    with mmap.mmap(-1, _BLOCK_BYTES) as block:
+        block[:] = os.urandom(1 << 20) * (_BLOCK_BYTES >> 20)  # a device may be quicker with zeros
+        with memoryview(block) as view:
+            _write(medium, view, Profile(1, 1))  # first touch of the file and of what serves it
+            begun = clock()
+            for profile in candidates:
+                started = clock()
+                if seconds and started - begun > seconds_max:
+                    break
+                _write(medium, view, profile)
+                seconds[profile] = (clock() - started) / _blocks_per_slice(profile)
+    return choose(seconds)
+
+
+def _blocks_per_slice(profile: Profile) -> int:
+    return SCRATCH_BYTES // _BLOCK_BYTES // profile.in_flight
+
+
+def _write(medium: Medium, view: memoryview, profile: Profile) -> None:
+    """All slices of a profile at once; together about `SCRATCH_BYTES`."""
+    blocks = _blocks_per_slice(profile)
+
+    def one_slice(number: int) -> None:
+        left = iter(range(number * blocks, (number + 1) * blocks))
+        taking = threading.Lock()
+
+        def writer(_: int) -> None:
+            while True:
+                with taking:
+                    block = next(left, None)
+                if block is None:
+                    return
+                medium.write(block * _BLOCK_BYTES, view)
+
+        with ThreadPoolExecutor(profile.writers) as writers:
+            list(writers.map(writer, range(profile.writers)))
+        medium.flush()
+
+    with ThreadPoolExecutor(profile.in_flight) as slices:
+        list(slices.map(one_slice, range(profile.in_flight)))

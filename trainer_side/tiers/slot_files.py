@@ -1,0 +1,241 @@
+"""The slot files of one rank: found again, made anew beside what cannot be used, removed when they are of no more use.
+
+    open     the file of this layout: the one that is there; else measured, room reserved, made whole, then named
+    remove   files of earlier layouts and of ranks that are gone, once every rank has a newer step
+
+What is not what it should be is never changed: it is named in the log, and a fresh file is made beside it; what belongs
+to another run is refused. `open` and `remove` belong to who holds the rank's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import ConfigError, DamageError, HoldfastError, ProtocolError, StoreError
+from holdfast.layout import Layout
+from holdfast.runtime import open_private_file
+from holdfast.slices import area_bytes
+from holdfast.storage.posix_errors import free_bytes, translated
+from holdfast.storage.posix_io import reserve, sync_directory, write_all
+from trainer_side.tiers.media import Medium
+from trainer_side.tiers.place import Place, RankLock
+from trainer_side.tiers.profile import SCRATCH_BYTES, Profile, measure
+from trainer_side.tiers.slot_file import SlotFile, first_pages
+from trainer_side.tiers.slot_format import Superblock
+from trainer_side.tiers.slot_scan import Examined, examine
+from trainer_side.tiers.slot_writer import OpenSlots
+from trainer_side.tiers.slots import SLOTS_MIN
+
+__all__ = ["SlotFiles"]
+
+_log = logging.getLogger("holdfast.trainer")
+_BESIDE_MAX = 100  # damaged files of one name; somebody should have looked by then
+_WRITERS_TRIED = (1, 2, 4)
+_IN_FLIGHT_TRIED = (1, 2, 3)  # slots take room: one more than are in flight
+
+
+class SlotFiles:
+    """See the module.
+
+    Args:
+        name: Of the tier, for messages.
+        place: Where they lie.
+        medium: Opens one.
+        slots: How many each has; None: measured when it is made.
+        writers: How many threads write at once; None: measured when it is made.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        place: Place,
+        medium: Callable[[Path], Medium],
+        *,
+        slots: int | None,
+        writers: int | None,
+    ) -> None:
+        self._name, self._place, self._medium = name, place, medium
+        self._slots, self._writers = slots, writers
+
+    def open(self, layout: Layout, rank: int, layouts: dict[str, Layout]) -> OpenSlots:
+        """The slot file for this layout.
+
+        Raises:
+            ConfigError: No room, not ours, of another run.
+            StoreError: The device refused.
+        """
+        choices = (
+            [self._slots]
+            if self._slots is not None
+            else [count + SLOTS_MIN - 1 for count in _IN_FLIGHT_TRIED]
+        )
+        for slots in choices:
+            opened = self._open_found(layout, rank, slots, layouts)
+            if opened is not None:
+                return opened
+        self._place.remove_unfinished(rank)
+        profile = self._measured(layout, rank)
+        slots = self._slots if self._slots is not None else profile.in_flight + SLOTS_MIN - 1
+        self._make(self._free_path(layout, rank, slots), layout, rank, slots, profile.writers)
+        opened = self._open_found(layout, rank, slots, layouts)
+        assert opened is not None, "it was just made"
+        return opened
+
+    def remove_older(
+        self, opened: OpenSlots, order: tuple[int, int], layouts: dict[str, Layout]
+    ) -> list[Path]:
+        """Every rank has sealed `order`: what holds only older steps, and no living process writes to, goes."""
+        removed = []
+        for path, rank in self._place.slot_paths():
+            if str(path) == opened.file.source:
+                continue
+            try:
+                lock = None if rank == opened.rank else RankLock(self._place, rank)
+            except HoldfastError:
+                continue  # its writer lives
+            try:
+                found = examine(path, self._place, rank, layouts)
+                if all((named.attempt, named.step) < order for named in found.committed if named is not None):
+                    path.unlink()
+                    removed.append(path)
+            except (HoldfastError, OSError) as error:
+                _log.warning("tier %s: %s is left where it is: %s", self._name, path, error)
+            finally:
+                if lock is not None:
+                    lock.release()
+        if removed:
+            _log.info(
+                "tier %s: removed slices of earlier layouts: %s", self._name, ", ".join(map(str, removed))
+            )
+            with translated("remove", self._place.directory):
+                sync_directory(self._place.directory)
+        return removed
+
+    # -- one that is there ---------------------------------------------------------------------------------------
+
+    def _open_found(
+        self, layout: Layout, rank: int, slots: int, layouts: dict[str, Layout]
+    ) -> OpenSlots | None:
+        for path in self._paths(layout, rank, slots):
+            if not os.path.lexists(path):
+                return None
+            try:
+                found = examine(path, self._place, rank, layouts)
+                if found.superblock.layout_digest != layout.digest or found.superblock.slots != slots:
+                    raise DamageError(f"{path}: it is of another layout than its name says")
+                return self._attach(path, found, layout)
+            except (DamageError, ProtocolError) as error:
+                _log.warning(
+                    "tier %s: %s. The file is left as it is, and another one is used beside it; remove it when nothing "
+                    "of it is wanted",
+                    self._name,
+                    error,
+                )
+        raise ConfigError(
+            f"tier {self._name}: {_BESIDE_MAX} files in {self._place.directory} cannot be used; see the log, and "
+            "remove them"
+        )
+
+    def _free_path(self, layout: Layout, rank: int, slots: int) -> Path:
+        return next(path for path in self._paths(layout, rank, slots) if not os.path.lexists(path))
+
+    def _paths(self, layout: Layout, rank: int, slots: int) -> list[Path]:
+        return [
+            self._place.slot_path(rank, layout.digest, slots, number) for number in range(1, _BESIDE_MAX + 1)
+        ]
+
+    def _attach(self, path: Path, found: Examined, layout: Layout) -> OpenSlots:
+        medium = self._medium(path)
+        try:
+            file = SlotFile(medium, found.superblock, source=str(path))
+        except BaseException:
+            medium.close()
+            raise
+        return OpenSlots(
+            file, layout, found.superblock.rank, run=self._place.run, unsealable=found.seals_missing
+        )
+
+    # -- a new one -----------------------------------------------------------------------------------------------
+
+    def _make(self, path: Path, layout: Layout, rank: int, slots: int, writers: int) -> None:
+        """Make an empty slot file, whole and durable before it has its name."""
+        superblock = Superblock.plan(
+            layout,
+            rank,
+            run=self._place.run,
+            run_digest=self._place.run_digest,
+            slots=slots,
+            writers=writers,
+        )
+        free = free_bytes(path)
+        if free is not None and free < superblock.file_bytes:
+            raise self._no_room(superblock, "too full")
+        temporary = path.with_name(path.name + ".new")
+        with translated("make", path):
+            file = open_private_file(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                try:
+                    reserve(file, temporary, superblock.file_bytes)
+                except (OSError, StoreError) as error:
+                    raise self._no_room(superblock, str(error)) from error
+                write_all(file, memoryview(first_pages(superblock, layout)), 0)
+                os.fsync(file)
+                temporary.rename(path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(file)
+            sync_directory(path.parent)
+
+    def _no_room(self, superblock: Superblock, cause: str) -> ConfigError:
+        earlier = sum(
+            path.lstat().st_size for path, rank in self._place.slot_paths() if rank == superblock.rank
+        )
+        held = (
+            f"; {earlier} bytes there hold this rank's slices of an earlier layout, which stay until a step of the new "
+            "one is complete"
+            if earlier
+            else ""
+        )
+        return ConfigError(
+            f"tier {self._name}: no room in {self._place.directory} ({cause}): rank {superblock.rank} needs "
+            f"{superblock.file_bytes} bytes for {superblock.slots} slots of {superblock.slot_bytes}, "
+            f"{free_bytes(self._place.directory)} are free{held}; make room, choose another directory, or train on "
+            "more ranks: each then keeps less"
+        )
+
+    def _measured(self, layout: Layout, rank: int) -> Profile:
+        """What suits the device; by hand, as set; for a small slice, or with no room to measure in, the least."""
+        least = Profile((self._slots or SLOTS_MIN) - 1, self._writers or 1)
+        if (self._slots is not None and self._writers is not None) or (
+            area_bytes(layout, rank) < SCRATCH_BYTES
+        ):
+            return least
+        in_flight = _IN_FLIGHT_TRIED if self._slots is None else (least.in_flight,)
+        writers = _WRITERS_TRIED if self._writers is None else (least.writers,)
+        scratch = self._place.directory / f"rank-{rank:05}.slots.new"
+        free = free_bytes(scratch)
+        if free is None or free < 2 * SCRATCH_BYTES:
+            return least
+        try:
+            with translated("measure", scratch):
+                file = open_private_file(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                try:
+                    reserve(file, scratch, SCRATCH_BYTES)
+                    medium = self._medium(scratch)
+                finally:
+                    os.close(file)
+                    scratch.unlink()
+                try:
+                    return measure(
+                        medium, [Profile(count, threads) for count in in_flight for threads in writers]
+                    )
+                finally:
+                    medium.close()
+        except HoldfastError as error:
+            _log.warning("tier %s: the device could not be measured: %s", self._name, error)
+            return least

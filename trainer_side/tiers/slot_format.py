@@ -1,0 +1,263 @@
+"""The slot file, byte by byte: what memory, PM, NVMe and file tiers have in common (docs/format.md, section 7).
+
+    0        superblock          what this file is, and where all else lies; written once
+    4096     commit sector A  ┐  which slots hold a sealed slice; written in turn, each with its own CRC
+    8192     commit sector B  ┘
+    12288    layout              Layout.to_bytes(): tensor → entry → offset, bytes; apart from the tensors
+    …        slot 0              the rank's area (`frames_of`), then the seal of it
+    …        slot 1 …            all of the same size
+
+Everything is little-endian, and a place is an offset in the file: never a pointer of a process. A reader takes the
+valid sector with the highest sequence; a torn one has no valid CRC, and the other then tells what was before.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.crc import crc32
+from holdfast.errors import DamageError, ProtocolError
+from holdfast.layout import Layout
+from holdfast.slices import area_bytes, frames_of
+
+__all__ = [
+    "PAGE_BYTES",
+    "SECTOR_OFFSETS",
+    "SLOTS_MAX",
+    "CommitSector",
+    "Commitment",
+    "Superblock",
+    "UnknownVersionError",
+    "newest",
+    "whole_pages",
+]
+
+PAGE_BYTES = 4096
+SECTOR_OFFSETS = (PAGE_BYTES, 2 * PAGE_BYTES)
+SLOTS_MAX = 64
+VERSION = 1
+
+_SUPER_MAGIC = b"holdfSLT"
+_SECTOR_MAGIC = b"holdfCMT"
+# magic, version, rank, ranks, slots, writers, run digest, layout digest, area, slot, slots offset, layout offset,
+# layout bytes, layout CRC, bytes of the run's name; the name follows
+_SUPER = struct.Struct("<8sIIIII32s32sQQQQQIH")
+_SECTOR = struct.Struct("<8sQI")  # magic, sequence, slots
+_ENTRY = struct.Struct("<IIQQI")  # flags, seal bytes, attempt, step, seal CRC
+_CRC = struct.Struct("<I")  # of all before it, in the last bytes of the page
+_NAME_BYTES_MAX = 1024
+_SEALED, _COMPLETE = 1, 2
+_LAYOUT_OFFSET = 3 * PAGE_BYTES
+_HUGE_BYTES = 2 << 20  # slots that hold some of them begin on one: DAX and tmpfs map them by huge pages then
+_SEAL_FIXED_BYTES, _SEAL_FRAME_BYTES = 16 << 10, 12  # a record for people; `4294967295,`
+_FILE_BYTES_MAX = 1 << 62
+
+
+class UnknownVersionError(ProtocolError):
+    """A slot file, but of a version that this one does not read."""
+
+
+def whole_pages(nbytes: int) -> int:
+    """`nbytes` rounded up to pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Superblock:
+    """What a slot file is, and where everything lies in it.
+
+    Attributes:
+        run: Name of the run, for people. `run_digest`: SHA-256 of its URL.
+        rank: Whose slices. `ranks`: of how many.
+        slots: How many. `slot_bytes`: of each, seal included. `slots_offset`: of the first.
+        area_bytes: Of a slice; the seal lies behind it.
+        layout_digest: SHA-256. `layout_offset`, `layout_bytes`, `layout_crc32`: of its bytes in the file.
+        writers: How many threads write best here, as measured when the file was made; 0: not measured.
+    """
+
+    run: str
+    run_digest: bytes
+    rank: int
+    ranks: int
+    slots: int
+    slot_bytes: int
+    slots_offset: int
+    area_bytes: int
+    layout_digest: str
+    layout_offset: int
+    layout_bytes: int
+    layout_crc32: int
+    writers: int = 0
+
+    @classmethod
+    def plan(
+        cls, layout: Layout, rank: int, *, run: str, run_digest: bytes, slots: int, writers: int = 0
+    ) -> Superblock:
+        """The superblock of a new file for `slots` slices of `rank`."""
+        packed = layout.to_bytes()
+        area = area_bytes(layout, rank)
+        seal_room = whole_pages(_SEAL_FIXED_BYTES + _SEAL_FRAME_BYTES * len(frames_of(layout, rank)))
+        alignment = _HUGE_BYTES if area >= 8 * _HUGE_BYTES else PAGE_BYTES
+        return cls(
+            run=run.encode()[:_NAME_BYTES_MAX].decode(errors="ignore"),
+            run_digest=run_digest,
+            rank=rank,
+            ranks=layout.ranks,
+            slots=slots,
+            slot_bytes=_aligned(area + seal_room, alignment),
+            slots_offset=_aligned(_LAYOUT_OFFSET + len(packed), alignment),
+            area_bytes=area,
+            layout_digest=layout.digest,
+            layout_offset=_LAYOUT_OFFSET,
+            layout_bytes=len(packed),
+            layout_crc32=crc32(packed),
+            writers=writers,
+        )
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the whole file."""
+        return self.slots_offset + self.slots * self.slot_bytes
+
+    @property
+    def seal_room_bytes(self) -> int:
+        """How long a seal may be."""
+        return self.slot_bytes - self.area_bytes
+
+    def slot_offset(self, slot: int) -> int:
+        """Where the area of a slot begins."""
+        return self.slots_offset + slot * self.slot_bytes
+
+    def seal_offset(self, slot: int) -> int:
+        """Where its seal begins."""
+        return self.slot_offset(slot) + self.area_bytes
+
+    def to_bytes(self) -> bytes:
+        """One page."""
+        name = self.run.encode()
+        packed = _SUPER.pack(
+            *(_SUPER_MAGIC, VERSION, self.rank, self.ranks, self.slots, self.writers),
+            *(self.run_digest, bytes.fromhex(self.layout_digest), self.area_bytes, self.slot_bytes),
+            *(self.slots_offset, self.layout_offset, self.layout_bytes, self.layout_crc32, len(name)),
+        )
+        return _page(packed + name)
+
+    @classmethod
+    def from_bytes(cls, page: bytes, *, source: str) -> Superblock:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            UnknownVersionError: A slot file of another version.
+            DamageError: No slot file, truncated or altered, or its parts contradict each other.
+        """
+        if len(page) != PAGE_BYTES or page[: len(_SUPER_MAGIC)] != _SUPER_MAGIC:
+            raise DamageError(f"{source}: no superblock of a slot file at its beginning")
+        version = _SUPER.unpack_from(page)[1]
+        if version != VERSION:
+            raise UnknownVersionError(f"{source}: slot file version {version}, this one reads {VERSION}")
+        if not _is_whole(page):
+            raise DamageError(f"{source}: the superblock is altered (its CRC-32 does not hold)")
+        (_, _, rank, ranks, slots, writers, run_digest, layout_digest, *rest) = _SUPER.unpack_from(page)
+        area, slot_bytes, slots_offset, layout_offset, layout_bytes, layout_crc32, name_bytes = rest
+        found = cls(
+            run=page[_SUPER.size : _SUPER.size + name_bytes].decode(errors="replace"),
+            run_digest=run_digest,
+            rank=rank,
+            ranks=ranks,
+            slots=slots,
+            slot_bytes=slot_bytes,
+            slots_offset=slots_offset,
+            area_bytes=area,
+            layout_digest=layout_digest.hex(),
+            layout_offset=layout_offset,
+            layout_bytes=layout_bytes,
+            layout_crc32=layout_crc32,
+            writers=writers,
+        )
+        found._check(source)
+        return found
+
+    def _check(self, source: str) -> None:
+        aligned = not (
+            self.slots_offset % PAGE_BYTES or self.slot_bytes % PAGE_BYTES or self.area_bytes % PAGE_BYTES
+        )
+        inside = (
+            0 < self.slots <= SLOTS_MAX
+            and self.rank < self.ranks
+            and self.area_bytes < self.slot_bytes
+            and self.layout_offset >= _LAYOUT_OFFSET
+            and self.layout_offset + self.layout_bytes <= self.slots_offset
+            and self.file_bytes < _FILE_BYTES_MAX
+        )
+        if not (aligned and inside):
+            raise DamageError(f"{source}: the superblock contradicts itself: {self}")
+
+
+class Commitment(NamedTuple):
+    """A sealed slot in a commit sector: its step, whether every rank is known to have it, and which bytes seal it."""
+
+    attempt: int
+    step: int
+    complete: bool
+    seal_bytes: int
+    seal_crc32: int
+
+
+@dataclass(frozen=True)
+class CommitSector:
+    """Which slots are sealed. `sequence`: the higher one counts. `slots`: per slot, None for one without a seal."""
+
+    sequence: int
+    slots: tuple[Commitment | None, ...]
+
+    def to_bytes(self) -> bytes:
+        """One page."""
+        packed = _SECTOR.pack(_SECTOR_MAGIC, self.sequence, len(self.slots))
+        for slot in self.slots:
+            if slot is None:
+                packed += _ENTRY.pack(0, 0, 0, 0, 0)
+            else:
+                flags = _SEALED | (_COMPLETE if slot.complete else 0)
+                packed += _ENTRY.pack(flags, slot.seal_bytes, slot.attempt, slot.step, slot.seal_crc32)
+        return _page(packed)
+
+    @classmethod
+    def from_bytes(cls, page: bytes, slots: int) -> CommitSector | None:
+        """Read what `to_bytes` wrote; None if it is torn, altered, or was never written."""
+        if len(page) != PAGE_BYTES or page[: len(_SECTOR_MAGIC)] != _SECTOR_MAGIC or not _is_whole(page):
+            return None
+        _, sequence, count = _SECTOR.unpack_from(page)
+        if count != slots:
+            return None
+        found: list[Commitment | None] = []
+        for slot in range(slots):
+            flags, seal_bytes, attempt, step, seal_crc32 = _ENTRY.unpack_from(
+                page, _SECTOR.size + slot * _ENTRY.size
+            )
+            sealed = flags & _SEALED
+            found.append(
+                Commitment(attempt, step, bool(flags & _COMPLETE), seal_bytes, seal_crc32) if sealed else None
+            )
+        return cls(sequence, tuple(found))
+
+
+def newest(sectors: Sequence[CommitSector | None]) -> int | None:
+    """Which of the sectors counts; None if none is valid."""
+    valid = [(sector.sequence, number) for number, sector in enumerate(sectors) if sector is not None]
+    return max(valid)[1] if valid else None
+
+
+def _page(packed: bytes) -> bytes:
+    body = packed.ljust(PAGE_BYTES - _CRC.size, b"\0")
+    return body + _CRC.pack(crc32(body))
+
+
+def _is_whole(page: bytes) -> bool:
+    return bool(_CRC.unpack_from(page, PAGE_BYTES - _CRC.size)[0] == crc32(page[: PAGE_BYTES - _CRC.size]))
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment

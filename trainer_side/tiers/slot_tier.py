@@ -1,0 +1,180 @@
+"""A tier whose slices lie in slot files: memory, PM, NVMe and plain files differ only in the medium beneath.
+
+prepare ─► lock of the rank ─► its slot file ─► OpenSlots ─► begin, seal, complete, void
+kept, read_into ─► any slot file of the run, of any rank; no lock
+the first complete step ─► files of earlier layouts go
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import ConfigError, DamageError, StoreError
+from holdfast.layout import Layout
+from holdfast.storage.posix_errors import translated
+from holdfast.storage.posix_io import read_whole
+from trainer_side.tiers.base import Kept, Nearness
+from trainer_side.tiers.media import Medium
+from trainer_side.tiers.place import Place, RankLock
+from trainer_side.tiers.slot_files import SlotFiles
+from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock
+from trainer_side.tiers.slot_scan import scan
+from trainer_side.tiers.slot_writer import OpenSlots, SlotWriter
+from trainer_side.tiers.slots import SLOTS_MIN
+
+__all__ = ["SlotTier"]
+
+_DYING_SECONDS_MAX = 5.0
+_log = logging.getLogger("holdfast.trainer")
+
+
+class SlotTier:
+    """See `trainer_side.tiers.base.Tier`.
+
+    Args:
+        name: As people set it.
+        nearness: What it is made of.
+        place: Where its files lie.
+        medium: Opens a slot file.
+        slots: How many a file has; None: as many as suit the device.
+        writers: How many threads write at once; None: as many as suit the device.
+
+    Raises:
+        ConfigError: `slots` or `writers` is out of range.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        nearness: Nearness,
+        place: Place,
+        medium: Callable[[Path], Medium],
+        *,
+        slots: int | None,
+        writers: int | None,
+    ) -> None:
+        if slots is not None and not SLOTS_MIN <= slots <= SLOTS_MAX:
+            raise ConfigError(
+                f"tier {name}: slots must be from {SLOTS_MIN} (one complete step, one on its way) to {SLOTS_MAX}, got "
+                f"{slots}"
+            )
+        if writers is not None and writers < 1:
+            raise ConfigError(f"tier {name}: writers must be at least 1, got {writers}")
+        self._name, self._nearness, self._place, self._writers = name, nearness, place, writers
+        self._files = SlotFiles(name, place, medium, slots=slots, writers=writers)
+        self._preparing = threading.Lock()
+        self._lock: RankLock | None = None
+        self._open: OpenSlots | None = None
+        self._layouts: dict[str, Layout] = {}
+        self._superblocks: dict[str, Superblock] = {}
+        self._leftovers = False  # files of other layouts may lie about
+
+    @property
+    def name(self) -> str:
+        """See `Tier`."""
+        return self._name
+
+    @property
+    def nearness(self) -> Nearness:
+        """See `Tier`."""
+        return self._nearness
+
+    @property
+    def how(self) -> str:
+        """See `Tier`."""
+        if self._open is None:
+            return "not prepared"
+        return f"{self._open.file.medium.how}, {self.writers} writer{'s' if self.writers > 1 else ''}"
+
+    @property
+    def writers(self) -> int:
+        """See `Tier`."""
+        measured = 1 if self._open is None else self._open.file.superblock.writers
+        return self._writers if self._writers is not None else measured
+
+    @property
+    def slots(self) -> int:
+        """How many slices of this rank there is room for; 0 before `prepare`."""
+        return 0 if self._open is None else self._open.file.superblock.slots
+
+    def prepare(self, layout: Layout, rank: int) -> None:
+        """See `Tier`."""
+        with self._preparing:
+            now = self._open
+            if now is not None and now.rank != rank:
+                raise ConfigError(f"tier {self._name}: it is prepared for rank {now.rank}, got rank {rank}")
+            if now is not None and now.layout.digest == layout.digest:
+                return
+            self._place.make()
+            if self._lock is None:
+                self._lock = RankLock(self._place, rank, seconds_max=_DYING_SECONDS_MAX)
+            try:
+                self._open = self._files.open(layout, rank, self._layouts)
+            except BaseException:
+                if now is None:
+                    self._lock.release()
+                    self._lock = None
+                raise
+            self._leftovers = True
+            if now is not None:
+                now.retire()
+            _log.info("tier %s: %s, %d slots in %s", self._name, self.how, self.slots, self._open.file.source)
+
+    def begin(self, attempt: int, step: int) -> SlotWriter | None:
+        """See `Tier`."""
+        return None if self._open is None else self._open.begin(attempt, step)
+
+    def complete(self, attempt: int, step: int) -> None:
+        """See `Tier`."""
+        opened = self._open
+        try:
+            if opened is not None and opened.complete((attempt, step)) and self._leftovers:
+                self._files.remove_older(opened, (attempt, step), self._layouts)
+                self._leftovers = False
+        except StoreError as error:  # the slice is sealed, and the next seal meets the same device
+            _log.warning("tier %s: that step %d is complete could not be noted: %s", self._name, step, error)
+
+    def void(self, attempt: int, step: int) -> None:
+        """See `Tier`."""
+        if self._open is not None:
+            self._open.void((attempt, step))
+
+    def kept(self) -> list[Kept]:
+        """See `Tier`."""
+        if not self._place.check():
+            return []
+        found: list[Kept] = []
+        for superblock, kept in scan(self._place, self._layouts):
+            found += kept
+            for one in kept:
+                self._superblocks[one.place] = superblock
+        return sorted(found, key=lambda one: (one.seal.order, -one.seal.rank), reverse=True)
+
+    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+        """See `Tier`."""
+        superblock = self._superblocks.get(kept.place)
+        if superblock is None:
+            raise StoreError(f"{kept.place}: not a slice that this tier has listed")
+        what = f"{kept.place} slot {kept.slot}"
+        if offset < 0 or offset + view.nbytes > superblock.area_bytes:
+            raise DamageError(
+                f"{what}: bytes {offset} to {offset + view.nbytes} are asked for, the slice has {superblock.area_bytes}"
+            )
+        path = Path(kept.place)
+        with translated("read", path):
+            done = read_whole(path, superblock.slot_offset(kept.slot) + offset, view.cast("B"))
+        if done != view.nbytes:
+            raise DamageError(f"{what}: cut short: {done} of {view.nbytes} bytes from {offset} on")
+
+    def close(self) -> None:
+        """See `Tier`."""
+        with self._preparing:
+            opened, self._open = self._open, None
+            if opened is not None:
+                opened.retire()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None

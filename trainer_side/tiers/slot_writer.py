@@ -1,0 +1,272 @@
+"""One slice on its way into a slot, and the slot file with its core that all writers of one layout share.
+
+    begin ─► [record without the slot] ─► write, write, … ─► seal ─► flush ─► record with it
+                       └ before the first byte: rule 2 of base.py
+
+Two locks: `core` for what is decided, never held while a device works, so that `begin` costs a training thread nothing;
+`record` for commits, one after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from holdfast.errors import StoreError
+from holdfast.faultpoint import Point, reach
+from holdfast.layout import Layout
+from holdfast.slices import SliceSeal, frames_of
+from trainer_side.tiers.media import Copy
+from trainer_side.tiers.slot_file import SlotFile
+from trainer_side.tiers.slot_format import Commitment
+from trainer_side.tiers.slots import Order, SlotEntry, Slots
+
+__all__ = ["OpenSlots", "SlotWriter"]
+
+
+class OpenSlots:
+    """A slot file that slices of one layout are being written to. Any thread.
+
+    Args:
+        file: The file; nobody else may use it.
+        layout: Of its slices. `rank`: whose. `run`: name of the run.
+        unsealable: Slots that the record names, with a seal that does not hold.
+    """
+
+    def __init__(
+        self, file: SlotFile, layout: Layout, rank: int, *, run: str, unsealable: tuple[int, ...] = ()
+    ) -> None:
+        self.file, self.layout, self.rank, self.run = file, layout, rank, run
+        self.frames = frames_of(layout, rank)
+        found = {
+            slot: SlotEntry((named.attempt, named.step), named.complete)
+            for slot, named in enumerate(file.committed)
+            if named is not None and slot not in unsealable
+        }
+        self._slots = Slots(file.superblock.slots, found)
+        self._seals: dict[int, Commitment] = {
+            slot: named for slot, named in enumerate(file.committed) if named is not None
+        }
+        self._core, self._record = threading.RLock(), threading.Lock()
+        self._writers, self._retired = 0, False
+
+    def begin(self, attempt: int, step: int) -> SlotWriter | None:
+        """See `Tier.begin`."""
+        with self._core:
+            slot = self._slots.begin((attempt, step))
+            if slot is None:
+                return None
+            self._writers += 1
+        try:
+            reach(Point.SLOT_RECYCLED)
+            writer = SlotWriter(self, slot, (attempt, step))
+            if writer.memory is not None:
+                self.unseal(slot)  # from here on it is written to without our being asked
+        except BaseException:
+            self.give_back(slot)
+            raise
+        return writer
+
+    def complete(self, order: Order) -> bool:
+        """Every rank has sealed it. True if it is sealed here, and this was not known; it is in the record then.
+
+        Whoever comes after a kill and is told nothing must not take its slot.
+
+        Raises:
+            StoreError: The device refused; the next record will say it.
+        """
+        with self._core:
+            news = self._slots.complete(order)
+        if news:
+            with self._record:
+                self._commit()
+        return news
+
+    def void(self, order: Order) -> None:
+        """Some rank will never seal it."""
+        with self._core:
+            self._slots.void(order)
+
+    def unseal(self, slot: int) -> None:
+        """See that no reader finds the slot sealed, whatever happens from now on."""
+        with self._record:
+            if self.file.names(slot):
+                self._commit()
+                reach(Point.SLOT_UNSEALED)
+
+    def is_wanted(self, slot: int) -> bool:
+        """Whether the slice that is being written there is still of use."""
+        with self._core:
+            return self._slots.is_wanted(slot)
+
+    def commit(self, slot: int, commitment: Commitment) -> None:
+        """The slice in this slot is durable, with its seal: name it."""
+        with self._record:
+            self._seals[slot] = commitment
+            self._commit(slot, SlotEntry((commitment.attempt, commitment.step)))
+            with self._core:
+                self._slots.sealed(slot)
+                self._leave()
+
+    def give_back(self, slot: int) -> None:
+        """Nothing of what was written there counts."""
+        with self._core:
+            self._slots.release(slot)
+            self._leave()
+
+    def retire(self) -> None:
+        """Close the file as soon as nobody writes to it."""
+        with self._core:
+            self._retired = True
+            self._writers += 1
+            self._leave()
+
+    def _leave(self) -> None:
+        self._writers -= 1
+        if self._retired and not self._writers:
+            self.file.close()
+
+    def _commit(self, slot: int | None = None, entry: SlotEntry | None = None) -> None:
+        with self._core:
+            entries = self._slots.table()
+        if slot is not None:
+            entries[slot] = entry
+        self.file.commit(
+            tuple(
+                None if entry is None else self._seals[number]._replace(complete=entry.complete)
+                for number, entry in enumerate(entries)
+            )
+        )
+
+
+class SlotWriter:
+    """See `trainer_side.tiers.base.SliceWriter`. Got from `OpenSlots.begin`.
+
+    Attributes:
+        order: Attempt and step.
+    """
+
+    def __init__(self, slots: OpenSlots, slot: int, order: Order) -> None:
+        self._slots, self._slot, self.order = slots, slot, order
+        superblock, medium = slots.file.superblock, slots.file.medium
+        self._memory = medium.memory(superblock.slot_offset(slot), superblock.area_bytes)
+        self._crcs: dict[int, int] = {}
+        self._failed_flushes = slots.file.failed_flushes
+        self._guard = threading.Lock()
+        self._writing, self._over, self._unsealed = 0, False, self._memory is not None
+        self._unsealing = threading.Lock()
+
+    @property
+    def memory(self) -> memoryview | None:
+        """See `SliceWriter`."""
+        return self._memory
+
+    @property
+    def copy(self) -> Copy | None:
+        """See `SliceWriter`."""
+        return self._slots.file.medium.copy
+
+    def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
+        """See `SliceWriter`."""
+        place = self._slots.frames[frame]
+        if buffer.nbytes != place.padded_bytes:
+            raise StoreError(
+                f"{self._what}: frame {frame} has {buffer.nbytes} bytes, expected {place.padded_bytes}"
+            )
+        with self._entered(f"frame {frame}"):
+            self._unseal()
+            self._slots.file.write(self._slot, place.offset, buffer)
+            with self._guard:
+                self._crcs[frame] = crc32
+            reach(Point.SLOT_WRITTEN)
+
+    def seal(self, record: Mapping[str, Any]) -> bool:
+        """See `SliceWriter`."""
+        with self._guard:
+            if self._over or self._writing:
+                state = "is over already" if self._over else f"has {self._writing} frames on their way"
+                raise StoreError(f"{self._what}: it {state}, it cannot be sealed")
+            missing = [frame for frame in range(len(self._slots.frames)) if frame not in self._crcs]
+            if missing:
+                raise StoreError(
+                    f"{self._what}: {len(missing)} of {len(self._slots.frames)} frames are missing, the first is "
+                    f"{missing[0]}; write them first"
+                )
+            self._over = True
+        try:
+            commitment = self._sealed(record)
+        except BaseException:
+            self._slots.give_back(self._slot)
+            raise
+        if commitment is None:
+            self._slots.give_back(self._slot)
+        return commitment is not None
+
+    def abandon(self) -> None:
+        """See `SliceWriter`. What is being written at this moment is waited for by the slot, not by the caller."""
+        with self._guard:
+            if self._over:
+                return
+            self._over = True
+            idle = not self._writing
+        if idle:
+            self._slots.give_back(self._slot)
+
+    @property
+    def _what(self) -> str:
+        return f"{self._slots.file.source}: the slice of attempt {self.order[0]}, step {self.order[1]}"
+
+    def _sealed(self, record: Mapping[str, Any]) -> Commitment | None:
+        slots, (attempt, step) = self._slots, self.order
+        if not slots.is_wanted(self._slot):
+            return None
+        self._unseal()  # a rank may have nothing to write
+        seal = SliceSeal(
+            run=slots.run,
+            attempt=attempt,
+            step=step,
+            rank=slots.rank,
+            ranks=slots.layout.ranks,
+            layout_digest=slots.layout.digest,
+            frame_crc32s=tuple(self._crcs[frame] for frame in range(len(slots.frames))),
+            record=dict(record),
+        )
+        commitment = slots.file.write_seal(self._slot, seal)
+        reach(Point.SLOT_SEALED)
+        slots.file.flush()
+        reach(Point.SLOT_FLUSHED)
+        if slots.file.failed_flushes != self._failed_flushes:
+            raise StoreError(
+                f"{self._what}: a flush of the file has failed since it was begun, and may have lost bytes of it"
+            )
+        if not slots.is_wanted(self._slot):
+            return None
+        slots.commit(self._slot, commitment)
+        reach(Point.SLOT_COMMITTED)
+        return commitment
+
+    def _unseal(self) -> None:
+        with self._unsealing:
+            if not self._unsealed:
+                self._slots.unseal(self._slot)
+                self._unsealed = True
+
+    @contextmanager
+    def _entered(self, what: str) -> Iterator[None]:
+        with self._guard:
+            if self._over:
+                raise StoreError(f"{self._what}: it is over, {what} comes too late")
+            self._writing += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._guard:
+            self._writing -= 1
+            abandoned = self._over and not self._writing
+        if abandoned:
+            self._slots.give_back(self._slot)

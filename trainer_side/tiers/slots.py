@@ -1,0 +1,145 @@
+"""Which slot the next slice goes into, and which slices must stay: a pure core, without bytes and without a clock.
+
+    FREE ─ begin ─► WRITING ─ sealed ─► SEALED ─ begin of a later step ─► WRITING …
+      ▲                │                   │
+      └─── release ────┘                   kept while it is pending, or the newest that is complete
+
+The order of steps is that of PCcheck (ASPLOS 2025, listing 1): a counter, here `(attempt, step)`. A slice that is ready
+after a newer step is complete gives its own slot back. What differs: PCcheck frees the older slot as soon as the newer
+checkpoint of this process is written; here only when every rank has it, since one rank's slice alone restores nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+__all__ = ["SLOTS_MIN", "Order", "SlotEntry", "Slots"]
+
+SLOTS_MIN = 2  # one complete step, and one on its way
+Order = tuple[int, int]  # (attempt, step)
+
+
+class SlotEntry(NamedTuple):
+    """What a sealed slot holds. `complete`: every rank is known to have sealed that step."""
+
+    order: Order
+    complete: bool = False
+
+
+class _State(Enum):
+    FREE = auto()
+    WRITING = auto()
+    SEALED = auto()
+
+
+@dataclass
+class _Slot:
+    state: _State = _State.FREE
+    order: Order = (0, 0)
+    complete: bool = False
+    found: bool = False  # sealed by an earlier process: whether all ranks did so may never be known
+    void: bool = False
+
+
+class Slots:
+    """The slots of one slot file. Not thread-safe.
+
+    Args:
+        count: How many there are; at least 2.
+        found: What an earlier process has sealed: slot → entry.
+    """
+
+    def __init__(self, count: int, found: Mapping[int, SlotEntry] | None = None) -> None:
+        assert count >= SLOTS_MIN, "the newest complete step needs one, the next one another"
+        self._slots = [_Slot() for _ in range(count)]
+        self._complete: Order = (
+            0,
+            0,
+        )  # the newest that every rank is said to have; it may have left this file
+        for slot, entry in (found or {}).items():
+            self._slots[slot] = _Slot(_State.SEALED, entry.order, entry.complete, found=True)
+            if entry.complete:
+                self._complete = max(self._complete, entry.order)
+
+    def begin(self, order: Order) -> int | None:
+        """A slot for this step, which belongs to it from now on; None if there is none, or a newer step is complete.
+
+        A free one first; then what was given up; then the oldest slice that need not be kept.
+        """
+        if order <= self._complete or any(
+            slot.order == order and slot.state is not _State.FREE and not slot.void for slot in self._slots
+        ):
+            return None
+        protected = self._protected()
+        choices = [
+            (slot.state is _State.SEALED, not slot.void, slot.order, number)
+            for number, slot in enumerate(self._slots)
+            if slot.state is _State.FREE or (slot.state is _State.SEALED and number not in protected)
+        ]
+        if not choices:
+            return None
+        number = min(choices)[-1]
+        self._slots[number] = _Slot(_State.WRITING, order)
+        return number
+
+    def is_wanted(self, number: int) -> bool:
+        """Whether the slice that is being written there is still of use: not void, and no newer step is complete."""
+        slot = self._slots[number]
+        return slot.state is _State.WRITING and not slot.void and slot.order > self._complete
+
+    def sealed(self, number: int) -> None:
+        """The slice that was being written there is now whole."""
+        slot = self._slots[number]
+        assert slot.state is _State.WRITING, f"slot {number} is not being written"
+        slot.state = _State.SEALED
+
+    def release(self, number: int) -> None:
+        """What was being written there is given up."""
+        assert self._slots[number].state is _State.WRITING, f"slot {number} is not being written"
+        self._slots[number] = _Slot()
+
+    def complete(self, order: Order) -> bool:
+        """Every rank has sealed this step. True if it is here, sealed, and was not known to be complete."""
+        self._complete = max(self._complete, order)
+        here = False
+        for slot in self._slots:
+            if slot.state is _State.SEALED and slot.order == order and not slot.complete:
+                slot.complete, slot.void, here = True, False, True
+        return here
+
+    def void(self, order: Order) -> None:
+        """Some rank will never seal this step, or has lost it since an earlier process called it complete."""
+        for slot in self._slots:
+            if slot.state is not _State.FREE and slot.order == order and (slot.found or not slot.complete):
+                slot.void = True
+
+    def table(self) -> list[SlotEntry | None]:
+        """Per slot what it holds, for the commit record: void slices are left out."""
+        return [
+            SlotEntry(slot.order, slot.complete) if slot.state is _State.SEALED and not slot.void else None
+            for slot in self._slots
+        ]
+
+    def _protected(self) -> set[int]:
+        """Sealed slices that must stay.
+
+        The newest complete one; and each of this process that may yet become complete. Where no complete one is known,
+        the newest that was found: after a kill it may be just that. What was found never holds all slots for good.
+        """
+        sealed = [
+            (slot.order, number)
+            for number, slot in enumerate(self._slots)
+            if slot.state is _State.SEALED and not slot.void
+        ]
+        complete = [(order, number) for order, number in sealed if self._slots[number].complete]
+        found = [(order, number) for order, number in sealed if self._slots[number].found]
+        newest = max(complete or found, default=None)
+        pending = {
+            number
+            for order, number in sealed
+            if not self._slots[number].found and not self._slots[number].complete and order > self._complete
+        }
+        return pending | ({newest[1]} if newest is not None else set())

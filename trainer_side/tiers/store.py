@@ -1,0 +1,188 @@
+"""The fallback tier: each rank writes its own slice to the run's store, as an object beside the checkpoints.
+
+    begin ─► first write: an upload ─► parts, as frames come ─► layout ─► publish ─► seal        the slice exists
+    begin(newer) ─► the oldest one's seal, then its slice, if the slots are taken and a newer step is complete
+    all ranks sealed ─► whoever writes the run next makes the portable file of it (holdfast/assembly.py)
+
+No two ranks touch the same object and no name is written twice, so nothing is agreed on and nobody is fenced: names
+carry attempt and step, and order is (attempt, step). Errors of the store are waited out within the store's own bounds;
+after that the slice does not exist. What a killed rank left is removed when a later attempt is at work.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
+from holdfast.layout import Layout
+from holdfast.manifest import Key
+from holdfast.slice_sets import (
+    SliceName,
+    SliceSet,
+    find_sets,
+    layout_name,
+    read_layout,
+    read_seal,
+)
+from holdfast.slices import SliceSeal, area_bytes
+from holdfast.storage import parts_at_once
+from holdfast.storage.base import Store
+from trainer_side.tiers.base import Kept, Nearness
+from trainer_side.tiers.store_shelf import SliceShelf
+from trainer_side.tiers.store_writer import Layouts, StoreSliceWriter
+
+__all__ = ["StoreSliceWriter", "StoreTier"]
+
+_log = logging.getLogger("holdfast.trainer")
+_READERS = 8  # each seal is one small request
+
+
+class StoreTier:
+    """The run's store as a tier of one rank. `begin`, `complete`, `void` and `kept` may come from different threads.
+
+    Args:
+        store: The run, with retries, as `open_store` gives it.
+        run: Name of the run: the last part of its URL.
+        rank: This rank, until `prepare` says so again. What older jobs left of rank `r` belongs to rank `r` modulo the
+            number of ranks now.
+        slots: How many slices of this rank may be in the store, at least 2.
+        writers: Threads that should call `write` at once; None: as suits the store.
+        closes: Whether `close` closes the store.
+
+    Raises:
+        ConfigError: Fewer than two slots: the newest complete step would have to go before the next is there.
+    """
+
+    nearness = Nearness.STORE
+    name = "store"
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        run: str,
+        rank: int = 0,
+        slots: int = 2,
+        writers: int | None = None,
+        closes: bool = False,
+    ) -> None:
+        if slots < 2:
+            raise ConfigError(
+                f"tier store: {slots} slots; expected at least 2: one is kept while the next is written"
+            )
+        self._store, self._run, self._rank = store, run, rank
+        self.writers = writers or parts_at_once(store.url)
+        self._closes = closes
+        self._shelf, self._layouts = SliceShelf(store, slots), Layouts(store)
+        self._layout: Layout | None = None
+        self._checked = False
+
+    @property
+    def how(self) -> str:
+        """Where to, and how many parts at once."""
+        return f"objects in {self._store.url}/slices, {self.writers} writers"
+
+    def prepare(self, layout: Layout, rank: int) -> None:
+        """See that the store takes writes, and what earlier jobs left of this rank. Removes nothing.
+
+        A store that is only slow or away for now is not waited for: `write` does that. What earlier jobs left then
+        stays until the next flusher removes it.
+
+        Raises:
+            StoreError: The store does not take writes, and waiting does not mend that.
+        """
+        self._layout, self._rank = layout, rank
+        try:
+            if not self._checked:
+                self._store.check(write=True)
+                self._checked = True
+            self._shelf.note_found(rank, layout.ranks)
+        except StoreError as error:
+            if not error.retriable:
+                raise
+            _log.warning(
+                "the store may not take this rank's slices yet, it is tried with the first: %s", error
+            )
+
+    def begin(self, attempt: int, step: int) -> StoreSliceWriter | None:
+        """Room for this step; None while all slots are taken, or if a newer step is complete. Asks the store nothing.
+
+        The oldest slice that need not be kept goes for it, when the first byte is written.
+        """
+        name = SliceName(attempt, step, self._rank, self._layout.ranks if self._layout else 1)
+        if self._layout is None or not self._shelf.take(name.order):
+            return None
+        return StoreSliceWriter(
+            self._store, self._shelf, self._layouts, run=self._run, name=name, layout=self._layout
+        )
+
+    def complete(self, attempt: int, step: int) -> None:
+        """Every rank has sealed it: this rank's slices of other layouts go. A failure is logged, and tried again."""
+        self._shelf.complete(Key(attempt, step))
+
+    def void(self, attempt: int, step: int) -> None:
+        """Not every rank will seal it: this rank's slice goes, now or when it would be sealed."""
+        self._shelf.void(Key(attempt, step))
+
+    def kept(self) -> list[Kept]:
+        """All sealed slices in the store, newest first. One that cannot be used is named in the log and left.
+
+        Raises:
+            StoreError: The store failed.
+        """
+        layouts: dict[str, Layout] = {}
+        layouts_lock = threading.Lock()
+
+        def layout_of(seal: SliceSeal) -> Layout:
+            name = layout_name(seal.attempt, seal.layout_digest)
+            with layouts_lock:  # all slices of a step share one: it is read once
+                if name not in layouts:
+                    layouts[name] = read_layout(self._store, seal.attempt, seal.layout_digest)
+                return layouts[name]
+
+        def look(found: SliceSet, name: SliceName) -> Kept | None:
+            try:
+                return self._kept(found, name, layout_of)
+            except StoreMissing as error:
+                _log.info("%s: went while it was looked at: %s", name.slice, error)
+            except DamageError as error:
+                _log.warning("not used: %s", error)
+            return None
+
+        sets = find_sets(self._store.list())
+        names = [(found, found.name(rank)) for found in sets for rank in sorted(found.seals)]
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="kept") as readers:
+            looked = list(readers.map(lambda pair: look(*pair), names))
+        return [kept for kept in looked if kept is not None]
+
+    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset` of the slice on, by one ranged read. Any thread.
+
+        Raises:
+            DamageError: The slice ends before.
+            StoreMissing: It is gone: it became a file meanwhile, which the catalog has, or a newer step is complete.
+            StoreError: The store failed.
+        """
+        seal = kept.seal
+        self._store.read_into(SliceName(seal.attempt, seal.step, seal.rank, seal.ranks).slice, offset, view)
+
+    def close(self) -> None:
+        """Give up the store's connections, if the store is this tier's own."""
+        close = getattr(self._store, "close", None)
+        if self._closes and close is not None:
+            close()
+
+    def _kept(self, found: SliceSet, name: SliceName, layout_of: Any) -> Kept:
+        seal = read_seal(self._store, name, found.seals[name.rank])
+        place = f"{self._store.url}/{name.slice}"
+        if seal.run != self._run:
+            raise DamageError(f"{place}: is of run {seal.run!r}, this one is {self._run!r}; it is left alone")
+        layout: Layout = layout_of(seal)
+        seal.check_layout(layout, source=f"{self._store.url}/{name.seal}")
+        expected, got = area_bytes(layout, name.rank), found.slices.get(name.rank, 0)
+        if got != expected:
+            raise DamageError(f"{place}: {got} bytes, {expected} are sealed")
+        return Kept(seal, layout, place)

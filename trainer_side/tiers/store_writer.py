@@ -1,0 +1,188 @@
+"""One rank's slice on its way into the store.
+
+first write ─► room is made ─► an upload ─► parts, as frames come ─► publish ─► layout ─► seal
+└► anything fails: all of it is taken back
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
+from holdfast.faultpoint import Point, reach
+from holdfast.layout import Layout
+from holdfast.slice_sets import SliceName, layout_name, read_layout, slice_write_id
+from holdfast.slices import Frame, SliceSeal, area_bytes, frames_of
+from holdfast.storage.base import Store, Upload
+from trainer_side.tiers.store_parts import PartCutter
+from trainer_side.tiers.store_shelf import SliceShelf
+
+__all__ = ["Layouts", "StoreSliceWriter"]
+
+_log = logging.getLogger("holdfast.trainer")
+_PART_BYTES = 8 << 20  # one request, and small enough to be held where frames share it
+
+
+class Layouts:
+    """The layouts of this run's slices that are known to be in the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: set[str] = set()
+
+    def put(self, attempt: int, layout: Layout) -> None:
+        """See that the layout is in the store, before the first seal that names it."""
+        name = layout_name(attempt, layout.digest)
+        if name in self._known:
+            return
+        try:
+            read_layout(self._store, attempt, layout.digest)
+        except (StoreMissing, DamageError):
+            self._store.write(name, layout.to_bytes())
+            read_layout(self._store, attempt, layout.digest)
+        self._known.add(name)
+
+
+class StoreSliceWriter:
+    """One slice on its way into the store. `write` belongs to any thread, the rest to one.
+
+    Args:
+        store: The run. `run`: its name.
+        shelf: Has a slot for it.
+        layouts: Sees that the layout is there.
+        name: Whose slice of what.
+        layout: Of the image.
+    """
+
+    memory = None
+    copy = None
+
+    def __init__(
+        self, store: Store, shelf: SliceShelf, layouts: Layouts, *, run: str, name: SliceName, layout: Layout
+    ) -> None:
+        self._store, self._shelf, self._layouts, self._run = store, shelf, layouts, run
+        self._name, self._layout = name, layout
+        self._frames: tuple[Frame, ...] = frames_of(layout, name.rank)
+        self._crcs: dict[int, int] = {}
+        self._opening = threading.Lock()
+        self._upload: Upload | None = None
+        self._cutter: PartCutter | None = None
+        self._over = False
+
+    def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
+        """Put one frame in its place, once. What it shares a part of the upload with is joined here and sent with it.
+
+        Raises:
+            StoreError: The store refused, for longer than it is waited for; or this frame was written before.
+        """
+        expected = self._frames[frame].padded_bytes
+        if buffer.nbytes != expected:
+            raise StoreError(
+                f"{self._name.slice}: frame {frame} came with {buffer.nbytes} bytes, expected {expected}"
+            )
+        if frame in self._crcs:
+            raise StoreError(
+                f"{self._name.slice}: frame {frame} was written before; a slice is written once, begin anew"
+            )
+        self._open().put(frame, buffer)
+        self._crcs[frame] = crc32
+
+    def seal(self, record: Mapping[str, Any]) -> bool:
+        """Publish the slice, then its seal. False: it is not wanted any more, and nothing of it is left.
+
+        Raises:
+            StoreError: A frame is missing, or the store refused; the slice does not exist then.
+        """
+        shelf, store, name = self._shelf, self._store, self._name
+        if shelf.is_late(name.order):
+            self.abandon()
+            return False
+        missing = [frame for frame in range(len(self._frames)) if frame not in self._crcs]
+        if missing:
+            raise StoreError(
+                f"{name.slice}: {len(missing)} of {len(self._frames)} frames are missing, the first is {missing[0]}"
+            )
+        try:
+            if self._upload is not None:
+                self._upload.publish()
+            else:
+                shelf.make_room(name.order)  # this rank has nothing of this image but a seal
+            reach(Point.SLICE_STORED)
+            self._layouts.put(name.attempt, self._layout)
+            store.write(name.seal, self._seal(record).to_bytes())
+        except BaseException:
+            self._take_back()
+            raise
+        reach(Point.SLICE_SEALED)
+        self._over = True
+        shelf.sealed(name, self._layout.digest)
+        if shelf.is_late(name.order):
+            shelf.try_remove([name.order])
+            return False
+        return True
+
+    def abandon(self) -> None:
+        """Take back what was sent. After `seal` it does nothing."""
+        if self._over:
+            return
+        self._over = True
+        try:
+            if self._upload is not None:
+                self._upload.abort()
+        except HoldfastError as error:
+            _log.warning("%s: what was sent of it stays for the next sweep: %s", self._name.slice, error)
+        finally:
+            self._shelf.let_go(self._name.order)
+
+    def _seal(self, record: Mapping[str, Any]) -> SliceSeal:
+        return SliceSeal(
+            run=self._run,
+            attempt=self._name.attempt,
+            step=self._name.step,
+            rank=self._name.rank,
+            ranks=self._name.ranks,
+            layout_digest=self._layout.digest,
+            frame_crc32s=tuple(self._crcs[frame] for frame in range(len(self._frames))),
+            sealed_at_unix=time.time(),
+            record=dict(record),
+        )
+
+    def _open(self) -> PartCutter:
+        """The upload, begun with the first frame: `begin` of the tier is called where training waits."""
+        with self._opening:
+            if self._over:
+                raise StoreError(f"{self._name.slice}: is over; begin anew")
+            if self._cutter is None:
+                self._shelf.make_room(self._name.order)
+                nbytes = area_bytes(self._layout, self._name.rank)
+                upload = self._upload = self._store.begin(
+                    self._name.slice,
+                    nbytes=nbytes,
+                    chunk_bytes=min(_PART_BYTES, nbytes),
+                    write_id=slice_write_id(self._name, uuid.uuid4().hex),
+                )
+                self._cutter = PartCutter(
+                    self._frames,
+                    upload.part_bytes,
+                    lambda part, view, crc: upload.write_part(part, [view], crc),
+                )
+            return self._cutter
+
+    def _take_back(self) -> None:
+        """The slice may be there, and even its seal, whose answer was lost: neither may stay."""
+        upload, name, store = self._upload, self._name, self._store
+        self._over = True
+        try:
+            store.delete(name.seal)
+            if upload is not None:
+                upload.abort()
+            store.delete(name.slice)
+        except HoldfastError as error:
+            _log.warning("%s: stays in the store until the next attempt: %s", name.slice, error)
+        finally:
+            self._shelf.let_go(name.order)

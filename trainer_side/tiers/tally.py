@@ -1,0 +1,112 @@
+"""Which steps every rank has sealed, as rank 0 decides it: a pure core, without messages and without threads.
+
+    SEALED(tier, order) of every rank, of one layout ─────────────► COMPLETE, to all
+    SKIPPED of one rank · another layout · too late · a newer one ─► VOID, to all
+
+It is decided for each tier by itself: what is complete in the memory of all machines does not help where only their
+disks are left. One decides, and once: no step is ever called complete to one rank and void to another, so that what a
+rank overwrites on the word COMPLETE is never the last step that all of them hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Order", "Tally", "Verdict"]
+
+Order = tuple[int, int]  # (attempt, step)
+
+
+class Verdict(NamedTuple):
+    """On one step in one tier. `why`: where it is void, for people."""
+
+    tier: int
+    order: Order
+    complete: bool
+    why: str = ""
+
+
+@dataclass
+class _Ballot:
+    since: float
+    layout: str
+    sealed: set[int] = field(default_factory=set)
+
+
+class Tally:
+    """Rank 0's count. Not thread-safe.
+
+    Args:
+        ranks: How many there are.
+        seconds_max: How long the last rank is waited for after the first.
+        open_max: Steps of one tier that may be undecided; beyond it the oldest is void. Bounds the memory.
+    """
+
+    def __init__(self, ranks: int, *, seconds_max: float, open_max: int = 64) -> None:
+        self._ranks, self._seconds_max, self._open_max = ranks, seconds_max, open_max
+        self._open: dict[tuple[int, Order], _Ballot] = {}
+        self._newest: dict[int, Order] = {}
+        self._lost: dict[int, str] = {}
+
+    @property
+    def undecided(self) -> int:
+        """How many ballots are open."""
+        return len(self._open)
+
+    def sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[Verdict]:
+        """Rank `rank` has sealed its slice, of the layout with this digest. Each rank says it once of each slice."""
+        if order <= self._newest.get(tier, (0, 0)):
+            return [Verdict(tier, order, complete=False, why="a newer step is complete")]
+        ballot = self._open.setdefault((tier, order), _Ballot(now, layout))
+        if ballot.layout != layout:
+            return [self._void(tier, order, f"rank {rank} has another layout than the ranks before it")]
+        ballot.sealed.add(rank)
+        if len(ballot.sealed) == self._ranks:
+            return self._complete(tier, order)
+        if self._lost.keys() - ballot.sealed:
+            return [self._void(tier, order, self._of_lost(ballot))]
+        mine = [key for key in self._open if key[0] == tier]
+        if len(mine) > self._open_max:
+            oldest = min(mine)[1]
+            return [self._void(tier, oldest, f"more than {self._open_max} steps are undecided")]
+        return []
+
+    def skipped(self, rank: int, tier: int, order: Order, why: str) -> list[Verdict]:
+        """Rank `rank` will never seal it."""
+        return [self._void(tier, order, f"rank {rank}: {why}")]
+
+    def lost(self, rank: int, why: str) -> list[Verdict]:
+        """Rank `rank` will seal nothing more: what it has not sealed by now is not complete any more."""
+        self._lost[rank] = why
+        return [
+            self._void(tier, order, self._of_lost(ballot))
+            for (tier, order), ballot in list(self._open.items())
+            if rank not in ballot.sealed
+        ]
+
+    def overdue(self, now: float) -> list[Verdict]:
+        """What some rank has not sealed in time."""
+        found = []
+        for (tier, order), ballot in list(self._open.items()):
+            if now - ballot.since > self._seconds_max:
+                missing = [str(rank) for rank in range(self._ranks) if rank not in ballot.sealed]
+                why = f"rank {', '.join(missing)} has not sealed it within {self._seconds_max:g} s"
+                found.append(self._void(tier, order, why))
+        return found
+
+    def _complete(self, tier: int, order: Order) -> list[Verdict]:
+        del self._open[tier, order]
+        self._newest[tier] = order
+        older = [other for at, other in self._open if at == tier and other < order]
+        why = f"step {order[1]} is complete, and newer"
+        return [Verdict(tier, order, complete=True), *(self._void(tier, other, why) for other in older)]
+
+    def _void(self, tier: int, order: Order, why: str) -> Verdict:
+        # Not remembered: a rank that seals it later opens a ballot again, in which the ranks of this one never vote.
+        self._open.pop((tier, order), None)
+        return Verdict(tier, order, complete=False, why=why)
+
+    def _of_lost(self, ballot: _Ballot) -> str:
+        missing = sorted(self._lost.keys() - ballot.sealed)
+        return "; ".join(f"rank {rank} {self._lost[rank]}" for rank in missing)
