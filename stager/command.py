@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
+from holdfast.faultpoint import identify
+
+if TYPE_CHECKING:
+    from stager.mpi import Port
 
 __all__ = ["stager"]
+
+_log = logging.getLogger("holdfast.stager")
 
 _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import torch first
 
@@ -39,8 +46,14 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
 )
 @click.option("--offer-seconds-max", type=float, help="How long the slowest rank of a step is waited for.")
 @click.option("--chunk-seconds-max", type=float, help="How long a granted chunk may take to arrive.")
+@click.option("--rank-seconds-max", type=float, help="How long a rank may give no sign of life.")
 @click.option(
     "--start-seconds-max", type=float, help="How long to wait for trainers and flusher at the start."
+)
+@click.option(
+    "--on-divergence",
+    type=click.Choice(["warn", "refuse", "off"]),
+    help="What to do when replicas that should be the same on all ranks are not.",
 )
 @click.option(
     "--events", type=click.Path(path_type=Path), help="File to append events to, one JSON line each."
@@ -51,36 +64,61 @@ def stager(**arguments: Any) -> None:
     Starts the flusher if none serves the store yet. Ends when all trainers have left, and all is in the store.
     """
     # Here and not above: importing it starts MPI, which `holdfast --help` must not.
-    from stager.flusher_process import attach
     from stager.mpi import Port
-    from stager.service import Service, refuse_start
 
+    # mpirun passes it on to every process of the job; trainers that watch for it are told by it that the end is near.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config, problem = None, None
     try:
+        identify("stager")
         config = StagerConfig.from_sources(**arguments)
     except HoldfastError as error:
         problem = error  # the trainers must be told, so join them first
     port = Port.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
     try:
+        lost_ranks = _serve(port, config, problem)
+    except HoldfastError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever it is, the trainers must not wait for it
+        # Told by a death that MPI sees at once: at the end of MPI the trainers would wait for us, and we for them.
+        _log.exception("the stager failed in a way nobody foresaw; it ends, what is staged is the flusher's")
+        logging.shutdown()
+        os._exit(1)
+    if lost_ranks:
+        # MPI_Finalize waits for dead ranks, now and then for ever, and all is done that this process is for.
+        logging.shutdown()
+        os._exit(0)
+
+
+def _serve(port: Port, config: StagerConfig | None, problem: HoldfastError | None) -> set[int]:
+    """Receive until the trainers have left; the ranks that were lost. Without settings: tell them why."""
+    from stager.flusher_process import attach
+    from stager.refusal import refuse_start
+    from stager.segments import SegmentList
+    from stager.service import Service
+
+    segments = None
+    try:
         if config is None:
             assert problem is not None
             raise problem
+        segments = SegmentList(config.runtime_dir)
         flusher = attach(config)
     except HoldfastError as error:
         refuse_start(port, error)
+        if segments is not None:
+            segments.close()
         raise
     events = EventLog(config.events, role="stager")
+    service = Service(config, port, flusher, events=events)
     try:
         events.emit(
             "stager_ready", {"attempt": flusher.attempt, "ranks": port.ranks, "flusher_pid": flusher.pid}
         )
-        service = Service(config, port, flusher, events=events)
         service.run()
         events.emit("stager_ended")
     finally:
-        flusher.close()
+        service.close()
         events.close()
-    if service.lost_ranks:
-        # MPI_Finalize waits for dead ranks, now and then for ever, and all is done that this process is for.
-        logging.shutdown()
-        os._exit(0)
+        segments.close()
+    return service.lost_ranks

@@ -2,7 +2,7 @@
 
     runtime directory has a socket that answers? ── no ─► python -m flusher, in a session of its own
                         │ yes                                  │ one line of JSON: ready, or its error
-                        └──────────────► hello ─► welcome ◄────┘ ─► ring mapped
+                        └──────────────► hello ─► welcome ◄────┘ ─► ring mapped, or the one we have kept
 
 The flusher must outlive this MPI job: it has its own session (mpirun kills ours), no variable of the MPI launcher (it
 would take itself for a rank), and its output goes to a file.
@@ -25,19 +25,19 @@ import platformdirs
 
 from holdfast import ipc
 from holdfast.config import StagerConfig
-from holdfast.errors import ConfigError, PeerLost
+from holdfast.errors import ConfigError, PeerLost, ProtocolError
 from holdfast.ring import Ring
 from holdfast.runtime import run_key, runtime_directory
 from holdfast.wire import peer_error
 
-__all__ = ["Flusher", "attach"]
+__all__ = ["Flusher", "attach", "log_path", "reap"]
 
 _log = logging.getLogger("holdfast.stager.flusher")
 
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
 _READY_LINE_BYTES_MAX = 64 * 1024
 _LOG_TAIL_BYTES = 2000
-_started: list[subprocess.Popen[bytes]] = []  # never waited for: they outlive us by design
+_started: list[subprocess.Popen[bytes]] = []  # not waited for: they outlive us by design; see `reap`
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Flusher:
         attempt: The attempt it gave this stager.
         store_url: Where it writes.
         pid: Its process.
+        resumed: It has kept the ring, and the attempt, that the flusher before it had.
     """
 
     channel: ipc.Channel
@@ -57,15 +58,20 @@ class Flusher:
     attempt: int
     store_url: str
     pid: int
+    resumed: bool = False
 
     def close(self) -> None:
         """Leave it. It goes on by itself."""
+        self.ring.close()  # first: a flusher that sees us hang up asks whether we still have it
         self.channel.close()
-        self.ring.close()
 
 
-def attach(config: StagerConfig) -> Flusher:
-    """Attach to the run's flusher; start one if none is there. At most `start_seconds_max`.
+def attach(config: StagerConfig, *, held: Flusher | None = None) -> Flusher:
+    """Attach to the run's flusher; start one if none is there. At most `start_seconds_max`. From any thread.
+
+    Args:
+        config: Settings.
+        held: The flusher that was attached and has ended, if its ring is still mapped: the next one may go on with it.
 
     Raises:
         StoreError, FencedError, ConfigError: The flusher could not start; its own error.
@@ -81,7 +87,8 @@ def attach(config: StagerConfig) -> Flusher:
         _start(config, deadline)
         channel = ipc.connect(socket_path, wait_seconds=max(0.0, deadline - time.monotonic()))
     try:
-        channel.send("hello", version=ipc.VERSION, pid=os.getpid())
+        attempt = 0 if held is None else held.attempt
+        channel.send("hello", version=ipc.VERSION, pid=os.getpid(), attempt=attempt)
         welcome = _await_welcome(channel, deadline)
         if welcome["chunk_bytes"] != config.chunk_bytes:
             _log.warning(
@@ -89,11 +96,29 @@ def attach(config: StagerConfig) -> Flusher:
                 welcome["chunk_bytes"],
                 config.chunk_bytes,
             )
-        ring = Ring.attach(directory)
+        resumed = welcome["resumed"]
+        if resumed and (held is None or welcome["attempt"] != attempt):
+            raise ProtocolError(
+                f"the flusher (process {welcome['pid']}) resumes attempt {welcome['attempt']}, asked for {attempt}"
+            )
+        if resumed and held is not None:
+            ring = held.ring
+        else:
+            ring = Ring.attach(directory)
+            ring.hold(welcome["attempt"])
     except BaseException:
         channel.close()
         raise
-    return Flusher(channel, ring, welcome["attempt"], welcome["store_url"], welcome["pid"])
+    return Flusher(channel, ring, welcome["attempt"], welcome["store_url"], welcome["pid"], resumed)
+
+
+def reap() -> None:
+    """Let go of the flushers that this process started and that have ended: otherwise they stay as zombies."""
+    for process in [process for process in _started if process.poll() is not None]:
+        _started.remove(process)
+        code = process.returncode
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        _log.info("flusher, process %d, ended with %s", process.pid, how)
 
 
 def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any]:
@@ -115,9 +140,9 @@ def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any]:
 
 def _start(config: StagerConfig, deadline: float) -> None:
     """Start a flusher and wait until it says that it is ready."""
-    log_path = _log_path(config.store)
+    path = log_path(config.store)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
-    with log_path.open("ab") as log:
+    with path.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "flusher", *_arguments(config)],
             stdin=subprocess.DEVNULL,
@@ -134,7 +159,7 @@ def _start(config: StagerConfig, deadline: float) -> None:
         process.wait()
         raise PeerLost(
             f"the flusher (process {process.pid}) was not ready within {config.start_seconds_max:g} s and was ended; "
-            f"see {log_path}"
+            f"see {path}"
         )
     try:
         said = json.loads(line)
@@ -144,13 +169,13 @@ def _start(config: StagerConfig, deadline: float) -> None:
         error, ready = None, False
     if ready:
         _started.append(process)
-        _log.info("started flusher, process %d, log %s", process.pid, log_path)
+        _log.info("started flusher, process %d, log %s", process.pid, path)
         return
     code = process.wait()
     if isinstance(error, dict):
         raise peer_error(str(error.get("code")), str(error.get("message")))
     raise PeerLost(
-        f"the flusher ended with exit code {code} before it was ready; {log_path} ends with:\n{_tail(log_path)}"
+        f"the flusher ended with exit code {code} before it was ready; {path} ends with:\n{_tail(path)}"
     )
 
 
@@ -161,7 +186,7 @@ def _arguments(config: StagerConfig) -> list[str]:
         *("--ring-bytes", str(config.ring_bytes)),
         *("--keep-last", str(config.keep_last)),
         *("--keep-every", str(config.keep_every)),
-        *("--writers", str(config.writers)),
+        *(() if config.writers is None else ("--writers", str(config.writers))),
         *("--runtime-dir", str(config.runtime_dir)),
         "--verify" if config.verify else "--no-verify",
         "--linger" if config.linger else "--no-linger",
@@ -184,7 +209,8 @@ def _first_line(output: BinaryIO | Any, deadline: float) -> bytes | None:
     return None
 
 
-def _log_path(store_url: str) -> Path:
+def log_path(store_url: str) -> Path:
+    """Where the flushers of this run say what happened to them."""
     folder = Path(platformdirs.user_state_dir("holdfast", appauthor=False))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

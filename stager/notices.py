@@ -1,0 +1,115 @@
+"""What the stager does about notices: between the ranks' messages and the emergency's decisions.
+
+NOTICE, AT, OFFER, DECLINE ─┐                ┌─► SAVE_AT to every rank
+staged, declined, failed ───┼─► Emergency ───┼─► one clear log line
+lost ranks, ticks ──────────┘                └─► event log
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from holdfast import wire
+from holdfast.config import StagerConfig
+from holdfast.emergency import Appoint, Call, Emergency
+from holdfast.emergency_plan import InFlight
+from holdfast.errors import ProtocolError
+from holdfast.events import EventLog
+from holdfast.notice import Notice
+from holdfast.wire import Frame, Kind
+from stager.trainers import Trainers
+
+__all__ = ["Notices"]
+
+_log = logging.getLogger("holdfast.stager")
+
+_STEP_SECONDS_MAX = 1e6
+
+
+class Notices:
+    """See the module. The loop's thread.
+
+    Args:
+        trainers: The ranks.
+        in_flight: What is on its way, oldest first.
+        attempt: The job's attempt now.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        config: StagerConfig,
+        trainers: Trainers,
+        in_flight: Callable[[], Sequence[InFlight]],
+        events: EventLog,
+        *,
+        attempt: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._trainers, self._events, self._clock, self._attempt = trainers, events, clock, attempt
+        self._emergency = Emergency(
+            trainers.ranks,
+            in_flight,
+            rebalance_seconds=config.rebalance_seconds,
+            rebalance_factor=config.rebalance_factor,
+        )
+
+    def hear(self, rank: int, frame: Frame) -> None:
+        """NOTICE or AT of a rank.
+
+        Raises:
+            ProtocolError: The message does not hold what it should.
+        """
+        body = wire.json_body(frame)
+        now = self._clock()
+        if frame.kind is Kind.NOTICE:
+            notice = Notice.from_json(body)
+            left = notice.seconds_left()
+            self._do(self._emergency.noticed(rank, notice, left, self._trainers.name(rank), now))
+            return
+        seconds = body.get("step_seconds")
+        if seconds is not None and not (
+            type(seconds) in {int, float} and math.isfinite(seconds) and 0 <= seconds < _STEP_SECONDS_MAX
+        ):
+            raise ProtocolError(f"AT: step_seconds is {seconds!r:.80}, expected a number of seconds")
+        self._do(self._emergency.at(rank, frame.arg, frame.step, seconds, now))
+
+    def offered(self, step: int) -> None:
+        """A rank has offered or declined this step."""
+        self._emergency.offered(step)
+
+    def staged(self, step: int, nbytes: int, seconds: float) -> None:
+        """A checkpoint is staged, so long after its first offer."""
+        self._do(self._emergency.staged(step, nbytes, seconds, self._clock()))
+
+    def ended(self, step: int, reason: str) -> None:
+        """A checkpoint was declined or has failed, for all."""
+        self._do(self._emergency.ended(step, reason, self._clock()))
+
+    def left(self, rank: int, reason: str) -> None:
+        """Nothing more comes from this rank."""
+        self._do(self._emergency.rank_left(rank, reason, self._clock()))
+
+    def tick(self) -> None:
+        """Look at the deadlines."""
+        self._do(self._emergency.tick(self._clock()))
+
+    def _do(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            if isinstance(call, Appoint):
+                self._trainers.send_all(
+                    wire.encode(
+                        Kind.SAVE_AT,
+                        attempt=self._attempt(),
+                        step=call.step,
+                        flags=call.word.value,
+                        arg=call.number,
+                        body=wire.to_json(call.body),
+                    )
+                )
+                continue
+            _log.log(logging.ERROR if call.loud else logging.WARNING, "%s", call.text)
+            self._events.emit(call.event, dict(call.fields))

@@ -1,0 +1,106 @@
+"""Shared-memory files of Open MPI: written down while the job lives, so that the next stager can remove them.
+
+    joined ─► which sm_segment.* does this process map? ─► mpi-segments-<pid> in the runtime directory, locked
+    at the end ─► they are removed, and the list        a list that nobody locks is a dead stager's ─► the same
+
+mpirun removes them at the end of its job. When mpirun itself gets SIGKILL nobody does, and each kill would leave some
+megabytes in the memory of the node that stays. A name that is removed while somebody still maps the file does no
+harm: ranks attach to each other's segments at start-up only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import stat
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+from holdfast.runtime import open_private_file
+
+__all__ = ["SegmentList", "mapped_segments"]
+
+_log = logging.getLogger("holdfast.stager.segments")
+
+_LIST = "mpi-segments-"
+_LIST_BYTES_MAX = 1 << 20
+_SEGMENT = re.compile(r"sm_segment\.[\w.+-]+")
+_MAPS = Path("/proc/self/maps")
+
+
+def mapped_segments(maps: str) -> list[str]:
+    """The shared-memory files of Open MPI in a text like that of /proc/self/maps, each once."""
+    paths = (line.split(maxsplit=5)[5:] for line in maps.splitlines())
+    found = (path[0] for path in paths if path and _is_segment(path[0]))
+    return list(dict.fromkeys(found))
+
+
+class SegmentList:
+    """This process's list. What dead stagers have listed is removed first.
+
+    Never raises: what is at stake is some memory, not a checkpoint. One that is not closed counts as a dead stager's
+    when this process has ended.
+
+    Args:
+        base: The runtime directory of this machine, above the runs.
+    """
+
+    def __init__(self, base: Path) -> None:
+        self._path = base / f"{_LIST}{os.getpid()}"
+        self._fd, self._listed = -1, mapped_segments(_MAPS.read_text())
+        try:
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in base.glob(f"{_LIST}*"):
+                _clear(path)
+            self._fd = open_private_file(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(self._fd, json.dumps(self._listed).encode())
+        except (OSError, ConfigError) as error:
+            _log.warning("segments of Open MPI are not looked after in %s: %s", base, error)
+
+    def close(self) -> None:
+        """This job is at its end: mpirun would remove its segments, if it still lives."""
+        if self._fd >= 0:
+            for name in self._listed:
+                _remove(Path(name))
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _clear(path: Path) -> None:
+    """Remove what a dead stager has listed, and its list."""
+    try:
+        fd = open_private_file(path, os.O_RDWR)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        listed = json.loads(os.read(fd, _LIST_BYTES_MAX) or b"[]")
+        for name in listed if isinstance(listed, list) else ():
+            if isinstance(name, str) and _is_segment(name):
+                _remove(Path(name))
+        path.unlink()
+    except BlockingIOError:
+        return  # its stager lives
+    except ValueError as error:
+        _log.warning("%s: not a list of segments, removed: %s", path, error)
+        path.unlink()
+    finally:
+        os.close(fd)
+
+
+def _remove(segment: Path) -> None:
+    with contextlib.suppress(OSError):
+        found = segment.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            segment.unlink()
+
+
+def _is_segment(path: str) -> bool:
+    return path.startswith("/") and _SEGMENT.fullmatch(Path(path).name) is not None

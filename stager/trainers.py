@@ -1,0 +1,134 @@
+"""The trainers as the stager knows them: who is there, who they are, and when each was last heard.
+
+    HELLO ─► here ── nothing heard for rank_seconds_max ──► silent ── heard again ──► here
+               └──────────── BYE, dead, broke the protocol ────┴──────────────────► gone
+
+A beat goes to every rank a few times within that time, and each rank answers it; whatever else it says counts as well.
+Only time in which this process listened counts: a stager that was stopped has not heard what was said meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast import wire
+from holdfast.wire import Frame, Kind
+
+if TYPE_CHECKING:
+    from stager.mpi import Port
+
+__all__ = ["Silence", "Trainers"]
+
+_BEAT_SECONDS_MAX = 5.0
+_BEATS_PER_LIMIT = 4  # so many go unanswered before a rank counts as silent
+_STALL_SECONDS_MAX = 1.0  # of silence counted for one turn
+_HOST_CHARACTERS_MAX = 255
+
+
+class Silence(NamedTuple):
+    """A rank has been silent for so many seconds."""
+
+    rank: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Heard:
+    host: str
+    pid: int
+    at: float
+    silent: bool = False
+
+
+class Trainers:
+    """Everything about the ranks but what they send.
+
+    Args:
+        port: The way to them.
+        rank_seconds_max: How long a rank may say nothing.
+        clock: Seconds that only go forward.
+
+    Attributes:
+        ranks: How many there were at start-up.
+        present: Ranks that have not left.
+        lost: Ranks that died or were dropped, rather than left.
+        beat_seconds: How often a beat is sent.
+    """
+
+    def __init__(
+        self, port: Port, *, rank_seconds_max: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._port, self._clock = port, clock
+        self._seconds_max = rank_seconds_max
+        self.ranks = port.ranks
+        self.present = set(range(port.ranks))
+        self.lost: set[int] = set()
+        self.beat_seconds = min(_BEAT_SECONDS_MAX, rank_seconds_max / _BEATS_PER_LIMIT)
+        self._known: dict[
+            int, _Heard
+        ] = {}  # ranks that have said HELLO; before that they import torch, for long
+        self._turned_at = self._beat_at = clock()
+        self._listened_seconds = 0.0
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send to one rank."""
+        self._port.send(rank, message)
+
+    def send_all(self, message: bytes) -> None:
+        """Send to every rank that is there."""
+        for rank in self.present:
+            self._port.send(rank, message)
+
+    def hello(self, rank: int, frame: Frame) -> None:
+        """A rank has said who it is."""
+        body = wire.json_body(frame)
+        host, pid = body.get("host"), body.get("pid")
+        self._known[rank] = _Heard(
+            host[:_HOST_CHARACTERS_MAX] if isinstance(host, str) and host.isprintable() else "unknown",
+            pid if type(pid) is int else 0,
+            self._listened_seconds,
+        )
+
+    def heard(self, rank: int) -> Silence | None:
+        """A message of this rank has come; the silence that it has ended, if it had been silent."""
+        known = self._known.get(rank)
+        if known is None:
+            return None
+        ended = Silence(rank, self._listened_seconds - known.at) if known.silent else None
+        known.at, known.silent = self._listened_seconds, False
+        return ended
+
+    def leave(self, rank: int, *, lost: bool) -> None:
+        """Nothing more comes from this rank."""
+        self.present.discard(rank)
+        if lost:
+            self.lost.add(rank)
+
+    def name(self, rank: int) -> str:
+        """`rank 3 on host spot-7 (process 4711)`, as far as it has said so."""
+        known = self._known.get(rank)
+        return f"rank {rank}" if known is None else f"rank {rank} on host {known.host} (process {known.pid})"
+
+    def beat(self, attempt: int) -> list[Silence]:
+        """Send a beat when it is time; say who has fallen silent since the last call."""
+        now = self._clock()
+        self._listened_seconds += min(_STALL_SECONDS_MAX, now - self._turned_at)
+        self._turned_at = now
+        due = now >= self._beat_at
+        if due:
+            self._beat_at = now + self.beat_seconds
+        found = []
+        for rank in sorted(self.present):
+            known = self._known.get(rank)
+            if known is not None and not known.silent:
+                seconds = self._listened_seconds - known.at
+                known.silent = seconds > self._seconds_max
+                if known.silent:
+                    found.append(Silence(rank, seconds))
+            # A silent one still has beats to answer; no more are piled up for it.
+            if due and not (known is not None and known.silent):
+                self._port.send(rank, wire.encode(Kind.BEAT, attempt=attempt))
+        return found
