@@ -17,6 +17,7 @@ import click
 from flusher.lifetime import live
 from holdfast.config import FlusherConfig
 from holdfast.errors import HoldfastError
+from holdfast.faultpoint import identify
 
 __all__ = ["flusher"]
 
@@ -36,6 +37,11 @@ _log = logging.getLogger("holdfast.flusher")
     "--runtime-dir", type=click.Path(path_type=Path), help="Where the ring lies; wants to be in memory."
 )
 @click.option("--grace-seconds", type=float, help="How long to wait for a stager that vanished to come back.")
+@click.option(
+    "--held-seconds-max",
+    type=float,
+    help="How long to go on, without a stager, with a store that takes nothing.",
+)
 @click.option("--heartbeat-seconds", type=float, help="How often the claim on the run is renewed.")
 @click.option(
     "--events", type=click.Path(path_type=Path), help="File to append events to, one JSON line each."
@@ -44,7 +50,8 @@ def flusher(**arguments: Any) -> None:
     """Own the ring of one run: write, publish, verify and prune its checkpoints.
 
     Runs outside the MPI job and outlives it. Ends when a stager says that the training is over, or some time after one
-    vanished; with --linger it waits for the next job.
+    vanished; with --linger it waits for the next job. One that finds the ring of a flusher that was killed goes on with
+    it: what is staged there is published.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
@@ -57,6 +64,7 @@ def flusher(**arguments: Any) -> None:
         _say({"ready": True, **said})
 
     try:
+        identify("flusher")
         live(FlusherConfig.from_sources(**arguments), ready)
     except HoldfastError as error:
         _log.error("%s", error)

@@ -1,20 +1,23 @@
 """The flush at work: the pipeline, its worker threads and the ring, without any stager.
 
     begin, chunk, staged, abort ─► pipeline ─► workers ─► inbox ─► pipeline ─► … ─► listener (freed, durable, failed, …)
+                                      ▲            │ the store fails
+                                      └── held ◄───┘ tried again for as long as it takes; the ring keeps the chunks
 
-Runs in the event loop's thread; only the jobs run elsewhere. Recovery of a dead flusher's ring uses it as it is.
+Runs in the event loop's thread; only the jobs run elsewhere. Recovery of a dead flusher's ring uses it as it is. An
+error of the store never costs a checkpoint: disks get room again, permissions are mended. What costs one is damage, a
+stager that breaks the protocol, and chunks that are neither in the ring nor in the store.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import time
 from typing import Protocol
 
-from flusher.index import LayoutIndex
+from flusher.held import Held
 from flusher.jobs import Jobs
+from flusher.later import Later
 from flusher.pipeline import Pipeline
 from flusher.steps import (
     Aborted,
@@ -28,15 +31,19 @@ from flusher.steps import (
     Job,
     Key,
     Opened,
+    PartWritten,
     Published,
+    Resume,
     Staged,
+    WritePart,
 )
 from flusher.tenure import Tenure
 from flusher.upkeep import Pruned, ReadBack, Upkeep
 from flusher.workers import Inbox, Workers
-from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
+from holdfast.errors import FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.events import EventLog
 from holdfast.layout import Layout
+from holdfast.layout_index import LayoutIndex
 from holdfast.manifest import Manifest, State
 from holdfast.ring import Ring, SlotRecord, SlotState
 from holdfast.storage.base import Store
@@ -44,9 +51,9 @@ from holdfast.storage.base import Store
 __all__ = ["Engine", "Listener"]
 
 _log = logging.getLogger("holdfast.flusher")
-_RETRY_ROUNDS_MAX = 8  # each one already holds all the attempts of holdfast.storage.retrying
-_RETRY_SECONDS_FIRST = 1.0
-_RETRY_SECONDS_MAX = 60.0
+_CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
+_LOST_ROUNDS = 3  # of an error that says both: try again, and if that is in vain begin anew
+_ENDED_KEPT = 256  # checkpoints whose end is remembered for a stager that missed it
 
 
 class Listener(Protocol):
@@ -83,7 +90,7 @@ class Engine:
         upkeep: Gets what was published.
         inbox: Where the threads answer; shared with the upkeep.
         events: The event log.
-        writers: Threads that verify, patch and write.
+        writers: Threads that write.
         listener: Who is told.
     """
 
@@ -103,26 +110,74 @@ class Engine:
         self._listener = listener
         self._pipeline = Pipeline(ring.ring_chunks)
         self._jobs = Jobs(ring, store, tenure)
+        # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
+        self._checkers = Workers("checker", _CHECKERS)
         self._writers = Workers("writer", writers)
         self._publishers = Workers("publisher", 1)
         self._indexes: dict[str, LayoutIndex] = {}
-        self._delayed: list[tuple[float, int, Job, int]] = []
-        self._order = itertools.count()
+        self._later = Later()
+        self._held = Held(events)
+        self._ended: dict[Key, Manifest | HoldfastError] = {}
+        self._opened: dict[Key, int] = {}  # how many chunks must be in the ring together
         self._discards: set[Key] = set()
+        self._given_up: set[Key] = set()  # and the stager was told
         self._running = 0  # jobs that have not answered yet
 
     # -- what the stager says ------------------------------------------------------------------------------------
 
     def begin(self, key: Key, layout: Layout) -> None:
-        """A checkpoint begins."""
+        """A checkpoint begins, or goes on where a dead flusher left it. One that is known is only answered."""
         if layout.digest not in self._indexes:
             self._indexes = {
                 layout.digest: LayoutIndex(layout)
             }  # the one before is no longer used for new steps
+        if self._pipeline.knows(key):
+            self._tell(Begin(key, self._indexes[layout.digest]))
+            if key in self._opened:
+                self._listener.began(key, self._opened[key])
+            return
+        resume = self._found(key, layout)
         self._events.emit(
             "flush_began", {"attempt": key.attempt, "image_bytes": layout.image_bytes}, step=key.step
         )
-        self._tell(Begin(key, self._indexes[layout.digest]))
+        self._tell(Begin(key, self._indexes[layout.digest], resume))
+
+    def _found(self, key: Key, layout: Layout) -> Resume | None:
+        """What a dead flusher recorded of this checkpoint."""
+        try:
+            progress = self._jobs.find_progress(key)
+        except ProtocolError as error:
+            _log.error("%s: what was written of it is not known: %s", key, error)
+            return None
+        if progress is None or progress.head.layout_digest != layout.digest:
+            return None
+        told = {"attempt": key.attempt, "file": progress.head.file, "parts_done": len(progress.parts)}
+        self._events.emit("flush_taken_over", told, step=key.step)
+        return progress.resume(layout.chunk_bytes)
+
+    def ask(self, key: Key) -> None:
+        """Say again what became of a checkpoint that the ring no longer knows: it ended while nobody listened."""
+        ended = self._ended.get(key)
+        if ended is None:
+            self._publishers.submit((0, *key), lambda: self._look_up(key))
+        else:
+            self._say_ended(key, ended)
+
+    def _say_ended(self, key: Key, ended: Manifest | HoldfastError) -> None:
+        if isinstance(ended, Manifest):
+            self._listener.durable(key, ended)
+        else:
+            self._listener.failed(key, ended)
+
+    def _look_up(self, key: Key) -> None:
+        """In a worker thread."""
+        try:
+            manifest = self._jobs.known_manifest(key)
+        except HoldfastError as error:
+            self._inbox.put(_LookedUp(key, error))
+            return
+        gone = PeerLost(f"{key}: was given up while no stager listened; the flusher's log says why")
+        self._inbox.put(_LookedUp(key, manifest or gone))
 
     def chunk(self, record: SlotRecord) -> None:
         """A slot is FULL. Raises `ProtocolError` when the journal does not say so."""
@@ -145,6 +200,24 @@ class Engine:
     def abort(self, key: Key, error: HoldfastError) -> None:
         """A checkpoint is given up; nothing happens if it is not known."""
         self._tell(Aborted(key, error))
+        # What waits for the store to mend need not wait any longer.
+        self._later.at_once(key)
+
+    def give_up(self, key: Key, error: HoldfastError) -> None:
+        """Give up a checkpoint in the ring, whether or not it was begun here: its upload is taken back."""
+        if self._pipeline.knows(key):
+            self.abort(key, error)
+            return
+        try:
+            self._jobs.find_progress(key)
+        except ProtocolError as damaged:
+            _log.warning("%s: leftovers stay in the store until the next start: %s", key, damaged)
+        self._act(Discard(key, error))
+
+    def abort_stranded(self, error: HoldfastError) -> None:
+        """Give up the checkpoints that wait for chunks and that no other flusher could go on with."""
+        for key in self._pipeline.stranded():
+            self.abort(key, error)
 
     def abort_receiving(self, error: HoldfastError) -> None:
         """Give up all checkpoints that still wait for chunks."""
@@ -159,20 +232,34 @@ class Engine:
         """Whether this checkpoint is under way, or being given up."""
         return self._pipeline.knows(key) or key in self._discards
 
-    def held_slots(self) -> set[int]:
-        """Slots that are on their way to the store."""
-        return self._pipeline.held_slots()
+    def pipeline_knows(self, key: Key) -> bool:
+        """Whether this checkpoint is under way, so that a chunk of it is taken."""
+        return self._pipeline.knows(key)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
         """Nothing is to be written, published, discarded or told."""
-        return self._pipeline.idle and not self._delayed and not self._discards
+        return self._pipeline.idle and not self._later and not self._discards
+
+    @property
+    def only_receiving(self) -> bool:
+        """Nothing is left but checkpoints that wait for chunks, if any: another flusher can go on with them."""
+        return self._pipeline.only_receiving and not self._discards
+
+    def held_seconds(self) -> float:
+        """How long nothing could be done any more but to wait for the store; 0 while something goes on."""
+        return self._held.seconds
+
+    @property
+    def held_error(self) -> StoreError | None:
+        """Why all that is left waits for the store; None while a job runs, or none waits."""
+        return self._held.error if self._later and not self._running and not self._discards else None
 
     def wait_seconds(self) -> float | None:
         """How long the loop may sleep for all that this engine knows; None: until the inbox is readable."""
-        return max(0.0, self._delayed[0][0] - time.monotonic()) if self._delayed else None
+        return self._later.wait_seconds
 
     def turn(self) -> None:
         """Take what the threads have said, and start what is due.
@@ -182,13 +269,12 @@ class Engine:
         """
         for item in self._inbox.take():
             self._take(item)
-        while self._delayed and self._delayed[0][0] <= time.monotonic():
-            _, _, job, round_number = heapq.heappop(self._delayed)
-            self._submit(job, round_number)
+        self._later.do_due()
         self._upkeep.give_way(self._running > 0)
 
     def stop(self) -> None:
         """End the threads; what runs is waited for, what waits is dropped."""
+        self._checkers.stop()
         self._writers.stop()
         self._publishers.stop()
 
@@ -201,7 +287,10 @@ class Engine:
                 self._retry(job, round_number, error)
             case _Discarded(key, error):
                 self._discards.discard(key)
+                self._given_up.discard(key)
                 self._ring.remove_checkpoint(*key)
+                self._ends(key, error)
+                self._upkeep.given_up(key)
                 self._events.emit("flush_failed", {"code": error.code, "message": str(error)}, step=key.step)
                 self._listener.failed(key, error)
             case ReadBack():
@@ -215,21 +304,39 @@ class Engine:
                 self._events.emit("pruned", {"files": item.files})
             case Published(key):
                 self._running -= 1
+                self._progressed(key)
                 self._published(key)
-            case Opened(key, part_chunks):
+            case _LookedUp(key, ended):
+                self._say_ended(key, ended)
+            case Failed(key):
                 self._running -= 1
-                self._tell(item)
-                self._listener.began(key, part_chunks)
+                self._fail(item)
+            case Opened(key):
+                self._running -= 1
+                self._progressed(key)
+                self._upload_opened(item)
             case None:
                 pass
             case _:
                 self._running -= 1
+                if isinstance(item, PartWritten):
+                    self._progressed(item.key)
                 self._tell(item)  # type: ignore[arg-type]
+
+    def _upload_opened(self, event: Opened) -> None:
+        key = event.key
+        self._opened[key] = event.part_chunks
+        self._tell(event)
+        together = self._pipeline.chunks_together(key) or event.part_chunks
+        if key in self._opened:
+            self._opened[key] = together
+        self._listener.began(key, together)
 
     def _published(self, key: Key) -> None:
         manifest = self._jobs.manifests[key]
         self._ring.remove_checkpoint(*key)
         self._jobs.forget(key)
+        self._ends(key, manifest)
         self._tell(Published(key))
         self._events.emit(
             "durable",
@@ -244,9 +351,41 @@ class Engine:
         self._listener.durable(key, manifest)
         self._upkeep.published(key, manifest)
 
+    def _ends(self, key: Key, ended: Manifest | HoldfastError) -> None:
+        self._opened.pop(key, None)
+        self._held.forget(key)
+        self._ended[key] = ended
+        while len(self._ended) > _ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
+
+    def _fail(self, failed: Failed) -> None:
+        """A job failed for good. When what it wrote is lost, the flush may begin anew, but not at once."""
+        if isinstance(failed.error, StoreError) and failed.error.begin_anew:
+            self._later.put(failed.key, self._held.held(failed.key, failed.error), lambda: self._tell(failed))
+        else:
+            self._tell(failed)
+
+    def _progressed(self, key: Key) -> None:
+        """When the store takes something of a held checkpoint, all that waits for the store is tried at once."""
+        if self._held.progressed(key):
+            self._later.at_once()
+
     def _tell(self, event: Event) -> None:
-        for action in self._pipeline.handle(event):
+        actions = self._pipeline.handle(event)
+        self._say_given_up(event.key, actions)
+        for action in actions:
             self._act(action)
+
+    def _say_given_up(self, key: Key, actions: list[Action]) -> None:
+        """Before the first of its slots is free: to a stager a free slot means that the store has the chunk.
+
+        Said again when it is discarded, for a stager that attaches in between.
+        """
+        ended = next((action.error for action in actions if isinstance(action, Discard)), None)
+        error = ended or self._pipeline.given_up(key)
+        if error is not None and key not in self._given_up:
+            self._given_up.add(key)
+            self._listener.failed(key, error)
 
     def _act(self, action: Action) -> None:
         match action:
@@ -264,18 +403,21 @@ class Engine:
     # -- jobs ----------------------------------------------------------------------------------------------------
 
     def _submit(self, job: Job, round_number: int) -> None:
-        # Older checkpoints first; within one, opening before writing before checking what came last.
         self._running += 1
-        workers = self._publishers if _is_store_only(job) else self._writers
-        workers.submit((0, *job.key), lambda: self._run(job, round_number))
+        self._upkeep.under_way(job.key)
+        workers = self._writers if isinstance(job, WritePart) else self._checkers
+        if _is_store_only(job):
+            workers = self._publishers
+        workers.submit((0, *job.key), lambda: self._run(job, round_number))  # older checkpoints first
 
     def _run(self, job: Job, round_number: int) -> None:
         """In a worker thread."""
         try:
             self._inbox.put(self._jobs.run(job))
         except StoreError as error:
+            is_lost = error.begin_anew and (not error.retriable or round_number >= _LOST_ROUNDS)
             self._inbox.put(
-                _Retry(job, round_number, error) if error.retriable else Failed(job.key, job.slots, error)
+                Failed(job.key, job.slots, error) if is_lost else _Retry(job, round_number, error)
             )
         except FencedError as error:
             self._inbox.put(error)
@@ -288,18 +430,17 @@ class Engine:
             )
 
     def _retry(self, job: Job, round_number: int, error: StoreError) -> None:
-        if round_number >= _RETRY_ROUNDS_MAX:
+        if self._pipeline.is_dropping(job.key):
             self._tell(Failed(job.key, job.slots, error))
             return
-        wait_seconds = min(_RETRY_SECONDS_FIRST * 2**round_number, _RETRY_SECONDS_MAX)
-        _log.warning(
-            "%s: tried again in %.0f s, kept in the ring until then: %s", job.key, wait_seconds, error
-        )
-        self._events.emit(
-            "flush_delayed", {"wait_seconds": wait_seconds, "message": str(error)}, step=job.key.step
-        )
-        due = time.monotonic() + wait_seconds
-        heapq.heappush(self._delayed, (due, next(self._order), job, round_number + 1))
+
+        def again() -> None:
+            if self._pipeline.is_dropping(job.key):
+                self._tell(Failed(job.key, job.slots, error))
+            else:
+                self._submit(job, round_number + 1)
+
+        self._later.put(job.key, self._held.held(job.key, error), again)
 
     def _discard(self, key: Key, error: HoldfastError) -> None:
         """In a worker thread."""
@@ -315,6 +456,13 @@ class _Retry:
 
     def __init__(self, job: Job, round_number: int, error: StoreError) -> None:
         self.job, self.round_number, self.error = job, round_number, error
+
+
+class _LookedUp:
+    __match_args__ = ("key", "ended")
+
+    def __init__(self, key: Key, ended: Manifest | HoldfastError) -> None:
+        self.key, self.ended = key, ended
 
 
 class _Discarded:

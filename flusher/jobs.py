@@ -1,13 +1,17 @@
 """Does the jobs of the pipeline: the only place where a checkpoint's bytes meet the store. Runs in worker threads.
 
-    Open ─► choose a name, Store.begin          Verify, Patch ─► the slot's memory (flusher/chunkwork.py)
-    WritePart ─► Upload.write_part              Publish ─► claim still ours? ─► Upload.publish ─► manifest
+    Open ─► choose a name, Store.begin; or Store.resume with what a dead flusher recorded
+    Verify, Patch ─► the slot's memory (holdfast/chunkwork.py)
+    WritePart ─► Upload.write_part ─► recorded (flusher/progress.py)
+    Publish ─► claim still ours? ─► Upload.publish ─► manifest
 
 Every method gives the event that answers its job, or raises an error of ours. A job that failed may be run again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 import uuid
@@ -15,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flusher.chunkwork import patch_chunk, verify_chunk
-from flusher.publish import Times, build_manifest, choose_name
+from flusher.progress import Head, Progress, progress_path
 from flusher.steps import (
     Event,
     Job,
@@ -32,8 +35,13 @@ from flusher.steps import (
     Verify,
     WritePart,
 )
-from holdfast.errors import ProtocolError
-from holdfast.manifest import Manifest, manifest_name
+from holdfast.chunkwork import patch_chunk, verify_chunk
+from holdfast.crc import combine_all
+from holdfast.errors import DamageError, ProtocolError, StoreError, StoreMissing
+from holdfast.faultpoint import Point, reach
+from holdfast.layout import Layout
+from holdfast.manifest import Manifest, manifest_name, step_file_name
+from holdfast.publish import Times, build_manifest, choose_name
 from holdfast.ring import Ring
 from holdfast.storage.base import Store, Upload
 
@@ -41,6 +49,8 @@ if TYPE_CHECKING:
     from flusher.tenure import Tenure
 
 __all__ = ["Jobs"]
+
+_log = logging.getLogger("holdfast.flusher")
 
 
 @dataclass(slots=True)
@@ -50,7 +60,7 @@ class _Target:
     upload: Upload
     file: str
     write_id: str
-    published: bool = False  # the file is in place, its manifest not yet
+    progress: Progress | None  # None where nobody could go on with the upload
 
 
 @dataclass(slots=True)
@@ -59,10 +69,15 @@ class _Tally:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     seconds: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, seconds: float) -> None:
         with self.lock:
             self.seconds[name] = round(self.seconds.get(name, 0.0) + seconds, 6)
+
+    def count(self, name: str, number: int) -> None:
+        with self.lock:
+            self.counts[name] = self.counts.get(name, 0) + number
 
 
 class Jobs:
@@ -81,6 +96,7 @@ class Jobs:
         self._naming = threading.Lock()
         self._targets: dict[Key, _Target] = {}
         self._names: dict[Key, str] = {}
+        self._progress: dict[Key, Progress] = {}  # of dead flushers
         self._tallies: dict[Key, _Tally] = {}
         self.staged_at_unix: dict[Key, float] = {}
         self.manifests: dict[Key, Manifest] = {}
@@ -100,31 +116,68 @@ class Jobs:
                 return Patched(job.key, job.chunk, patched)
             case WritePart():
                 buffers = [self._ring.slot_memory(slot)[:nbytes] for slot, nbytes in job.pieces]
+                reach(Point.PART_BEGUN)
                 with self._timed(job.key, "write_seconds"):
-                    self._targets[job.key].upload.write_part(job.part, buffers, job.crc32)
+                    target = self._targets[job.key]
+                    target.upload.write_part(job.part, buffers, job.crc32)
+                reach(Point.PART_WRITTEN)
+                if target.progress is not None:
+                    target.progress.add_part(job.part, job.segment_crcs)
+                    reach(Point.PART_RECORDED)
+                self._tally(job.key).count("parts_written", 1)
                 return PartWritten(job.key, job.part)
             case Publish():
                 return self._publish(job)
 
     def discard(self, key: Key) -> None:
         """Take back what was written of a checkpoint that will not be published. Raises `StoreError`."""
-        target = self._targets.get(key)
+        target, found = self._targets.get(key), self._progress.get(key)
         self.forget(key)
         if target is not None:
             target.upload.abort()
+        elif found is not None:
+            with contextlib.suppress(StoreMissing):  # nothing is left of it
+                self._resume_upload(found, self._ring.layout(found.head.layout_digest)).abort()
 
     def forget(self, key: Key) -> None:
         """Nothing more will be asked about this checkpoint."""
-        for table in (self._targets, self._names, self._tallies, self.staged_at_unix, self.manifests):
+        for table in (
+            *(self._targets, self._names, self._progress),
+            *(self._tallies, self.staged_at_unix, self.manifests),
+        ):
             table.pop(key, None)
 
     def record(self, key: Key) -> dict[str, Any]:
-        """What the flusher did for this checkpoint so far, in seconds."""
+        """What this flusher did for this checkpoint so far: seconds, and parts."""
         tally = self._tallies.get(key)
-        return dict(tally.seconds) if tally else {}
+        return {**tally.seconds, **tally.counts} if tally else {}
+
+    def find_progress(self, key: Key) -> Progress | None:
+        """How far a dead flusher came with this checkpoint; its name is taken from now on. From the loop's thread.
+
+        Raises:
+            ProtocolError: The record is not readable.
+        """
+        found = Progress.load(progress_path(self._ring.directory, key))
+        if found is not None:
+            with self._naming:
+                self._names[key] = found.head.file
+            self._progress[key] = found
+        return found
+
+    def known_manifest(self, key: Key) -> Manifest | None:
+        """What the store says of a checkpoint that the ring has forgotten; None if it was given up."""
+        for file in (step_file_name(key.step), step_file_name(key.step, attempt=key.attempt)):
+            found = self._manifest(file)
+            if found is not None and found.order == key:
+                return found
+        return None
 
     def _open(self, job: Open) -> Event:
+        if job.resume is not None:
+            return self._go_on(job)
         layout = job.index.layout
+        self._take_back(job.key)
         with self._timed(job.key, "open_seconds"):
             with self._naming:
                 taken = {name for key, name in self._names.items() if key != job.key}
@@ -137,17 +190,88 @@ class Jobs:
             raise ProtocolError(
                 f"{self._store.url}: parts of {upload.part_bytes} bytes are no multiple of {layout.chunk_bytes}"
             )
-        self._targets[job.key] = _Target(upload, file, write_id)
+        target = self._targets[job.key] = _Target(upload, file, write_id, None)
+        if upload.token is not None:
+            target.progress = Progress.begin(
+                progress_path(self._ring.directory, job.key),
+                Head(
+                    file=file,
+                    write_id=write_id,
+                    token=upload.token,
+                    part_bytes=upload.part_bytes,
+                    layout_digest=layout.digest,
+                ),
+            )
+        resumable = upload.token is not None
+        return Opened(job.key, upload.part_bytes // layout.chunk_bytes, resumable)
+
+    def _take_back(self, key: Key) -> None:
+        """Remove what an upload that begins anew had written: by us before, or by a dead flusher."""
+        before, dead = self._targets.pop(key, None), self._progress.pop(key, None)
+        try:
+            if before is not None:
+                before.upload.abort()
+            elif dead is not None:
+                self._resume_upload(dead, self._ring.layout(dead.head.layout_digest)).abort()
+        except StoreError as error:
+            _log.debug("%s: nothing to take back: %s", key, error)
+        progress_path(self._ring.directory, key).unlink(missing_ok=True)
+
+    def _go_on(self, job: Open) -> Event:
+        """Open the upload of a dead flusher, and see that the store has what the record says."""
+        progress, layout = self._progress[job.key], job.index.layout
+        head = progress.head
+        manifest = self._manifest(head.file)
+        if manifest is not None and manifest.write_id == head.write_id:
+            self.manifests[job.key] = manifest
+            return Published(job.key)
+        with self._timed(job.key, "open_seconds"):
+            upload = self._resume_upload(progress, layout)
+        lost = progress.parts.keys() - upload.written()
+        if lost:
+            shown = ", ".join(str(part) for part in sorted(lost)[:8])
+            raise StoreError(
+                f"{self._store.url}/{head.file}: {len(lost)} parts that were written are no longer there (part "
+                f"{shown}); somebody removed them, or the store lost them",
+                begin_anew=True,
+            )
+        self._targets[job.key] = _Target(upload, head.file, head.write_id, progress)
+        self._tally(job.key).count("parts_resumed", len(progress.parts))
         return Opened(job.key, upload.part_bytes // layout.chunk_bytes)
+
+    def _resume_upload(self, progress: Progress, layout: Layout) -> Upload:
+        head = progress.head
+        return self._store.resume(
+            head.file,
+            nbytes=layout.image_bytes,
+            chunk_bytes=layout.chunk_bytes,
+            part_bytes=head.part_bytes,
+            write_id=head.write_id,
+            token=head.token,
+            crc32s=_part_crcs(progress, layout),
+        )
+
+    def _manifest(self, file: str) -> Manifest | None:
+        name = manifest_name(file)
+        try:
+            return Manifest.from_bytes(self._store.read(name), source=name)
+        except (StoreMissing, DamageError):
+            return None
+
+    def _tally(self, key: Key) -> _Tally:
+        return self._tallies.setdefault(key, _Tally())
 
     def _publish(self, job: Publish) -> Event:
         target = self._targets[job.key]
         said = self._ring.checkpoint(*job.key)
+        reach(Point.PARTS_DONE)
         with self._timed(job.key, "publish_seconds"):
-            if not target.published:
+            if not target.upload.published:
                 self._tenure.check()
                 target.upload.publish()
-                target.published = True
+                reach(Point.FILE_PUBLISHED)
+            if target.progress is not None and not target.progress.published:
+                target.progress.add_published()
             # Publishing a large file takes a while, and the manifest is what makes it count.
             self._tenure.check()
         now = self._clock()
@@ -158,14 +282,29 @@ class Jobs:
             write_id=target.write_id,
             times=Times(self.staged_at_unix.get(job.key, now), now),
             record=said.record if said else {},
-            flusher_record=self.record(job.key),
+            writer_record=self.record(job.key),
         )
         self._store.write(manifest_name(target.file), manifest.to_bytes())
+        reach(Point.MANIFEST_WRITTEN)
         self.manifests[job.key] = manifest
         return Published(job.key)
 
     def _timed(self, key: Key, name: str) -> _Timed:
-        return _Timed(self._tallies.setdefault(key, _Tally()), name)
+        return _Timed(self._tally(key), name)
+
+
+def _part_crcs(progress: Progress, layout: Layout) -> dict[int, int]:
+    """CRC-32 of each part that is recorded as written."""
+    part_chunks = progress.head.part_bytes // layout.chunk_bytes
+    found: dict[int, int] = {}
+    for part, segment_crcs in progress.parts.items():
+        segments = (
+            (crc, segment.nbytes)
+            for chunk, crcs in enumerate(segment_crcs, start=part * part_chunks)
+            for crc, segment in zip(crcs, layout.segments(chunk), strict=True)
+        )
+        found[part] = combine_all(segments)
+    return found
 
 
 class _Timed:

@@ -1,9 +1,10 @@
 """From start to end of a flusher process: what is taken in which order, and given back in the other.
 
-    lock on this machine ─► store answers ─► claim on the run ─► sweep the store, publish a dead flusher's ring
-    ─► new ring ─► socket ─► ready ─► Service.run ─► socket, ring, claim and lock are given back
+    lock on this machine ─► store answers ─► claim on the run ─► sweep the store, but for uploads that go on
+    ─► a dead flusher's ring, or a new one ─► socket ─► ready ─► Service.run ─► socket, ring, claim and lock given back
 
-A flusher that fails leaves the ring where it is: the next one looks into it.
+A flusher that fails leaves the ring where it is: the next one goes on with it. Nothing that takes long is done before
+the socket is there, because a stager may be waiting with slots that fill up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 from flusher.engine import Engine
 from flusher.instance import Instance
-from flusher.recovery import feed, survey
+from flusher.progress import Progress
+from flusher.recovery import recorded, remove_orphans, settle
 from flusher.service import Service
 from flusher.steps import Key
 from flusher.tenure import Tenure
@@ -25,12 +27,15 @@ from flusher.workers import Inbox
 from holdfast.config import FlusherConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolError
 from holdfast.events import EventLog
+from holdfast.faultpoint import Point, reach
 from holdfast.ipc import SOCKET_NAME, Listener
 from holdfast.manifest import Manifest
 from holdfast.ring import Ring
 from holdfast.runtime import runtime_directory
-from holdfast.storage import open_store
+from holdfast.slice_sets import is_slice_upload
+from holdfast.storage import open_store, parts_at_once
 from holdfast.storage.base import Store
+from holdfast.storage.names import is_kept
 
 __all__ = ["live"]
 
@@ -68,20 +73,41 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
             verify=config.verify,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
+            events=events,
         )
         held.callback(upkeep.stop)
-        for removed in store.sweep():
-            events.emit("swept", {"what": removed})
-        _recover(directory, config, store, tenure, upkeep, inbox, events)
-        ring = held.enter_context(_new_ring(directory, config, tenure.attempt))
+        found = _find_ring(directory, events)
+        try:
+            _clean_store(store, recorded(found) if found is not None else [], events)
+            if found is not None and not _fits(found, config):
+                _publish_leftovers(found, config, store, tenure, upkeep, inbox, events)
+                found.close()
+                found = None
+        except BaseException:
+            if found is not None:
+                found.close()
+            raise
+        ring = held.enter_context(
+            _ring(directory, config, tenure.attempt, found, lambda: service.leaves_ring)
+        )
+        upkeep.catch_up()
         listener = Listener(directory / SOCKET_NAME)
         held.callback(listener.close)
         service = Service(
-            config, ring, store, tenure, upkeep=upkeep, inbox=inbox, listener=listener, events=events
+            config,
+            ring,
+            store,
+            tenure,
+            upkeep=upkeep,
+            inbox=inbox,
+            listener=listener,
+            events=events,
+            adopted=found is not None,
         )
         events.emit("flusher_ready", {"attempt": tenure.attempt, "directory": str(directory)})
         ready({"directory": str(directory), "attempt": tenure.attempt})
         service.run()
+        upkeep.end()
         events.emit("flusher_ended", {"attempt": tenure.attempt})
 
 
@@ -97,17 +123,23 @@ def _instance(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _new_ring(directory: Path, config: FlusherConfig, attempt: int) -> Iterator[Ring]:
-    ring = Ring.create(
-        directory, chunk_bytes=config.chunk_bytes, ring_chunks=config.ring_chunks, attempt=attempt
-    )
-    with ring:
+def _ring(
+    directory: Path, config: FlusherConfig, attempt: int, found: Ring | None, is_left: Callable[[], bool]
+) -> Iterator[Ring]:
+    """The ring that was found, or a new one. Removed when all is done; kept when it is left, or this flusher fails."""
+    if found is None:
+        Ring.remove(directory)
+        found = Ring.create(
+            directory, chunk_bytes=config.chunk_bytes, ring_chunks=config.ring_chunks, attempt=attempt
+        )
+    with found as ring:
         try:
             yield ring
         except FencedError:
             Ring.remove(directory)  # what is in it belongs to a run that is somebody else's now
             raise
-    Ring.remove(directory)
+    if not is_left():
+        Ring.remove(directory)
 
 
 def _close_store(store: Store) -> None:
@@ -116,26 +148,34 @@ def _close_store(store: Store) -> None:
         close()
 
 
-def _recover(
-    directory: Path,
-    config: FlusherConfig,
-    store: Store,
-    tenure: Tenure,
-    upkeep: Upkeep,
-    inbox: Inbox,
-    events: EventLog,
-) -> None:
-    """Publish what a dead flusher left whole, report what it did not, and remove its ring."""
-    if (directory / "journal").exists():
-        try:
-            ring = Ring.attach(directory)
-        except (ProtocolError, ConfigError) as error:
-            _log.error("ring of a flusher that ended too early is not readable and is removed: %s", error)
-            events.emit("ring_lost", {"message": str(error)})
-        else:
-            with ring:
-                _publish_leftovers(ring, config, store, tenure, upkeep, inbox, events)
-    Ring.remove(directory)
+def _find_ring(directory: Path, events: EventLog) -> Ring | None:
+    """The ring of a flusher that ended too early, if there is one and it can be read."""
+    if not (directory / "journal").exists():
+        return None
+    reach(Point.RECOVERING)
+    try:
+        return Ring.attach(directory)
+    except (ProtocolError, ConfigError) as error:
+        _log.error("ring of a flusher that ended too early is not readable and is removed: %s", error)
+        events.emit("ring_lost", {"message": str(error)})
+        return None
+
+
+def _fits(ring: Ring, config: FlusherConfig) -> bool:
+    return (ring.chunk_bytes, ring.ring_chunks) == (config.chunk_bytes, config.ring_chunks)
+
+
+def _clean_store(store: Store, wanted: list[Progress], events: EventLog) -> None:
+    """Remove what dead flushers left in the store, but for the uploads that go on.
+
+    What training ranks are sending themselves is left: their job may live, though its stager does not.
+    """
+    write_ids = {progress.head.write_id for progress in wanted}
+    for removed in store.sweep(lambda own: is_slice_upload(own) or is_kept(own, write_ids)):
+        events.emit("swept", {"what": removed})
+    for orphan in remove_orphans(store, {progress.head.file for progress in wanted}):
+        _log.warning("%s: a file without a manifest, which its writer did not live to write; removed", orphan)
+        events.emit("swept", {"what": f"file without a manifest {orphan}"})
 
 
 def _publish_leftovers(
@@ -147,15 +187,11 @@ def _publish_leftovers(
     inbox: Inbox,
     events: EventLog,
 ) -> None:
-    found = survey(ring)
-    for key, error in found.lost.items():
-        _log.warning("%s", error)
-        events.emit("flush_failed", {"code": error.code, "message": str(error)}, step=key.step)
-    engine = Engine(ring, store, tenure, upkeep, inbox, events, writers=config.writers, listener=_Quiet())
+    """Publish what is staged in a ring of another size, which no stager can use any more."""
+    writers = config.writers or parts_at_once(config.store)
+    engine = Engine(ring, store, tenure, upkeep, inbox, events, writers=writers, listener=_Quiet())
     try:
-        for key, _, _ in found.whole:
-            events.emit("recovered", {"attempt": key.attempt}, step=key.step)
-        feed(engine, found)
+        settle(engine, ring, "its flusher ended, and the ring has another size now")
         while not engine.idle:
             inbox.wait(engine.wait_seconds())
             engine.turn()

@@ -8,18 +8,21 @@ Rules:
 1. A chunk is written only after every sender's CRC held, and after the CRC of every entry that its zip fields state is
    known: those entries end before the field, so chunks that come in order never wait for later ones.
 2. The CRC that goes with a part is combined from the CRCs of the verified segments, never taken from the memory again:
-   a bit that flips between verify and write is caught by the store or by read-back.
-3. Published means staged, and all parts written. Whatever fails before drops the whole checkpoint.
+   a bit that flips between verify and patch is caught there, one that flips before the write by the store or by
+   read-back.
+3. Published means staged, and all parts written. Whatever fails before drops the whole checkpoint; but when what was
+   written is lost and every chunk is still here, it begins anew.
 4. A slot is freed once, when no job reads it any more; a dropped checkpoint is discarded when its last job has ended.
+5. What is known already may be said again (a stager that has found a new flusher says all it knows): nothing happens.
+6. What a dead flusher had written counts once the upload is open again. Until then its chunks only wait: if the store
+   has lost the upload, those that are still in the ring are needed.
 
 No threads, clocks, files or memory here: events in, actions out. Not thread-safe.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from flusher.index import LayoutIndex
+from flusher.flight import Flight, chunk_complaint, resume_complaint
 from flusher.steps import (
     Aborted,
     Action,
@@ -43,47 +46,9 @@ from flusher.steps import (
     WritePart,
 )
 from holdfast.crc import combine_all
-from holdfast.errors import BusyError, ConfigError, HoldfastError, ProtocolError
+from holdfast.errors import BusyError, ConfigError, HoldfastError, ProtocolError, StoreError
 
 __all__ = ["Pipeline"]
-
-
-@dataclass(slots=True)
-class _Flight:
-    """One checkpoint on its way."""
-
-    key: Key
-    index: LayoutIndex
-    entry_crcs: list[int | None] = field(init=False)
-    entry_left: list[int] = field(init=False)  # segments of the entry that are not verified yet
-    chunk_left: list[int] = field(init=False)  # entries that the chunk's CRC fields still wait for
-    chunk_crcs: list[int | None] = field(init=False)
-    segment_crcs: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    slots: dict[int, int] = field(default_factory=dict)  # chunk → its slot, until it is freed
-    seen: set[int] = field(default_factory=set)  # chunks that have come
-    busy: set[int] = field(default_factory=set)  # slots that a job uses
-    jobs: int = 0
-    part_chunks: int = 0  # 0 until the upload is open
-    parts_done: set[int] = field(default_factory=set)
-    parts_sent: set[int] = field(default_factory=set)
-    staged: bool = False
-    publishing: bool = False
-    error: HoldfastError | None = None
-
-    def __post_init__(self) -> None:
-        index = self.index
-        self.entry_left = [len(places) for places in index.places]
-        self.entry_crcs = [None if left else 0 for left in self.entry_left]
-        self.chunk_left = [sum(self.entry_left[e] > 0 for e in needs) for needs in index.needs]
-        self.chunk_crcs = [None] * index.layout.chunks
-
-    @property
-    def parts(self) -> int:
-        return -(-self.index.layout.chunks // self.part_chunks)
-
-    def part_range(self, part: int) -> range:
-        first = part * self.part_chunks
-        return range(first, min(first + self.part_chunks, self.index.layout.chunks))
 
 
 class Pipeline:
@@ -95,7 +60,7 @@ class Pipeline:
 
     def __init__(self, ring_chunks: int) -> None:
         self._ring_chunks = ring_chunks
-        self._flights: dict[Key, _Flight] = {}
+        self._flights: dict[Key, Flight] = {}
 
     @property
     def idle(self) -> bool:
@@ -104,7 +69,22 @@ class Pipeline:
 
     def receiving(self) -> list[Key]:
         """Checkpoints that still wait for chunks or for `Staged`, oldest first."""
-        return sorted(f.key for f in self._flights.values() if not f.staged and f.error is None)
+        return sorted(f.key for f in self._flights.values() if not f.staged and (f.error is None or f.anew))
+
+    @property
+    def only_receiving(self) -> bool:
+        """Nothing is under way but checkpoints that still wait for chunks or for `Staged`, if any."""
+        return len(self.receiving()) == len(self._flights)
+
+    def stranded(self) -> list[Key]:
+        """Those of `receiving` that nobody else could go on with: what was written of them dies with this process."""
+        flights = self._flights
+        return [
+            key
+            for key in self.receiving()
+            if flights[key].opened and not flights[key].resumable and not flights[key].keeps_slots
+            if flights[key].parts_sent
+        ]
 
     def staged(self) -> list[Key]:
         """Checkpoints that are staged and not yet durable, oldest first."""
@@ -114,9 +94,25 @@ class Pipeline:
         """Whether this checkpoint is under way, or being given up."""
         return key in self._flights
 
-    def held_slots(self) -> set[int]:
-        """Slots that this pipeline has been told of and has not given back yet."""
-        return {slot for flight in self._flights.values() for slot in flight.slots.values()}
+    def given_up(self, key: Key) -> HoldfastError | None:
+        """Why this checkpoint is being given up, its slots freed; None if it is not."""
+        flight = self._flights.get(key)
+        return None if flight is None or flight.anew else flight.error
+
+    def is_dropping(self, key: Key) -> bool:
+        """Whether this checkpoint is being given up: its jobs need not succeed any more."""
+        flight = self._flights.get(key)
+        return flight is not None and flight.error is not None and not flight.anew
+
+    def chunks_together(self, key: Key) -> int:
+        """How many chunks must be in the ring together before any slot of this checkpoint is freed; 0 if unknown.
+
+        The stager keeps so many slots free of newer checkpoints.
+        """
+        flight = self._flights.get(key)
+        if flight is None:
+            return 0
+        return flight.index.layout.chunks if flight.keeps_slots else flight.part_chunks
 
     def handle(self, event: Event) -> list[Action]:
         """Take one event; give what is to be done now, in order."""
@@ -128,7 +124,7 @@ class Pipeline:
             return [FreeSlots((event.slot,))] if isinstance(event, ChunkFull) else []
         match event:
             case ChunkFull():
-                return self._chunk_full(flight, event)
+                return self._chunk_full(flight, event) if not flight.anew else self._keep(flight, event)
             case Staged():
                 return self._staged(flight)
             case Aborted(_, error):
@@ -136,7 +132,7 @@ class Pipeline:
         flight.jobs -= 1
         match event:
             case Opened():
-                return self._opened(flight, event.part_chunks)
+                return self._opened(flight, event)
             case Verified():
                 flight.busy.discard(flight.slots[event.chunk])
                 return self._verified(flight, event)
@@ -147,41 +143,78 @@ class Pipeline:
                 return self._part_written(flight, event.part)
             case Published():
                 del self._flights[flight.key]
-                return []
+                return [FreeSlots(tuple(flight.slots.values()))] if flight.slots else []
             case Failed():
                 flight.busy -= set(event.slots)
-                return self._drop(flight, event.error)
+                return self._failed(flight, event.error)
 
     # -- the stager's events -------------------------------------------------------------------------------------
 
     def _begin(self, event: Begin) -> list[Action]:
-        if event.key in self._flights:
-            return self._drop(
-                self._flights[event.key], BusyError(f"{event.key} began twice; both are given up")
-            )
-        self._flights[event.key] = _Flight(event.key, event.index)
-        return self._start(self._flights[event.key], [Open(event.key, event.index)])
+        known = self._flights.get(event.key)
+        if known is not None:
+            if known.index.layout.digest == event.index.layout.digest:
+                return []
+            return self._drop(known, BusyError(f"{event.key} began twice, with two layouts; it is given up"))
+        complaint = resume_complaint(event)
+        if complaint:
+            error = ProtocolError(f"{event.key}: the record of what was written does not hold: {complaint}")
+            return [Discard(event.key, error)]
+        flight = self._flights[event.key] = Flight(event.key, event.index, event.resume)
+        return self._start(flight, [Open(event.key, event.index, event.resume)])
 
-    def _chunk_full(self, flight: _Flight, event: ChunkFull) -> list[Action]:
+    def _chunk_full(self, flight: Flight, event: ChunkFull) -> list[Action]:
         if flight.error is not None:
-            return [FreeSlots((event.slot,))]
-        complaint = _complaint(flight, event)
+            return self._keep_or_free(flight, event)
+        if flight.slots.get(event.chunk) == event.slot:
+            return []  # said again
+        if flight.is_written(event.chunk) and event.chunk not in flight.slots:
+            if flight.opened and not flight.keeps_slots:
+                return [
+                    FreeSlots((event.slot,))
+                ]  # recorded as written, and the flusher died before it freed it
+            self._note(flight, event)
+            return []
+        complaint = chunk_complaint(flight, event)
         if complaint:
             error = ProtocolError(f"{flight.key}: slot {event.slot}, chunk {event.chunk}: {complaint}")
             return [FreeSlots((event.slot,)), *self._drop(flight, error)]
+        self._note(flight, event)
+        waits = flight.resume is not None and not flight.opened
+        return [] if waits else self._verify(flight, event)
+
+    @staticmethod
+    def _note(flight: Flight, event: ChunkFull) -> None:
         flight.seen.add(event.chunk)
         flight.slots[event.chunk] = event.slot
+        flight.came[event.chunk] = event
+
+    def _keep_or_free(self, flight: Flight, event: ChunkFull) -> list[Action]:
+        """A chunk of a checkpoint that is being given up."""
+        said_again = event.slot in flight.slots.values()
+        return [] if said_again else [FreeSlots((event.slot,))]
+
+    def _keep(self, flight: Flight, event: ChunkFull) -> list[Action]:
+        """A chunk of a checkpoint that will begin anew: looked at then."""
+        if event.chunk not in flight.slots:
+            self._note(flight, event)
+        return []
+
+    def _verify(self, flight: Flight, event: ChunkFull) -> list[Action]:
         return self._start(
             flight, [Verify(flight.key, (event.slot,), event.chunk, event.sources, flight.index)]
         )
 
-    def _staged(self, flight: _Flight) -> list[Action]:
-        if flight.error is not None:
+    def _staged(self, flight: Flight) -> list[Action]:
+        if flight.anew:
+            flight.staged = True  # what it lacks is seen when it begins anew
+        if flight.error is not None or flight.staged:
             return []
         missing = flight.index.layout.chunks - len(flight.seen)
         if missing:
             error = ProtocolError(
-                f"{flight.key}: staged, but {missing} of {flight.index.layout.chunks} chunks never came"
+                f"{flight.key}: staged, but {missing} of {flight.index.layout.chunks} chunks never came: they are "
+                "neither in the ring nor recorded as written"
             )
             return self._drop(flight, error)
         flight.staged = True
@@ -189,10 +222,13 @@ class Pipeline:
 
     # -- the workers' events -------------------------------------------------------------------------------------
 
-    def _opened(self, flight: _Flight, part_chunks: int) -> list[Action]:
-        flight.part_chunks = part_chunks
+    def _opened(self, flight: Flight, event: Opened) -> list[Action]:
+        part_chunks = flight.part_chunks = event.part_chunks
+        flight.opened = True
         if flight.error is not None:
             return self._drop(flight, flight.error)
+        flight.resumable = event.resumable
+        flight.keeps_slots = not event.resumable and flight.index.layout.chunks <= self._ring_chunks
         if min(part_chunks, flight.index.layout.chunks) > self._ring_chunks:
             return self._drop(
                 flight,
@@ -201,25 +237,27 @@ class Pipeline:
                     f"{flight.index.layout.image_bytes} bytes, the ring holds {self._ring_chunks}; raise ring_bytes"
                 ),
             )
+        if flight.resume is not None:
+            return self._go_on(flight)
         return [action for part in range(flight.parts) for action in self._maybe_write(flight, part)]
 
-    def _verified(self, flight: _Flight, event: Verified) -> list[Action]:
+    def _go_on(self, flight: Flight) -> list[Action]:
+        """The upload of a dead flusher is open: what it had written needs no slot, the rest is looked at."""
+        written = tuple(chunk for chunk in flight.slots if flight.is_written(chunk))
+        actions: list[Action] = []
+        if written and not flight.keeps_slots:
+            actions.append(FreeSlots(tuple(flight.slots.pop(chunk) for chunk in written)))
+        for chunk in sorted(flight.slots.keys() - set(written)):
+            actions += self._verify(flight, flight.came[chunk])
+        return actions + self._maybe_publish(flight)
+
+    def _verified(self, flight: Flight, event: Verified) -> list[Action]:
         if flight.error is not None:
             return self._drop(flight, flight.error)
-        flight.segment_crcs[event.chunk] = event.segment_crcs
-        ready = [event.chunk]
-        for segment in flight.index.layout.segments(event.chunk):
-            if segment.entry is None:
-                continue
-            flight.entry_left[segment.entry] -= 1
-            if flight.entry_left[segment.entry] == 0:
-                flight.entry_crcs[segment.entry] = self._entry_crc(flight, segment.entry)
-                for chunk in flight.index.waiting[segment.entry]:
-                    flight.chunk_left[chunk] -= 1
-                    ready.append(chunk)
+        ready = [event.chunk, *flight.note_crcs(event.chunk, event.segment_crcs)]
         return [action for chunk in dict.fromkeys(ready) for action in self._maybe_patch(flight, chunk)]
 
-    def _patched(self, flight: _Flight, event: Patched) -> list[Action]:
+    def _patched(self, flight: Flight, event: Patched) -> list[Action]:
         if flight.error is not None:
             return self._drop(flight, flight.error)
         crcs = list(flight.segment_crcs[event.chunk])
@@ -228,20 +266,22 @@ class Pipeline:
         flight.segment_crcs[event.chunk] = tuple(crcs)
         return self._finish_chunk(flight, event.chunk)
 
-    def _part_written(self, flight: _Flight, part: int) -> list[Action]:
-        slots = tuple(flight.slots.pop(chunk) for chunk in flight.part_range(part))
-        flight.busy -= set(slots)
+    def _part_written(self, flight: Flight, part: int) -> list[Action]:
+        chunks = flight.part_range(part)
+        flight.busy -= {flight.slots[chunk] for chunk in chunks}
         flight.parts_done.add(part)
-        freed: list[Action] = [FreeSlots(slots)]
+        freed: list[Action] = []
+        if not flight.anew and not flight.keeps_slots:
+            freed.append(FreeSlots(tuple(flight.slots.pop(chunk) for chunk in chunks)))
         if flight.error is not None:
             return freed + self._drop(flight, flight.error)
         return freed + self._maybe_publish(flight)
 
     # -- what can be done now ------------------------------------------------------------------------------------
 
-    def _maybe_patch(self, flight: _Flight, chunk: int) -> list[Action]:
-        if chunk not in flight.segment_crcs or flight.chunk_left[chunk]:
-            return []
+    def _maybe_patch(self, flight: Flight, chunk: int) -> list[Action]:
+        if chunk not in flight.segment_crcs or flight.chunk_left[chunk] or flight.is_written(chunk):
+            return []  # written: by a dead flusher, before the chunk with the entry was
         index = flight.index
         if not index.fields[chunk]:
             return self._finish_chunk(flight, chunk)
@@ -250,20 +290,15 @@ class Pipeline:
             crc = flight.entry_crcs[part.entry]
             assert crc is not None, "chunk_left counts the entries that are not known"
             values.append((part.offset, crc.to_bytes(4, "little")[part.first : part.first + part.nbytes]))
-        slot = flight.slots[chunk]
-        return self._start(
-            flight, [Patch(flight.key, (slot,), chunk, tuple(values), index.patched[chunk], index)]
-        )
+        slots, touched = (flight.slots[chunk],), index.patched[chunk]
+        verified = tuple(flight.segment_crcs[chunk][number] for number in touched)
+        return self._start(flight, [Patch(flight.key, slots, chunk, tuple(values), touched, verified, index)])
 
-    def _finish_chunk(self, flight: _Flight, chunk: int) -> list[Action]:
-        segments = flight.index.layout.segments(chunk)
-        crcs = flight.segment_crcs[chunk]
-        flight.chunk_crcs[chunk] = combine_all(
-            (crc, segment.nbytes) for crc, segment in zip(crcs, segments, strict=True)
-        )
+    def _finish_chunk(self, flight: Flight, chunk: int) -> list[Action]:
+        flight.finish_chunk(chunk)
         return self._maybe_write(flight, chunk // flight.part_chunks) if flight.part_chunks else []
 
-    def _maybe_write(self, flight: _Flight, part: int) -> list[Action]:
+    def _maybe_write(self, flight: Flight, part: int) -> list[Action]:
         chunks = flight.part_range(part)
         crcs = [flight.chunk_crcs[chunk] for chunk in chunks]
         if part in flight.parts_sent or None in crcs:
@@ -272,10 +307,11 @@ class Pipeline:
         sizes = [flight.index.layout.chunk_extent(chunk).nbytes for chunk in chunks]
         pieces = tuple((flight.slots[chunk], nbytes) for chunk, nbytes in zip(chunks, sizes, strict=True))
         crc = combine_all((crc, nbytes) for crc, nbytes in zip(crcs, sizes, strict=True) if crc is not None)
-        return self._start(flight, [WritePart(flight.key, part, pieces, crc)])
+        segment_crcs = tuple(flight.segment_crcs[chunk] for chunk in chunks)
+        return self._start(flight, [WritePart(flight.key, part, pieces, crc, segment_crcs)])
 
-    def _maybe_publish(self, flight: _Flight) -> list[Action]:
-        written = flight.part_chunks > 0 and len(flight.parts_done) == flight.parts
+    def _maybe_publish(self, flight: Flight) -> list[Action]:
+        written = flight.opened and len(flight.parts_done) == flight.parts
         if not flight.staged or not written or flight.publishing:
             return []
         flight.publishing = True
@@ -289,17 +325,34 @@ class Pipeline:
         )
         return self._start(flight, [Publish(flight.key, flight.index, image_crc, chunk_crcs, entry_crcs)])
 
-    def _start(
-        self, flight: _Flight, jobs: list[Open | Verify | Patch | WritePart | Publish]
-    ) -> list[Action]:
+    def _start(self, flight: Flight, jobs: list[Open | Verify | Patch | WritePart | Publish]) -> list[Action]:
         for job in jobs:
             flight.jobs += 1
             flight.busy.update(job.slots)
         return list(jobs)
 
-    def _drop(self, flight: _Flight, error: HoldfastError) -> list[Action]:
+    def _failed(self, flight: Flight, error: HoldfastError) -> list[Action]:
+        is_lost = isinstance(error, StoreError) and error.begin_anew
+        if flight.error is None and is_lost and flight.seen <= flight.slots.keys():
+            flight.error, flight.anew = error, True
+        return self._drop(flight, error)
+
+    def _begin_anew(self, flight: Flight) -> list[Action]:
+        """Nothing of the upload counts, and every chunk that came is still in its slot: all once more."""
+        again = self._flights[flight.key] = Flight(flight.key, flight.index)
+        actions: list[Action] = self._start(again, [Open(flight.key, flight.index)])
+        for chunk in sorted(flight.came.keys() & flight.slots.keys()):
+            actions += self._chunk_full(again, flight.came[chunk])
+        return actions + (self._staged(again) if flight.staged else [])
+
+    def _drop(self, flight: Flight, error: HoldfastError) -> list[Action]:
         """Give the checkpoint up, or go on giving it up: free what no job uses, discard after the last job."""
         flight.error = flight.error or error
+        if flight.anew and not isinstance(error, StoreError):
+            flight.anew = False  # aborted meanwhile, or damaged
+            flight.error = error
+        if flight.anew:
+            return [] if flight.jobs else self._begin_anew(flight)
         idle = {chunk: slot for chunk, slot in flight.slots.items() if slot not in flight.busy}
         for chunk in idle:
             del flight.slots[chunk]
@@ -308,28 +361,3 @@ class Pipeline:
             del self._flights[flight.key]
             actions.append(Discard(flight.key, flight.error))
         return actions
-
-    @staticmethod
-    def _entry_crc(flight: _Flight, entry: int) -> int:
-        segments = flight.index.layout.segments
-        return combine_all(
-            (flight.segment_crcs[chunk][index], segments(chunk)[index].nbytes)
-            for chunk, index in flight.index.places[entry]
-        )
-
-
-def _complaint(flight: _Flight, event: ChunkFull) -> str:
-    """What is wrong with a chunk that came in; empty if nothing is."""
-    layout = flight.index.layout
-    if event.chunk >= layout.chunks:
-        return f"the image has {layout.chunks} chunks"
-    if flight.staged:
-        return "came after staged"
-    if event.chunk in flight.seen:
-        return "came twice"
-    if event.nbytes != layout.chunk_extent(event.chunk).nbytes:
-        return f"{event.nbytes} bytes, expected {layout.chunk_extent(event.chunk).nbytes}"
-    ranks = tuple(source.rank for source in event.sources)
-    if ranks != layout.senders(event.chunk):
-        return f"sent by ranks {ranks}, expected {layout.senders(event.chunk)}"
-    return ""

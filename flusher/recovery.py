@@ -1,8 +1,8 @@
-"""What the ring of a dead flusher, or of a stager that went, still holds: publish what is whole, give up the rest.
+"""What a ring holds that no message spoke of: of a dead flusher, or of a stager that went.
 
-    checkpoint staged, every chunk FULL in the ring      ─► flushed again from the start (CRC fields are zeroed first)
-    staged, but some chunks were already freed           ─► given up, and said so
-    receiving                                            ─► given up
+    checkpoint staged      ─► flushed; what a dead flusher recorded as written is not written again
+    receiving              ─► waits for its stager to come back; when that is over, given up
+    FULL, of no checkpoint ─► freed
 
 Everything read here was written by processes that are gone, perhaps in the middle of a word: a damaged record or file
 costs its checkpoint, never the start.
@@ -11,81 +11,136 @@ costs its checkpoint, never the start.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
 from flusher.engine import Engine
+from flusher.progress import Progress, progress_path
 from flusher.steps import Key
-from holdfast.errors import HoldfastError, PeerLost, ProtocolError
-from holdfast.layout import Layout
-from holdfast.ring import Ring, SlotRecord, SlotState
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreMissing
+from holdfast.manifest import is_manifest_name, manifest_name
+from holdfast.ring import CheckpointRecord, Ring, SlotRecord, SlotState
+from holdfast.storage.base import Store
 
-__all__ = ["Leftovers", "feed", "survey"]
+__all__ = ["recorded", "remove_orphans", "settle", "take_up"]
 
 _log = logging.getLogger("holdfast.flusher")
 
 
-@dataclass(slots=True)
-class Leftovers:
-    """What was found.
+def take_up(engine: Engine, ring: Ring) -> list[Key]:
+    """Hand what is staged to an engine on the same ring, and free what belongs to nothing; give what was taken."""
+    keys = [Key(*name) for name in ring.checkpoint_names()]
+    slots = _full_slots(ring)
+    for record in slots:
+        key = Key(record.attempt, record.step)
+        if key not in keys and not engine.pipeline_knows(key):
+            ring.free(record.slot)
+    return [key for key in keys if not engine.knows(key) and _take_up_one(engine, ring, key, slots)]
 
-    Attributes:
-        whole: Staged checkpoints with their layout and all their chunks, oldest first.
-        lost: Checkpoints that cannot be published, and why.
-        orphans: Slots that belong to no whole checkpoint.
+
+def settle(engine: Engine, ring: Ring, why: str) -> None:
+    """No stager will come back: publish what is staged, give up the rest.
+
+    Args:
+        engine: The engine on this ring.
+        ring: The ring; nobody else changes it any more.
+        why: What became of the stager, for the checkpoints that are given up.
     """
+    for record in _full_slots(ring):
+        key = Key(record.attempt, record.step)
+        if engine.pipeline_knows(key):
+            engine.chunk(record)  # heard before, or a message that was lost
+    for key in engine.receiving():
+        said = _said(ring, key)
+        if said is not None and said.state == "staged":
+            engine.staged(key)
+        else:
+            engine.abort(key, PeerLost(f"{key}: {why} before all chunks came"))
+    for slot in range(ring.ring_chunks):
+        try:
+            if ring.state(slot) is SlotState.FILLING:
+                ring.free(slot)  # its writer is gone, so this state is ours now
+        except ProtocolError as error:
+            _log.error("slot stays out of use until the next start: %s", error)
+    take_up(engine, ring)
+    slots = _full_slots(ring)
+    for key in (Key(*name) for name in ring.checkpoint_names()):
+        if not engine.knows(key):
+            for record in slots:
+                if (record.attempt, record.step) == key:
+                    ring.free(record.slot)
+            engine.give_up(key, PeerLost(f"{key}: {why} before all chunks came"))
 
-    whole: list[tuple[Key, Layout, list[SlotRecord]]] = field(default_factory=list)
-    lost: dict[Key, HoldfastError] = field(default_factory=dict)
-    orphans: list[int] = field(default_factory=list)
+
+def recorded(ring: Ring) -> list[Progress]:
+    """The records of uploads in the ring's directory that can be read."""
+    found: list[Progress] = []
+    for name in ring.checkpoint_names():
+        try:
+            progress = Progress.load(progress_path(ring.directory, Key(*name)))
+        except HoldfastError as error:
+            _log.error("%s", error)
+        else:
+            found += [] if progress is None else [progress]
+    return found
 
 
-def survey(ring: Ring) -> Leftovers:
-    """Look at a ring that nobody fills any more. Changes nothing."""
-    found = Leftovers()
-    chunks: dict[Key, dict[int, SlotRecord]] = {}
+def remove_orphans(store: Store, wanted: Collection[str]) -> list[str]:
+    """Remove files of this run that have no manifest: their writer died before it, or while it removed them.
+
+    Args:
+        store: The run, which must be ours.
+        wanted: Files whose upload goes on.
+    """
+    names = {info.name for info in store.list()}
+    orphans = [
+        name
+        for name in sorted(names)
+        if name.endswith(".pt")
+        and is_manifest_name(manifest_name(name))
+        and manifest_name(name) not in names
+        and name not in wanted
+    ]
+    for name in orphans:
+        try:
+            store.delete(name)
+        except StoreMissing:
+            continue
+    return orphans
+
+
+def _full_slots(ring: Ring) -> list[SlotRecord]:
+    found: list[SlotRecord] = []
     for slot in range(ring.ring_chunks):
         try:
             record = ring.record(slot)
         except ProtocolError as error:
-            _log.warning("%s", error)
-            found.orphans.append(slot)
-            continue
-        if record.state is SlotState.FULL:
-            chunks.setdefault(Key(record.attempt, record.step), {})[record.chunk] = record
-        elif record.state is SlotState.FILLING:
-            found.orphans.append(slot)
-    for attempt, step in ring.checkpoint_names():
-        key = Key(attempt, step)
-        records = chunks.get(key, {})
-        try:
-            layout = _layout_if_whole(ring, key, records)
-        except HoldfastError as error:
-            found.lost[key] = error
+            _log.error("slot stays out of use until the next start: %s", error)
         else:
-            found.whole.append((key, layout, [records[chunk] for chunk in sorted(records)]))
-            chunks.pop(key, None)
-    found.orphans += [record.slot for records in chunks.values() for record in records.values()]
+            found += [record] if record.state is SlotState.FULL else []
     return found
 
 
-def feed(engine: Engine, found: Leftovers) -> None:
-    """Hand the whole checkpoints to an engine on the same ring."""
-    for key, layout, records in found.whole:
-        engine.begin(key, layout)
-        for record in records:
+def _take_up_one(engine: Engine, ring: Ring, key: Key, slots: list[SlotRecord]) -> bool:
+    try:
+        said = _said(ring, key)
+        if said is None or said.state != "staged":
+            return False
+        layout = ring.layout(said.layout_digest)
+    except HoldfastError as error:
+        engine.give_up(key, error)
+        return False
+    engine.begin(key, layout)
+    for record in slots:
+        if (record.attempt, record.step) == key:
             engine.chunk(record)
-        engine.staged(key)
+    engine.staged(key)
+    return True
 
 
-def _layout_if_whole(ring: Ring, key: Key, records: dict[int, SlotRecord]) -> Layout:
-    said = ring.checkpoint(*key)
-    if said is None or said.state != "staged":
-        raise PeerLost(f"{key}: was still being received when its stager or the flusher ended; given up")
-    layout = ring.layout(said.layout_digest)
-    missing = layout.chunks - len(records.keys() & set(range(layout.chunks)))
-    if missing:
-        raise PeerLost(
-            f"{key}: was staged, but {missing} of {layout.chunks} chunks had already left the ring when the flusher "
-            "ended, and its half-written file is not continued; given up"
-        )
-    return layout
+def _said(ring: Ring, key: Key) -> CheckpointRecord | None:
+    """What the checkpoint's file says; None if it is gone or damaged."""
+    try:
+        return ring.checkpoint(*key)
+    except HoldfastError as error:
+        _log.error("%s", error)
+        return None

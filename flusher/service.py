@@ -1,8 +1,9 @@
 """The flusher's event loop: one stager at a time, until there is nothing left to do.
 
     wait for a stager ─► serve ──finish──────────► drain ─► drained ─► end, or wait for the next (linger)
-                           └──stager gone─► settle ─► drain ─► grace ─► end, or the next stager attaches
-    SIGTERM at any time ─► give up what is partial, publish what is staged, end
+                           └──stager gone─► dead ─► settle ─► drain ─► grace ─► end, or the next stager attaches
+                                            └ alive: waited for until it is dead, or comes back
+    SIGTERM at any time ─► publish what is staged, leave the rest in the ring to the next flusher, end
 
 Draining is nothing special: the engine and the upkeep become idle. The loop sleeps in one `select` over the stager's
 socket, the listening socket and the threads' inbox.
@@ -18,23 +19,30 @@ import time
 from types import FrameType
 
 from flusher.engine import Engine
+from flusher.recovery import settle, take_up
 from flusher.stager_desk import StagerDesk
 from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
 from holdfast.config import FlusherConfig
-from holdfast.errors import FencedError, HoldfastError, PeerLost, ProtocolError
+from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.events import EventLog
 from holdfast.ipc import Listener
 from holdfast.manifest import Manifest
 from holdfast.ring import Ring
+from holdfast.storage import parts_at_once
 from holdfast.storage.base import Store
 
 __all__ = ["Service"]
 
 _log = logging.getLogger("holdfast.flusher")
 _FIRST_STAGER_SECONDS_MAX = 120.0  # a stager that started us and died must not leave us here for ever
+_OLD_STAGER_SECONDS_MIN = 30.0  # it comes back at once if it lives, but its machine may be busy
+_LOOK_AGAIN_SECONDS = 5.0  # for a stager that lives and says nothing
+_DYING_SECONDS = (
+    0.2  # of a dead process the kernel may close the socket a moment before it lets go of the ring
+)
 _LAST_WORDS_SECONDS_MAX = 5.0
 
 
@@ -43,12 +51,15 @@ class Service:
 
     Args:
         config: The settings.
-        ring: The ring, new.
+        ring: The ring. `adopted`: it is one that a dead flusher left, and a stager may still have it mapped.
         store: The run.
         tenure: The claim on it.
         upkeep: Verification and retention. `inbox`: where it and the engine's threads answer.
         listener: Where stagers connect.
         events: The event log.
+
+    Attributes:
+        leaves_ring: It was told to end, and the ring is still needed: by checkpoints in it, or by a stager.
     """
 
     def __init__(
@@ -62,18 +73,34 @@ class Service:
         inbox: Inbox,
         listener: Listener,
         events: EventLog,
+        adopted: bool = False,
     ) -> None:
         self._config, self._ring, self._store, self._tenure = config, ring, store, tenure
         self._upkeep, self._inbox, self._listener, self._events = upkeep, inbox, listener, events
         self._engine = Engine(
-            ring, store, tenure, upkeep, inbox, events, writers=config.writers, listener=_Relay(self)
+            ring,
+            store,
+            tenure,
+            upkeep,
+            inbox,
+            events,
+            writers=config.writers or parts_at_once(config.store),
+            listener=_Relay(self),
         )
         self._desk: StagerDesk | None = None
-        self._stagers = 0
+        self._is_ours = not adopted  # the ring's attempt is the claim's, and no stager has had it yet
+        self._waits_for_old_stager = adopted
+        self._grace_after_wait_seconds = 0.0
+        self._adopted = adopted
         self._drained_said = False
         self._look_again = False
         self._terminating = False
-        self._ends_at: float | None = time.monotonic() + _FIRST_STAGER_SECONDS_MAX
+        self.leaves_ring = False
+        self._said_it_stands_still = False
+        wait_seconds = _FIRST_STAGER_SECONDS_MAX
+        if adopted:
+            wait_seconds = max(_OLD_STAGER_SECONDS_MIN, config.grace_seconds)
+        self._ends_at: float | None = time.monotonic() + wait_seconds
         self._selector = selectors.DefaultSelector()
 
     @property
@@ -94,8 +121,12 @@ class Service:
         self._selector.register(self._inbox, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
+            if self._adopted:
+                for key in take_up(self._engine, self._ring):
+                    self._events.emit("recovered", {"attempt": key.attempt}, step=key.step)
             while self._turn():
                 self._selector.select(self._wait_seconds())
+            self._leave_ring()
             self._say_last_words()
         except FencedError as error:
             self._events.emit("fenced", {"message": str(error)})
@@ -118,12 +149,15 @@ class Service:
         self._engine.turn()
         self._hear()
         self._accept()
+        self._give_up_waiting()
         if self._terminating:
-            self._give_up_partial()
+            self._take_no_more()
+        self._end_if_held()
         upkeep_is_idle = self._upkeep.idle
         # It may have ended after the first look, and its last word been taken above: nothing would wake the loop again.
         self._look_again = upkeep_is_idle and not upkeep_was_idle
-        drained = upkeep_was_idle and self._engine.idle and upkeep_is_idle
+        done = self._engine.only_receiving if self._terminating else self._engine.idle
+        drained = upkeep_was_idle and done and upkeep_is_idle
         if drained and self._desk is not None and self._desk.finishing and not self._drained_said:
             self._desk.channel.send("drained")
             self._events.emit("drained")
@@ -145,7 +179,10 @@ class Service:
         if self._look_again:
             return 0.0
         waits = [self._engine.wait_seconds()]
-        if self._desk is None and self._ends_at is not None and not self._config.linger:
+        if self._desk is None and self._engine.held_error is not None:
+            waits.append(max(0.0, self._config.held_seconds_max - self._engine.held_seconds()) + 0.001)
+        waiting = self._waits_for_old_stager or not self._config.linger
+        if self._desk is None and self._ends_at is not None and waiting:
             left_seconds = self._ends_at - time.monotonic()
             if left_seconds > 0:  # later than that, only the end of the drain matters, and the inbox tells it
                 waits.append(left_seconds + 0.001)
@@ -184,29 +221,44 @@ class Service:
         self._hear()  # hello may be there already
 
     def _welcome(self, desk: StagerDesk) -> None:
+        resumed = self._waits_for_old_stager and desk.attempt == self._ring.attempt
         try:
-            if self._stagers:
-                self._ring.set_attempt(self._tenure.renew())
+            if not resumed:
+                self._check_old_stager_is_gone()
+                self._end_waiting("its stager did not come back: another job began")
+                if not self._is_ours:
+                    attempt = self._tenure.attempt
+                    self._ring.set_attempt(attempt if attempt > self._ring.attempt else self._tenure.renew())
         except FencedError:
             raise
         except HoldfastError as error:
             self._forget_channel(desk)
             desk.refuse(error)
             return
-        self._stagers += 1
+        self._is_ours = self._waits_for_old_stager = False
         self._ends_at = None
-        desk.welcome()
-        self._events.emit("stager_attached", {"pid": desk.channel.peer_pid, "attempt": self._ring.attempt})
+        desk.welcome(resumed=resumed)
+        told = {"pid": desk.channel.peer_pid, "attempt": self._ring.attempt, "resumed": resumed}
+        self._events.emit("stager_attached", told)
+        if not resumed:
+            self._upkeep.attached(self._ring.attempt)
         desk.hear(self._engine)
 
     def _stager_gone(self, desk: StagerDesk) -> None:
         self._forget_channel(desk)
         self._desk = None
         if desk.welcomed:
-            desk.settle(self._engine)
+            self._events.emit("stager_gone", {"pid": desk.channel.peer_pid, "finished": desk.finishing})
+            if not desk.finishing and self._ring.is_held():
+                # It lives: we hung up on it, or it on us. It comes back with the attempt that it has, and until it does
+                # or is dead, what it was filling is its own.
+                self._waits_for_old_stager, self._said_it_stands_still = True, False
+                self._grace_after_wait_seconds = self._config.grace_seconds
+                self._ends_at = time.monotonic() + _DYING_SECONDS
+                return
+            settle(self._engine, self._ring, f"the stager (process {desk.channel.peer_pid}) ended")
             grace_seconds = 0.0 if desk.finishing else self._config.grace_seconds
             self._ends_at = time.monotonic() + grace_seconds
-            self._events.emit("stager_gone", {"pid": desk.channel.peer_pid, "finished": desk.finishing})
         elif self._ends_at is None:
             self._ends_at = time.monotonic() + self._config.grace_seconds
 
@@ -229,12 +281,70 @@ class Service:
         self._terminating = True
         self._inbox.put(None)  # wakes the loop
 
-    def _give_up_partial(self) -> None:
+    def _give_up_waiting(self) -> None:
+        """The stager of this ring has not come back in time."""
+        if not self._waits_for_old_stager or self._desk is not None:
+            return
+        if self._ends_at is None or time.monotonic() < self._ends_at:
+            return
+        if self._ring.is_held():
+            # It stands still. Its slots cannot be another's: it may still write into them.
+            if not self._said_it_stands_still:
+                _log.warning(
+                    "the stager of attempt %d says nothing, but lives; waited for", self._ring.attempt
+                )
+                self._said_it_stands_still = True
+            self._ends_at = time.monotonic() + _LOOK_AGAIN_SECONDS
+            return
+        self._end_waiting("its stager ended, and no stager came back")
+        self._ends_at, self._grace_after_wait_seconds = time.monotonic() + self._grace_after_wait_seconds, 0.0
+
+    def _check_old_stager_is_gone(self) -> None:
+        if self._waits_for_old_stager and self._ring.is_held():
+            raise BusyError(
+                f"{self._store.url}: the stager of attempt {self._ring.attempt} of this run still has the ring mapped, "
+                f"and says nothing (`fuser {self._ring.directory}/ring` on {platform.node()} names it). Wait for it "
+                "or end it; each run has one"
+            )
+
+    def _end_waiting(self, why: str) -> None:
+        if self._waits_for_old_stager:
+            self._waits_for_old_stager = False
+            settle(self._engine, self._ring, why)
+
+    def _end_if_held(self) -> None:
+        """Leave the ring to the next flusher when the store takes nothing and there is no more use in waiting."""
+        error = self._engine.held_error
+        if error is None or (self._desk is not None and not self._terminating):
+            return
+        waited_seconds = self._engine.held_seconds()
+        if self._terminating or waited_seconds >= self._config.held_seconds_max:
+            why = "told to end" if self._terminating else f"nothing succeeded for {waited_seconds:.0f} s"
+            raise StoreError(
+                f"{error} ({why}). Nothing is lost: what is staged stays in {self._ring.directory}; once the store is "
+                f"mended, `holdfast flusher --store {self._store.url}` publishes it"
+            )
+
+    def _take_no_more(self) -> None:
+        """Told to end: what is staged is published. What is being received may be called staged at this very moment.
+
+        So it stays in the ring, as after a crash, and the next flusher goes on with it.
+        """
         reason = "this flusher was told to end (SIGTERM)"
+        if self._waits_for_old_stager and not self._ring.is_held():
+            self._end_waiting(reason)
         self._upkeep.stop()
         if self._desk is not None:
             self._desk.refuse_begins = reason
-        self._engine.abort_receiving(PeerLost(reason))
+        self._engine.abort_stranded(PeerLost(f"{reason}, and the store cannot go on with what it wrote"))
+
+    def _leave_ring(self) -> None:
+        finishing = self._desk is not None and self._desk.finishing
+        wanted = bool(self._ring.checkpoint_names()) or (self._ring.is_held() and not finishing)
+        self.leaves_ring = self._terminating and wanted
+        if self.leaves_ring:
+            _log.warning("told to end: the ring in %s is left to the next flusher", self._ring.directory)
+            self._events.emit("ring_left", {"receiving": len(self._engine.receiving())})
 
     def _say_last_words(self) -> None:
         until = time.monotonic() + _LAST_WORDS_SECONDS_MAX

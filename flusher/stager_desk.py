@@ -2,8 +2,11 @@
 
     hello ─► welcome | refused      begin, chunk, staged, abort ─► engine      finish ─► (drain) ─► drained
 
-A stager that breaks the protocol is treated as one that died: its partial checkpoints are given up, its staged ones
-published.
+A stager whose flusher died says all that it knows to the next one; what this one knows already has no effect, and what
+ended in between is told again.
+
+A stager that breaks the protocol is hung up on. If it lives it comes back, as to another flusher, and says all that it
+knows; if it does not, its partial checkpoints are given up and its staged ones published.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from flusher.steps import Key
 from flusher.upkeep import ReadBack
 from holdfast import ipc
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.faultpoint import Point, reach
 from holdfast.ipc import Channel, Message
 from holdfast.manifest import Manifest, State
 from holdfast.ring import Ring, SlotState
@@ -36,12 +40,15 @@ class StagerDesk:
 
     Attributes:
         welcomed: It said hello, and was answered.
+        attempt: The attempt whose ring it still has, as its hello says; 0 for a new job.
+        resumed: It goes on with that ring.
         finishing: It said that the training is over.
     """
 
     def __init__(self, channel: Channel, ring: Ring, store_url: str) -> None:
         self.channel, self._ring, self._store_url = channel, ring, store_url
-        self.welcomed = False
+        self.welcomed = self.resumed = False
+        self.attempt = 0
         self.finishing = False
         self.refuse_begins = ""
 
@@ -64,13 +71,14 @@ class StagerDesk:
                     ):
                         said = message.fields.get("version", message.kind)
                         raise ProtocolError(f"expected one hello of version {ipc.VERSION}, got {said!r:.60}")
+                    self.attempt = message.fields["attempt"]
                     return False
                 self._take(message, engine)
         return True
 
-    def welcome(self) -> None:
-        """Answer hello: from now on its chunks may come."""
-        self.welcomed = True
+    def welcome(self, *, resumed: bool) -> None:
+        """Answer hello: from now on its chunks may come. With `resumed` it says once more all that it knows."""
+        self.welcomed, self.resumed = True, resumed
         self.channel.send(
             "welcome",
             version=ipc.VERSION,
@@ -79,6 +87,7 @@ class StagerDesk:
             ring_chunks=self._ring.ring_chunks,
             attempt=self._ring.attempt,
             store_url=self._store_url,
+            resumed=resumed,
         )
 
     def refuse(self, error: HoldfastError) -> None:
@@ -94,9 +103,10 @@ class StagerDesk:
             case "begin":
                 self._take_begin(self._key(fields), fields["layout_digest"], engine)
             case "staged":
+                reach(Point.STAGED_HEARD)
                 engine.staged(self._key(fields))
             case "abort":
-                engine.abort(self._key(fields), PeerLost(f"aborted by the stager: {fields['reason']}"))
+                self._take_abort(self._key(fields), fields["reason"], engine)
             case "finish":
                 self.finishing = True
                 engine.abort_receiving(PeerLost("the training ended before all chunks had come"))
@@ -110,7 +120,10 @@ class StagerDesk:
 
     def _take_begin(self, key: Key, layout_digest: str, engine: Engine) -> None:
         try:
-            if self.refuse_begins:
+            if self.resumed and not engine.knows(key) and self._ring.checkpoint(*key) is None:
+                engine.ask(key)  # it ended while no stager listened, or its message was lost
+                return
+            if self.refuse_begins and not engine.knows(key):
                 raise PeerLost(self.refuse_begins)
             layout = self._ring.layout(layout_digest)
         except HoldfastError as error:
@@ -118,9 +131,25 @@ class StagerDesk:
         else:
             engine.begin(key, layout)
 
+    def _take_abort(self, key: Key, reason: str, engine: Engine) -> None:
+        error = PeerLost(f"aborted by the stager: {reason}")
+        if engine.knows(key) or not self.resumed or self._ring.checkpoint(*key) is None:
+            engine.abort(key, error)
+            return
+        # Given up while there was no flusher: what lies in the ring of it is nobody else's.
+        for slot in range(self._ring.ring_chunks):
+            record = self._ring.record(slot)
+            if record.state is SlotState.FULL and (record.attempt, record.step) == key:
+                self._ring.free(slot)
+                self.freed((slot,))
+        engine.give_up(key, error)
+
     def _take_chunk(self, slot: int, engine: Engine) -> None:
         try:
-            engine.chunk(self._ring.record(slot))
+            record = self._ring.record(slot)
+            if self.resumed and record.state is not SlotState.FULL:
+                return  # said again, and meanwhile written and freed
+            engine.chunk(record)
         except ProtocolError as error:
             # The record would say which checkpoint it is, so all that are coming in are suspect.
             _log.error("%s", error)
@@ -165,42 +194,3 @@ class StagerDesk:
         if self._concerns(key):
             message = str(error)[:_TEXT_CHARACTERS_MAX]
             self.channel.send("failed", **key._asdict(), code=error.code, message=message)
-
-    # -- when it is gone -----------------------------------------------------------------------------------------
-
-    def settle(self, engine: Engine) -> None:
-        """The stager is gone: hear the last of it from the journal, publish what is staged, give up the rest."""
-        for key in (Key(*name) for name in self._ring.checkpoint_names()):
-            if not engine.knows(key):
-                self._take_up(key, engine)
-        held = engine.held_slots()
-        for slot in range(self._ring.ring_chunks):
-            try:
-                record = self._ring.record(slot)
-                if record.state is SlotState.FILLING:
-                    self._ring.free(slot)  # its writer is gone, so this state is ours now
-                elif record.state is SlotState.FULL and slot not in held:
-                    engine.chunk(record)
-            except ProtocolError as error:
-                _log.error("slot stays out of use until the next start: %s", error)
-        for key in engine.receiving():
-            try:
-                said = self._ring.checkpoint(*key)
-                if said is None or said.state != "staged":
-                    raise PeerLost(
-                        f"{key}: the stager (process {self.channel.peer_pid}) ended before all chunks came"
-                    )
-                engine.staged(key)
-            except HoldfastError as error:
-                engine.abort(key, error)
-
-    def _take_up(self, key: Key, engine: Engine) -> None:
-        """A checkpoint file that no message spoke of: worth something only if it is staged."""
-        try:
-            said = self._ring.checkpoint(*key)
-            if said is not None and said.state == "staged":
-                engine.begin(key, self._ring.layout(said.layout_digest))
-                return
-        except HoldfastError as error:
-            _log.error("%s", error)
-        self._ring.remove_checkpoint(*key)

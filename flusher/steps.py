@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from flusher.index import LayoutIndex
 from holdfast.errors import HoldfastError
+from holdfast.layout_index import LayoutIndex
+from holdfast.manifest import Key
 from holdfast.ring import Source
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Patched",
     "Publish",
     "Published",
+    "Resume",
     "Staged",
     "Verified",
     "Verify",
@@ -33,14 +35,17 @@ __all__ = [
 ]
 
 
-class Key(NamedTuple):
-    """Names one checkpoint; older ones compare lower."""
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How far a dead flusher came with a checkpoint.
 
-    attempt: int
-    step: int
+    Attributes:
+        part_chunks: Chunks to a part of its upload.
+        parts: Per part that the store has, for each of its chunks the CRCs of the segments as they stand there.
+    """
 
-    def __str__(self) -> str:
-        return f"step {self.step} (attempt {self.attempt})"
+    part_chunks: int
+    parts: Mapping[int, tuple[tuple[int, ...], ...]]
 
 
 # -- events: from the stager ---------------------------------------------------------------------------------
@@ -48,10 +53,11 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Chunks of a new checkpoint are going to come."""
+    """Chunks of a checkpoint are going to come; with `resume`, only those that the store does not have yet."""
 
     key: Key
     index: LayoutIndex
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +91,11 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The upload takes parts of `part_chunks` chunks."""
+    """The upload takes parts of `part_chunks` chunks. One that is not `resumable` dies with this process."""
 
     key: Key
     part_chunks: int
+    resumable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +148,11 @@ Event = Begin | ChunkFull | Staged | Aborted | Opened | Verified | Patched | Par
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Start the upload. Answer: `Opened`."""
+    """Start the upload, or go on with the one of a dead flusher. Answer: `Opened`; `Published` if it was all done."""
 
     key: Key
     index: LayoutIndex
+    resume: Resume | None = None
 
     slots: tuple[int, ...] = ()
 
@@ -162,24 +170,26 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Write `(offset in the chunk, bytes)`, then CRC the segments `touched`. Answer: `Patched`."""
+    """Write `(offset in the chunk, bytes)`, and CRC the segments `touched`. Answer: `Patched`."""
 
     key: Key
     slots: tuple[int, ...]  # one
     chunk: int
     values: tuple[tuple[int, bytes], ...]
     touched: tuple[int, ...]
+    verified_crcs: tuple[int, ...]  # of these segments, their fields zero
     index: LayoutIndex
 
 
 @dataclass(frozen=True, slots=True)
 class WritePart:
-    """Write `(slot, nbytes)` back to back as one part. Answer: `PartWritten`."""
+    """Write `(slot, nbytes)` back to back as one part, and record its segments' CRCs. Answer: `PartWritten`."""
 
     key: Key
     part: int
     pieces: tuple[tuple[int, int], ...]
     crc32: int
+    segment_crcs: tuple[tuple[int, ...], ...]  # per chunk
 
     @property
     def slots(self) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """After a checkpoint is durable: read it back, say so in its manifest, and remove what is no longer to be kept.
 
+At the start, and when a job begins, it also looks after slices that ranks wrote to the store (flusher/slices.py).
+
 One thread, one checkpoint after the other. Reading back gives way: it waits between two reads while anything waits to
 be written, because the ring's chunks are wanted by the training and the verification by nobody in a hurry.
 """
@@ -13,10 +15,13 @@ from collections.abc import Callable
 from typing import NamedTuple, cast
 
 from flusher.retention import to_remove
+from flusher.slices import Slices
 from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.workers import Inbox, Workers
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
+from holdfast.events import EventLog
+from holdfast.faultpoint import Point, reach
 from holdfast.manifest import Manifest, State, is_manifest_name, manifest_name
 from holdfast.storage.base import Store
 from holdfast.verify import verify_file
@@ -24,6 +29,7 @@ from holdfast.verify import verify_file
 __all__ = ["Pruned", "ReadBack", "Upkeep"]
 
 _log = logging.getLogger("holdfast.flusher")
+_UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and restore checks what it reads
 
 
 class ReadBack(NamedTuple):
@@ -50,10 +56,19 @@ class Upkeep:
         inbox: Gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
         verify: Whether to read back at all.
         keep_last: As the setting. `keep_every`: too.
+        events: The event log, for what becomes of slices.
     """
 
     def __init__(
-        self, store: Store, tenure: Tenure, inbox: Inbox, *, verify: bool, keep_last: int, keep_every: int
+        self,
+        store: Store,
+        tenure: Tenure,
+        inbox: Inbox,
+        *,
+        verify: bool,
+        keep_last: int,
+        keep_every: int,
+        events: EventLog | None = None,
     ) -> None:
         self._store, self._tenure, self._inbox = store, tenure, inbox
         self._verify, self._keep_last, self._keep_every = verify, keep_last, keep_every
@@ -63,6 +78,11 @@ class Upkeep:
         self._pending = 0
         self._lock = threading.Lock()
         self._manifests: dict[str, Manifest] = {}  # known ones: nobody else writes them, so each is read once
+        self._under_way: set[Key] = set()  # their manifests may be there, and are written once more
+        self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
+        self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
+        self._removed: set[str] = set()  # those of them that retention was faster with
+        self._slices = Slices(store, cast(Store, _PatientStore(store, self._wait)), tenure, events)
         self._workers = Workers("upkeep", 1)
 
     @property
@@ -78,13 +98,93 @@ class Upkeep:
         else:
             self._way_is_free.set()
 
+    def under_way(self, key: Key) -> None:
+        """A checkpoint is being written and published; until it is, retention leaves it alone."""
+        with self._lock:
+            self._under_way.add(key)
+
+    def given_up(self, key: Key) -> None:
+        """It will not be published."""
+        with self._lock:
+            self._under_way.discard(key)
+
     def published(self, key: Key, manifest: Manifest) -> None:
         """A new checkpoint is durable."""
         if self._stopped:
             return
         with self._lock:
+            self._under_way.discard(key)
+            self._write_ids[manifest_name(manifest.file)] = manifest.write_id
+            if manifest.write_id in self._waiting:  # as a flusher that takes over may hear of it twice
+                return
+            self._waiting.add(manifest.write_id)
             self._pending += 1
         self._workers.submit((0,), lambda: self._look_after(key, manifest))
+
+    def catch_up(self) -> None:
+        """Do what nobody lived to do: make a file of slices, and read back the newest ones that were not."""
+        self._submit(self._assemble)
+        if self._verify:
+            self._submit(self._look_for_unread)
+
+    def attached(self, attempt: int) -> None:
+        """A job of this attempt begins: those before it are over."""
+        self._submit(lambda: self._guarded(lambda: self._slices.attached(attempt), "slices not cleared away"))
+
+    def end(self) -> None:
+        """Stop, and remove what only a job that is over could have wanted."""
+        self.stop()
+
+        def is_good(key: Key) -> bool:
+            states = {State.VERIFIED} if self._verify else {State.VERIFIED, State.DURABLE}
+            return any(known.order == key and known.state in states for known in self._manifests.values())
+
+        self._guarded(lambda: self._slices.ended(is_good), "slices not removed")
+
+    def _submit(self, call: Callable[[], object]) -> None:
+        """Have the thread do something that nobody waits for."""
+        if self._stopped:
+            return
+
+        def do() -> None:
+            try:
+                call()
+            finally:
+                with self._lock:
+                    self._pending -= 1
+                self._inbox.put(None)
+
+        with self._lock:
+            self._pending += 1
+        self._workers.submit((1,), do)
+
+    def _assemble(self) -> None:
+        """In the worker thread."""
+        made: list[Manifest] = []
+
+        def make() -> None:
+            manifest = self._slices.assemble_newest(lambda: frozenset(self._under_way))
+            made.extend([] if manifest is None else [manifest])
+
+        self._guarded(make, "the slices in the store are not made into a file; they stay for the next start")
+        for manifest in made:
+            self.published(Key(manifest.attempt, manifest.step), manifest)
+
+    def _look_for_unread(self) -> None:
+        """In the worker thread."""
+        try:
+            found: list[Manifest] = []
+            for name in [info.name for info in self._store.list() if is_manifest_name(info.name)]:
+                try:
+                    found.append(Manifest.from_bytes(self._store.read(name), source=name))
+                except (DamageError, StoreMissing) as error:
+                    _log.warning("not looked at for read-back: %s", error)
+            found.sort(key=lambda manifest: manifest.order, reverse=True)
+            for manifest in found[:_UNREAD_LOOKED_AT]:
+                if manifest.state is State.DURABLE:
+                    self.published(Key(manifest.attempt, manifest.step), manifest)
+        except StoreError as error:
+            _log.warning("what an earlier flusher left unread stays so: %s", error)
 
     def stop(self) -> None:
         """Give up what waits and what runs: unread checkpoints stay durable."""
@@ -96,12 +196,18 @@ class Upkeep:
 
     def _look_after(self, key: Key, manifest: Manifest) -> None:
         try:
+            if manifest.write_id in self._removed:
+                return
             if self._verify:
                 manifest = self._read_back(key, manifest)
             self._manifests[manifest_name(manifest.file)] = manifest
             self._guarded(self._prune, "old checkpoints not removed")
+            if manifest.state is State.VERIFIED or not self._verify:
+                self._guarded(lambda: self._slices.published(manifest), "slices of older jobs not removed")
         finally:
+            self._removed.discard(manifest.write_id)
             with self._lock:
+                self._waiting.discard(manifest.write_id)
                 self._pending -= 1
             self._inbox.put(None)  # the loop looks whether all is done
 
@@ -109,7 +215,7 @@ class Upkeep:
         """Verify one file; the manifest as it now stands in the store."""
         begun = time.monotonic()
         try:
-            report = verify_file(cast(Store, _PatientStore(self._store, self._wait)), manifest)
+            report = verify_file(cast(Store, _ReadBackStore(self._store, self._wait)), manifest)
             state = State.VERIFIED if report.ok else State.BAD
             note = "" if report.ok else report.summary()
         except StoreError as error:
@@ -125,12 +231,16 @@ class Upkeep:
         self._tenure.check()
         self._store.write(manifest_name(manifest.file), manifest.to_bytes())
 
+    def _is_of_another_write(self, name: str) -> bool:
+        """Whether the manifest of this name is not the one that is known of it here."""
+        return self._write_ids.get(name, self._manifests[name].write_id) != self._manifests[name].write_id
+
     def _prune(self) -> None:
         if self._keep_last == 0:
             return
         names = [info.name for info in self._store.list() if is_manifest_name(info.name)]
         for name in names:
-            if name not in self._manifests:
+            if name not in self._manifests or self._is_of_another_write(name):
                 try:
                     self._manifests[name] = Manifest.from_bytes(self._store.read(name), source=name)
                 except (DamageError, StoreMissing) as error:
@@ -141,11 +251,26 @@ class Upkeep:
         if not old:
             return
         self._tenure.check()
+        removed: list[str] = []
         for manifest in old:
+            name = manifest_name(manifest.file)
+            with self._lock:
+                # A step that is published again, by a later attempt, may have this name by now.
+                if any(key.step == manifest.step for key in self._under_way) or self._is_of_another_write(
+                    name
+                ):
+                    continue
+                if manifest.write_id in self._waiting:
+                    self._removed.add(manifest.write_id)
+                self._write_ids.pop(name, None)
+            self._manifests.pop(name)
+            removed.append(manifest.file)
             # The manifest first: a file without one is no checkpoint, a manifest without its file would be a lie.
-            self._store.delete(manifest_name(manifest.file))
+            self._store.delete(name)
+            reach(Point.MANIFEST_DELETED)
             self._store.delete(manifest.file)
-        self._inbox.put(Pruned(tuple(manifest.file for manifest in old)))
+        if removed:
+            self._inbox.put(Pruned(tuple(removed)))
 
     def _guarded(self, call: Callable[[], None], what: str) -> bool:
         try:
@@ -164,7 +289,7 @@ class Upkeep:
 
 
 class _PatientStore:
-    """The store, for reading back: `read_into` waits until nothing more important wants it."""
+    """The store, for long reads: `read_into` waits until nothing more important wants it."""
 
     def __init__(self, store: Store, wait: Callable[[], None]) -> None:
         self._store, self._wait = store, wait
@@ -175,3 +300,11 @@ class _PatientStore:
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         self._wait()
         self._store.read_into(name, offset, buffer)
+
+
+class _ReadBackStore(_PatientStore):
+    """For reading back."""
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        super().read_into(name, offset, buffer)
+        reach(Point.VERIFYING)

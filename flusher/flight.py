@@ -1,0 +1,143 @@
+"""One checkpoint on its way through the flusher: which chunks have come, which CRCs are known, what is written.
+
+Changed only by `flusher.pipeline.Pipeline`, which says what follows on what; here is what concerns one checkpoint by
+itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flusher.steps import Begin, ChunkFull, Key, Resume
+from holdfast.crc import combine_all
+from holdfast.errors import HoldfastError
+from holdfast.layout_index import LayoutIndex
+
+__all__ = ["Flight", "chunk_complaint", "resume_complaint"]
+
+
+@dataclass(slots=True)
+class Flight:
+    """One checkpoint, until it is published or discarded."""
+
+    key: Key
+    index: LayoutIndex
+    resume: Resume | None = None
+    entry_crcs: list[int | None] = field(init=False)
+    entry_left: list[int] = field(init=False)  # segments of the entry that are not verified yet
+    chunk_left: list[int] = field(init=False)  # entries that the chunk's CRC fields still wait for
+    chunk_crcs: list[int | None] = field(init=False)
+    segment_crcs: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)  # chunk → its slot, until it is freed
+    came: dict[int, ChunkFull] = field(default_factory=dict)  # the event of each chunk in `slots`
+    opened: bool = False
+    resumable: bool = True  # by another process
+    keeps_slots: bool = (
+        False  # nobody could go on with the upload, so the ring keeps all until it is published
+    )
+    anew: bool = False  # once the last job has ended, it begins anew
+    seen: set[int] = field(default_factory=set)  # chunks that have come
+    busy: set[int] = field(default_factory=set)  # slots that a job uses
+    jobs: int = 0
+    part_chunks: int = 0  # 0 until the upload is open
+    parts_done: set[int] = field(default_factory=set)
+    parts_sent: set[int] = field(default_factory=set)
+    staged: bool = False
+    publishing: bool = False
+    error: HoldfastError | None = None
+
+    def __post_init__(self) -> None:
+        index = self.index
+        self.entry_left = [len(places) for places in index.places]
+        self.entry_crcs = [None if left else 0 for left in self.entry_left]
+        self.chunk_left = [sum(self.entry_left[e] > 0 for e in needs) for needs in index.needs]
+        self.chunk_crcs = [None] * index.layout.chunks
+        if self.resume is not None:
+            self._take_over(self.resume)
+
+    def _take_over(self, resume: Resume) -> None:
+        """Know all that the dead flusher knew of the parts that it wrote."""
+        self.part_chunks = resume.part_chunks
+        for part, segment_crcs in resume.parts.items():
+            self.parts_done.add(part)
+            self.parts_sent.add(part)
+            for chunk, crcs in zip(self.part_range(part), segment_crcs, strict=True):
+                self.seen.add(chunk)
+                self.note_crcs(chunk, crcs)
+                self.finish_chunk(chunk)
+
+    def note_crcs(self, chunk: int, crcs: tuple[int, ...]) -> list[int]:
+        """The CRCs of a chunk's segments are known; give the chunks whose CRC fields waited for an entry in it."""
+        index, freed = self.index, []
+        self.segment_crcs[chunk] = crcs
+        for segment in index.layout.segments(chunk):
+            if segment.entry is None:
+                continue
+            self.entry_left[segment.entry] -= 1
+            if self.entry_left[segment.entry] == 0:
+                self.entry_crcs[segment.entry] = combine_all(
+                    (self.segment_crcs[at][number], index.layout.segments(at)[number].nbytes)
+                    for at, number in index.places[segment.entry]
+                )
+                for waiting in index.waiting[segment.entry]:
+                    self.chunk_left[waiting] -= 1
+                    freed.append(waiting)
+        return freed
+
+    def finish_chunk(self, chunk: int) -> None:
+        """All of a chunk is as it will stand in the file."""
+        segments = self.index.layout.segments(chunk)
+        self.chunk_crcs[chunk] = combine_all(
+            (crc, segment.nbytes) for crc, segment in zip(self.segment_crcs[chunk], segments, strict=True)
+        )
+
+    def is_written(self, chunk: int) -> bool:
+        """Whether the store has the part with this chunk."""
+        return self.part_chunks > 0 and chunk // self.part_chunks in self.parts_done
+
+    @property
+    def parts(self) -> int:
+        """How many parts the image has."""
+        return -(-self.index.layout.chunks // self.part_chunks)
+
+    def part_range(self, part: int) -> range:
+        """The chunks of one part."""
+        first = part * self.part_chunks
+        return range(first, min(first + self.part_chunks, self.index.layout.chunks))
+
+
+def resume_complaint(event: Begin) -> str:
+    """What does not fit the layout in a record of what was written; empty if all does."""
+    resume, layout = event.resume, event.index.layout
+    if resume is None:
+        return ""
+    if resume.part_chunks < 1:
+        return f"parts of {resume.part_chunks} chunks"
+    parts = -(-layout.chunks // resume.part_chunks)
+    for part, segment_crcs in resume.parts.items():
+        if not 0 <= part < parts:
+            return f"part {part}, the image has {parts}"
+        first = part * resume.part_chunks
+        chunks = range(first, min(first + resume.part_chunks, layout.chunks))
+        counts = [len(crcs) for crcs in segment_crcs]
+        expected = [len(layout.segments(chunk)) for chunk in chunks]
+        if counts != expected:
+            return f"part {part} has {counts} segments, expected {expected}"
+    return ""
+
+
+def chunk_complaint(flight: Flight, event: ChunkFull) -> str:
+    """What is wrong with a chunk that came in; empty if nothing is."""
+    layout = flight.index.layout
+    if event.chunk >= layout.chunks:
+        return f"the image has {layout.chunks} chunks"
+    if flight.staged:
+        return "came after staged"
+    if event.chunk in flight.seen:
+        return "came twice"
+    if event.nbytes != layout.chunk_extent(event.chunk).nbytes:
+        return f"{event.nbytes} bytes, expected {layout.chunk_extent(event.chunk).nbytes}"
+    ranks = tuple(source.rank for source in event.sources)
+    if ranks != layout.senders(event.chunk):
+        return f"sent by ranks {ranks}, expected {layout.senders(event.chunk)}"
+    return ""

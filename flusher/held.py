@@ -1,0 +1,94 @@
+"""Checkpoints that wait in the ring because the store fails: said once loudly, tried again with growing pauses.
+
+    a job fails ─► held: 1 s, 2 s, 4 s … 60 s, for as long as it takes ─► one succeeds ─► resumed
+
+Nothing is lost by waiting: the chunks stay in the ring, what was written stays in the store. When the ring is full the
+next steps are declined.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flusher.steps import Key
+from holdfast.errors import StoreError
+from holdfast.events import EventLog
+
+__all__ = ["Held"]
+
+_log = logging.getLogger("holdfast.flusher")
+_PAUSE_SECONDS_FIRST = 1.0
+_PAUSE_SECONDS_MAX = 60.0
+
+
+@dataclass(slots=True)
+class _Hold:
+    failures: int
+    since: float
+    due: float  # until then it pauses
+
+
+class Held:
+    """Counts failures per checkpoint. For the loop's thread.
+
+    Args:
+        events: Gets `flush_held` and `flush_resumed`.
+        clock: Seconds that only go forward.
+
+    Attributes:
+        error: The newest error of the store.
+    """
+
+    def __init__(self, events: EventLog, clock: Callable[[], float] = time.monotonic) -> None:
+        self._events, self._clock = events, clock
+        self._holds: dict[Key, _Hold] = {}
+        self._since = 0.0
+        self.error: StoreError | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long nothing has succeeded while something was held; 0 when nothing is."""
+        return self._clock() - self._since if self._holds else 0.0
+
+    def held(self, key: Key, error: StoreError) -> float:
+        """A job of this checkpoint failed; give how long to pause."""
+        if not self._holds:
+            self._since = self._clock()
+        self.error = error
+        hold = self._holds.get(key)
+        if hold is None:
+            hold = self._holds[key] = _Hold(0, self._clock(), 0.0)
+            _log.error(
+                "%s: the store fails; the checkpoint stays in the ring and is tried again until it succeeds. When the "
+                "ring is full, further steps are declined. The cause: %s",
+                key,
+                error,
+            )
+            told = {"attempt": key.attempt, "code": error.code, "message": str(error)}
+            self._events.emit("flush_held", told, step=key.step)
+        if self._clock() < hold.due:
+            # Its parts fail side by side, and all at once: one failure of the store, not as many as there are parts.
+            return hold.due - self._clock()
+        hold.failures += 1
+        pause_seconds = min(_PAUSE_SECONDS_FIRST * 2.0 ** min(hold.failures - 1, 16), _PAUSE_SECONDS_MAX)
+        hold.due = self._clock() + pause_seconds
+        _log.warning("%s: tried again in %.0f s (failure %d): %s", key, pause_seconds, hold.failures, error)
+        return pause_seconds
+
+    def progressed(self, key: Key) -> bool:
+        """The store took something of this checkpoint; whether it was held before."""
+        self._since = self._clock()
+        hold = self._holds.pop(key, None)
+        if hold is not None:
+            seconds = self._clock() - hold.since
+            _log.warning("%s: the store takes it again, after %.1f s", key, seconds)
+            told = {"attempt": key.attempt, "seconds": round(seconds, 3), "failures": hold.failures}
+            self._events.emit("flush_resumed", told, step=key.step)
+        return hold is not None
+
+    def forget(self, key: Key) -> None:
+        """It is durable, or given up."""
+        self._holds.pop(key, None)

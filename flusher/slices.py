@@ -1,0 +1,135 @@
+"""Slices that training ranks wrote to the store themselves, while no stager took them: made into files, cleared away.
+
+    start      ─► the newest complete set, if it is newer than every good manifest ─► file, manifest ─► read back
+    attach     ─► of jobs before this one: incomplete sets, uploads that nobody goes on with, layouts
+    published  ─► sets of jobs before that of a checkpoint that is good          end ─► sets that became files here
+
+What a job may still restore from stays until that job has a checkpoint of its own: its ranks may be reading the slices
+at this very moment. Everything here runs in the upkeep's thread, and gives way to what the training waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+from flusher.steps import Key
+from flusher.tenure import Tenure
+from holdfast.assembly import assemble
+from holdfast.catalog import Catalog
+from holdfast.errors import BusyError, DamageError
+from holdfast.events import EventLog
+from holdfast.manifest import Manifest
+from holdfast.slice_sets import (
+    SliceSet,
+    complete_sets,
+    find_sets,
+    load_set,
+    remove_set,
+    remove_stale,
+    upload_attempt,
+)
+from holdfast.storage.base import Store
+
+__all__ = ["Slices"]
+
+_log = logging.getLogger("holdfast.flusher")
+
+
+class Slices:
+    """The slices of one run. For one thread, the upkeep's.
+
+    Args:
+        store: The run.
+        patient: The same, for long reads: it waits while anything waits to be written.
+        tenure: The claim, checked before anything changes.
+        events: The event log.
+    """
+
+    def __init__(self, store: Store, patient: Store, tenure: Tenure, events: EventLog | None) -> None:
+        self._store, self._patient, self._tenure, self._events = store, patient, tenure, events
+        self._made: list[SliceSet] = []  # files by now, their slices still there
+
+    def assemble_newest(self, under_way: Callable[[], Collection[Key]]) -> Manifest | None:
+        """Publish the newest complete set that is good and newer than every good manifest; None if there is none.
+
+        Args:
+            under_way: Checkpoints that come from the ring: the same step need not be made twice.
+
+        Raises:
+            FencedError: The run is another's.
+            StoreError: The store failed; what was written is taken back, the slices are there.
+        """
+        passed_over: set[tuple[Key, int]] = set()
+        while True:
+            found = self._newest(passed_over)
+            if found is None or found.order in under_way():
+                return None
+            try:
+                manifest = assemble(self._patient, load_set(self._store, found), check=self._tenure.check)
+            except (DamageError, BusyError) as error:
+                # Damaged, or gone while it was read: a living job removes a set when a newer one is complete.
+                _log.error("%s: the slices in the store are not used: %s", found.order, error)
+                self._emit("slices_bad", {"attempt": found.attempt, "message": str(error)}, step=found.step)
+                passed_over.add((found.order, found.ranks))
+                continue
+            told = {"attempt": found.attempt, "file": manifest.file, "slices": found.ranks}
+            self._emit("assembled", told, step=found.step)
+            self._made.append(found)
+            return manifest
+
+    def attached(self, attempt: int) -> None:
+        """A job of this attempt has begun, so those before it are over: remove what they left half done.
+
+        Raises:
+            FencedError, StoreError: As `assemble_newest`.
+        """
+        self._tenure.check()
+        removed = self._store.sweep(lambda own: not _is_before(upload_attempt(own), attempt))
+        removed += remove_stale(self._store, attempt)
+        for what in removed:
+            self._emit("swept", {"what": what})
+
+    def published(self, manifest: Manifest) -> None:
+        """This checkpoint is good: the slices of jobs before its own are not needed any more.
+
+        Raises:
+            FencedError, StoreError: As `assemble_newest`.
+        """
+        sets = find_sets(self._store.list())
+        self._remove([found for found in sets if found.attempt < manifest.attempt])
+
+    def ended(self, good: Callable[[Key], bool]) -> None:
+        """Nobody is attached any more: remove the slices that this flusher has made into good files.
+
+        Raises:
+            FencedError, StoreError: As `assemble_newest`.
+        """
+        self._remove([found for found in self._made if good(found.order)])
+
+    def _newest(self, passed_over: Collection[tuple[Key, int]]) -> SliceSet | None:
+        sets = complete_sets(find_sets(self._store.list()))
+        sets = [found for found in sets if (found.order, found.ranks) not in passed_over]
+        if not sets:
+            return None  # without a look at the manifests, which are many
+        good = [
+            item.manifest.order for item in Catalog(self._store).list() if item.manifest and not item.fault
+        ]
+        return sets[0] if not good or sets[0].order > max(good) else None
+
+    def _remove(self, sets: Collection[SliceSet]) -> None:
+        if not sets:
+            return
+        self._tenure.check()
+        for found in sets:
+            names = remove_set(self._store, found)
+            self._emit("swept", {"what": f"{len(names)} objects of the slices of {found.order}"})
+            self._made = [made for made in self._made if made.order != found.order]
+
+    def _emit(self, event: str, fields: dict[str, object], *, step: int | None = None) -> None:
+        if self._events is not None:
+            self._events.emit(event, fields, step=step)
+
+
+def _is_before(attempt: int | None, present: int) -> bool:
+    return attempt is not None and attempt < present
