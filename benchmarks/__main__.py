@@ -1,106 +1,125 @@
-"""`python -m benchmarks`: measure holdfast beside its peers on this machine.
+"""`python -m benchmarks EXPERIMENT`: measure holdfast beside its peers on this machine.
 
-Tables on the terminal, JSON in benchmarks/results/. About three minutes on two cores by default.
+Tables on the terminal, JSON in benchmarks/results/. `all` runs every experiment, `figures` draws from the JSON and
+fills the tables of docs/performance.md.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import signal
+import time
 from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.status import Status
 
-from benchmarks import report
-from benchmarks.peers import PEERS
-from benchmarks.schedule import Settings, run
-from holdfast.config import parse_size
+from benchmarks import results
+from benchmarks.cluster import Clusters
+from benchmarks.experiments import EXPERIMENTS, Options, experiment
 
-_RESULTS = Path(__file__).parent / "results"
-_WIDTH = 110
+_WIDTH = 130
 
 
-@click.command(help=__doc__)
-@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Rounds that count.")
-@click.option(
-    "--model",
-    type=click.Choice(["small", "tiny"]),
-    default="small",
-    show_default=True,
-    help="GPT-2 small, or a toy.",
-)
-@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="Training ranks.")
-@click.option(
-    "--compute-seconds",
-    type=float,
-    default=0.25,
-    show_default=True,
-    help="Timed wait for a step's computation.",
-)
-@click.option(
-    "--idle-seconds", type=float, default=20.0, show_default=True, help="How long idle CPU is watched."
-)
-@click.option("--ring-bytes", default="1GiB", show_default=True, help="The stager's ring.")
-@click.option(
-    "--peer",
-    "peers",
-    multiple=True,
-    type=click.Choice(PEERS),
-    help="Only these (holdfast always); repeatable.",
-)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Where all peers write. Default: temporary.",
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The JSON. Default: results/<model>.json here.",
-)
-def main(
-    rounds: int,
-    model: str,
-    ranks: int,
-    compute_seconds: float,
-    idle_seconds: float,
-    ring_bytes: str,
-    peers: tuple[str, ...],
-    folder: Path | None,
-    out: Path | None,
-) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up, as after Ctrl-C
+def _console() -> Console:
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)  # a file or a pipe has no width; the tables need this one
-    try:
-        ring = parse_size(ring_bytes)
-    except ValueError as error:
-        raise click.BadParameter(
-            f"expected {error}, got {ring_bytes!r}", param_hint="--ring-bytes"
-        ) from error
-    settings = Settings(
-        rounds=rounds,
-        model=model,
-        ranks=ranks,
-        compute_seconds=compute_seconds,
-        idle_seconds=idle_seconds,
-        ring_bytes=ring,
-        peers=("holdfast", *peers) if peers else PEERS,
-        folder=folder,
-    )
-    try:
-        with console.status("starting") as status:
-            document = run(settings, status.update)
-    except RuntimeError as error:
-        raise click.ClickException(str(error)) from error
-    path = out or _RESULTS / f"{model}.json"
-    report.write(path, document)
-    report.render(document, console)
-    console.print(f"written to {path}")
-    left = [name for name, ended in document["ended_by_itself"].items() if not ended]
-    if left:
-        raise click.ClickException(f"did not end well by itself: {', '.join(left)}")
+    return (
+        console if console.is_terminal else Console(width=_WIDTH)
+    )  # a pipe has no width; the tables need one
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up, as after Ctrl-C
+
+
+def _run(name: str, options: Options, out: Path | None, console: Console) -> None:
+    begun = time.monotonic()
+    with console.status("starting") as status:
+        asked = dataclasses.replace(
+            options,
+            progress=lambda text: _say(console, status, f"{name}, {time.monotonic() - begun:.0f} s: {text}"),
+        )
+        document = experiment(name).measure(asked)
+    path = out or results.RESULTS / f"{name}{'-quick' if options.quick else ''}.json"
+    results.write(path, document)
+    written = results.read(path.stem, path.parent)
+    assert written is not None
+    for grid in experiment(name).grids(written):
+        console.print(grid.table())
+    console.print(f"{name}: {time.monotonic() - begun:.0f} s, written to {path}", highlight=False)
+
+
+def _say(console: Console, status: Status, text: str) -> None:
+    """What is under way: in one line of a terminal, or in a log."""
+    if console.is_terminal:
+        status.update(text)
+    else:
+        click.echo(text, err=True)
+
+
+def _options(command: click.Command) -> click.Command:
+    for option in (
+        click.option("--quick", is_flag=True, help="A toy size: tries it, measures nothing that counts."),
+        click.option("--rounds", type=click.IntRange(min=0), default=0, help="Instead of its own number."),
+        click.option(
+            "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where everything is written."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _add(name: str, what: str) -> None:
+    @click.option("--model", default="", help="Another model; see benchmarks/workload.py.")
+    @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Where the JSON goes.")
+    def command(quick: bool, rounds: int, folder: Path | None, model: str, out: Path | None) -> None:
+        try:
+            with Clusters() as clusters:
+                options = Options(quick, rounds, model, folder, clusters=clusters)
+                _run(name, options, out, _console())
+        except RuntimeError as error:
+            raise click.ClickException(str(error)) from error
+
+    main.add_command(_options(click.command(name, help=what + ".")(command)))
+
+
+for _name, _what in EXPERIMENTS.items():
+    _add(_name, _what)
+
+
+@main.command("all")
+@click.option("--without", multiple=True, type=click.Choice(list(EXPERIMENTS)), help="Leave out; repeatable.")
+@click.option("--quick", is_flag=True, help="Toy sizes.")
+@click.option("--rounds", type=click.IntRange(min=0), default=0, help="Instead of each one's own number.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where everything is written."
+)
+def everything(without: tuple[str, ...], quick: bool, rounds: int, folder: Path | None) -> None:
+    """Every experiment, one after the other; one that fails does not keep the others from running."""
+    console = _console()
+    failed = []
+    with Clusters() as clusters:
+        for name in EXPERIMENTS:
+            if name in without:
+                continue
+            try:
+                _run(name, Options(quick, rounds, folder=folder, clusters=clusters), None, console)
+            except Exception as error:  # noqa: BLE001 - said at the end, with the exit code
+                console.print(f"{name} failed: {error}", highlight=False, markup=False)
+                failed.append(name)
+    if failed:
+        raise click.ClickException(f"failed: {', '.join(failed)}")
+
+
+@main.command()
+def figures() -> None:
+    """Take the newest results into docs/figures/data, draw docs/figures, and fill the tables of docs/performance.md."""
+    from benchmarks import document, drawing
+
+    for path in (*document.adopt(), *drawing.draw_all(), document.fill()):
+        click.echo(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -107,6 +107,11 @@ class Hub:
             raise RuntimeError(failed)
         return answers
 
+    def dismiss(self, job: str) -> None:
+        """The ranks of `job` see the end of the stream, and end."""
+        for channel in self._channels.pop(job).values():
+            channel.close()
+
     def close(self) -> None:
         """Ranks that still wait for an order see the end of the stream, and end."""
         for channels in self._channels.values():

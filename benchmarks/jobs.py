@@ -22,10 +22,11 @@ import psutil
 from benchmarks.machine import file_system
 from holdfast.launch import mpirun_command
 
-__all__ = ["Folders", "Job", "end_process", "flusher_pid", "folders", "rank_environment"]
+__all__ = ["Folders", "Job", "end_process", "flusher_pid", "folders", "rank_environment", "run"]
 
 _END_SECONDS_MAX = 60.0
 _KILL_SECONDS_MAX = 5.0
+_RUN_SECONDS_MAX = 300.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def rank_environment(ranks: int, folders: Folders, *, chunk_bytes: int, ring_byt
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    root = str(Path(__file__).resolve().parents[1])
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -82,7 +84,8 @@ def rank_environment(ranks: int, folders: Folders, *, chunk_bytes: int, ring_byt
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONWARNINGS": "ignore",  # of the peers' libraries about each other
         "WORLD_SIZE": str(ranks),
         "XDG_STATE_HOME": str(folders.scratch / "state"),  # the flusher's log
     }
@@ -128,6 +131,12 @@ class Job:
                 if word in process.cmdline() and "mpirun" not in process.name():
                     return process.pid
         raise RuntimeError(f"no process of {self.log.stem} has {word!r} on its command line")
+
+    def pids(self) -> list[int]:
+        """Process ids of the ranks and all that they have started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [process.pid for process in psutil.Process(self._process.pid).children(recursive=True)]
+        return []
 
     @property
     def ended(self) -> bool:
@@ -201,3 +210,28 @@ def end_process(pid: int) -> bool:
         process.kill()
         return False
     return True
+
+
+def run(command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    """Run an MPI job to its end; killed with all its ranks if it takes five minutes.
+
+    Raises:
+        RuntimeError: It failed, or was killed; the message holds the end of its output.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(_RUN_SECONDS_MAX)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if code:
+        raise RuntimeError(f"{log.stem} ended with {code}:\n{log.read_text(errors='replace')[-4000:]}")

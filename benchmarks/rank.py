@@ -1,8 +1,14 @@
 """One training rank of the job that is measured: builds the workload once, then does what the hub orders.
 
-    {"do": "prepare", "peer": P}            make the peer, as its users would: once
-    {"do": "save", "peer": P, "step": S}    one checkpoint, timed                    → Sample
-    {"do": "clean", "peer": P, "step": S}   remove what it left
+    {"do": "prepare", "peer": P}            make the peer, as its users would
+    {"do": "save", "peer": P, "step": S}    one checkpoint, timed                                   → Sample
+    {"do": "train", "peer": P, …}           a run that saves every K iterations; P may be "none"    → Run
+    {"do": "verify", "peer": P}             load what lies in storage, and compare
+    {"do": "clean", "peer": P}              remove what it left
+    {"do": "drop", "peer": P}               end it, and give its buffers back
+    {"do": "restore", "how": H, …}          bring it back into zeroed tensors, timed, and compare
+    {"do": "gate", "coarse": B}             holdfast's gate: for the whole copy instead of layer by layer
+    {"do": "update", "seconds": U}          an update that takes so long, and leaves the CPU idle
     {"do": "reset_peak"}, {"do": "memory"}  resident bytes now and at most since the reset
     {"do": "close"}                         end all peers
 
@@ -14,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,64 +32,164 @@ if TYPE_CHECKING:
     from benchmarks.peers import Peer
     from benchmarks.workload import Workload
 
-__all__ = ["main"]
+__all__ = ["force_gate", "main"]
 
 
 class _Rank:
-    def __init__(self, rank: int, model: str, folder: Path, compute_seconds: float) -> None:
+    """Also the place that peers are made from."""
+
+    def __init__(self, arguments: argparse.Namespace, rank: int, ranks: int) -> None:
         import torch
+        import torch.distributed as dist
 
         from benchmarks.workload import Workload
 
         torch.set_num_threads(1)  # two ranks, two cores
-        self._rank, self._folder, self._compute_seconds = rank, folder, compute_seconds
-        self._workload: Workload = Workload(model)
+        self.rank, self.ranks = rank, ranks
+        self.folder: Path = arguments.folder
+        self.store: str = arguments.store
         self._peers: dict[str, Peer] = {}
+        self._operations_per_second = 0.0
+        if ranks > 1:
+            dist.init_process_group("gloo")  # address, rank and size come from the environment
+            # A group of its own: the background threads of DCP talk in the default one.
+            self._meeting = dist.new_group(backend="gloo")
+            self._token = torch.zeros(1)
+        if arguments.model.startswith("flat-"):
+            # 32 of these start on two cores; half of a rank's start-up is a compiler that it has no use for.
+            from tests.support.no_compiler import do_without_compiler
+
+            do_without_compiler()
+        self.workload: Workload = Workload(arguments.model)
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        if self.ranks > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(self._token, group=self._meeting)
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         """Do one order and return its answer."""
-        from benchmarks import memory
-        from benchmarks.peers import measure
+        action: Callable[[dict[str, Any]], dict[str, Any]] | None = getattr(self, f"_do_{order['do']}", None)
+        if action is None:
+            raise ValueError(f"no such order: {order['do']!r}")
+        return action(order)
 
-        match order["do"]:
-            case "prepare":
-                self._peers[order["peer"]] = self._make(order["peer"])
-                return {}
-            case "save":
-                return measure(
-                    self._peers[order["peer"]], self._workload, order["step"], self._compute_seconds
-                ).to_json()
-            case "clean":
-                self._peers[order["peer"]].clean(order["step"])
-                return {}
-            case "reset_peak":
-                return {"reset": memory.reset_peak()}
-            case "memory":
-                return {
-                    "resident_bytes": memory.resident_bytes(),
-                    "peak_bytes": memory.peak_bytes(),
-                    "parameters": self._workload.parameters,
-                    "pid": os.getpid(),
-                }
-            case "close":
-                for peer in self._peers.values():
-                    peer.close()
-                return {}
+    def _do_prepare(self, order: dict[str, Any]) -> dict[str, Any]:
+        from benchmarks.peers import make
+
+        if order["peer"] not in self._peers:
+            self._peers[order["peer"]] = make(order["peer"], self)
+        return {}
+
+    def _do_save(self, order: dict[str, Any]) -> dict[str, Any]:
+        from benchmarks.training import measure
+
+        peer = self._peers[order["peer"]]
+        return measure(peer, self.workload, order["step"], order["compute_seconds"]).to_json()
+
+    def _do_train(self, order: dict[str, Any]) -> dict[str, Any]:
+        from benchmarks.training import train
+
+        run = train(
+            None if order["peer"] == "none" else self._peers[order["peer"]],
+            self.workload,
+            first_step=order["step"],
+            iterations=order["iterations"],
+            every=order["every"],
+            compute=self._compute(order["compute"], order["compute_seconds"]),
+            meet=self.meet,
+        )
+        return run.to_json()
+
+    def _compute(self, kind: str, seconds: float) -> Callable[[], None]:
+        match kind:
+            case "device":
+                return lambda: time.sleep(seconds)
+            case "cpu":
+                return self.workload.compute
+            case "python":
+                from benchmarks.training import python_work
+
+                if not self._operations_per_second:
+                    begun = time.monotonic()
+                    python_work(1_000_000)
+                    self._operations_per_second = 1_000_000 / (time.monotonic() - begun)
+                operations = int(seconds * self._operations_per_second)
+                return lambda: void(python_work(operations))
             case unknown:
-                raise ValueError(f"no such order: {unknown!r}")
+                raise ValueError(f"no such computation: {unknown!r}")
 
-    def _make(self, name: str) -> Peer:
-        if name == "holdfast":
-            from benchmarks.peers.holdfast import Holdfast
+    def _do_restore(self, order: dict[str, Any]) -> dict[str, Any]:
+        from benchmarks.restoring import restore
 
-            return Holdfast(self._workload)
-        if name == "torch.save+fsync":
-            from benchmarks.peers.torch_save import TorchSave
+        self.meet()
+        peer = self._peers.get("holdfast")
+        checkpointer = getattr(peer, "checkpointer", None)
+        return restore(order["how"], self.workload, checkpointer, order["source"], compare=order["compare"])
 
-            return TorchSave(self._workload, self._folder, self._rank)
-        from benchmarks.peers.dcp import AsyncSave
+    def _do_verify(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {"compared_bytes": self._peers[order["peer"]].verify()}
 
-        return AsyncSave(self._workload, self._folder, self._rank, process=name == "dcp-process")
+    def _do_clean(self, order: dict[str, Any]) -> dict[str, Any]:
+        self._peers[order["peer"]].clean()
+        return {}
+
+    def _do_drop(self, order: dict[str, Any]) -> dict[str, Any]:
+        import ctypes
+        import gc
+
+        self._peers.pop(order["peer"]).close()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps would be missing for the next peer
+        return {}
+
+    def _do_gate(self, order: dict[str, Any]) -> dict[str, Any]:
+        force_gate(coarse=order["coarse"])
+        return {}
+
+    def _do_update(self, order: dict[str, Any]) -> dict[str, Any]:
+        from benchmarks.device_update import install
+
+        install(self.workload, order["seconds"])
+        return {}
+
+    def _do_reset_peak(self, _: dict[str, Any]) -> dict[str, Any]:
+        from benchmarks import memory
+
+        return {"reset": memory.reset_peak()}
+
+    def _do_memory(self, _: dict[str, Any]) -> dict[str, Any]:
+        from benchmarks import memory
+
+        return {
+            "resident_bytes": memory.resident_bytes(),
+            "peak_bytes": memory.peak_bytes(),
+            "parameters": self.workload.parameters,
+            "tensors": self.workload.tensors,
+            "pid": os.getpid(),
+        }
+
+    def _do_close(self, _: dict[str, Any]) -> dict[str, Any]:
+        for peer in self._peers.values():
+            peer.close()
+        return {}
+
+
+def force_gate(*, coarse: bool) -> None:
+    """Let holdfast's gate in this process hold every update for the whole copy, or layer by layer again.
+
+    A step with a closure waits for the whole copy; with `coarse`, the gate takes every step for one.
+    """
+    from trainer_side import gate, split_step
+
+    assert hasattr(gate, "has_closure"), "the gate no longer asks `has_closure`: force it in another way"
+    gate.has_closure = (lambda _: True) if coarse else split_step.has_closure
+
+
+def void(_: object) -> None:
+    """What a computation has computed is of no interest."""
 
 
 def main() -> None:
@@ -90,12 +198,12 @@ def main() -> None:
     parser.add_argument("--hub", type=Path, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--compute-seconds", type=float, required=True)
+    parser.add_argument("--store", required=True)
     arguments = parser.parse_args()
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     os.environ["RANK"] = str(rank)  # torch.distributed takes its place from these; WORLD_SIZE is set for all
     link = Link(arguments.hub, job="ranks", rank=rank)
-    obedient = _Rank(rank, arguments.model, arguments.folder, arguments.compute_seconds)
+    obedient = _Rank(arguments, rank, int(os.environ["WORLD_SIZE"]))
     for order in link.orders():
         try:
             link.answer(obedient.obey(order))

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["DirectWriter"]
+__all__ = ["DirectWriter", "read_direct"]
 
 _ALIGNMENT_BYTES = 4096
 _SOURCE_BYTES_MAX = 512 * 1024 * 1024
@@ -36,8 +36,8 @@ class DirectWriter:
         for slot in range(self._slots):
             self._memory[slot * chunk_bytes : (slot + 1) * chunk_bytes] = tile
 
-    def write(self, threads: int) -> float:
-        """Write, sync and remove the file.
+    def write(self, threads: int, *, anew: bool = True) -> float:
+        """Write and sync a new file, and remove it; or, with `anew` False, write over the one of the call before.
 
         Returns:
             Seconds from open to the return of fsync.
@@ -46,7 +46,8 @@ class DirectWriter:
         chunks = -(-self._nbytes // self._chunk_bytes)
         view = memoryview(self._memory)
         begin = time.monotonic()
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC | (os.O_TRUNC if anew else 0)
+        fd = os.open(self._path, flags, 0o600)
         try:
             os.posix_fallocate(fd, 0, pages)
 
@@ -69,7 +70,50 @@ class DirectWriter:
         finally:
             os.close(fd)
             view.release()
-            self._path.unlink(missing_ok=True)
+            if anew:
+                self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Give back the buffer, and the file if one is left."""
         self._memory.close()
+        self._path.unlink(missing_ok=True)
+
+
+def read_direct(path: Path, chunk_bytes: int, threads: int) -> float:
+    """Read a file past the page cache into touched memory, and forget it: what a restore could be at best.
+
+    Args:
+        path: The file.
+        chunk_bytes: Size of one read; a multiple of 4096.
+        threads: How many read at once.
+
+    Returns:
+        Seconds from open to the last byte.
+    """
+    nbytes = path.stat().st_size
+    chunks = -(-nbytes // chunk_bytes)
+    memory = mmap.mmap(-1, threads * chunk_bytes)
+    view = memoryview(memory)
+    view[:] = bytes(len(view))
+    got = [0] * threads
+    begin = time.monotonic()
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+
+        def some(first: int) -> None:
+            part = view[first * chunk_bytes : (first + 1) * chunk_bytes]
+            for chunk in range(first, chunks, threads):
+                got[first] += os.preadv(fd, [part], chunk * chunk_bytes)
+
+        workers = [threading.Thread(target=some, args=(first,)) for first in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        seconds = time.monotonic() - begin
+    finally:
+        os.close(fd)
+        view.release()
+        memory.close()
+    assert sum(got) == nbytes, (sum(got), nbytes)
+    return seconds

@@ -1,7 +1,14 @@
-"""The state that every peer saves: a GPT-2 with AdamW, its moments filled by one step of random gradients.
+"""The states that every peer saves: models built from their public configurations, moments filled by one update.
 
-`transformers` builds the model from its configuration; nothing is downloaded. Every rank makes the same
-bytes, as the ranks of a data-parallel run hold the same bytes.
+`transformers` builds the models; nothing is downloaded. Every rank makes the same bytes, as the ranks of a
+data-parallel run hold the same bytes.
+
+    gpt2         GPT-2 small with AdamW            124 M parameters, 1.49 GB
+    bert-large   BERT large with AdamW             335 M parameters, 4.0 GB
+    resnet50     ResNet-50 with SGD and momentum    26 M parameters, 0.20 GB
+    resnet152    ResNet-152 with SGD and momentum   60 M parameters, 0.48 GB
+    tiny         a toy GPT-2, to try the harness
+    flat-N-M     N parameters of together M MiB with AdamW: what only their number costs
 """
 
 from __future__ import annotations
@@ -9,57 +16,124 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch import nn
 
-__all__ = ["MODELS", "Workload"]
+__all__ = ["MODELS", "Workload", "is_toy"]
 
-MODELS: dict[str, dict[str, Any]] = {
-    "small": {},  # GPT-2 small as published: 124 M parameters, 1.49 GB with AdamW's two moments
-    "tiny": {  # to try the harness
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 64,
-        "vocab_size": 512,
-        "n_positions": 128,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
+MODELS = ("gpt2", "bert-large", "resnet50", "resnet152", "tiny")
+_TINY: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 64,
+    "vocab_size": 512,
+    "n_positions": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
 }
 _SEED = 20
+_TOY_MEBIBYTES = 64
+_TOKENS = 16
+_PIXELS = 64
+_FLOAT_BYTES = 4
+_ADAM_COPIES = 3  # a parameter and its two moments
+
+
+def is_toy(model: str) -> bool:
+    """Whether the model is too small for the default chunk and ring."""
+    return model == "tiny" or (model.startswith("flat-") and int(model.split("-")[2]) < _TOY_MEBIBYTES)
+
+
+def _flat(model: str) -> nn.Module:
+    _, tensors, mebibytes = model.split("-")
+    numel = max(1, int(mebibytes) * (1 << 20) // (_FLOAT_BYTES * _ADAM_COPIES * int(tensors)))
+    return nn.ParameterList([nn.Parameter(torch.randn(numel)) for _ in range(int(tensors))])
+
+
+def _build(model: str) -> nn.Module:
+    if model.startswith("flat-"):
+        return _flat(model)
+    import transformers  # takes seconds, and not every model needs it
+
+    if model.startswith("resnet"):
+        depths = {"resnet50": [3, 4, 6, 3], "resnet152": [3, 8, 36, 3]}[model]
+        labels: dict[str, Any] = {"num_labels": 1000}
+        return transformers.ResNetForImageClassification(transformers.ResNetConfig(depths=depths, **labels))
+    if model == "bert-large":
+        config = transformers.BertConfig(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+        )
+        return transformers.BertForMaskedLM(config)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**(_TINY if model == "tiny" else {})))
 
 
 class Workload:
     """Model and optimizer of one rank.
 
     Args:
-        model: A key of `MODELS`.
+        model: One of `MODELS`, or `flat-N-M`.
     """
 
     def __init__(self, model: str) -> None:
         torch.manual_seed(_SEED)
-        self.model = GPT2LMHeadModel(GPT2Config(**MODELS[model]))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        for parameter in self.model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._name = model
+        self.keeps_gradients = False
+        self.model = _build(model)
+        if model.startswith("resnet"):
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                self.model.parameters(), lr=1e-3, momentum=0.9
+            )
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.make_gradients()
+        self.update()
 
     @property
     def parameters(self) -> int:
         """Number of parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    @property
+    def tensors(self) -> int:
+        """Number of tensors in the state dict."""
+        moments = sum(
+            isinstance(value, torch.Tensor) for of in self.optimizer.state.values() for value in of.values()
+        )
+        return len(self.model.state_dict()) + moments
+
     def state(self) -> dict[str, Any]:
         """The objects, as a training script hands them to holdfast."""
         return {"model": self.model, "optimizer": self.optimizer}
 
     def state_dict(self, *, tied: bool = True) -> dict[str, Any]:
-        """The same as a nested state dict; without the second name of the tied embedding if not `tied`."""
+        """The same as a nested state dict; without the second name of a tied embedding if not `tied`."""
         model = dict(self.model.state_dict())
         if not tied:
-            del model["lm_head.weight"]
+            seen: set[int] = set()
+            for name, value in list(model.items()):
+                if value.numel() and value.data_ptr() in seen:
+                    del model[name]
+                seen.add(value.data_ptr())
         return {"model": model, "optimizer": self.optimizer.state_dict()}
 
+    def make_gradients(self) -> None:
+        """Give every parameter a random gradient."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+
+    def compute(self) -> None:
+        """Forward and backward on the CPU, of one small batch that is the same on all ranks."""
+        if self._name.startswith("resnet"):
+            picture = torch.ones(1, 3, _PIXELS, _PIXELS)
+            loss = self.model(pixel_values=picture, labels=torch.tensor([1])).loss
+        elif self._name.startswith("flat-"):
+            loss = sum((parameter.sum() for parameter in self.model.parameters()), torch.zeros(()))
+        else:
+            tokens = torch.arange(_TOKENS).reshape(1, -1)
+            loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+
     def update(self) -> None:
-        """An optimizer step that runs all hooks and finds no gradients: the update is the device's work."""
+        """An optimizer step. Without gradients it runs all hooks and changes nothing: the device would do it."""
         self.optimizer.step()
+        if not self.keeps_gradients:
+            self.optimizer.zero_grad(set_to_none=True)

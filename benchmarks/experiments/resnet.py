@@ -1,0 +1,55 @@
+"""ResNet-50 that saves in every iteration, where the disk can carry it, and ResNet-152 (ACUTE's workload)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.experiments import Options, document
+from benchmarks.experiments.makespan import overheads, rounds_in, rounds_of_runs
+from benchmarks.grid import Grid
+
+__all__ = ["grids", "measure"]
+
+_ROUNDS = 2
+_ITERATION_SECONDS = 0.2
+_SAVES = {1: 6, 2: 4, 10: 1}
+_MODELS = {"resnet50": _SAVES, "resnet152": {1: 4, 10: 1}}
+_PEERS = ("torch.save+fsync", "checkfreq")
+
+
+def measure(options: Options) -> dict[str, Any]:
+    seconds = _ITERATION_SECONDS / options.count(1, 20)
+    runs: list[dict[str, Any]] = []
+    images: dict[str, int] = {}
+    for model, saves in list(_MODELS.items())[: options.count(2, 1)]:
+        shape = options.shape(model)
+        with options.running(shape) as cluster:
+            cluster.prepare("holdfast")
+            images[model] = cluster.manifests[-1].image_bytes
+            for peer in _PEERS:
+                cluster.prepare(peer)
+            rows = rounds_of_runs(
+                cluster,
+                ("none", "holdfast", *_PEERS),
+                saves,
+                rounds=options.rounds_of(_ROUNDS),
+                compute="device",
+                seconds=seconds,
+            )
+            runs += [{"model": model, **row} for row in rows]
+    return document("resnet", options, shape, iteration_seconds=seconds, image_bytes=images, runs=runs)
+
+
+def grids(document: dict[str, Any]) -> list[Grid]:
+    rows = []
+    for model, image_bytes in document["image_bytes"].items():
+        runs = [run for run in document["runs"] if run["model"] == model]
+        for peer in ("holdfast", *_PEERS):
+            cells = [overheads(runs, peer, every) for every in _SAVES]
+            name = f"{model}, {image_bytes / 1e9:.2f} GB: {peer}"
+            rows.append((name, *(of.text(1, times=100) if of else "" for of in cells)))
+    title = (
+        f"Overhead in percent of a training without checkpoints, "
+        f"iteration {document['iteration_seconds'] * 1000:.0f} ms, {rounds_in(document['runs'])} rounds"
+    )
+    return [Grid(title, ("model and peer", *(f"every {every}" for every in _SAVES)), tuple(rows))]

@@ -1,0 +1,257 @@
+"""PCcheck's way (Strati et al., ASPLOS 2025, section 3), written by us from the paper: a baseline, not their code.
+
+    save() ─► copy thread: state ─► chunks of a bounded pool of memory ─► p writer threads ─► slot of a
+    preallocated file
+                                                                          (O_DIRECT)     ─► fsync ─► commit record
+                                                                          ─► fsync
+    N checkpoints at once in N + 1 slots; the update waits for the copy; a save waits when N are under way
+
+The pool is one checkpoint large, and allocated and touched once. Rank 0 alone saves: one of the replicas, as
+there. Plain values and the tensors' places stand in a header of the slot; the commit record names the newest whole
+slot.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.complete import IncompleteError, require_same
+from benchmarks.peers.background import Background
+from benchmarks.workload import Workload
+
+__all__ = ["PccheckLike"]
+
+_PAGE_BYTES = 4096
+_CHUNK_BYTES = 16 << 20
+_CHECKPOINTS_MAX = 2  # N
+_WRITERS = 2  # p
+_Write = tuple[int, int, int, Callable[[], None]]  # chunk of the pool, where in the file, bytes, what follows
+
+
+def _skeleton(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    """The tree with each tensor replaced by its number."""
+    if isinstance(tree, dict):
+        return {key: _skeleton(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_skeleton(value, tensors) for value in tree]
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree.detach())
+        return {"pccheck_tensor": len(tensors) - 1, "shape": list(tree.shape), "dtype": tree.dtype}
+    return tree
+
+
+def _fill(tree: Any, take: Callable[[torch.dtype, list[int]], torch.Tensor]) -> Any:
+    if isinstance(tree, dict):
+        if "pccheck_tensor" in tree:
+            return take(tree["dtype"], tree["shape"])
+        return {key: _fill(value, take) for key, value in tree.items()}
+    return [_fill(value, take) for value in tree] if isinstance(tree, list) else tree
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+class PccheckLike:
+    """N concurrent checkpoints, p writers, preallocated slots."""
+
+    def __init__(self, workload: Workload, folder: Path, rank: int) -> None:
+        self._workload, self._rank = workload, rank
+        self._copied = Background()
+        self._step = -1
+        if rank:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, self._record = folder / "pccheck.slots", folder / "pccheck.commit"
+        tensors: list[torch.Tensor] = []
+        header = self._header(self._workload.state_dict(), tensors)
+        self._slot_bytes = 2 * _pages(len(header)) + _pages(sum(tensor.nbytes for tensor in tensors))
+        self._chunk_bytes = min(_CHUNK_BYTES, _pages(self._slot_bytes))
+        chunks = -(-self._slot_bytes // self._chunk_bytes) + 1
+        self._pool = mmap.mmap(-1, chunks * self._chunk_bytes)
+        self._memory = torch.frombuffer(self._pool, dtype=torch.uint8)
+        self._memory.zero_()
+        self._free_chunks: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for chunk in range(chunks):
+            self._free_chunks.put(chunk)
+        self._free_slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(_CHECKPOINTS_MAX):
+            self._free_slots.put(slot)
+        self._spare = _CHECKPOINTS_MAX  # the slot of the newest whole one, which nobody may write to
+        self._fd = os.open(
+            self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | os.O_CLOEXEC, 0o600
+        )
+        os.posix_fallocate(self._fd, 0, (_CHECKPOINTS_MAX + 1) * self._slot_bytes)
+        os.fsync(self._fd)
+        self._lock = threading.Lock()
+        self._under_way, self._newest = 0, -1
+        self._problem: BaseException | None = None
+        self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._write, daemon=True) for _ in range(_WRITERS)]
+        for thread in self._threads:
+            thread.start()
+
+    @staticmethod
+    def _header(state: Any, tensors: list[torch.Tensor]) -> bytes:
+        text = io.BytesIO()
+        torch.save(_skeleton(state, tensors), text)
+        return text.getvalue()
+
+    # -- one checkpoint ----------------------------------------------------------------------------------------------
+
+    def save(self, step: int) -> None:
+        self._step = step
+        if self._rank:
+            return
+        self._copied.wait()
+        slot = self._free_slots.get()  # waits while N are under way
+        with self._lock:
+            self._under_way += 1
+        tensors: list[torch.Tensor] = []
+        header = self._header(self._workload.state_dict(), tensors)
+        self._copied.start(lambda: self._copy(step, slot, header, tensors))
+
+    def _copy(self, step: int, slot: int, header: bytes, tensors: list[torch.Tensor]) -> None:
+        """Lay header and tensors down in chunks, and give each full one to the writers."""
+        lock, left = threading.Lock(), [1]  # one for the copy itself
+        nbytes = _pages(len(header)) + sum(tensor.nbytes for tensor in tensors)
+
+        def written() -> None:
+            with lock:
+                left[0] -= 1
+                if left[0]:
+                    return
+            self._commit(step, slot, len(header), nbytes)
+
+        def write(chunk: int, offset: int, length: int) -> None:
+            with lock:
+                left[0] += 1
+            self._writes.put((chunk, offset, length, written))
+
+        base, offset, used = slot * self._slot_bytes, 0, 0
+        chunk = self._free_chunks.get()
+        for part in self._parts(header, tensors):
+            taken = 0
+            while taken < part.numel():
+                if used == self._chunk_bytes:
+                    write(chunk, base + offset, used)
+                    offset, used = offset + used, 0
+                    chunk = self._free_chunks.get()
+                count = min(self._chunk_bytes - used, part.numel() - taken)
+                start = chunk * self._chunk_bytes + used
+                self._memory[start : start + count].copy_(part[taken : taken + count])
+                taken, used = taken + count, used + count
+        write(chunk, base + offset, _pages(used))
+        written()
+
+    @staticmethod
+    def _parts(header: bytes, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        padded = np.zeros(_pages(len(header)), np.uint8)
+        padded[: len(header)] = np.frombuffer(header, np.uint8)
+        yield torch.from_numpy(padded)
+        for tensor in tensors:
+            yield _bytes(tensor)
+
+    def _write(self) -> None:
+        view = memoryview(self._pool)
+        while (write := self._writes.get()) is not None:
+            chunk, offset, nbytes, written = write
+            start = chunk * self._chunk_bytes
+            try:
+                if os.pwrite(self._fd, view[start : start + nbytes], offset) != nbytes:
+                    raise OSError(f"{self._path}: short write at {offset}")
+                self._free_chunks.put(chunk)
+                written()
+            except BaseException as error:  # noqa: BLE001 - raised by done()
+                self._problem = error
+        view.release()
+
+    def _commit(self, step: int, slot: int, header_bytes: int, nbytes: int) -> None:
+        """All is written: make it durable, then say so. An older checkpoint that comes late is not said."""
+        os.fsync(self._fd)
+        with self._lock:
+            free = slot
+            if step > self._newest:
+                record = {"step": step, "slot": slot, "header_bytes": header_bytes, "nbytes": nbytes}
+                with self._record.open("w") as file:
+                    json.dump(record, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                self._newest, free, self._spare = step, self._spare, slot
+            self._under_way -= 1
+        self._free_slots.put(free)
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        self._copied.wait()
+
+    def done(self) -> bool:
+        if self._rank:
+            return True
+        if self._problem is not None:
+            raise self._problem
+        return self._copied.done() and self._under_way == 0
+
+    def marks(self) -> dict[str, float]:
+        return {}
+
+    def verify(self) -> int:
+        if self._rank:
+            return 0
+        record = json.loads(self._record.read_text())
+        if record["step"] != self._step:
+            raise IncompleteError(f"pccheck-like: the record names step {record['step']}, not {self._step}")
+        data = memoryview(
+            bytearray(record["nbytes"])
+        )  # this slot alone: all of them are more than the machine has
+        with self._path.open("rb") as file:
+            file.seek(record["slot"] * self._slot_bytes)
+            file.readinto(data)
+        header = torch.load(io.BytesIO(data[: record["header_bytes"]]), weights_only=True)
+        at = _pages(record["header_bytes"])
+
+        def take(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+            nonlocal at
+            empty = torch.empty(shape, dtype=dtype)
+            part = data[at : at + empty.nbytes]
+            at += empty.nbytes
+            if len(part) != empty.nbytes:
+                raise IncompleteError("pccheck-like: the slot is too short")
+            return torch.frombuffer(bytearray(part), dtype=dtype).reshape(shape) if part else empty
+
+        return require_same(self._workload.state_dict(), _fill(header, take), what="pccheck-like")
+
+    def clean(self) -> None:
+        """Its slots are preallocated, and stay."""
+
+    def close(self) -> None:
+        self._copied.wait()
+        if self._rank:
+            return
+        for _ in self._threads:
+            self._writes.put(None)
+        for thread in self._threads:
+            thread.join()
+        os.close(self._fd)
+        del self._memory
+        self._pool.close()
+        self._path.unlink(missing_ok=True)
+        self._record.unlink(missing_ok=True)

@@ -1,0 +1,60 @@
+"""What the S3 server can do: the bytes of one image in one multipart upload, its parts sent by several threads."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import boto3
+from botocore.config import Config
+
+__all__ = ["MultipartWriter"]
+
+
+class MultipartWriter:
+    """Uploads the same bytes again and again; the server is the one the environment names.
+
+    Args:
+        bucket: Of this upload.
+        nbytes: Size of the object.
+        part_bytes: Size of a part.
+    """
+
+    def __init__(self, bucket: str, nbytes: int, part_bytes: int) -> None:
+        self._bucket, self._nbytes, self._part_bytes = bucket, nbytes, part_bytes
+        config = Config(
+            s3={"addressing_style": "path"},
+            max_pool_connections=16,
+            request_checksum_calculation="when_required",  # bare: the bytes are signed, and nothing more
+        )
+        self._client: Any = boto3.session.Session().client("s3", config=config)
+        self._part = os.urandom(part_bytes)
+
+    def write(self, threads: int) -> float:
+        """Upload, complete and remove.
+
+        Returns:
+            Seconds from the begin of the upload to the answer of its end.
+        """
+        where = {"Bucket": self._bucket, "Key": "raw.bin"}
+        begin = time.monotonic()
+        upload = self._client.create_multipart_upload(**where)["UploadId"]
+        starts = range(0, self._nbytes, self._part_bytes)
+
+        def send(number: int) -> dict[str, Any]:
+            nbytes = min(self._part_bytes, self._nbytes - starts[number])
+            body = self._part if nbytes == self._part_bytes else self._part[:nbytes]
+            answer = self._client.upload_part(**where, UploadId=upload, PartNumber=number + 1, Body=body)
+            return {"PartNumber": number + 1, "ETag": answer["ETag"]}
+
+        with ThreadPoolExecutor(threads) as pool:
+            parts = list(pool.map(send, range(len(starts))))
+        self._client.complete_multipart_upload(**where, UploadId=upload, MultipartUpload={"Parts": parts})
+        seconds = time.monotonic() - begin
+        self._client.delete_object(**where)
+        return seconds
+
+    def close(self) -> None:
+        self._client.close()

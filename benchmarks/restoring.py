@@ -1,0 +1,81 @@
+"""A restore as one rank does it, timed: into tensors that were zeroed before, and compared with what they were.
+
+holdfast reads its share and takes the rest from the other ranks. `torch.load` reads the whole file on every rank,
+as scripts do, and `load_state_dict` copies it into the model and the optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+
+from benchmarks.complete import IncompleteError, leaves
+from benchmarks.workload import Workload
+
+if TYPE_CHECKING:
+    from trainer_side import Checkpointer
+
+__all__ = ["restore"]
+
+
+def restore(
+    how: str, workload: Workload, checkpointer: Checkpointer | None, source: str, *, compare: bool
+) -> dict[str, float]:
+    """Seconds, by phase where the restorer says so.
+
+    Raises:
+        IncompleteError: A tensor is not what it was.
+        ValueError: There is no such way.
+    """
+    before = _sums(workload) if compare else {}
+    with torch.no_grad():
+        for _, value in leaves(workload.state_dict()):
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    begun = time.monotonic()
+    if how == "holdfast":
+        assert checkpointer is not None
+        checkpointer.restore()
+    else:
+        loaders: dict[str, Callable[[str], Any]] = {
+            "torch.load": lambda path: torch.load(path, weights_only=True),
+            "torch.load, mmap": lambda path: torch.load(path, weights_only=True, mmap=True),
+            "s3torchconnector": _from_s3,
+        }
+        state = loaders[how](source)
+        workload.model.load_state_dict(state["model"])
+        workload.optimizer.load_state_dict(state["optimizer"])
+    seconds = time.monotonic() - begun
+    phases: dict[str, float] = {}
+    if how == "holdfast" and checkpointer is not None and checkpointer.restored is not None:
+        phases = {f"{name}_seconds": value for name, value in checkpointer.restored.seconds.items()}
+    after = _sums(workload) if compare else {}
+    for path, value in before.items():
+        if after.get(path) != value:
+            raise IncompleteError(f"restore by {how}: {path} is not what it was")
+    return {"seconds": seconds, **phases}
+
+
+def _from_s3(url: str) -> Any:
+    from s3torchconnector import S3Checkpoint, S3ClientConfig
+
+    client = S3Checkpoint(
+        region=os.environ["AWS_REGION"],
+        endpoint=os.environ["AWS_ENDPOINT_URL"],
+        s3client_config=S3ClientConfig(force_path_style=True),
+    )
+    with client.reader(url) as reader:
+        return torch.load(cast("IO[bytes]", reader), weights_only=True)
+
+
+def _sums(workload: Workload) -> dict[str, int]:
+    """A sum over the bits of each tensor: two states with the same ones are the same for this purpose."""
+    sums = {}
+    for path, value in leaves(workload.state_dict()):
+        if isinstance(value, torch.Tensor):
+            sums[path] = int(value.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+    return sums

@@ -1,0 +1,299 @@
+"""The figures that holdfast set out to reach, each with what was measured: from the documents, by arithmetic alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.experiments.makespan import interval_under, overheads
+from benchmarks.experiments.restore import RAW
+from benchmarks.experiments.table import ratio
+from benchmarks.grid import Grid
+from benchmarks.spread import Spread, columns, ratios, spread
+
+__all__ = ["TARGETS", "Target", "Verdict", "grid"]
+
+_MIB = 1 << 20
+Document = Mapping[str, Any]
+Documents = Mapping[str, Document | None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was measured, and whether it is what was asked for."""
+
+    got: str
+    met: bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """One figure to reach.
+
+    Attributes:
+        what: The figure.
+        wanted: The demand.
+        experiment: Whose document says it.
+        judge: From that document; None where it holds nothing about it.
+        limit: What the machine itself allows, from the documents; empty where nothing of that kind was measured.
+    """
+
+    what: str
+    wanted: str
+    experiment: str
+    judge: Callable[[Document], Verdict | None]
+    limit: Callable[[Documents], str] = lambda _: ""
+
+
+def _at_most(value: Spread | None, limit: float, *, percent: bool = False) -> Verdict | None:
+    if value is None:
+        return None
+    text = f"{value.text(1, times=100)} %" if percent else value.text()
+    return Verdict(text, value.median <= limit)
+
+
+def _at_least(value: Spread | None, limit: float, *, percent: bool = False) -> Verdict | None:
+    if value is None:
+        return None
+    text = f"{value.text(0, times=100)} %" if percent else f"{value.text(1)} times"
+    return Verdict(text, value.median >= limit)
+
+
+def _of(over: tuple[str, str], under: tuple[str, str]) -> Callable[[Document], Spread | None]:
+    return lambda document: ratio(document["rounds"], over, under)
+
+
+def _best_dcp(document: Document, figure: str, *, ours_over: bool) -> Spread | None:
+    """Against the variant of `async_save` that does better."""
+    values = []
+    for peer in ("dcp-thread", "dcp-process"):
+        pair = (("holdfast", figure), (peer, figure))
+        value = ratio(document["rounds"], *(pair if ours_over else pair[::-1]))
+        if value is not None:
+            values.append(value)
+    if not values:
+        return None
+    return (max if ours_over else min)(values, key=lambda value: value.median)
+
+
+def _overhead(every: int, limit: float, model: str = "") -> Callable[[Document], Verdict | None]:
+    def judge(document: Document) -> Verdict | None:
+        runs = [run for run in document["runs"] if run.get("model", "") == model]
+        return _at_most(overheads(runs, "holdfast", every), limit, percent=True)
+
+    return judge
+
+
+def _more_often(peer: str, limit: float) -> Callable[[Document], Verdict | None]:
+    def judge(document: Document) -> Verdict | None:
+        runs, seconds = document["runs"], document["iteration_seconds"]
+        ours, theirs = (interval_under(runs, name, seconds, 0.05) for name in ("holdfast", peer))
+        if math.isnan(theirs) or math.isnan(ours):
+            return None
+        got = f"{theirs / ours:.1f} times (every {ours:.1f} against {theirs:.1f} iterations)"
+        return Verdict(got, theirs / ours >= limit)
+
+    return judge
+
+
+def _gate(document: Document) -> Verdict | None:
+    shares = []
+    for of in document["cells"]:
+        coarse = [max(figures["coarse"]["stall_seconds"], 1e-4) for figures in of["rounds"]]
+        layered = [figures["layer-wise"]["stall_seconds"] for figures in of["rounds"]]
+        shares.append(ratios(layered, coarse).median)
+    met = sum(share <= 1 / 3 for share in shares)
+    text = f"{min(shares):.2f} to {max(shares):.2f}; a third or less in {met} of {len(shares)} settings"
+    return Verdict(text, met == len(shares))
+
+
+def _restore(rounds_key: str, other: str, limit: float) -> Callable[[Document], Verdict | None]:
+    def judge(document: Document) -> Verdict | None:
+        rounds = document[rounds_key]
+        theirs, ours = columns(rounds, other, "seconds"), columns(rounds, "holdfast", "seconds")
+        return _at_least(ratios(theirs, ours), limit) if theirs else None
+
+    return judge
+
+
+def _raw_is(*peers: str) -> Callable[[Documents], str]:
+    """How much faster a bare write of the same bytes is than a peer: nobody who writes them is faster."""
+
+    def limit(documents: Documents) -> str:
+        table = documents.get("table")
+        values = (
+            [ratio(table["rounds"], (peer, _DONE), ("raw_direct", _DONE)) for peer in peers] if table else []
+        )
+        found = [value for value in values if value is not None]
+        if not found:
+            return ""
+        return f"a raw write alone is {min(found, key=lambda value: value.median).text(1)} times faster"
+
+    return limit
+
+
+def _disk_share(every: int) -> Callable[[Documents], str]:
+    """How much of the time between two checkpoints the disk needs for one."""
+
+    def limit(documents: Documents) -> str:
+        table, makespan = documents.get("table"), documents.get("makespan")
+        raw = columns(table["rounds"], "raw_direct", _DONE) if table else []
+        if not raw or not makespan:
+            return ""
+        between = every * makespan["iteration_seconds"]
+        return f"a raw write takes {spread(raw).median:.2f} of the {between:.1f} s between two"
+
+    return limit
+
+
+def _raw_read(documents: Documents) -> str:
+    document = documents.get("restore")
+    raw = columns(document["rounds"], RAW, "seconds") if document else []
+    if not raw or not document:
+        return ""
+    theirs = columns(document["rounds"], "torch.load", "seconds")
+    return f"a raw read alone is {ratios(theirs, raw).text(1)} times faster"
+
+
+def _memory(document: Document) -> Verdict | None:
+    kept = document["memory"]["ranks"]["holdfast"]["extra_peak_bytes"]
+    slice_bytes = document["image_bytes"] / document["shape"]["ranks"]
+    extra = (kept - slice_bytes) / _MIB
+    return Verdict(f"slice of {slice_bytes / 1e6:.0f} MB + {extra:.0f} MiB", extra <= 64)
+
+
+def _flat(document: Document) -> Verdict | None:
+    samples = document["samples"]
+    half = samples[len(samples) // 2]
+    grown = {name: (samples[-1][name] - half[name]) / _MIB for name in ("trainer", "stager", "flusher")}
+    count = samples[-1]["saves"] - half["saves"]
+    text = ", ".join(f"{name} {value:+.1f} MiB" for name, value in grown.items())
+    return Verdict(f"{text} over the last {count}", all(value < 2 for value in grown.values()))
+
+
+def _written(document: Document) -> Verdict | None:
+    """The tier that writes most per byte of state."""
+    most = max(figures[name]["amplification"] for figures in document["rounds"] for name in document["how"])
+    return Verdict(f"{most:.4f}", most <= 1.01)
+
+
+def _nvme(document: Document) -> Verdict | None:
+    """At its best number of writers."""
+    found = []
+    for name in document["how"]:
+        if name.startswith("nvme"):
+            ours, raw = (
+                [figures[which]["seconds"] for figures in document["rounds"]]
+                for which in (name, f"raw beside {name}")
+            )
+            found.append(ratios(raw, ours))
+    return _at_least(max(found, key=lambda value: value.median), 0.9, percent=True)
+
+
+_DONE, _STALL, _STAGED = "done_seconds", "stall_seconds", "staged_seconds"
+_SAVE = "torch.save+fsync"
+
+TARGETS = (
+    Target(
+        "CST, GPT-2, device-like",
+        "at most 1 % of torch.save+fsync",
+        "table",
+        lambda d: _at_most(_of(("holdfast", _STALL), (_SAVE, _STALL))(d), 0.01, percent=True),
+    ),
+    Target(
+        "CST, GPT-2, device-like",
+        "at most 25 % of the best DCP async_save",
+        "table",
+        lambda d: _at_most(_best_dcp(d, _STALL, ours_over=True), 0.25, percent=True),
+    ),
+    Target("layer-wise / coarse gate, stall", "at most a third", "gate", _gate),
+    Target(
+        "PGT-1: bandwidth of raw MPI",
+        "at least 70 %",
+        "table",
+        lambda d: _at_least(_of(("raw_mpi", _DONE), ("holdfast", _STAGED))(d), 0.7, percent=True),
+    ),
+    Target(
+        "PGT-2: bandwidth of raw O_DIRECT",
+        "at least 90 %",
+        "table",
+        lambda d: _at_least(_of(("raw_direct", _DONE), ("holdfast", _DONE))(d), 0.9, percent=True),
+    ),
+    Target(
+        "PGT-2 against torch.save+fsync",
+        "4 times faster",
+        "table",
+        lambda d: _at_least(_of((_SAVE, _DONE), ("holdfast", _DONE))(d), 4),
+        _raw_is(_SAVE),
+    ),
+    Target(
+        "PGT-2 against the best DCP async_save",
+        "7 times faster",
+        "table",
+        lambda d: _at_least(_best_dcp(d, _DONE, ours_over=False), 7),
+        _raw_is("dcp-thread", "dcp-process"),
+    ),
+    Target(
+        "PGT-2 against MLC-base",
+        "10 times faster",
+        "table",
+        lambda d: _at_least(_of(("mlc-base", _DONE), ("holdfast", _DONE))(d), 10),
+        _raw_is("mlc-base"),
+    ),
+    Target(
+        "PGT-2 on S3: bare multipart upload",
+        "at least 85 %",
+        "s3",
+        lambda d: _at_least(
+            _of(("bare multipart upload", _DONE), ("holdfast", _DONE))(d), 0.85, percent=True
+        ),
+    ),
+    Target(
+        "makespan, GPT-2, every 10 iterations", "within 1 %", "makespan", _overhead(10, 0.01), _disk_share(10)
+    ),
+    Target(
+        "makespan, GPT-2, every 2 iterations", "within 5 %", "makespan", _overhead(2, 0.05), _disk_share(2)
+    ),
+    Target("makespan, ResNet-50, every iteration", "within 3 %", "resnet", _overhead(1, 0.03, "resnet50")),
+    Target(
+        "interval at 5 % overhead, CheckFreq",
+        "10 times more frequent",
+        "makespan",
+        _more_often("checkfreq", 10),
+    ),
+    Target(
+        "interval at 5 % overhead, torch.save", "50 times more frequent", "makespan", _more_often(_SAVE, 50)
+    ),
+    Target(
+        "restore from disk, cold, torch.load",
+        "2 times faster",
+        "restore",
+        _restore("rounds", "torch.load", 2),
+        _raw_read,
+    ),
+    Target("local tiers: bytes written per byte of state", "at most 1.01", "tiers", _written),
+    Target("NVMe tier: bandwidth of raw O_DIRECT", "at least 90 %", "tiers", _nvme),
+    Target(
+        "restore from S3, torch.load by s3torchconnector",
+        "3 times faster",
+        "s3",
+        _restore("restores", "s3torchconnector", 3),
+    ),
+    Target("memory of a rank, N = 1", "slice + 64 MiB", "table", _memory),
+    Target("memory over 200 checkpoints", "flat", "steady", _flat),
+)
+
+
+def grid(documents: Mapping[str, Document | None]) -> Grid:
+    """All targets, each with its verdict."""
+    rows = []
+    for target in TARGETS:
+        document = documents.get(target.experiment)
+        verdict = target.judge(document) if document else None
+        got = verdict.got if verdict else "not measured"
+        met = ("yes" if verdict.met else "no") if verdict else ""
+        rows.append((target.what, target.wanted, got, met, target.limit(documents)))
+    names = ("figure", "wanted", "measured", "met", "the machine's own limit")
+    return Grid("Figures to reach", names, tuple(rows))

@@ -1,0 +1,141 @@
+"""One slice into one tier, timed, with every byte that goes to the medium counted; no MPI, no gate, no stager.
+
+    a slice in memory ─► begin ─► p threads: CRC, write ─► seal ─► complete
+                                   └ where slots are memory: a copy straight into the slot (strategy D)
+
+What a checkpoint costs beside training is measured by other experiments; here it is only the tier.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.workload import Workload
+from holdfast.crc import crc32
+from holdfast.layout import Layout
+from holdfast.slices import frames_of
+from trainer_side.huge import huge_buffer
+from trainer_side.skeleton import plan
+from trainer_side.state import classify, collect
+from trainer_side.tiers.base import SliceWriter, Tier
+from trainer_side.tiers.media import Copy, Medium, address_of
+
+__all__ = ["Counting", "Slice", "layout_of"]
+
+_PICKLE_BYTES = 16 << 20
+
+
+def layout_of(model: str, *, ranks: int, chunk_bytes: int) -> Layout:
+    """The layout of a model's checkpoint."""
+    state = Workload(model).state()
+    tree = collect(state)
+    skeleton = plan(
+        tree,
+        classify(state, tree),
+        rank=0,
+        ranks=ranks,
+        chunk_bytes=chunk_bytes,
+        pickle_reserve_bytes=_PICKLE_BYTES,
+        per_rank_reserve_bytes={},
+    )
+    return skeleton.layout
+
+
+class Slice:
+    """The last rank's slice, touched, of random bytes: rank 0 has plain values beside its share, others do not."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.rank = layout, layout.ranks - 1
+        self.frames = frames_of(layout, self.rank)
+        self.nbytes = layout.slice_bytes(self.rank)
+        last = self.frames[-1]
+        memory = huge_buffer(last.offset + last.padded_bytes)
+        memory.random_(0, 256)
+        self._keep, self.view = memory, memory.numpy().data
+        self._step = 0
+
+    def write(self, tier: Tier, threads: int) -> float:
+        """Put it into `tier` as a new step; seconds until it is sealed."""
+        self._step += 1
+        begun = time.monotonic()
+        writer = tier.begin(1, self._step)
+        assert writer is not None, "one slice at a time: there is a slot"
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda frame: self._write(writer, frame), range(len(self.frames))))
+        assert writer.seal({})
+        seconds = time.monotonic() - begun
+        tier.complete(1, self._step)
+        return seconds
+
+    def _write(self, writer: SliceWriter, number: int) -> None:
+        frame = self.frames[number]
+        view = self.view[frame.offset : frame.offset + frame.padded_bytes]
+        memory = writer.memory
+        if memory is not None:
+            copy: Callable[[int, int, int], Any] | None = getattr(writer, "copy", None)
+            assert copy is not None
+            place = memory[frame.offset : frame.offset + frame.padded_bytes]
+            copy(address_of(place), address_of(view), frame.padded_bytes)
+            view = place
+        writer.write(number, view, crc32(view[: frame.nbytes]))
+
+
+class Counting:
+    """A medium, and how many bytes were put into it, through `write` or straight into its memory.
+
+    Attributes:
+        nbytes: So many, since it was made; the caller may set it back.
+    """
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium, self._lock = medium, threading.Lock()
+        self.nbytes = 0
+
+    @property
+    def how(self) -> str:
+        """See `Medium`."""
+        return self._medium.how
+
+    @property
+    def copy(self) -> Copy | None:
+        """See `Medium`."""
+        copy = self._medium.copy
+        if copy is None:
+            return None
+
+        def counted(to: int, source: int, nbytes: int) -> object:
+            self._count(nbytes)
+            return copy(to, source, nbytes)
+
+        return counted
+
+    def memory(self, offset: int, nbytes: int) -> memoryview | None:
+        """See `Medium`."""
+        return self._medium.memory(offset, nbytes)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """See `Medium`. What lies there already was counted when it was copied."""
+        memory = self._medium.memory(offset, view.nbytes)
+        if memory is None or address_of(memory) != address_of(view):
+            self._count(view.nbytes)
+        self._medium.write(offset, view)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """See `Medium`."""
+        return self._medium.read(offset, nbytes)
+
+    def flush(self) -> None:
+        """See `Medium`."""
+        self._medium.flush()
+
+    def close(self) -> None:
+        """See `Medium`."""
+        self._medium.close()
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes

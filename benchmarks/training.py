@@ -1,0 +1,155 @@
+"""The training loop around a peer: single checkpoints timed one by one, or a run that saves every K iterations.
+
+    iteration:  compute ─► ranks meet ─► before_update() ─► optimizer step ─► save(), every K iterations
+
+Computation stands in two ways: a timed wait (`device`), as on a machine whose host cores are free while a device
+computes, where the update is the device's work as well; and real forward, backward and update on the CPU (`cpu`).
+`python` is a busy loop of plain Python, whose jitter shows who holds the interpreter's lock. The ranks meet in an
+all-reduce of one number, so that one rank's stall is everybody's, as in data-parallel training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.peers import Peer
+from benchmarks.workload import Workload
+
+__all__ = ["Run", "Sample", "measure", "python_work", "train"]
+
+_POLL_SECONDS = 0.001
+_DONE_SECONDS_MAX = 300.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One checkpoint as one rank saw it; moments are `time.monotonic()`, one clock for the whole machine.
+
+    Attributes:
+        start, end: Begin of `save()`; durable.
+        stall_seconds: In `save()`, before updates, and in them.
+        first_update_seconds: Of that, before and in the first update: the one that may wait.
+        marks: Moments on the way.
+    """
+
+    start: float
+    end: float
+    stall_seconds: float
+    first_update_seconds: float = 0.0
+    marks: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run as one rank saw it.
+
+    Attributes:
+        start, end: First iteration's begin, last one's end.
+        durable: When the last checkpoint was.
+        iteration_seconds: Of each iteration.
+        saves: Checkpoints that were taken.
+    """
+
+    start: float
+    end: float
+    durable: float
+    iteration_seconds: list[float]
+    saves: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(peer: Peer, workload: Workload, step: int, compute_seconds: float) -> Sample:
+    """Save `step` and train on, with a timed wait for the computation, until it is done.
+
+    Raises:
+        TimeoutError: It was not done within five minutes.
+    """
+    start = time.monotonic()
+    peer.save(step)
+    stall = time.monotonic() - start
+    end = first_update = 0.0
+    while not end:
+        computed = time.monotonic() + compute_seconds
+        while (now := time.monotonic()) < computed:
+            if not end and peer.done():
+                end = now
+            time.sleep(_POLL_SECONDS)
+        waiting = time.monotonic()
+        peer.before_update()
+        workload.update()
+        waited = time.monotonic() - waiting
+        stall, first_update = stall + waited, first_update or waited
+        if not end and peer.done():
+            end = time.monotonic()
+        if now - start > _DONE_SECONDS_MAX:
+            raise TimeoutError(f"step {step} was not durable after {_DONE_SECONDS_MAX:.0f} s")
+    return Sample(start, end, stall, first_update, peer.marks())
+
+
+def train(
+    peer: Peer | None,
+    workload: Workload,
+    *,
+    first_step: int,
+    iterations: int,
+    every: int,
+    compute: Callable[[], None],
+    meet: Callable[[], None],
+) -> Run:
+    """Train, saving after the first iteration and every `every` iterations from then on.
+
+    So the last checkpoint has as many iterations behind it as the others, and a run of whole intervals carries each
+    checkpoint's full cost.
+
+    Args:
+        peer: Who saves; None: nobody.
+        workload: What is trained.
+        first_step: Number of the first iteration.
+        iterations: How many.
+        every: K; a multiple of it is a fair number of iterations.
+        compute: One iteration's computation.
+        meet: Waits for all ranks.
+
+    Raises:
+        TimeoutError: The last checkpoint was not durable within five minutes.
+    """
+    meet()
+    seconds: list[float] = []
+    saves = 0
+    start = before = time.monotonic()
+    for iteration in range(iterations):
+        compute()
+        meet()
+        if peer is not None:
+            peer.before_update()
+        workload.update()
+        if peer is not None and iteration % every == 0:
+            peer.save(first_step + iteration)
+            saves += 1
+        now = time.monotonic()
+        seconds.append(now - before)
+        before = now
+    end = before
+    while peer is not None and not peer.done():
+        if time.monotonic() - end > _DONE_SECONDS_MAX:
+            raise TimeoutError(f"the last checkpoint was not durable after {_DONE_SECONDS_MAX:.0f} s")
+        time.sleep(_POLL_SECONDS)
+    if peer is not None:
+        peer.before_update()
+    return Run(start, end, time.monotonic() if saves else end, seconds, saves)
+
+
+def python_work(operations: int) -> int:
+    """So many rounds of plain Python, which hold the interpreter's lock."""
+    total = 0
+    for number in range(operations):
+        total = (total * 31 + number) & 0xFFFF
+    return total
