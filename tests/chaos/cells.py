@@ -1,0 +1,215 @@
+"""The kill matrix as data: every stage of a checkpoint's life, every set of victims, and how each cell is run.
+
+    stage     a point that a process reaches (holdfast/faultpoint.py), in the second of three checkpoints
+    victims   who gets SIGKILL there; when others than who reaches it, that one is held by SIGSTOP until they are dead
+    cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere
+
+`make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
+`regular` is run by `make test` as well: eight of the cells, one for each set of victims.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast.faultpoint import Point
+
+__all__ = [
+    "CELLS",
+    "EVERY",
+    "MOMENTS",
+    "RANKS",
+    "SAVES",
+    "STAGES",
+    "STEPS",
+    "VICTIMS",
+    "Cell",
+    "Stage",
+    "Victims",
+]
+
+RANKS = 2
+STEPS, EVERY = 11, 3
+SAVES = (2, 5, 8)  # two steps are left after the last one: a relaunch always has something to train
+
+
+class Stage(NamedTuple):
+    """One row.
+
+    Attributes:
+        name: In the table.
+        where: Who reaches the point, and which: `flusher@part_written`.
+        number: The how-many-th time. `number_s3`: the same moment on S3, where images and parts are larger.
+        staged: How many of the saves are written down as staged when it is reached: they must not be lost.
+        staged_max: How many may be, at most: a kill that comes later than it says proves something else.
+        durable: How many have their manifest in the store then: they must not be lost with the machine either.
+        keep_last: The setting; 0 keeps all.
+        seeded: How many saves an earlier job has left in the store.
+        then: Another fault, for whoever comes after the dead.
+        ring: Size of the ring, where it is not the place's own.
+    """
+
+    name: str
+    where: str
+    number: int = 2
+    number_s3: int = 2
+    staged: int = 2
+    staged_max: int = 3
+    durable: int = 0
+    keep_last: int = 0
+    seeded: int = 0
+    then: str = ""
+    ring: str = ""
+
+    @property
+    def reacher(self) -> str:
+        """The process that comes there."""
+        return self.where.partition("@")[0]
+
+    @property
+    def point(self) -> Point:
+        """The point."""
+        return Point(self.where.partition("@")[2])
+
+
+class Victims(NamedTuple):
+    """One column. `machine`: its memory is gone as well."""
+
+    name: str
+    processes: tuple[str, ...]
+    machine: bool = False
+
+
+_ALL_RANKS = tuple(f"rank:{rank}" for rank in range(RANKS))
+_EVERYBODY = ("mpirun", *_ALL_RANKS, "stager", "flusher")
+_MID_IMAGE, _MID_IMAGE_S3 = 34, 5  # the second of 23 parts each; and of 3
+
+STAGES = (
+    Stage("before the offer", "rank:1@save_begun", staged=1, staged_max=1),
+    Stage("mid-copy", "rank:1@tensor_copied", 40, 31, staged=1, staged_max=1),
+    Stage("mid-chunk", "rank:1@frame_sent", 17, 8, staged=1, staged_max=1),
+    Stage("sealed, not staged", "stager@sealed", staged=1, staged_max=1),
+    Stage("staged", "stager@staged"),
+    Stage("mid-part", "flusher@part_written", _MID_IMAGE, _MID_IMAGE_S3, staged=1),
+    Stage("all parts written", "flusher@parts_done"),
+    Stage("between file and manifest", "flusher@file_published"),
+    Stage("mid-verify", "flusher@verifying", 40, 24, durable=1),
+    Stage("mid-retention", "flusher@manifest_deleted", 1, 1, durable=2, keep_last=1),
+    Stage("mid-restore", "rank:1@restore_read", 1, 1, durable=2, seeded=2),
+)
+
+VICTIMS = (
+    Victims("a rank", ("rank:1",)),
+    Victims("all ranks", _ALL_RANKS),
+    Victims("mpirun", ("mpirun",)),
+    Victims("stager", ("stager",)),
+    Victims("flusher", ("flusher",)),
+    Victims("stager and flusher", ("stager", "flusher")),
+    Victims("everything", _EVERYBODY),
+    Victims("the machine", _EVERYBODY, machine=True),
+)
+
+MOMENTS = (
+    Stage("slice sent", "rank:1@slice_sent", staged=1, staged_max=1),
+    Stage("chunk received", "stager@chunk_received", 34, 18, staged=1, staged_max=1),
+    Stage("chunk full", "stager@chunk_full", 34, 18, staged=1, staged_max=1),
+    Stage("staged, and heard", "flusher@staged_heard"),
+    Stage("part begun", "flusher@part_begun", _MID_IMAGE, _MID_IMAGE_S3, staged=1),
+    Stage("file named", "flusher@file_named"),
+    Stage("manifest written", "flusher@manifest_written", durable=2),
+    Stage(
+        "killed again in recovery",
+        "flusher@part_written",
+        _MID_IMAGE,
+        _MID_IMAGE_S3,
+        staged=1,
+        then="flusher@recovering=kill",
+    ),
+    Stage("mid-part, ring smaller than image", "flusher@part_written", _MID_IMAGE, staged=1, ring="1MiB"),
+)
+_BY_NAME = {victims.name: victims for victims in VICTIMS}
+_OF_REACHER = {"rank:1": "a rank", "stager": "stager", "flusher": "flusher"}
+_DEPENDS_ON_ULFM = ("a rank", "all ranks", "mpirun", "stager")
+_REGULAR = frozenset(
+    {
+        "before the offer x a rank",
+        "mid-copy x all ranks",
+        "mid-chunk x mpirun (without ULFM)",
+        "sealed, not staged x stager",
+        "mid-part x stager and flusher (S3)",
+        "all parts written x everything",
+        "between file and manifest x the machine",
+        "mid-retention x flusher",
+    }
+)
+_ON_S3 = (
+    ("mid-chunk", "a rank"),
+    ("staged", "everything"),
+    ("mid-part", "all ranks"),
+    ("mid-part", "flusher"),
+    ("mid-part", "stager and flusher"),
+    ("mid-part", "everything"),
+    ("mid-part", "the machine"),
+    ("all parts written", "flusher"),
+    ("between file and manifest", "flusher"),
+    ("mid-verify", "flusher"),
+    ("mid-retention", "flusher"),
+    ("mid-restore", "all ranks"),
+)
+_ELSEWHERE = (
+    ("mid-chunk", "all ranks"),
+    ("staged", "mpirun"),
+    ("mid-part", "stager"),
+    ("between file and manifest", "all ranks"),
+)
+
+
+class Cell(NamedTuple):
+    """One run of the matrix."""
+
+    stage: Stage
+    victims: Victims
+    ulfm: bool = True
+    store: str = "directory"
+    elsewhere: bool = False
+
+    @property
+    def regular(self) -> bool:
+        """Whether `make test` runs it."""
+        return self.name in _REGULAR
+
+    @property
+    def how(self) -> str:
+        """What tells it from the other runs of the same stage and victims."""
+        return ", ".join(
+            word
+            for word, said in (
+                ("S3", self.store == "s3"),
+                ("without ULFM", not self.ulfm),
+                ("elsewhere", self.elsewhere),
+            )
+            if said
+        )
+
+    @property
+    def name(self) -> str:
+        """In test ids and results."""
+        how = f" ({self.how})" if self.how else ""
+        return f"{self.stage.name} x {self.victims.name}{how}"
+
+
+def _cells() -> tuple[Cell, ...]:
+    by_name = {stage.name: stage for stage in STAGES}
+    found: list[Cell] = []
+    for stage in STAGES:
+        found += [Cell(stage, victims) for victims in VICTIMS]
+        found += [Cell(stage, _BY_NAME[name], ulfm=False) for name in _DEPENDS_ON_ULFM]
+    for moment in MOMENTS:
+        found.append(Cell(moment, _BY_NAME[_OF_REACHER[moment.reacher]]))
+        found.append(Cell(moment, _BY_NAME["everything"]))
+    found += [Cell(by_name[stage], _BY_NAME[victims], store="s3") for stage, victims in _ON_S3]
+    found += [Cell(by_name[stage], _BY_NAME[victims], elsewhere=True) for stage, victims in _ELSEWHERE]
+    return tuple(found)
+
+
+CELLS = _cells()

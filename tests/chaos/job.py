@@ -1,0 +1,103 @@
+"""The training job that is killed: dropout, BatchNorm, AdamW, a scheduler, data order, RNG; a second from start to end.
+
+`python job.py OUT STEPS EVERY`: as tests/integration/jobs/train.py, with gradients averaged by hand. CHAOS_WIDTH in the
+environment is the size of the state: 420 bytes for each unit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+
+from tests.support.no_compiler import do_without_compiler
+from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
+
+SAMPLES, FEATURES, BATCH = 96, 16, 4
+STAGED_SECONDS_MAX = 60.0
+
+
+def main() -> None:
+    out, steps, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    rank, ranks = init_torch_distributed("gloo")
+    do_without_compiler()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"pid-{rank}").write_text(str(os.getpid()))
+    torch.manual_seed(1)
+    width = int(os.environ["CHAOS_WIDTH"])
+    data = torch.randn(SAMPLES, FEATURES)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, width),
+        torch.nn.BatchNorm1d(width),
+        torch.nn.GELU(),
+        torch.nn.Dropout(0.3),
+        torch.nn.Linear(width, FEATURES),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    sampler = ResumableSampler(SAMPLES, seed=3, rank=rank, ranks=ranks)
+    torch.manual_seed(100 + rank)
+    np.random.seed(100 + rank)
+    random.seed(100 + rank)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "data": sampler,
+        "rng": PerRank(RngState()),
+    }
+    with Checkpointer(state, every=every) as checkpointer, (out / f"losses-{rank}").open("a") as losses:
+        start = checkpointer.restore()
+        batches = sampler.batches(BATCH)
+        for step in range(start, steps):
+            indices = next(batches)
+            x = data[torch.as_tensor(indices)]
+            for buffer in model.buffers():
+                torch.distributed.broadcast(buffer, 0)
+            loss = ((model(x) - x) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= ranks
+            optimizer.step()
+            scheduler.step()
+            losses.write(
+                json.dumps({"step": step, "loss": loss.item().hex(), "samples": list(indices)}) + "\n"
+            )
+            losses.flush()
+            if (step + 1) % every == 0:
+                _wait_for_the_one_before(checkpointer)
+            checkpointer.step(step)
+    torch.save({**_flat(state), "start": start}, out / f"final-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _wait_for_the_one_before(checkpointer: Checkpointer) -> None:
+    """Until it is staged or given up: no step is declined because of it, however slow machine and store are."""
+    deadline = time.monotonic() + STAGED_SECONDS_MAX
+    before, keeper = checkpointer._areas.in_flight(), checkpointer._keeper
+
+    def over() -> bool:
+        return all(flight.settled.is_set() for flight in before) and (keeper is None or keeper.is_idle)
+
+    while not over() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: state[name].state_dict() for name in ("model", "optimizer", "scheduler", "data")}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Where the scenarios of the matrix write: a directory, or a bucket of a real S3 server, and a look behind it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tests.support.s3_place import S3Place, plain_client
+
+__all__ = ["BucketPlace", "DirectoryPlace", "Place"]
+
+
+class Place(Protocol):
+    """One run's store, as the scenario needs it."""
+
+    @property
+    def url(self) -> str:
+        """Store URL of the run."""
+        ...
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Geometry of ring and chunks that gives an image several parts here."""
+        ...
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """What the processes need to reach it, and the size of the state."""
+        ...
+
+    def objects(self) -> set[str]:
+        """Every object of the run, hidden ones too."""
+        ...
+
+    def open_uploads(self) -> list[str]:
+        """Uploads that somebody began and nobody ended, which no listing of objects shows."""
+        ...
+
+    def fetch(self, name: str, into: Path) -> Path:
+        """A file of the run as a plain file."""
+        ...
+
+    def put(self, files: Sequence[Path]) -> None:
+        """Place copies of files in the run, each under its own name."""
+        ...
+
+
+class DirectoryPlace:
+    """A directory: 23 chunks of 64 KiB, each a part."""
+
+    settings = ("--chunk-bytes", "64KiB", "--ring-bytes", "4MiB")
+    size: Mapping[str, str] = {"CHAOS_WIDTH": "3200"}
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.url, self.env = str(directory), self.size
+
+    def objects(self) -> set[str]:
+        """As `Place`."""
+        return {
+            str(path.relative_to(self._directory)) for path in self._directory.rglob("*") if path.is_file()
+        }
+
+    def open_uploads(self) -> list[str]:
+        """A directory has none: what is half written is a file under a hidden name, which `objects` shows."""
+        return []
+
+    def fetch(self, name: str, into: Path) -> Path:
+        """As `Place`."""
+        return self._directory / name
+
+    def put(self, files: Sequence[Path]) -> None:
+        """As `Place`."""
+        self._directory.mkdir(exist_ok=True)
+        for file in files:
+            shutil.copy(file, self._directory)
+
+
+class BucketPlace:
+    """A bucket on a real S3 server: 12.5 MB in parts of 5 MiB, five chunks each."""
+
+    settings = ("--chunk-bytes", "1MiB", "--ring-bytes", "24MiB")
+    size: Mapping[str, str] = {"CHAOS_WIDTH": "28000"}
+
+    def __init__(self, place: S3Place) -> None:
+        self._place = place
+        self.url = place.url()
+        self.env: Mapping[str, str] = {**place.environment, **self.size}
+
+    def objects(self) -> set[str]:
+        """As `Place`."""
+        client = plain_client()
+        try:
+            pages = client.get_paginator("list_objects_v2").paginate(Bucket=self._place.bucket)
+            keys = {found["Key"] for page in pages for found in page.get("Contents", [])}
+        finally:
+            client.close()
+        return {key.removeprefix("run/") for key in keys}
+
+    def open_uploads(self) -> list[str]:
+        """As `Place`."""
+        client = plain_client()
+        try:
+            found = client.list_multipart_uploads(Bucket=self._place.bucket).get("Uploads", [])
+        finally:
+            client.close()
+        return [f"{upload['Key']} ({upload['UploadId']})" for upload in found]
+
+    def fetch(self, name: str, into: Path) -> Path:
+        """As `Place`."""
+        path = into / name
+        client = plain_client()
+        try:
+            client.download_file(self._place.bucket, f"run/{name}", str(path))
+        finally:
+            client.close()
+        return path
+
+    def put(self, files: Sequence[Path]) -> None:
+        """As `Place`."""
+        client = plain_client()
+        try:
+            for file in files:
+                client.upload_file(str(file), self._place.bucket, f"run/{file.name}")
+        finally:
+            client.close()

@@ -1,0 +1,41 @@
+"""What was run: one JSON line for each cell and run, appended, so that several sessions add up.
+
+{"cell": "mid-part x flusher (S3)", "passed": true, "seconds": 8.1, "session": "2026-11-21T14:20:00"}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.job import REPOSITORY
+
+__all__ = ["RESULTS", "Result", "append", "read"]
+
+RESULTS = REPOSITORY / "build" / "chaos" / "results.jsonl"
+
+
+class Result(NamedTuple):
+    """One run of one cell."""
+
+    cell: str
+    passed: bool
+    seconds: float
+    session: str
+    why: str = ""
+
+
+def append(result: Result, path: Path = RESULTS) -> None:
+    """Add one run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(result._asdict()) + "\n")
+
+
+def read(path: Path = RESULTS) -> Iterable[Result]:
+    """All runs so far."""
+    if path.exists():
+        for line in path.read_text().splitlines():
+            yield Result(**json.loads(line))

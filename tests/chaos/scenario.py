@@ -1,0 +1,358 @@
+"""One experiment: a real job, a kill at a named point, a relaunch, and what must be true after it.
+
+    Scenario(place, directory, reference).kill("rank:1", at="frame_sent", n=3).relaunch().check()
+
+    kill      start the job; wait for the marker of the point (holdfast/faultpoint.py); SIGKILL the victims; let what
+              is left come to its own end
+    relaunch  the same line again, on the same machine at once, or on another one after the flusher's end
+    check     nothing staged was lost, nothing partial is listed, no orphan is left, and the training is the same
+              to the bit as one that nobody killed
+
+When the victim is who reaches the point, it kills itself there. When others are, who reaches it stands still until they
+are dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+
+from holdfast.catalog import Catalog, CatalogItem
+from holdfast.errors import StoreMissing
+from holdfast.faultpoint import FIRED_VARIABLE, VARIABLE, parse_faults
+from holdfast.runtime import runtime_directory
+from holdfast.storage import open_store
+from holdfast.storage.retrying import Retrying
+from holdfast.verify import verify_file
+from tests.chaos import job as training
+from tests.chaos.cells import EVERY, RANKS, SAVES, STEPS
+from tests.chaos.place import Place
+from tests.support.cluster import assert_nothing_left, load, losses, same, wait_until
+from tests.support.job import Job, environment
+
+__all__ = ["Scenario", "uninterrupted"]
+
+_REACH_SECONDS_MAX = 120.0  # start-up of three processes on a machine that may be four times slower
+_END_SECONDS_MAX = 120.0
+_FLUSHER_SECONDS_MAX = 90.0
+_QUICK = {"HOLDFAST_GRACE_SECONDS": "2"}
+_STATE_KEYS = ("model", "optimizer", "scheduler", "data", "rng")
+
+
+class Scenario:
+    """Args:
+    place: The store.
+    directory: For logs, events, markers, and what the ranks write.
+    ulfm: Whether mpirun is asked to survive a process's death.
+    keep_last: As the setting; 0 keeps all.
+    ring: Size of the ring, instead of the place's own.
+    reference: The directory of an uninterrupted run, as `uninterrupted` made it.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        directory: Path,
+        reference: Path,
+        *,
+        ulfm: bool = True,
+        keep_last: int = 0,
+        ring: str = "",
+    ) -> None:
+        self._settings = (*place.settings, *(("--ring-bytes", ring) if ring else ()))
+        self._place, self._directory, self._reference, self._ulfm = place, directory, reference, ulfm
+        self._keep_last = keep_last
+        self._machines = [directory / "machine-1"]
+        self._lost_machines: set[Path] = set()
+        self._jobs = 0
+        self._markers = directory / "markers"
+        self._markers.mkdir()
+        self.staged_at_kill: set[int] = set()
+        self._promised: set[int] = set()  # steps that no death may take away
+        self._trained_until = 0  # by jobs that were not ours
+        self._then, self._then_failed = "", False
+
+    # -- what a script says --------------------------------------------------------------------------------------
+
+    def after(self, saves: int) -> Scenario:
+        """Begin where an earlier job has left the first `saves` checkpoints in the store."""
+        steps = SAVES[:saves]
+        store = self._reference / "store"
+        self._place.put([store / f"step-{step:09d}.{end}" for step in steps for end in ("pt", "json")])
+        self._promised = set(steps)
+        self._trained_until = steps[-1] + 1
+        return self
+
+    def kill(
+        self,
+        *victims: str,
+        at: str,
+        n: int = 1,
+        machine: bool = False,
+        then: str = "",
+        staged: int = 0,
+        durable: int = 0,
+    ) -> Scenario:
+        """Train until `at`, kill the victims there, and wait until what they left behind has ended.
+
+        Args:
+            victims: `rank:N`, `stager`, `flusher`, `mpirun`.
+            at: A point of the first victim, `frame_sent`, or of somebody else, `flusher@part_written`.
+            n: Which time.
+            machine: The memory of the machine is lost with them: nothing that was only staged is left.
+            then: Another fault, armed for whoever comes after the dead: `flusher@recovering=kill`.
+            staged: How many of the saves are staged at that point although no event may say so yet, and `durable`.
+        """
+        self._then = then
+        who, _, point = at.rpartition("@")
+        who = who or victims[0]
+        alone = victims == (who,)
+        fault = f"{who}@{point}#{n}={'kill' if alone else 'stop'}"
+        with self._start(fault + (f", {then}" if then else "")) as job:
+            number = self._jobs
+            stands = self._wait_for(job, self._markers / fault.partition("=")[0])
+            self.staged_at_kill = self._events("staged", "stager")
+            if not alone:
+                _wait_until_stopped(stands)
+                for pid in [self._pid(victim, job, number) for victim in victims]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stands, signal.SIGCONT)
+            if machine:
+                self._lose_machine()
+            job.wait(_END_SECONDS_MAX)
+        all_staged = self._events("staged", "stager") | set(SAVES[:staged])
+        all_durable = self._events("durable", "flusher") | set(SAVES[:durable])
+        self._promised = all_durable if machine else all_staged
+        self._check_listed(all_staged)
+        return self
+
+    def relaunch(self, *, elsewhere: bool = False) -> Scenario:
+        """Start the same job again and let it end: on this machine at once, or `elsewhere` after the flusher's end."""
+        if elsewhere:
+            self._wait_for_flusher(self._machines[-1])
+        if elsewhere or self._machines[-1] in self._lost_machines:
+            self._machines.append(self._directory / f"machine-{len(self._machines) + 1}")
+        with self._start(self._then) as job:
+            if not self._then:
+                job.succeed(_END_SECONDS_MAX)
+            elif (
+                job.wait(_END_SECONDS_MAX) != 0
+            ):  # its flusher died before it was ready: said so, and started again
+                self._then_failed = True
+        if self._then_failed:
+            with self._start("") as job:
+                job.succeed(_END_SECONDS_MAX)
+        for fault in parse_faults(self._then):
+            assert (self._markers / fault.name).exists(), (
+                f"{fault.name} was never reached:\n{self._all_said()}"
+            )
+        return self
+
+    def check(self) -> None:
+        """What must be true, in the end."""
+        for machine in self._machines:
+            if machine not in self._lost_machines:
+                self._wait_for_flusher(machine)
+                if machine is not self._machines[-1]:
+                    _remove_lists(machine)
+                assert_nothing_left(machine)
+        self._check_training()
+        # What was made durable after the kill counts as well: retention keeps the newest of all.
+        later = self._events("staged", "stager", self._jobs) | self._events("durable", "flusher")
+        must = sorted(self._promised | later)
+        self._check_store(set(must[-self._keep_last :]))
+
+    def close(self) -> None:
+        """Nothing of a scenario that failed outlives it, not even what stands still."""
+        for machine in self._machines:
+            for pid in _living(machine):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    # -- the job -------------------------------------------------------------------------------------------------
+
+    def _start(self, faults: str) -> Job:
+        self._jobs += 1
+        out = self._out(self._jobs)
+        env = {**self._place.env, **_QUICK, FIRED_VARIABLE: str(self._markers)}
+        env["HOLDFAST_EVENTS"] = str(self._event_log(self._jobs))
+        if faults:
+            env[VARIABLE] = faults
+        return Job(
+            RANKS,
+            [training.__file__, str(out), str(STEPS), str(EVERY)],
+            ["--store", self._place.url, *self._settings, "--keep-last", str(self._keep_last)],
+            env=environment(self._machines[-1], **env),
+            log=self._directory / f"job-{self._jobs}.log",
+            ulfm=self._ulfm,
+        )
+
+    def _out(self, number: int) -> Path:
+        return self._directory / f"out-{number}"
+
+    def _event_log(self, number: int) -> Path:
+        return self._directory / f"events-{number}.jsonl"
+
+    def _events(self, event: str, role: str, number: int | None = None) -> set[int]:
+        """The steps of which an event of this kind was written, by all jobs so far or by one."""
+        found = set()
+        for job in range(1, self._jobs + 1) if number is None else (number,):
+            path = self._event_log(job)
+            for line in path.read_text().splitlines() if path.exists() else ():
+                said = json.loads(line)
+                if said["event"] == event and said["role"] == role:
+                    found.add(int(said["step"]))
+        return found
+
+    def _wait_for(self, job: Job, marker: Path) -> int:
+        """Until the point is reached; the pid of who reached it."""
+
+        def reached() -> bool:
+            if marker.exists() and marker.read_text().endswith("\n"):
+                return True
+            assert job.process.poll() is None, f"{marker.name} was never reached:\n{self._said(job)}"
+            return False
+
+        wait_until(reached, _REACH_SECONDS_MAX, f"{marker.name} was not reached:\n{self._said(job)}")
+        return int(marker.read_text())
+
+    def _pid(self, victim: str, job: Job, number: int) -> int:
+        if victim == "mpirun":
+            return job.process.pid
+        if victim.startswith("rank:"):
+            return int((self._out(number) / f"pid-{victim.partition(':')[2]}").read_text())
+        if victim == "flusher":
+            directory = runtime_directory(self._place.url, self._machines[-1])
+            return int((directory / "flusher.pid").read_text())
+        assert victim == "stager", victim
+        children = psutil.Process(job.process.pid).children(recursive=True)
+        (pid,) = [child.pid for child in children if "stager" in child.cmdline()]
+        return pid
+
+    def _said(self, job: Job) -> str:
+        logs = sorted(self._directory.glob("machine-*-logs/**/*.log"))
+        return "\n".join([job.output(), *(f"{log.name}:\n{log.read_text()}" for log in logs)])
+
+    def _lose_machine(self) -> None:
+        machine = self._machines[-1]
+        self._lost_machines.add(machine)
+        wait_until(lambda: not _living(machine), 30, f"not dead: {machine}")
+        shutil.rmtree(machine)
+
+    def _wait_for_flusher(self, machine: Path) -> None:
+        directory = runtime_directory(self._place.url, machine)
+        wait_until(lambda: not directory.exists(), _FLUSHER_SECONDS_MAX, f"{directory} is still there")
+
+    # -- what must be true ---------------------------------------------------------------------------------------
+
+    def _check_listed(self, allowed: Iterable[int]) -> None:
+        """Right after the kill, whoever is still at work: what is listed was staged, and is whole."""
+        with contextlib.closing(cast(Retrying, open_store(self._place.url))) as store:
+            for item in Catalog(store).list():
+                assert item.step in allowed, f"{item.name} is listed, staged were only {sorted(allowed)}"
+                try:
+                    _verify(store, item)
+                except (StoreMissing, AssertionError):
+                    # A flusher that lives may be removing it: the manifest goes first, so it must be gone by now.
+                    if item.name in {info.name for info in store.list()}:
+                        raise
+
+    def _check_training(self) -> None:
+        starts = set()
+        for rank in range(RANKS):
+            final = load(self._out(self._jobs) / f"final-{rank}.pt")
+            starts.add(final["start"])
+            expected = load(self._reference / "out" / f"final-{rank}.pt")
+            assert same({**final, "start": 0}, expected), (
+                "the final state differs from the uninterrupted run's"
+            )
+            took: dict[int, Any] = {}
+            want = losses(self._reference / "out" / f"losses-{rank}")
+            for number in range(1, self._jobs + 1):
+                written = self._out(number) / f"losses-{rank}"
+                last = losses(written) if written.exists() else {}
+                took |= last
+            assert set(last) == set(range(final["start"], STEPS)), "the relaunched run took other steps"
+            want = {step: line for step, line in want.items() if step >= self._trained_until}
+            assert took == want, "losses or samples differ from the uninterrupted run's"
+        (start,) = starts
+        newest = max(self._promised, default=-1)
+        assert start > newest, (
+            f"resumed at step {start} although step {newest} was staged:\n{self._all_said()}"
+        )
+        assert start == 0 or start - 1 in SAVES
+
+    def _check_store(self, must: set[int]) -> None:
+        fetched = self._directory / "fetched"
+        fetched.mkdir()
+        with contextlib.closing(cast(Retrying, open_store(self._place.url))) as store:
+            items = list(Catalog(store).list())
+            for item in items:
+                _verify(store, item)
+        steps = {item.step for item in items}
+        assert must <= steps, f"staged and lost: {sorted(must - steps)}:\n{self._all_said()}"
+        files = {item.manifest.file for item in items if item.manifest is not None}
+        for file in files:
+            state = load(self._place.fetch(file, fetched))
+            expected = load(self._reference / "store" / f"{file[:14]}.pt")
+            assert list(state) == list(_STATE_KEYS)
+            assert same(state, expected), f"{file} is not what the uninterrupted run saved"
+        names = files | {item.name for item in items}
+        objects = self._place.objects()
+        claims = {name for name in objects if name.startswith(".holdfast/writer-")}
+        assert objects - claims == names, "something partial or forgotten is in the store"
+        assert not self._place.open_uploads()
+
+    def _all_said(self) -> str:
+        logs = sorted([*self._directory.glob("*.log"), *self._directory.glob("machine-*-logs/**/*.log")])
+        return "\n".join(f"--- {log.name}:\n{log.read_text(errors='replace')}" for log in logs)
+
+
+def uninterrupted(settings: Sequence[str], size: Mapping[str, str], directory: Path) -> None:
+    """The same training, never killed: the reference that scenarios are compared with."""
+    with Job(
+        RANKS,
+        [training.__file__, str(directory / "out"), str(STEPS), str(EVERY)],
+        ["--store", str(directory / "store"), *settings, "--keep-last", "0"],
+        env=environment(directory / "machine", **size),
+        log=directory / "job.log",
+    ) as job:
+        job.succeed(_END_SECONDS_MAX)
+
+
+def _verify(store: Retrying, item: CatalogItem) -> None:
+    assert item.manifest is not None, item.fault
+    assert not item.fault, item.fault
+    report = verify_file(store, item.manifest)
+    assert report.ok, report.summary()
+
+
+def _wait_until_stopped(pid: int) -> None:
+    process = psutil.Process(pid)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 30, f"process {pid} does not stand still")
+
+
+def _remove_lists(machine: Path) -> None:
+    """No stager has come to this machine again, which would have removed a killed one's list; its segments are gone."""
+    for path in machine.glob("mpi-segments-*"):
+        assert not [name for name in json.loads(path.read_text()) if Path(name).exists()]
+        path.unlink()
+
+
+def _living(machine: Path) -> list[int]:
+    found: list[int] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOLDFAST_RUNTIME_DIR") == str(machine):
+                found.append(process.pid)
+    return found

@@ -1,0 +1,33 @@
+"""docs/kill-matrix.md is the matrix that the code runs, and shows no run that did not hold."""
+
+from __future__ import annotations
+
+from tests.chaos.cells import CELLS, VICTIMS
+from tests.chaos.results import Result
+from tests.chaos.table import PAGE, named_cells, render
+
+
+def test_the_page_names_every_cell_and_no_other() -> None:
+    said = named_cells(PAGE.read_text())
+    assert set(said) == {(cell.stage.name, cell.victims.name, cell.how) for cell in CELLS}, (
+        "run `make chaos`, then `python -m tests.chaos.table`"
+    )
+    assert all(held == ran for held, ran in said.values()), "a run that failed is not published, it is mended"
+
+
+def test_what_is_run_each_time_has_every_stage_and_every_victim() -> None:
+    assert len({cell.name for cell in CELLS}) == len(CELLS)
+    regular = [cell for cell in CELLS if cell.regular]
+    assert len(regular) == 8
+    assert {cell.victims for cell in regular} == set(VICTIMS)
+    assert {cell.ulfm for cell in regular} == {True, False}
+    assert {"s3", "directory"} == {cell.store for cell in regular}
+    for cell in CELLS:
+        assert cell.stage.point in cell.stage.where
+
+
+def test_a_run_that_failed_is_shown_as_failed() -> None:
+    cell = CELLS[0]
+    page = render([Result(cell.name, True, 1.0, "a"), Result(cell.name, False, 1.0, "b")])
+    assert named_cells(page)[cell.stage.name, cell.victims.name, cell.how] == (1, 2)
+    assert named_cells(page)[CELLS[1].stage.name, CELLS[1].victims.name, CELLS[1].how] == (0, 0)
