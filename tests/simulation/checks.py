@@ -1,0 +1,427 @@
+"""What must hold after every event, whatever happened.
+
+staged  ⇒ recoverable    each chunk is FULL in the ring, or in a part that the store has and the record names, or all
+                         is published
+listed  ⇒ complete       every manifest that the real catalog lists fits exactly one checkpoint that was saved, and
+                         its file is there with these bytes (or its CRCs show that the ring was damaged)
+slots                    each has one owner; payloads land only in the slot that waits for them; all free at the end
+in flight                at most two checkpoints are being received
+one writer               nothing becomes visible without a look at the claim right before it
+every wait ends          when faults stop, every step has its verdict, every process ends, all staged is durable
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+import zlib
+from typing import TYPE_CHECKING, Any
+
+from flusher.progress import Head, _whole_lines, progress_path
+from flusher.steps import Key as FlushKey
+from holdfast.catalog import Catalog
+from holdfast.errors import HoldfastError
+from holdfast.manifest import Manifest, State, is_manifest_name
+from holdfast.ring import Ring, SlotState
+from holdfast.session import IN_FLIGHT_MAX, Phase
+from tests.simulation.images import image
+from tests.simulation.scheduler import Process, Task
+from tests.simulation.store import OpenUpload, pristine
+from tests.simulation.transport import Job
+from trainer_side.transfer import TransferState
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+__all__ = ["Checks"]
+
+Key = tuple[int, int]  # attempt, step
+
+
+RING_CHUNKS = 8
+
+
+class Checks:
+    """The invariants of one world.
+
+    Attributes:
+        tainted: Checkpoints of which a bit was flipped: they may fail, and must not be restored as good.
+        promised: Staged ones that must become durable.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.tainted: set[Key] = set()
+        self.promised: dict[Key, str] = {}  # → layout digest
+        self.excused: dict[Key, str] = {}
+        self.durable: set[Key] = set()
+        self._seen_version = -1
+        self.ring_changed = False
+        # Both hold the objects themselves: by `id` a new one would be taken for a dead one at the same address.
+        self._last_look: dict[Task | None, int] = {}  # acts since its last look at the claims
+        self._complete: dict[str, tuple[bytes, bytes | None]] = {}  # manifest → itself and its file
+        self._job_of: dict[int, int] = {}  # attempt → job
+        self._intruded = False
+        self.failure = ""
+
+    def broken(self, what: str) -> None:
+        from tests.simulation.world import Broken
+
+        self.failure = self.failure or what  # the product may swallow what is raised within its own code
+        raise Broken(what)
+
+    # -- after each event ----------------------------------------------------------------------------------------
+
+    def after_event(self) -> None:
+        if self.failure:
+            self.broken(self.failure)
+        version = self._world.store.version
+        store_changed = version != self._seen_version
+        if store_changed:
+            self._seen_version = version
+            self.listed_is_complete()
+        if store_changed or self.ring_changed:
+            self.ring_changed = False
+            self.staged_is_recoverable()
+        current = self._world.scheduler.events
+        if current % 3 == 0:
+            self.slots_have_one_owner()
+
+    # -- listed => complete --------------------------------------------------------------------------------------
+
+    def listed_is_complete(self) -> None:
+        """What the real catalog lists is whole, and is one checkpoint."""
+        state = self._world.store
+        names = [name for name in state.objects if is_manifest_name(name)]
+        if all(self._is_known(name) for name in names):
+            return
+        for item in Catalog(pristine(state)).list():
+            if item.manifest is None:
+                self.broken(f"listed but not complete: {item.name}: {item.fault}")
+            manifest = item.manifest
+            assert manifest is not None
+            if item.file_bytes != manifest.image_bytes or (item.fault and manifest.state is not State.BAD):
+                self.broken(f"listed but not complete: {item.fault} ({item.file_bytes} bytes)")
+            self._check_manifest(manifest, state.objects[manifest.file])
+        self._complete = {name: self._as_it_is(name) for name in names}
+
+    def _as_it_is(self, name: str) -> tuple[bytes, bytes | None]:
+        objects = self._world.store.objects
+        return objects[name], objects.get(name.removesuffix(".json") + ".pt")
+
+    def _is_known(self, name: str) -> bool:
+        known, found = self._complete.get(name), self._as_it_is(name)
+        return known is not None and known[0] is found[0] and known[1] is found[1]
+
+    def _check_manifest(self, manifest: Manifest, data: bytes) -> None:
+        key = (manifest.attempt, manifest.step)
+        job = self._fits(manifest)
+        if job is None:
+            self.broken(f"{manifest.file}: the manifest's CRCs fit no checkpoint that was ever saved: a mix")
+            return
+        known = self._job_of.setdefault(manifest.attempt, job)
+        if known != job:
+            self.broken(f"{manifest.file}: attempt {manifest.attempt} is of job {known} and of job {job}")
+        if any((a < manifest.attempt) != (j < job) for a, j in self._job_of.items() if j != job):
+            self.broken(f"attempts do not follow the jobs: {self._job_of}")
+        if zlib.crc32(data) != manifest.image_crc32 or len(data) != manifest.image_bytes:
+            if key not in self.tainted:
+                self.broken(f"{manifest.file}: its bytes are not those that its manifest states")
+            if manifest.state is State.VERIFIED:
+                self.broken(f"{manifest.file}: was verified, and its bytes are wrong")
+        elif manifest.state is State.BAD:
+            self.broken(f"{manifest.file}: marked bad, and whole: {manifest.note}")
+        self.durable.add(key)
+        self.promised.pop(key, None)
+
+    def _fits(self, manifest: Manifest) -> int | None:
+        """The job whose checkpoint this is, by every chunk's CRC."""
+        for (job, step), made in self._world.images.items():
+            if step == manifest.step and zlib.crc32(made.final) == manifest.image_crc32:
+                layout = made.layout
+                extents = [layout.chunk_extent(chunk) for chunk in range(layout.chunks)]
+                crcs = tuple(zlib.crc32(made.final[e.offset : e.end]) for e in extents)
+                if crcs == manifest.chunk_crc32s and job in self._jobs_offering(step):
+                    return job
+        return None
+
+    def _jobs_offering(self, step: int) -> set[int]:
+        return {offer.job for offer in self._world.offered if offer.step == step}
+
+    # -- staged => recoverable -----------------------------------------------------------------------------------
+
+    def staged(self, key: Key, digest: str) -> None:
+        """The ring says that it is staged: from now on it must survive."""
+        self.ring_changed = True
+        if key in self.durable or self._intruded:
+            return
+        self.promised[key] = digest
+        plan = self._world.plan
+        large = image(plan.shape, plan.ranks, 0).layout.chunks > RING_CHUNKS
+        service = self._world.scheduler.here.notes["service"]
+        unnoticed = not service._line.cut and not any(f.alive for f in self._world.flushers)
+        if large and plan.store_kind == "opaque" and unnoticed:
+            # When the stager knows that its flusher has died, it ends what went into an upload that nobody can go on
+            # with. Here it was called staged before that could be known.
+            self.excused[key] = "its upload cannot be continued by another process"
+
+    def staged_is_recoverable(self) -> None:
+        if not self.promised:
+            return
+        ring = self._world.ring()
+        for key, digest in list(self.promised.items()):
+            if key in self.tainted or key in self.excused:
+                continue
+            if ring is None:
+                self.broken(f"step {key[1]} (attempt {key[0]}) was staged, and the ring is gone")
+                return
+            layout = image(self._world.plan.shape, self._world.plan.ranks, 0).layout
+            if layout.digest != digest:
+                self.broken(f"step {key[1]} is staged with the layout {digest[:16]}, which nobody announced")
+            missing = set(range(layout.chunks)) - self._chunks_there(ring, key)
+            if missing and self._world.store.kind == "opaque" and layout.chunks > ring.ring_chunks:
+                continue  # no other process can go on with such an upload: not promised
+            if missing:
+                self.broken(
+                    f"step {key[1]} (attempt {key[0]}) was staged, and chunks {sorted(missing)} are neither in the "
+                    "ring nor in the store by its record"
+                )
+
+    def _chunks_there(self, ring: Ring, key: Key) -> set[int]:
+        found = set()
+        for slot in range(ring.ring_chunks):
+            record = ring.record(slot)
+            if record.state is SlotState.FULL and (record.attempt, record.step) == key:
+                found.add(record.chunk)
+        return found | self._recorded_chunks(ring, key)
+
+    def _recorded_chunks(self, ring: Ring, key: Key) -> set[int]:
+        """Chunks in parts that the record beside the ring names and the store has."""
+        try:
+            _, lines = _whole_lines(progress_path(ring.directory, FlushKey(*key)).read_bytes())
+        except FileNotFoundError:
+            return set()
+        if not lines:
+            return set()
+        head = Head.model_validate_json(lines[0])
+        store = self._world.store
+        upload = store.uploads.get(head.token)
+        in_place = store.owners.get(head.file) == head.write_id
+        part_chunks = head.part_bytes // ring.chunk_bytes
+        found: set[int] = set()
+        for line in lines[1:]:
+            part = json.loads(line).get("part")
+            if part is not None and (in_place or (upload is not None and part in upload.parts)):
+                found.update(range(part * part_chunks, (part + 1) * part_chunks))
+        return found
+
+    # -- slots ---------------------------------------------------------------------------------------------------
+
+    def slot_is_filling(self, rank: int, slot: int, what: tuple[int, int] | None) -> None:
+        """A receive is posted, or a payload lands: the journal must say that the slot waits for just that."""
+        process = self._world.jobs[-1].stager
+        service = process.notes.get("service") if process is not None else None
+        if service is None:
+            return
+        record = service._line.flusher.ring.record(slot)  # of the ring that it has mapped
+        if record.state is not SlotState.FILLING:
+            self.broken(f"slot {slot} takes bytes of rank {rank} while it is {record.state.name}")
+        if what is not None and (record.step, record.chunk) != what:
+            self.broken(
+                f"slot {slot} waits for step {record.step}, chunk {record.chunk}, and gets step {what[0]}, chunk "
+                f"{what[1]} of rank {rank}"
+            )
+
+    def slots_have_one_owner(self) -> None:
+        """The session's free, filling and handed-over slots are all slots, each once, and the journal agrees."""
+        for job in self._world.jobs[-1:]:
+            process = job.stager
+            if process is None or not process.alive or process.killed:
+                continue
+            service = process.notes.get("service")
+            if service is None:
+                continue
+            self._session_is_sound(process, service)
+
+    def _session_is_sound(self, process: Process, service: Any) -> None:
+        session = service._session
+        under_way = [c for c in session._open.values() if c.under_way]
+        if len(under_way) > IN_FLIGHT_MAX:
+            self.broken(f"{len(under_way)} checkpoints are in flight, at most {IN_FLIGHT_MAX} may be")
+        filling = [slot for c in session._open.values() for slot in c.open_slots.values()]
+        handed = list(session._flusher_slots)
+        everything = sorted([*session._free, *filling, *handed])
+        ring = service._line.flusher.ring
+        if everything != list(range(ring.ring_chunks)):
+            self.broken(f"slots: free {session._free}, filling {filling}, with the flusher {handed}")
+        if not self._between_turns(process):
+            return
+        for slots, state in ((session._free, SlotState.FREE), (filling, SlotState.FILLING)):
+            for slot in slots:
+                if ring.state(slot) is not state:
+                    self.broken(f"slot {slot} is {ring.state(slot).name}, the stager has it as {state.name}")
+        for checkpoint in session._open.values():
+            for (chunk, rank), credit in checkpoint.credits.items():
+                if checkpoint.phase is not Phase.STAGED and checkpoint.open_slots.get(chunk) != credit.slot:
+                    self.broken(f"rank {rank} has a credit for slot {credit.slot}, which is not its chunk's")
+
+    @staticmethod
+    def _between_turns(process: Process) -> bool:
+        """The stager's loop is at rest: the session's actions are all done."""
+        main = process.tasks[0]
+        return main.place in {"select", "sleep", "selector"}
+
+    # -- one writer ----------------------------------------------------------------------------------------------
+
+    def store_act(self, process: Process, what: str, name: str) -> None:
+        """An act of the store is about to take effect."""
+        task = self._world.scheduler.current
+        if what == "list":
+            self._last_look[task] = 0
+            return
+        looked = self._last_look.get(task, 99)
+        self._last_look[task] = looked + 1
+        visible = what == "publish" or (what == "write" and is_manifest_name(name))
+        # list, then read of the own claim, then the act (again after a lost answer).
+        if visible and looked > 1 and not self._world.plan.fail_share:
+            self.broken(f"{process.name}: {what} {name} without a look at the claim right before it")
+
+    def object_written(self, process: Process, name: str) -> None: ...
+
+    def upload_swept(self, upload: OpenUpload) -> None: ...
+
+    def intruded(self) -> None:
+        """Another writer owns the run: what is staged is its business now."""
+        self._intruded = True
+        for key in self.promised:
+            self.excused[key] = "the run was taken over"
+
+    def node_lost(self) -> None:
+        """The ring is gone, and what was only staged with it."""
+        self.promised.clear()
+
+    def flusher_ended(self, process: Process) -> None:
+        self.ring_changed = True
+        plan = self._world.plan
+        if plan.store_kind == "opaque" and image(plan.shape, plan.ranks, 0).layout.chunks > RING_CHUNKS:
+            for key in self.promised:
+                self.excused[key] = "its upload cannot be continued by another process"
+
+    # -- at the end ----------------------------------------------------------------------------------------------
+
+    def at_the_end(self) -> None:
+        """Faults have stopped and time has passed: nothing waits, nothing is left, nothing is lost."""
+        world = self._world
+        for process in world.processes:
+            for name, error in process.notes.get("raised", []):
+                where = "".join(traceback.format_exception(error))
+                self.broken(f"{process.name}/{name} ended with {type(error).__name__}: {error}\n{where}")
+        self.listed_is_complete()
+        self.staged_is_recoverable()
+        for offer in world.offered:
+            self._check_offer(offer)
+        held = bool(world.store.full)
+        for key in sorted(self.promised):
+            if key in self.tainted or key in self.excused or self._intruded:
+                continue
+            if not held:
+                self.broken(f"step {key[1]} (attempt {key[0]}) was staged and never became durable")
+            self._check_held(key)
+        if not held and not self._intruded:
+            self._nothing_is_left()
+        self._newest_is_restored()
+
+    def _check_offer(self, offer: Any) -> None:
+        if offer.process.notes.get("struck") or (
+            offer.process.killed and not offer.process.notes.get("finished")
+        ):
+            return
+        state = offer.transfer.state
+        if not (state.final or state is TransferState.STAGED):
+            self.broken(f"rank {offer.rank} of job {offer.job}: step {offer.step} is still {state.value}")
+        if state is TransferState.FAILED and self._undisturbed:
+            self.broken(f"nothing is wrong, and step {offer.step} failed: {offer.transfer.reason}")
+
+    @property
+    def _undisturbed(self) -> bool:
+        """Nothing befalls this world: then no step fails, and no newer one stands in the way of an older."""
+        plan = self._world.plan
+        return not (plan.faults or plan.full or plan.fail_share or plan.slow_seconds)
+
+    def _check_held(self, key: Key) -> None:
+        if not self._world.ring_directory_holds("journal"):
+            self.broken(f"step {key[1]} (attempt {key[0]}): the store is full, and the ring is gone")
+
+    def _nothing_is_left(self) -> None:
+        world = self._world
+        if world.ring_directory_holds("journal"):
+            self.broken("the ring is still there at the end")
+        if world.store.uploads and not world.node_lost:
+            names = [upload.name for upload in world.store.uploads.values()]
+            if world.flushers and world.flushers[-1].notes.get("ready"):
+                self.broken(f"uploads are left open: {names}")
+
+    def _newest_is_restored(self) -> None:
+        world = self._world
+        try:
+            found = Catalog(pristine(world.store)).get()
+        except HoldfastError:
+            return
+        newest = max(
+            (
+                (manifest.attempt, manifest.step)
+                for name, data in world.store.objects.items()
+                if is_manifest_name(name)
+                for manifest in [Manifest.from_bytes(data, source=name)]
+                if manifest.state is not State.BAD
+            ),
+            default=None,
+        )
+        if newest != (found.attempt, found.step):
+            self.broken(
+                f"restore takes step {found.step} of attempt {found.attempt}, the newest good one is {newest}"
+            )
+        self._damage_is_seen(found)
+
+    def _damage_is_seen(self, found: Manifest) -> None:
+        """A file that lost its end, a manifest with a flipped bit: the catalog gives neither to a restore."""
+        store, chance = self._world.store, self._world.scheduler.chance
+        name = found.file.removesuffix(".pt") + ".json"
+        for damaged in (found.file, name):
+            whole = store.objects[damaged]
+            flipped = bytearray(whole)
+            flipped[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+            store.objects[damaged] = whole[:-1] if damaged == found.file else bytes(flipped)
+            if any(item.name == name and not item.fault for item in Catalog(pristine(store)).list()):
+                self.broken(f"{damaged} is damaged, and the catalog says nothing of it")
+            store.objects[damaged] = whole
+
+    def deadlines_held(self, job: Job) -> None:
+        """A process vanished two minutes ago: whatever was offered then has its verdict at every rank that lives."""
+        plan = self._world.plan
+        if plan.slow_seconds or plan.full or any(fault.what == "stop" for fault in plan.faults):
+            return
+        for offer in self._world.offered:
+            waits = offer.job == job.number and not offer.transfer.settled.is_set()
+            if waits and offer.process.alive and offer.at < self._world.scheduler.now - 110.0:
+                self.broken(
+                    f"rank {offer.rank}: step {offer.step} has no verdict two minutes after it was offered"
+                )
+
+
+def watch_ring(world_of: Any) -> None:
+    """Have the ring tell when a checkpoint is staged or a slot is freed."""
+    write_checkpoint, free = Ring.write_checkpoint, Ring.free
+
+    def write(self: Ring, attempt: int, step: int, state: Any, layout_digest: str, record: Any) -> None:
+        world_of().scheduler.check_alive()
+        write_checkpoint(self, attempt, step, state, layout_digest, record)
+        if state == "staged":
+            world_of().checks.staged((attempt, step), layout_digest)
+
+    def freed(self: Ring, slot: int) -> None:
+        world_of().scheduler.check_alive()
+        free(self, slot)
+        world_of().checks.ring_changed = True
+
+    Ring.write_checkpoint, Ring.free = write, freed  # type: ignore[method-assign]

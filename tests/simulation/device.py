@@ -1,0 +1,145 @@
+"""The device under a slot file, with a cache that loses power: what was not flushed is there, gone, or torn.
+
+    SlotFile ─► Device.medium ─► the real file: what every process on the machine sees, also after a kill
+                             └─► what is durable, and all since then in pieces
+    power_cut: each piece is on the device or not, whatever its age; the file becomes what was left
+
+    blocks   pwrite; pieces of 512 bytes; durable by a flush       (file, nvme)
+    mapped   stores; pieces of 64 bytes; durable by a flush        (pm without DAX)
+    pm       stores; pieces of 64 bytes; durable when `write` returns, or before, as the caches please
+
+A flush may fail: then each piece is on the device or not, and the kernel forgets that it was ever asked to write it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.errors import StoreError
+from trainer_side.tiers.media import Copy, MappedFile, address_of
+
+__all__ = ["Device", "PowerCut"]
+
+_PIECE_BYTES = {"blocks": 512, "mapped": 64, "pm": 64}
+
+
+class PowerCut(BaseException):
+    """The machine dies here."""
+
+
+@dataclass
+class Device:
+    """All slot files of one machine.
+
+    Attributes:
+        mode: `blocks`, `mapped` or `pm`.
+        chance: Decides what is left.
+        cut_in: After so many writes and flushes power fails; -1: never.
+        failing: Share of flushes that fail.
+        calls: Writes and flushes so far. `failed`: flushes that did.
+    """
+
+    mode: str
+    chance: random.Random
+    cut_in: int = -1
+    failing: float = 0.0
+    calls: int = 0
+    failed: int = 0
+    _durable: dict[Path, bytearray] = field(default_factory=dict)
+    _cached: dict[Path, list[tuple[int, bytes]]] = field(default_factory=dict)
+
+    def medium(self, path: Path) -> _Simulated:
+        """What a tier opens; a file that is new is durable, for it was synced before it had its name."""
+        if path not in self._durable:
+            self._durable[path], self._cached[path] = bytearray(path.read_bytes()), []
+        return _Simulated(path, self)
+
+    def power_cut(self) -> None:
+        """Power is gone and back: the files hold what was left. Every tier must have been closed."""
+        share = self.chance.choice([0.0, 0.2, 0.5, 0.8, 1.0])
+        for path, durable in self._durable.items():
+            self._settle(path, share)
+            path.write_bytes(durable)
+        self.cut_in = -1
+
+    # -- what the media say --------------------------------------------------------------------------------------
+
+    def wrote(self, path: Path, offset: int, data: bytes) -> None:
+        """Before the file is written."""
+        if self.mode == "blocks":
+            self._cached[path].append((offset, data))
+        self._count()
+
+    def stored(self, path: Path, offset: int, nbytes: int) -> None:
+        """It is in memory, and `write` is about to return."""
+        if self.mode == "pm":
+            with path.open("rb") as file:
+                self._durable[path][offset : offset + nbytes] = os.pread(file.fileno(), nbytes, offset)
+
+    def flush(self, path: Path) -> None:
+        """Everything of this file is durable now, or never."""
+        self._count()
+        if self.mode != "pm" and self.chance.random() < self.failing:
+            self._settle(path, self.chance.choice([0.0, 0.5, 0.9]))
+            self.failed += 1
+            raise StoreError(f"{path}: the flush failed")
+        if self.mode != "pm":
+            self._settle(path, 1.0)
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.cut_in == 0:
+            raise PowerCut
+        if self.cut_in > 0:
+            self.cut_in -= 1
+
+    def _settle(self, path: Path, share: float) -> None:
+        durable, piece = self._durable[path], _PIECE_BYTES[self.mode]
+        if self.mode == "blocks":
+            for offset, data in self._cached[path]:
+                for at in range(0, len(data), piece):
+                    if share == 1.0 or self.chance.random() < share:
+                        durable[offset + at : offset + at + piece] = data[at : at + piece]
+            self._cached[path] = []
+            return
+        seen = path.read_bytes()
+        if share == 1.0:
+            durable[:] = seen
+            return
+        for at in range(0, len(seen), piece):
+            if seen[at : at + piece] != durable[at : at + piece] and self.chance.random() < share:
+                durable[at : at + piece] = seen[at : at + piece]
+
+
+class _Simulated(MappedFile):
+    """A medium: the real file is mapped, so a kill leaves in it what was written."""
+
+    def __init__(self, path: Path, device: Device) -> None:
+        self._device = device
+        super().__init__(path)
+
+    @property
+    def how(self) -> str:
+        return f"simulated {self._device.mode}"
+
+    @property
+    def copy(self) -> Copy | None:
+        return None if self._device.mode == "blocks" else super().copy
+
+    def memory(self, offset: int, nbytes: int) -> memoryview | None:
+        return None if self._device.mode == "blocks" else super().memory(offset, nbytes)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        in_place = address_of(view) == self._address + offset
+        if not in_place and self._device.mode != "blocks":
+            super().write(offset, view)
+        self._device.wrote(self.path, offset, bytes(view))
+        if self._device.mode == "blocks":
+            super().write(offset, view)
+        self._device.stored(self.path, offset, view.nbytes)
+
+    def flush(self) -> None:
+        self._device.flush(self.path)

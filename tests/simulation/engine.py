@@ -1,0 +1,212 @@
+"""Puts the fakes in place, and plays seeds one after the other. One real process does nothing else."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import types
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.simulation.runtime import SIM, install
+
+__all__ = ["Outcome", "prepare", "run_seed"]
+
+_numbers = itertools.count()
+_KERNEL_CHOSE = re.compile(r"(process |pid': )\d+")
+
+
+@dataclass
+class Outcome:
+    """How one seed went."""
+
+    seed: int
+    failure: str
+    events: int
+    seconds: float
+    trace: list[str]
+    plan: str
+
+
+_base: Path | None = None
+
+
+def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
+    """Load the product and replace what it takes from the operating system. Once in a process."""
+    global _base  # noqa: PLW0603
+    if _base is not None:
+        return
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    # The link needs neither torch nor MPI, and a start without them takes a tenth of the time.
+    package = types.ModuleType("trainer_side")
+    package.__path__ = [str(Path(__file__).parents[2] / "trainer_side")]
+    sys.modules.setdefault("trainer_side", package)
+    import flusher.lifetime
+    import stager.flusher_line
+    import stager.flusher_process
+    from flusher.instance import Instance
+    from flusher.progress import Progress
+    from holdfast import claim, ipc
+    from holdfast.events import EventLog
+    from holdfast.ring import Ring
+    from tests.simulation import checks, world
+
+    install()
+    _base = Path(tempfile.mkdtemp(prefix="holdfast-sim-", dir="/dev/shm"))
+    _base.chmod(0o700)
+
+    def current() -> world.World:
+        made: world.World = SIM.world
+        return made
+
+    checks.watch_ring(current)
+    setattr(flusher.lifetime, "open_store", lambda url: current().open_store(url))  # noqa: B010
+    log = _base / "flusher.log"
+    for module in (stager.flusher_process, stager.flusher_line):
+        setattr(module, "log_path", lambda _url: log)  # noqa: B010
+
+    # Who a process is, and whether it runs.
+    def of_this_process(cls: type[claim.Identity]) -> claim.Identity:
+        return claim.Identity("node", "boot", "namespace", SIM.now.here.number, 1)
+
+    def is_running(self: claim.Identity) -> bool:
+        return any(p.number == self.pid and p.alive and not p.killed for p in current().processes)
+
+    claim.Identity.of_this_process = classmethod(of_this_process)  # type: ignore[method-assign,assignment]
+    claim.Identity.is_running = is_running  # type: ignore[method-assign]
+
+    # What the kernel closes when a process dies, and what a dead process no longer does.
+    channel_init, channel_close = ipc.Channel.__init__, ipc.Channel.close
+    listener_init, listener_close = ipc.Listener.__init__, ipc.Listener.close
+
+    def init_channel(self: ipc.Channel, connection: object) -> None:
+        channel_init(self, connection)  # type: ignore[arg-type]
+
+        def end() -> None:
+            self.closed = True
+            self._socket.close()
+
+        SIM.now.here.held.append(end)
+
+    def close_channel(self: ipc.Channel) -> None:
+        if SIM.now.unwinding is None:
+            channel_close(self)
+        else:
+            self.closed = True
+            self._socket.close()
+
+    def init_listener(self: ipc.Listener, path: Path) -> None:
+        listener_init(self, path)
+        SIM.now.here.held.append(self._socket.close)
+
+    def close_listener(self: ipc.Listener) -> None:
+        if SIM.now.unwinding is None:
+            listener_close(self)
+
+    ipc.Channel.__init__, ipc.Channel.close = init_channel, close_channel  # type: ignore[method-assign]
+    ipc.Listener.__init__, ipc.Listener.close = init_listener, close_listener  # type: ignore[method-assign]
+    instance_release = Instance.release
+
+    def release(self: Instance, *, keep_directory: bool) -> None:
+        if SIM.now.unwinding is None:
+            instance_release(self, keep_directory=keep_directory)
+        else:
+            os.close(self._fd)
+
+    Instance.release = release  # type: ignore[method-assign]
+    ring_hold = Ring.hold
+
+    def hold(self: Ring, attempt: int) -> None:
+        SIM.now.check_alive()
+        ring_hold(self, attempt)
+        SIM.now.here.held.append(self.let_go)
+
+    Ring.hold = hold  # type: ignore[method-assign]
+    for owner, names in (
+        (Ring, ("mark_filling", "mark_full", "set_attempt", "remove_checkpoint", "_write")),
+    ):
+        for name in names:
+            _only_alive(owner, name)
+    _only_alive(Progress, "_append")
+
+    def emit(self: EventLog, event: str, fields: object = None, *, step: int | None = None) -> None:
+        where = "" if step is None else f" step {step}"
+        sim = SIM.now
+        if sim.unwinding is None:
+            sim.note(f"    {sim.here.name}: {event}{where} {str(fields or '')[:160]}")
+
+    EventLog.emit = emit  # type: ignore[method-assign]
+    remove = Ring.remove
+
+    def remove_ring(directory: Path) -> None:
+        SIM.now.check_alive()
+        remove(directory)
+        current().checks.ring_changed = True
+
+    Ring.remove = staticmethod(remove_ring)  # type: ignore[method-assign]
+    gc.disable()
+
+
+def _only_alive(owner: type, name: str) -> None:
+    before = getattr(owner, name)
+
+    def guarded(*args: object, **kwargs: object) -> object:
+        SIM.now.check_alive()
+        return before(*args, **kwargs)
+
+    setattr(owner, name, guarded)
+
+
+def run_seed(seed: int, *, trace: bool = False) -> Outcome:
+    """Play one seed."""
+    prepare()
+    assert _base is not None
+    from tests.simulation.world import World
+
+    directory = _base / "room"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(mode=0o700)
+    begun = time.perf_counter()
+    import random
+
+    random.seed(seed)  # tenacity's jitter
+    world = World(seed, directory, trace=trace)
+    failure = ""
+    try:
+        world.run()
+    except AssertionError as error:
+        failure = f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - a simulation that breaks is a finding, too
+        import traceback
+
+        failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    if next(_numbers) % 20 == 0:
+        gc.collect()
+    return Outcome(
+        seed,
+        failure,
+        world.scheduler.events,
+        time.perf_counter() - begun,
+        [_plain(line) for line in world.scheduler.trace],
+        str(world.plan),
+    )
+
+
+def _plain(line: str) -> str:
+    """Without what the kernel chose: the same seed gives the same trace, to the letter."""
+    return _KERNEL_CHOSE.sub(r"\1N", line.replace(str(_base), "/dev/shm/sim"))
+
+
+def clean_up() -> None:
+    """Give the memory back."""
+    if _base is not None:
+        shutil.rmtree(_base, ignore_errors=True)

@@ -1,0 +1,268 @@
+"""Deliberate bugs, each a few words of the product's source changed while it is loaded: the simulation must see them.
+
+    python -m tests.simulation --mutation credit_twice --first 0 --count 500
+
+A mutation whose words are no longer in the source is an error: it must be brought up to date, not skipped.
+"""
+
+# ruff: noqa: E501, ISC004 - what stands here are pieces of source
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["MUTATIONS", "Mutation", "apply", "install"]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One bug. `edits`: (module, words there, words instead); `seeds_max`: within how many seeds it must be seen."""
+
+    name: str
+    bug: str
+    edits: tuple[tuple[str, str, str], ...]
+    seeds_max: int = 400
+
+
+def _one(name: str, bug: str, module: str, old: str, new: str, seeds_max: int = 400) -> Mutation:
+    return Mutation(name, bug, ((module, old, new),), seeds_max)
+
+
+MUTATIONS = {
+    mutation.name: mutation
+    for mutation in (
+        # -- the stager's side
+        _one(
+            "full_before_payload",
+            "a chunk is FULL as soon as SENT has come, payload or not",
+            "holdfast.session",
+            "if not credit.received or credit.crc is None:",
+            "if credit.crc is None:",
+        ),
+        _one(
+            "full_before_other_senders",
+            "a chunk is FULL when the first of its senders is in",
+            "holdfast.session",
+            "if len(checkpoint.complete[chunk]) == len(layout.senders(chunk)):",
+            "if checkpoint.complete[chunk]:",
+        ),
+        _one(
+            "credit_twice",
+            "a slot that was granted stays in the list of free ones",
+            "holdfast.session",
+            "slot = self._free.pop()",
+            "slot = self._free[-1]",
+        ),
+        _one(
+            "ended_slot_reused",
+            "the slots of an ended checkpoint are free at once, with credits still out",
+            "holdfast.session",
+            "        if any(other == chunk for other, _ in checkpoint.credits):\n            return\n        slot",
+            "        slot",
+        ),
+        _one(
+            "staged_before_last_chunk",
+            "staged is said when all ranks are done, whatever has arrived",
+            "holdfast.session",
+            "        if any(checkpoint.frames_left.values()):\n            return\n",
+            "",
+        ),
+        _one(
+            "freed_slot_forgotten",
+            "a slot that the flusher freed never serves again",
+            "holdfast.session",
+            "            self._free.append(slot)\n        for checkpoint in self._open.values():\n            checkpoint.progress_at",
+            "        for checkpoint in self._open.values():\n            checkpoint.progress_at",
+        ),
+        Mutation(
+            "silence_forgotten",
+            "nobody looks at the deadlines, nor at who is silent",
+            (
+                ("holdfast.session", "            if overdue:\n", "            if False:\n"),
+                ("holdfast.session", "            if owes:\n", "            if False:\n"),
+            ),
+            3000,
+        ),
+        # -- the flusher's side
+        _one(
+            "sender_crc_unchecked",
+            "what the senders stated is not compared",
+            "holdfast.chunkwork",
+            "if by_rank[source.rank] != source.crc32:",
+            "if False:",
+            1500,
+        ),
+        _one(
+            "fields_not_zeroed",
+            "a chunk that a dead flusher had patched is verified with its CRC fields filled in",
+            "holdfast.chunkwork",
+            "        _put(memory, part.offset, bytes(part.nbytes))\n",
+            "        pass\n",
+            1500,
+        ),
+        _one(
+            "claim_unchecked",
+            "a flusher publishes without a look at the claim",
+            "flusher.tenure",
+            "        with self._lock:\n            self._claim.check()\n\n",
+            "\n",
+        ),
+        Mutation(
+            "slots_freed_before_written",
+            "the slots of a part are free as soon as it is sent to the store",
+            (
+                (
+                    "flusher.pipeline",
+                    "        return self._start(flight, [WritePart(flight.key, part, pieces, crc, segment_crcs)])\n",
+                    "        early = [] if flight.keeps_slots else [FreeSlots(tuple(slot for slot, _ in pieces))]\n"
+                    "        return [*early, *self._start(flight, [WritePart(flight.key, part, pieces, crc, segment_crcs)])]\n",
+                ),
+                (
+                    "flusher.pipeline",
+                    "            freed.append(FreeSlots(tuple(flight.slots.pop(chunk) for chunk in chunks)))\n",
+                    "            [flight.slots.pop(chunk) for chunk in chunks]\n",
+                ),
+            ),
+        ),
+        _one(
+            "published_before_all_parts",
+            "a file is published when all its parts are sent, written or not",
+            "flusher.pipeline",
+            "len(flight.parts_done) == flight.parts\n",
+            "len(flight.parts_sent) == flight.parts\n",
+        ),
+        Mutation(
+            "manifest_before_file",
+            "the manifest is written before the file is published",
+            (
+                ("flusher.jobs", "                target.upload.publish()\n", "                pass\n"),
+                (
+                    "flusher.jobs",
+                    "        self._store.write(manifest_name(target.file), manifest.to_bytes())\n",
+                    "        self._store.write(manifest_name(target.file), manifest.to_bytes())\n"
+                    "        target.upload.publish()\n",
+                ),
+            ),
+        ),
+        Mutation(
+            "recorded_before_written",
+            "the record says that the store has a part before it has",
+            (
+                (
+                    "flusher.jobs",
+                    "                    target.upload.write_part(job.part, buffers, job.crc32)\n",
+                    "                    if target.progress is not None:\n"
+                    "                        target.progress.add_part(job.part, job.segment_crcs)\n"
+                    "                    target.upload.write_part(job.part, buffers, job.crc32)\n",
+                ),
+            ),
+            4000,
+        ),
+        _one(
+            "not_recorded",
+            "slots are freed and no record says where their chunks went",
+            "flusher.jobs",
+            "                    target.progress.add_part(job.part, job.segment_crcs)\n",
+            "                    pass\n",
+        ),
+        _one(
+            "sweeps_what_goes_on",
+            "a new flusher sweeps the uploads that its own ring still needs",
+            "flusher.lifetime",
+            "store.sweep(lambda own: is_slice_upload(own) or is_kept(own, write_ids))",
+            "store.sweep()",
+            1500,
+        ),
+        _one(
+            "written_chunk_patched_again",
+            "a chunk that a dead flusher wrote is patched again, without a slot",
+            "flusher.pipeline",
+            "if chunk not in flight.segment_crcs or flight.chunk_left[chunk] or flight.is_written(chunk):",
+            "if chunk not in flight.segment_crcs or flight.chunk_left[chunk]:",
+            1500,
+        ),
+        _one(
+            "removed_comes_back",
+            "a checkpoint that retention removed is read back, and its manifest written again",
+            "flusher.upkeep",
+            "if manifest.write_id in self._removed:",
+            "if False:",
+            3000,
+        ),
+        _one(
+            "file_deleted_first",
+            "retention deletes the file before its manifest",
+            "flusher.upkeep",
+            "            self._store.delete(manifest_name(manifest.file))\n",
+            "            self._store.delete(manifest.file)\n            self._store.delete(manifest_name(manifest.file))\n",
+        ),
+        _one(
+            "size_unchecked",
+            "the catalog lists a manifest whose file has another size",
+            "holdfast.catalog",
+            "if file_bytes != manifest.image_bytes:",
+            "if False:",
+        ),
+        _one(
+            "attempts_ignored",
+            "the newest checkpoint is the one with the highest step",
+            "holdfast.manifest",
+            "return (self.attempt, self.step)",
+            "return (0, self.step)",
+            2000,
+        ),
+    )
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Loads the modules that are to be changed, changed."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        edits = [(old, new) for module, old, new in self._mutation.edits if module == name]
+        if not edits:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        assert spec is not None
+        assert isinstance(spec.loader, importlib.machinery.SourceFileLoader)
+        spec.loader = _Loader(spec.loader.name, spec.loader.path, edits)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, edits: list[tuple[str, str]]) -> None:
+        super().__init__(name, path)
+        self._edits = edits
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        text = self.get_source(fullname)
+        assert text is not None
+        for old, new in self._edits:
+            if text.count(old) != 1:
+                raise AssertionError(f"{fullname}: expected once, found {text.count(old)} times: {old!r}")
+            text = text.replace(old, new)
+        code: types.CodeType = compile(text, self.path, "exec")
+        return code
+
+
+def apply(name: str) -> None:
+    """Have the product loaded with this bug. Before anything of it is loaded, for the whole life of this process."""
+    install(MUTATIONS[name])
+
+
+def install(mutation: Mutation) -> None:
+    """As `apply`, for a mutation from another list."""
+    loaded = [module for module, _, _ in mutation.edits if module in sys.modules]
+    assert not loaded, f"{loaded} are loaded already"
+    sys.meta_path.insert(0, _Finder(mutation))

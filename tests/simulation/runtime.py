@@ -1,0 +1,491 @@
+"""What the product takes from the operating system, played by the simulation: time, threads, select, signals, ids.
+
+The product's modules say `time.monotonic()`, `threading.Lock()`, `select.select()`. `install` puts the fakes below in
+the place of those modules, in every module of the product that is loaded, once per process; which simulation runs is
+`SIM.now`. Files and unix sockets stay the kernel's own: they never block here, and the scheduler asks them.
+"""
+
+from __future__ import annotations
+
+import queue as real_queue
+import select as real_select
+import selectors as real_selectors
+import signal as real_signal
+import subprocess as real_subprocess
+import sys
+import threading as real_threading
+import time as real_time
+import types
+import uuid as real_uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tests.simulation.scheduler import Crashed, Process, Scheduler, Task
+
+__all__ = ["SIM", "install", "readable"]
+
+PRODUCT = ("holdfast", "flusher", "stager", "trainer_side")
+_POLL_SECONDS = 0.2  # pauses below this are polling: they end when there is news
+_POLL_MAX_SECONDS = 1.0
+
+
+class Current:
+    """Which simulation runs in this process."""
+
+    def __init__(self) -> None:
+        self.scheduler: Scheduler | None = None
+        self.popen: Callable[..., Any] | None = None
+        self.reach: Callable[[str], None] = lambda point: None
+        self.world: Any = None
+
+    @property
+    def now(self) -> Scheduler:
+        assert self.scheduler is not None, "no simulation runs"
+        return self.scheduler
+
+
+SIM = Current()
+
+
+# -- time ------------------------------------------------------------------------------------------------------
+
+
+class _Time(types.ModuleType):
+    EPOCH = 1_700_000_000.0
+
+    def monotonic(self) -> float:
+        return SIM.scheduler.now if SIM.scheduler else real_time.monotonic()
+
+    perf_counter = monotonic
+
+    def monotonic_ns(self) -> int:
+        return int(self.monotonic() * 1e9)
+
+    def time(self) -> float:
+        return self.EPOCH + self.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        _rest(None, seconds, "sleep")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_time, name)
+
+
+def _rest(predicate: Callable[[], Any] | None, seconds: float | None, place: str) -> bool:
+    """Wait; a short pause of a process that polls its port ends with the port's next news, and else is long."""
+    sim = SIM.now
+    if sim.unwinding is not None or sim.current is None:
+        raise Crashed
+    port = sim.current.process.port
+    if port is None or seconds is None or seconds >= _POLL_SECONDS:
+        return sim.wait(predicate, seconds, place)
+    news = port.has_news
+
+    def either() -> bool:
+        return bool(news() or (predicate is not None and predicate()))
+
+    if sim.wait(either, sim.chance.uniform(_POLL_SECONDS, _POLL_MAX_SECONDS), place):
+        port.wakes += 1
+    return bool(predicate()) if predicate is not None else False
+
+
+# -- threads ---------------------------------------------------------------------------------------------------
+
+
+class SimLock:
+    def __init__(self) -> None:
+        self._owner: Task | None = None
+        self._depth = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        sim = SIM.now
+        if self._owner is not None:
+            if sim.unwinding is not None:
+                return True
+            if not blocking:
+                return False
+            if not sim.wait(lambda: self._owner is None, None if timeout < 0 else timeout, "lock"):
+                return False
+        self._owner = sim.current
+        return True
+
+    def release(self) -> None:
+        self._owner = None
+
+    def locked(self) -> bool:
+        return self._owner is not None
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class SimRLock(SimLock):
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self._owner is not None and self._owner is SIM.now.current:
+            self._depth += 1
+            return True
+        return super().acquire(blocking, timeout)
+
+    def release(self) -> None:
+        if self._depth:
+            self._depth -= 1
+        else:
+            super().release()
+
+
+class SimCondition:
+    def __init__(self, lock: Any = None) -> None:
+        self._lock = lock if lock is not None else SimLock()
+        self._waiting: list[list[bool]] = []
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> Any:
+        return self._lock.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        cell = [False]
+        self._waiting.append(cell)
+        self._lock.release()
+        try:
+            SIM.now.wait(lambda: cell[0], timeout, "condition")
+        finally:
+            if SIM.now.unwinding is None:
+                self._lock.acquire()
+        if not cell[0] and cell in self._waiting:
+            self._waiting.remove(cell)
+        return cell[0]
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        sim = SIM.now
+        end = None if timeout is None else sim.now + timeout
+        while not (result := predicate()):
+            left = None if end is None else end - sim.now
+            if left is not None and left <= 0:
+                return result
+            self.wait(left)
+        return result
+
+    def notify(self, n: int = 1) -> None:
+        for cell in self._waiting[:n]:
+            cell[0] = True
+        del self._waiting[:n]
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+
+class SimEvent:
+    def __init__(self) -> None:
+        self._set = False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._set:
+            _rest(self.is_set, timeout, "event")
+        return self._set
+
+
+class SimThread:
+    def __init__(
+        self,
+        group: None = None,
+        target: Callable[..., Any] | None = None,
+        name: str = "thread",
+        args: Iterable[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        daemon: bool | None = None,
+    ) -> None:
+        self._target, self.name, self._args, self._kwargs = target, name, tuple(args), kwargs or {}
+        self.daemon = daemon
+        self._task: Task | None = None
+
+    def run(self) -> None:
+        if self._target is not None:
+            self._target(*self._args, **self._kwargs)
+
+    def start(self) -> None:
+        sim = SIM.now
+        sim.check_alive()
+        self._task = sim.spawn(sim.here, self.name, self.run)
+
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._task.over
+
+    def join(self, timeout: float | None = None) -> None:
+        sim = SIM.now
+        if sim.unwinding is None and self._task is not None:
+            task = self._task
+            sim.wait(lambda: task.over, timeout, f"join {self.name}")
+
+
+class _Threading(types.ModuleType):
+    Lock, RLock, Condition, Event, Thread = SimLock, SimRLock, SimCondition, SimEvent, SimThread
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_threading, name)
+
+
+class SimQueue(real_queue.Queue):  # type: ignore[type-arg]
+    """`queue.SimpleQueue` and `queue.Queue`: never block the one real thread."""
+
+    def __init__(self, maxsize: int = 0) -> None:
+        self._items: list[Any] = []
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self._items.append(item)
+
+    put_nowait = put
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if not self._items and block:
+            SIM.now.wait(lambda: self._items, timeout, "queue")
+        if not self._items:
+            raise real_queue.Empty
+        return self._items.pop(0)
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+    def empty(self) -> bool:
+        return not self._items
+
+
+class _Queue(types.ModuleType):
+    Queue = SimpleQueue = SimQueue
+    Empty = real_queue.Empty
+    Full = real_queue.Full
+
+
+class InlineExecutor:
+    """`ThreadPoolExecutor` whose work is done at once: what readers do at the same time does not matter to them."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> InlineExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def map(self, function: Callable[..., Any], *items: Iterable[Any]) -> list[Any]:
+        return list(map(function, *items))
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from concurrent.futures import Future
+
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - as an executor does
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, *_: Any, **__: Any) -> None: ...
+
+
+# -- select ----------------------------------------------------------------------------------------------------
+
+
+def _fd(file: Any) -> int:
+    return file if isinstance(file, int) else int(file.fileno())
+
+
+def readable(files: Iterable[Any]) -> list[Any]:
+    """Which of these have something to read, now."""
+    poll = real_select.poll()
+    by_fd = {}
+    for file in files:
+        fd = _fd(file)
+        if fd >= 0:
+            by_fd[fd] = file
+            poll.register(fd, real_select.POLLIN)
+    return [by_fd[fd] for fd, _ in poll.poll(0)] if by_fd else []
+
+
+class _Select(types.ModuleType):
+    def select(
+        self, reads: list[Any], writes: list[Any], _errors: list[Any], seconds: float | None = None
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        assert not writes
+        if not (found := readable(reads)):
+            _rest(lambda: readable(reads), seconds, "select")
+            found = readable(reads)
+        else:
+            SIM.now.step("select")
+        return found, [], []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_select, name)
+
+
+class SimSelector(real_selectors.PollSelector):
+    """Asks the kernel without waiting; the scheduler does the waiting."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[real_selectors.SelectorKey, int]]:
+        def now() -> list[tuple[real_selectors.SelectorKey, int]]:
+            return real_selectors.PollSelector.select(self, 0)
+
+        found = now()
+        if found or (timeout is not None and timeout <= 0):
+            SIM.now.step("selector")
+            return found
+        _rest(now, timeout, "selector")
+        return now()
+
+
+class _Selectors(types.ModuleType):
+    DefaultSelector = PollSelector = SelectSelector = EpollSelector = SimSelector
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_selectors, name)
+
+
+# -- signals, processes, ids -----------------------------------------------------------------------------------
+
+
+class _Signal(types.ModuleType):
+    def signal(self, number: int, handler: Any) -> Any:
+        process = SIM.now.here
+        before = process.handlers.get(number, real_signal.SIG_DFL)
+        process.handlers[number] = handler
+        return before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_signal, name)
+
+
+class _Subprocess(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name == "Popen" and SIM.popen is not None:
+            return SIM.popen
+        return getattr(real_subprocess, name)
+
+
+class _Uuid(types.ModuleType):
+    def uuid4(self) -> real_uuid.UUID:
+        return real_uuid.UUID(int=SIM.now.chance.getrandbits(128), version=4)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(real_uuid, name)
+
+
+def _reach(point: Any) -> None:
+    SIM.reach(str(point))
+
+
+_FAKES: dict[str, Any] = {
+    "time": _Time("time"),
+    "threading": _Threading("threading"),
+    "queue": _Queue("queue"),
+    "select": _Select("select"),
+    "selectors": _Selectors("selectors"),
+    "signal": _Signal("signal"),
+    "subprocess": _Subprocess("subprocess"),
+    "uuid": _Uuid("uuid"),
+}
+_REAL = {
+    "time": real_time,
+    "threading": real_threading,
+    "queue": real_queue,
+    "select": real_select,
+    "selectors": real_selectors,
+    "signal": real_signal,
+    "subprocess": real_subprocess,
+    "uuid": real_uuid,
+}
+
+
+def install() -> None:
+    """Put the fakes into every loaded module of the product. For good: this process does nothing else."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from holdfast import faultpoint
+
+    real_reach = faultpoint.reach
+    fake_time = _FAKES["time"]
+    defaults = {
+        real_time.monotonic: fake_time.monotonic,
+        real_time.time: fake_time.time,
+        real_time.sleep: fake_time.sleep,
+        real_time.perf_counter: fake_time.perf_counter,
+    }
+    named = {
+        real_threading.Lock: SimLock,
+        real_threading.Event: SimEvent,
+        real_threading.Condition: SimCondition,
+        real_threading.Thread: SimThread,
+        ThreadPoolExecutor: InlineExecutor,
+        real_reach: _reach,
+    }
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in PRODUCT:
+            continue
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, types.ModuleType):
+                if attribute in _REAL and value is _REAL[attribute]:
+                    setattr(module, attribute, _FAKES[attribute])
+            elif value is real_reach or (isinstance(value, type) and value in named):
+                setattr(module, attribute, named[value])
+            elif isinstance(value, type) and value.__module__ == name:
+                _mend_factories(value)
+                for member in vars(value).values():
+                    _mend_defaults(getattr(member, "__func__", member), defaults)
+            elif isinstance(value, types.FunctionType):
+                _mend_defaults(value, defaults)
+
+
+def _mend_defaults(function: Any, defaults: dict[Any, Any]) -> None:
+    """`def f(clock=time.monotonic)` took the real one when it was loaded."""
+    if not isinstance(function, types.FunctionType):
+        return
+    if function.__defaults__:
+        function.__defaults__ = tuple(
+            defaults.get(value, value) if callable(value) else value for value in function.__defaults__
+        )
+    if function.__kwdefaults__:
+        function.__kwdefaults__ = {
+            key: defaults.get(value, value) if callable(value) else value
+            for key, value in function.__kwdefaults__.items()
+        }
+
+
+def _mend_factories(made: type) -> None:
+    """`field(default_factory=threading.Event)` took the real one when the class was made."""
+    factories = {real_threading.Lock: SimLock, real_threading.Event: SimEvent}
+    fields = [
+        (field.name, factories[field.default_factory])
+        for field in getattr(made, "__dataclass_fields__", {}).values()
+        if field.default_factory in factories
+    ]
+    if not fields:
+        return
+    before = made.__init__  # type: ignore[misc]
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        for name, factory in fields:
+            object.__setattr__(self, name, factory())
+
+    made.__init__ = init  # type: ignore[misc]
+
+
+def held_by(process: Process, close: Callable[[], None]) -> None:
+    """Have the kernel close something when the process dies."""
+    process.held.append(close)

@@ -1,0 +1,43 @@
+"""Deliberate bugs in the product: the simulation sees each of them within so many seeds, or it has a hole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.mutations import MUTATIONS, Mutation
+
+SECONDS_MAX = 1200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS_MAX + 60)
+@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=lambda mutation: mutation.name)
+def test_the_bug_is_seen(mutation: Mutation) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.simulation", "--json", "--mutation", mutation.name),
+            *("--first", "0", "--count", str(mutation.seeds_max), "--stop-at", "1"),
+        ],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["failures"], (
+        f"{mutation.name} ({mutation.bug}) survives {result['schedules']} seeds: the simulation has a hole"
+    )
+    seed, failure = result["failures"][0]
+    assert "expected once" not in failure, "the mutation no longer fits the source"
+    print(f"{mutation.name}: seen after {result['schedules']} seeds, seed {seed}: {failure}")
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(MUTATIONS) >= 10

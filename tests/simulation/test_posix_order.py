@@ -1,0 +1,268 @@
+"""The real PosixStore, and power that fails after each of its calls: what was said to be durable is there and whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.catalog import Catalog
+from holdfast.errors import StoreMissing
+from holdfast.manifest import EntryRecord, Manifest, manifest_name, step_file_name
+from holdfast.storage import posix as posix_module
+from holdfast.storage import posix_io, posix_upload
+from holdfast.storage.base import ObjectInfo
+from holdfast.storage.names import TEMPORARY
+from holdfast.storage.posix import PosixStore
+from tests.simulation.disk import Call, Disk, PowerCut
+from tests.simulation.images import CHUNK_BYTES, image
+from tests.support.images import Image
+
+STATES_PER_CALL = 12
+
+
+def manifest_of(made: Image, step: int) -> Manifest:
+    layout, final = made.layout, made.final
+    extents = [layout.chunk_extent(chunk) for chunk in range(layout.chunks)]
+    return Manifest(
+        run="run",
+        attempt=1,
+        step=step,
+        file=step_file_name(step),
+        image_bytes=layout.image_bytes,
+        image_crc32=zlib.crc32(final),
+        chunk_bytes=layout.chunk_bytes,
+        chunk_crc32s=tuple(zlib.crc32(final[e.offset : e.end]) for e in extents),
+        ranks=layout.ranks,
+        layout_digest=layout.digest,
+        write_id="w",
+        created="",
+        pgt1_seconds=0.0,
+        pgt2_seconds=0.0,
+        entries=tuple(
+            EntryRecord(
+                name=e.name, offset=e.offset, nbytes=e.nbytes, crc32=zlib.crc32(final[e.offset : e.end])
+            )
+            for e in layout.entries
+        ),
+        tensors=(),
+    )
+
+
+def save(store: PosixStore, disk: Disk, step: int, *, resume: str | None = None) -> None:
+    """What a flusher does with one checkpoint; with `resume`, what the next one does with it."""
+    made = image(step, 2, step)
+    layout, name = made.layout, step_file_name(step)
+    how = {"nbytes": layout.image_bytes, "chunk_bytes": CHUNK_BYTES, "write_id": f"w{step}"}
+    if resume is None:
+        upload = store.begin(name, **how)  # type: ignore[arg-type]
+        disk.returned(("token", step, upload.token))
+    else:
+        try:
+            upload = store.resume(name, **how, part_bytes=CHUNK_BYTES, token=resume)  # type: ignore[arg-type]
+        except StoreMissing:
+            upload = store.begin(name, **how)  # type: ignore[arg-type]
+    if not upload.published:
+        for part in range(layout.chunks):
+            data = made.final[part * CHUNK_BYTES : (part + 1) * CHUNK_BYTES]
+            upload.write_part(part, [memoryview(data)], zlib.crc32(data))
+        upload.publish()
+    disk.returned(("file", name, made.final))
+    manifest = manifest_of(made, step)
+    store.write(manifest_name(name), manifest.to_bytes())
+    disk.returned(("listed", step))
+
+
+def run(store: PosixStore, disk: Disk) -> None:
+    """Two checkpoints, then retention takes the first away."""
+    store.create(".holdfast/writer-000001.json", b"claim")
+    disk.returned(("file", ".holdfast/writer-000001.json", b"claim"))
+    save(store, disk, 0)
+    save(store, disk, 1)
+    disk.returned(("going", 0))
+    store.delete(manifest_name(step_file_name(0)))
+    disk.returned(("gone", 0))
+    store.delete(step_file_name(0))
+
+
+class _Left:
+    """What is left, as a store for the catalog."""
+
+    url = "left"
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = {name: data for name, data in files.items() if not name.startswith(TEMPORARY)}
+
+    def list(self) -> list[ObjectInfo]:
+        return [ObjectInfo(name, len(data)) for name, data in sorted(self.files.items())]
+
+    def read(self, name: str) -> bytes:
+        return self.files[name]
+
+
+def complaints(disk: Disk, *, seed: int = 0) -> list[str]:
+    """What is wrong in any state that power failures may leave."""
+    chance = random.Random(seed)
+    found: list[str] = []
+    for count in range(len(disk.calls) + 1):
+        for _ in range(STATES_PER_CALL):
+            files, notes = disk.after_power_cut(count, chance)
+            found += [f"after call {count}: {what}" for what in _wrong(files, notes)]
+            if found:
+                return found
+    return found
+
+
+def _wrong(files: dict[str, bytes], notes: list[tuple[object, ...]]) -> list[str]:
+    wrong = []
+    listed = set()
+    for item in Catalog(_Left(files)).list():  # type: ignore[arg-type]
+        if item.manifest is None or item.fault:
+            wrong.append(f"{item.name} is listed: {item.fault}")
+            continue
+        listed.add(item.step)
+        if zlib.crc32(files[item.manifest.file]) != item.manifest.image_crc32:
+            wrong.append(f"{item.manifest.file} is listed, and has other bytes")
+    going = {note[1] for note in notes if note[0] == "going"}
+    for note in notes:
+        if note[0] == "listed" and note[1] not in listed | going:
+            wrong.append(f"step {note[1]} was durable, and is not listed")
+        if note[0] == "gone" and note[1] in listed:
+            wrong.append(f"step {note[1]} was removed, and is listed")
+        if note[0] == "file" and not going and files.get(str(note[1])) != note[2]:
+            wrong.append(f"{note[1]} was published, and is not there as it was")
+    return wrong
+
+
+def test_power_may_fail_after_any_call(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    with disk.recording():
+        run(PosixStore(tmp_path / "run"), disk)
+    assert len(disk.calls) > 40
+    rename_roots(disk)
+    assert complaints(disk) == []
+
+
+def test_a_process_dies_at_any_call_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    """Killed at each call in turn; another process resumes; then power fails after each of its calls."""
+    died = 0
+    for number in range(200):
+        root = tmp_path / str(number)
+        root.mkdir()
+        disk = Disk(root, die_at=number)
+        with disk.recording():
+            store = PosixStore(root / "run")
+            try:
+                save(store, disk, 2)
+            except PowerCut:
+                died += 1
+                tokens = [call.note[2] for call in disk.calls if call.what == "returned"]
+                save(PosixStore(root / "run"), disk, 2, resume=tokens[0] if tokens else "inode-1")
+            else:
+                if number > len(disk.calls):
+                    break
+        rename_roots(disk)
+        assert complaints(disk, seed=number) == []
+    assert died > 20
+
+
+def rename_roots(disk: Disk) -> None:
+    """The run's directory is the root of what is looked at; that it exists is part of the promise."""
+    for call in disk.calls:
+        for attribute in ("place", "note"):
+            value = getattr(call, attribute)
+            if isinstance(value, str) and (value == "run" or value.startswith("run/")):
+                setattr(call, attribute, value[4:] or ".")
+    disk.calls = [call for call in disk.calls if not (call.what == "mkdir" and call.name == "run")]
+
+
+def no_directory_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (posix_module, posix_io, posix_upload):
+        monkeypatch.setattr(module, "sync_directory", lambda directory: None)
+
+
+def no_file_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(self: posix_upload.PosixUpload, nbytes: int) -> None:
+        os.ftruncate(self._file, nbytes)
+
+    monkeypatch.setattr(posix_upload.PosixUpload, "_sync", sync)
+
+
+def no_sync_of_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = posix_module.PosixStore._write_temporary
+
+    def write(self: PosixStore, name: str, data: bytes) -> Path:
+        real = os.fsync
+        os.fsync = lambda fd: None
+        try:
+            return before(self, name, data)
+        finally:
+            os.fsync = real
+
+    monkeypatch.setattr(posix_module.PosixStore, "_write_temporary", write)
+
+
+def sync_before_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sync is there, and comes too early: right after the file was made."""
+    begin = posix_upload.PosixUpload._begin
+
+    def begun(self: posix_upload.PosixUpload) -> None:
+        begin(self)
+        os.fsync(self._file)
+
+    monkeypatch.setattr(posix_upload.PosixUpload, "_begin", begun)
+    no_file_sync(monkeypatch)
+
+
+def directory_sync_before_the_rename(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_rename = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        posix_io.sync_directory(Path(target).parent)
+        return real_rename(self, target)
+
+    no_op: Callable[[Path], None] = lambda directory: None  # noqa: E731
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(posix_upload, "sync_directory", no_op)
+    monkeypatch.setattr(posix_module, "sync_directory", no_op)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        no_directory_sync,
+        no_file_sync,
+        no_sync_of_small_files,
+        sync_before_the_bytes,
+        directory_sync_before_the_rename,
+    ],
+)
+def test_each_missing_or_misplaced_sync_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    bug(monkeypatch)
+    disk = Disk(tmp_path)
+    with disk.recording():
+        run(PosixStore(tmp_path / "run"), disk)
+    rename_roots(disk)
+    assert complaints(disk) != []
+
+
+def test_the_record_is_what_was_done(tmp_path: Path) -> None:
+    """Without a power failure, replaying the calls gives the files that are really there."""
+    disk = Disk(tmp_path)
+    with disk.recording():
+        run(PosixStore(tmp_path / "run"), disk)
+    everything = Disk(tmp_path, [*disk.calls], skip=lambda call: False)
+    for call in disk.calls:
+        if call.what in {"link", "rename", "unlink", "mkdir", "data", "size"}:
+            everything.calls.append(Call("sync", call.place))
+    files, _ = everything.after_power_cut(len(everything.calls), random.Random(0))
+    there = {
+        str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    }
+    assert files == there

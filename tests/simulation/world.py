@@ -1,0 +1,736 @@
+"""One simulated machine room: a store, a node with a ring, jobs of ranks and a stager, flushers, and what befalls them.
+
+    launcher ─► job 0, job 1, …    each: ranks (real Link, a script of our own) + stager (real Service)
+                      │ stager starts the flusher, as in life
+                      ▼
+               flusher (real `live`: claim, adoption, engine, pipeline, publish, upkeep)
+
+    faults: kill any process at an event or at a named point of its work; stop it for a while; take the node away;
+            flip a bit on the wire or in the ring; the store fails, loses answers, is slow or full; another writer
+
+All choices come from the seed. `tests/simulation/checks.py` looks at the whole after each event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flusher.lifetime import live
+from holdfast.catalog import Catalog
+from holdfast.claim import Claim, Identity
+from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
+from holdfast.errors import HoldfastError
+from holdfast.events import EventLog
+from holdfast.ring import Ring, SlotState
+from holdfast.slices import area_bytes, frames_of
+from holdfast.storage.retrying import RetryBudget, Retrying
+from holdfast.wire import VERSION, Kind, Welcome, decode, encode, to_json
+from stager.flusher_process import attach
+from stager.service import Service
+from tests.simulation.checks import RING_CHUNKS, Checks
+from tests.simulation.images import CHUNK_BYTES, image
+from tests.simulation.runtime import SIM
+from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.store import URL, StoreClient, StoreState, pristine
+from tests.simulation.transport import Job, notice_death
+from tests.support.images import Image
+from trainer_side.link import Link
+from trainer_side.transfer import TransferState
+
+__all__ = ["Broken", "Plan", "World"]
+
+_SECONDS_MAX = 40_000.0
+_EVENTS_MAX = 60_000
+_VARIANTS = 12
+POINTS = {
+    "rank": ["frame_sent", "slice_sent"],
+    "stager": ["chunk_received", "chunk_full", "sealed", "staged"],
+    "flusher": [
+        "staged_heard",
+        "part_begun",
+        "part_written",
+        "part_recorded",
+        "parts_done",
+        "file_published",
+        "manifest_written",
+        "verifying",
+        "manifest_deleted",
+        "recovering",
+    ],
+}
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class Fault:
+    """One thing that befalls the world: at an event, or when a kind of process reaches a point."""
+
+    what: str
+    at_event: int = 0
+    kind: str = ""
+    point: str = ""
+    number: int = 1
+    done: bool = False
+
+    def __str__(self) -> str:
+        where = f"at event {self.at_event}" if self.at_event else f"at {self.point}#{self.number}"
+        return f"{self.what} {self.kind} {where}".replace("  ", " ")
+
+
+@dataclass
+class Plan:
+    """What a seed chooses before anything runs."""
+
+    ranks: int
+    shape: int
+    part_chunks: int
+    store_kind: str
+    attempts: int
+    verify: bool
+    keep_last: int
+    linger: bool
+    ulfm: bool
+    jobs: int
+    steps: int
+    fail_share: float
+    slow_seconds: float
+    slowest_message_seconds: float
+    full: str  # "", "window" or "ever"
+    areas: int  # of each rank: how many checkpoints it sends at once
+    faults: list[Fault] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Plan:
+        chance = scheduler.chance
+        plan = cls(
+            ranks=chance.choice([2, 2, 3]),
+            shape=chance.choice([0, 0, 1, 1, 2, 3, 4, 5]),
+            part_chunks=chance.choice([1, 1, 2, 3]),
+            store_kind=chance.choice(["parts", "parts", "file", "file", "opaque"]),
+            attempts=chance.choice([1, 3, 8]),
+            verify=chance.random() < 0.3,
+            keep_last=chance.choice([0, 0, 1, 2]),
+            linger=chance.random() < 0.2,
+            ulfm=chance.random() < 0.5,
+            jobs=chance.choice([1, 1, 2]),
+            steps=chance.choice([1, 2, 2, 3]),
+            fail_share=chance.choice([0.0, 0.0, 0.05, 0.25]),
+            slow_seconds=chance.choice([0.0, 0.0, 0.0, 1.0, 20.0]),
+            slowest_message_seconds=chance.choice([0.05, 0.5, 5.0]),
+            full=chance.choice(["", "", "", "", "", "window", "window", "ever"]),
+            areas=chance.choice([1, 1, 1, 1, 1, 2, 3]),
+        )
+        if plan.areas > 1:
+            plan.steps += plan.areas
+        for _ in range(chance.choice([0, 1, 1, 1, 2, 2, 3])):
+            plan.faults.append(plan._fault(chance))
+        if plan.full:
+            plan.faults.append(Fault("full", at_event=int(2 ** chance.uniform(4, 10))))
+        return plan
+
+    @staticmethod
+    def _fault(chance: Any) -> Fault:
+        what = chance.choices(
+            ["kill", "stop", "term", "vanish", "node", "wire", "rot", "intruder", "job"],
+            [50, 8, 3, 4, 3, 4, 6, 2, 6],
+        )[0]
+        at = int(2 ** chance.uniform(4, 10.5))
+        kind = chance.choices(["flusher", "stager", "rank"], [5, 2, 2])[0]
+        if what == "kill" and chance.random() < 0.6:
+            return Fault(
+                what, kind=kind, point=chance.choice(POINTS[kind]), number=chance.choice([1, 1, 2, 3])
+            )
+        return Fault(what, at_event=at, kind=kind)
+
+
+class _Source:
+    """A rank's staging buffer: reused for each checkpoint, as soon as the link has released it."""
+
+    def __init__(self, port: Any) -> None:
+        self._port = port
+        self.data = bytearray()
+        self.frames: dict[int, tuple[int, int]] = {}
+        self.step = -1
+        self.ready_at: Callable[[], int] = lambda: len(self.data)
+
+    def fill(self, made: Image, rank: int, step: int) -> None:
+        self.step = step
+        self.data[:] = bytes(area_bytes(made.layout, rank))
+        self.frames, self.ends = {}, {}
+        for frame in frames_of(made.layout, rank):
+            end = frame.offset + frame.nbytes
+            self.data[frame.offset : end] = made.frame(frame.chunk, rank)
+            self.frames[frame.offset], self.ends[frame.offset] = (step, frame.chunk), end
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        self._port.next_frame = self.frames[offset]
+        return memoryview(self.data)[offset : offset + nbytes]
+
+    def is_ready(self, offset: int) -> bool:
+        return self.ends[offset] <= self.ready_at()
+
+
+@dataclass
+class Offered:
+    """One step that a rank offered."""
+
+    job: int
+    rank: int
+    step: int
+    transfer: Any
+    process: Process
+    at: float
+
+
+class World:
+    """See the module.
+
+    Args:
+        seed: Decides all.
+        directory: Empty, in shared memory.
+        trace: Whether each event is kept as a line.
+    """
+
+    def __init__(self, seed: int, directory: Path, *, trace: bool = False) -> None:
+        self.seed, self.directory = seed, directory
+        self.scheduler = Scheduler(seed, trace=trace)
+        self.plan = Plan.of(self.scheduler)
+        plan = self.plan
+        self.store = StoreState(plan.store_kind, plan.part_chunks)
+        self.store.fail_share, self.store.slow_seconds = plan.fail_share, plan.slow_seconds
+        self.slowest_message_seconds = plan.slowest_message_seconds
+        self.runtime_dir = directory / "run"
+        self.jobs: list[Job] = []
+        self.flushers: list[Process] = []
+        self.processes: list[Process] = []
+        self.offered: list[Offered] = []
+        self.images: dict[tuple[int, int], Image] = {}  # (job, step) → what it must be
+        self.points: dict[tuple[str, str], int] = {}
+        self.over = False
+        self.calm = False  # no more faults
+        self.flip_next_payload = False
+        self.intruder: Claim | None = None
+        self.node_lost = 0
+        self._ring: tuple[int, Ring] | None = None
+        self.checks = Checks(self)
+        self.scheduler.after_event = self._after_event
+        self.flusher_config, self.stager_config, self.trainer_config = _configs(
+            self.runtime_dir, plan.keep_last, plan.verify, plan.linger
+        )
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Play it to the end.
+
+        Raises:
+            Broken: An invariant did not hold.
+            Stuck: Something waited for ever.
+        """
+        SIM.scheduler, SIM.popen, SIM.reach, SIM.world = self.scheduler, self._popen, self._reach, self
+        sim = self.scheduler
+        sim.note(f"seed {self.seed}: {self.plan}")
+        try:
+            sim.process("world", "launcher", self._launch)
+            sim.run(until=lambda: self.over, events_max=_EVENTS_MAX, seconds_max=_SECONDS_MAX)
+            self.checks.at_the_end()
+        finally:
+            SIM.reach = lambda point: None
+            sim.close()
+            if self._ring is not None:
+                self._ring[1].close()
+            SIM.scheduler = None
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _launch(self) -> None:
+        """What a person or a scheduler does: start jobs one after the other, then see that all is written."""
+        sim, plan = self.scheduler, self.plan
+        for number in range(plan.jobs):
+            job = self._start_job(number)
+            sim.wait(job.is_over, None, "job")
+            sim.wait(None, sim.chance.choice([0.0, 1.0, 10.0, 100.0]), "between jobs")
+        sim.note("  calm: no more faults, the store is well")
+        self.calm = True
+        self.store.fail_share = self.store.slow_seconds = 0.0
+        if plan.full != "ever":
+            self.store.full = ""
+        for process in self.processes:
+            process.stopped_until = -1.0
+        self._await_flushers()
+        for attempt in range(3):
+            if self.intruder is not None or not self.ring_directory_holds("journal"):
+                break
+            if self.store.full and attempt:
+                break
+            self._start_flusher(None)
+            self._await_flushers()
+        if self.store.uploads and self.intruder is None and not self.store.full:
+            self._start_flusher(None)  # as the next job would: its sweep takes what lost answers have left
+            self._await_flushers()
+        self.over = True
+
+    def _await_flushers(self) -> None:
+        sim = self.scheduler
+        for process in [p for p in self.flushers if p.alive]:
+            if self.plan.linger:
+                sim.wait(process.is_over, 300.0, "linger")
+                self._terminate(process)
+            sim.wait(process.is_over, None, "flusher ends")
+
+    def _start_job(self, number: int) -> Job:
+        sim = self.scheduler
+        job = Job(self, number, self.plan.ranks, ulfm=self.plan.ulfm)
+        self.jobs.append(job)
+        found = self._restored()
+        first = 0 if found is None or sim.chance.random() < 0.5 else found + 1
+        job.steps = self.plan.steps if number == 0 else sim.chance.randint(1, self.plan.steps)
+        job.stager = self._process("stager", f"stager {number}", lambda: self._stager(job))
+        job.stager.port = job.stager_port
+        job.stager.notes["job"] = job
+        for rank in range(job.ranks):
+            process = self._process(
+                "rank", f"rank {rank} of job {number}", functools.partial(self._rank, job, rank, first)
+            )
+            process.port = job.rank_ports[rank]
+            process.notes["job"] = job
+            job.processes[rank] = process
+        for process in [job.stager, *job.processes.values()]:
+            job.living += 1
+            process.on_end.append(lambda dead: self._job_process_ended(job, dead))
+        return job
+
+    def _restored(self) -> int | None:
+        """The step that a fresh cluster restores, as the real catalog says."""
+        try:
+            return Catalog(pristine(self.store)).get().step
+        except HoldfastError:
+            return None
+
+    def _process(self, kind: str, name: str, main: Callable[[], None]) -> Process:
+        made = self.scheduler.process(kind, name, main)
+        self.processes.append(made)
+        return made
+
+    # -- the stager ----------------------------------------------------------------------------------------------
+
+    def _stager(self, job: Job) -> None:
+        process = self.scheduler.here
+        try:
+            flusher = attach(self.stager_config)
+        except HoldfastError as error:
+            process.notes["refused"] = error
+            refusal = Welcome.refusal(error)
+            for rank in range(job.ranks):
+                job.stager_port.send(rank, refusal)
+            self.scheduler.wait(None, 10.0, "refuse")
+            return
+        events = EventLog(None, role="stager")
+        service = Service(self.stager_config, job.stager_port, flusher, events=events, clock=self._clock)  # type: ignore[arg-type]
+        process.notes["service"] = service
+        try:
+            service.run()
+        except HoldfastError as error:
+            process.notes["ended_with"] = error
+        finally:
+            service.close()
+
+    def _clock(self) -> float:
+        return self.scheduler.now
+
+    # -- the ranks -----------------------------------------------------------------------------------------------
+
+    def _rank(self, job: Job, rank: int, first: int) -> None:
+        sim, plan = self.scheduler, self.plan
+        port = job.rank_ports[rank]
+        port.send(encode(Kind.HELLO, body=to_json({"version": VERSION, "pid": 100 + rank, "host": "node"})))
+        welcome = self._await_welcome(port)
+        if welcome is None:
+            return
+        link = Link(self.trainer_config, port, welcome, rank=rank, ranks=job.ranks, clock=self._clock)
+        layout = image(plan.shape, plan.ranks, 0).layout
+        link.announce(layout)
+        sources = [_Source(port) for _ in range(plan.areas)]
+        sending: dict[_Source, Any] = {}  # the transfer that was made of each last
+        for step in range(first, first + job.steps):
+            made = image(plan.shape, plan.ranks, (job.number * 5 + step * 7 + first) % _VARIANTS)
+            self.images[job.number, step] = made
+            sim.wait(None, sim.chance.choice([0.0, 0.01, 1.0, 5.0]), "train")
+            if sim.chance.random() < 0.7 and len(sending) == len(sources):
+                before = sending[sources[0]]
+                sim.wait(before.released.is_set, 60.0, "wait for the buffer")
+            free = [s for s in sources if s not in sending or sending[s].released.is_set()]
+            if not free:
+                link.decline(step, "the buffer is still being sent")
+                continue
+            source = free[0]
+            sources.remove(source)
+            sources.append(source)  # the one that was filled longest ago comes first
+            if sim.chance.random() < 0.03:
+                link.decline(step, "not now")
+                continue
+            source.fill(made, rank, step)
+            if sim.chance.random() < 0.3:
+                self._copy_slowly(source)
+            transfer = sending[source] = link.offer(step, source, {"saved_at_unix": 1.0})
+            self.offered.append(Offered(job.number, rank, step, transfer, sim.here, sim.now))
+            if sim.chance.random() < 0.03:
+                sim.wait(None, sim.chance.random() * 0.05, "decline late")
+                link.decline(step, "it failed here")
+        wait_for = TransferState.DURABLE if sim.chance.random() < 0.7 else TransferState.STAGED
+        link.close(wait_for=wait_for, seconds_max=self.trainer_config.close_seconds_max)
+        sim.here.notes["problem"] = link.problem
+
+    def _copy_slowly(self, source: _Source) -> None:
+        sim = self.scheduler
+        began, seconds, whole = sim.now, 0.001 + sim.chance.random() * 0.5, len(source.data)
+        source.ready_at = lambda: int(min(1.0, (sim.now - began) / seconds) * whole)
+
+    def _await_welcome(self, port: Any) -> Welcome | None:
+        sim = self.scheduler
+        end = sim.now + 300.0
+        try:
+            while sim.now < end:
+                for message in port.poll():
+                    frame = decode(message)
+                    if frame.kind is Kind.WELCOME:
+                        return Welcome.from_frame(frame)
+                sim.wait(port.has_news, 30.0, "welcome")
+        except HoldfastError as error:
+            sim.here.notes["problem"] = error
+        port.leave(0.0)
+        return None
+
+    def _job_process_ended(self, job: Job, dead: Process) -> None:
+        """A process of a job ended or was killed: mpirun kills the rest, or ULFM tells them."""
+        job.living -= 1
+        said_goodbye = dead is job.stager or dead.port.left
+        if said_goodbye and not dead.notes.get("struck") and dead.error is None:
+            return
+        sim = self.scheduler
+        others = [job.stager, *job.processes.values()]
+        if dead.notes.get("vanished"):
+            sim.later(140.0, lambda: self.checks.deadlines_held(job))
+            sim.later(150.0, lambda: self._kill_all(others, "mpirun gives up"))
+        elif job.ulfm:
+            notice_death(job, dead, sim.chance.random())
+            if dead is job.stager:
+                sim.later(200.0, lambda: self._kill_all(others, "mpirun ends"))
+        else:
+            sim.later(sim.chance.random() * 0.3, lambda: self._kill_all(others, "mpirun kills the job"))
+
+    def _kill_all(self, processes: list[Process | None], why: str) -> None:
+        for process in processes:
+            if process is not None and process.alive:
+                process.notes["struck"] = True
+                self.scheduler.kill(process, why)
+
+    # -- flushers ------------------------------------------------------------------------------------------------
+
+    def _start_flusher(self, out: _End | None) -> Process:
+        number = len(self.flushers)
+        process = self._process("flusher", f"flusher {number}", lambda: self._flusher(out))
+        if out is not None:
+            process.held.append(out.close)
+        self.flushers.append(process)
+        process.on_end.append(self.checks.flusher_ended)
+        return process
+
+    def _flusher(self, out: _End | None) -> None:
+        """As `flusher.command`."""
+        process = self.scheduler.here
+        is_ready = False
+
+        def ready(document: dict[str, Any]) -> None:
+            nonlocal is_ready
+            is_ready = True
+            process.notes["ready"] = True
+            if out is not None:
+                out.say({"ready": True, **document})
+
+        try:
+            live(self.flusher_config, ready)
+        except HoldfastError as error:
+            process.notes["ended_with"] = error
+            if not is_ready and out is not None:
+                out.say({"error": {"code": error.code, "message": str(error)}})
+
+    def open_store(self, _url: str) -> Any:
+        """In place of `holdfast.storage.open_store`."""
+        client = StoreClient(self, self.scheduler.here)
+        from tests.simulation.runtime import _FAKES
+
+        budget = RetryBudget(attempts_max=self.plan.attempts, seconds_max=1e9)
+        return Retrying(client, budget=budget, sleep=_FAKES["time"].sleep)
+
+    def _popen(self, *_args: Any, **_kwargs: Any) -> _Popen:
+        self.scheduler.check_alive()
+        read, write = os.pipe()
+        return _Popen(self._start_flusher(_End(write)), read)
+
+    def _terminate(self, process: Process) -> None:
+        handler = process.handlers.get(signal.SIGTERM)
+        if process.alive and callable(handler):
+            self.scheduler.note(f"! {process.name} gets SIGTERM")
+            process.notes["terminated"] = True
+            handler(signal.SIGTERM, None)
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    def _after_event(self) -> None:
+        events = self.scheduler.events
+        if not self.calm:
+            for fault in self.plan.faults:
+                if not fault.done and fault.at_event and events >= fault.at_event:
+                    self._strike(fault)
+        self.checks.after_event()
+
+    def _reach(self, point: str) -> None:
+        """A process is at a named point."""
+        sim = self.scheduler
+        if sim.unwinding is not None:
+            return
+        process = sim.here
+        sim.check_alive()
+        key = (process.kind, point)
+        self.points[key] = count = self.points.get(key, 0) + 1
+        if not self.calm:
+            for fault in self.plan.faults:
+                if not fault.done and (fault.kind, fault.point, fault.number) == (*key, count):
+                    fault.done = True
+                    process.doomed = True
+                    process.notes["struck"] = True
+        sim.step(point)
+
+    def _strike(self, fault: Fault) -> None:
+        sim = self.scheduler
+        if fault.what in {"kill", "stop", "term", "vanish"}:
+            kind = "flusher" if fault.what == "term" else fault.kind
+            if fault.what == "vanish" and kind == "flusher":
+                kind = "rank"
+            living = [p for p in self.processes if p.alive and not p.killed and p.kind == kind]
+            if not living:
+                fault.at_event += 20
+                return
+            fault.done = True
+            victim = sim.chance.choice(living)
+            if fault.what == "term":
+                self._terminate(victim)
+            elif fault.what == "stop":
+                seconds = sim.chance.choice([1.0, 15.0, 60.0])
+                sim.note(f"! {victim.name} stands still for {seconds:g} s")
+                victim.stopped_until = sim.now + seconds
+            else:
+                victim.notes["struck"] = True
+                victim.notes["vanished"] = fault.what == "vanish"
+                sim.kill(victim, str(fault))
+            return
+        fault.done = True
+        self._befall(fault)
+
+    def _befall(self, fault: Fault) -> None:
+        """What concerns no single process."""
+        sim = self.scheduler
+        match fault.what:
+            case "job":
+                job = self.jobs[-1]
+                self._kill_all([job.stager, *job.processes.values()], str(fault))
+                if sim.chance.random() < 0.5:
+                    self._kill_all([p for p in self.flushers if p.alive], str(fault))
+            case "node":
+                sim.note("! the node with the ring is lost")
+                self.node_lost += 1
+                self._kill_all([p for p in self.flushers if p.alive], "node lost")
+                if self.jobs:
+                    self._kill_all([self.jobs[-1].stager], "node lost")
+                self.checks.node_lost()
+                shutil.rmtree(self.runtime_dir, ignore_errors=True)
+            case "wire":
+                self.flip_next_payload = True
+            case "rot":
+                self._rot()
+            case "full":
+                sim.note("! the store is full")
+                self.store.full = "No space left on device (needed 9 bytes, free 0)"
+                if self.plan.full == "window":
+                    sim.later(sim.chance.choice([5.0, 100.0]), self._room_again)
+            case "intruder":
+                sim.note("! another host takes the run over")
+                other = Identity("other host", "b", "n", 7, 1)
+                self.checks.intruded()
+                self.intruder = Claim.take(pristine_writer(self.store), takeover=True, identity=other)
+
+    def _room_again(self) -> None:
+        self.scheduler.note("! the store has room again")
+        self.store.full = ""
+
+    def _rot(self) -> None:
+        """A bit of the ring flips."""
+        ring = self.ring()
+        if ring is None:
+            return
+        chance = self.scheduler.chance
+        full = [slot for slot in range(ring.ring_chunks) if ring.state(slot) is SlotState.FULL]
+        if not full:
+            return
+        slot = chance.choice(full)
+        record = ring.record(slot)
+        at = chance.randrange(record.nbytes)
+        ring.slot_memory(slot)[at] ^= 1 << chance.randrange(8)
+        self.scheduler.note(f"! a bit flips in slot {slot}: step {record.step}, chunk {record.chunk}")
+        self.checks.tainted.add((record.attempt, record.step))
+
+    # -- what the fakes tell -------------------------------------------------------------------------------------
+
+    def ring(self) -> Ring | None:
+        """The ring that lies there now, mapped for looking."""
+        path = self.ring_directory() / "journal"
+        try:
+            inode = path.stat().st_ino
+        except OSError:
+            return None
+        if self._ring is None or self._ring[0] != inode:
+            if self._ring is not None:
+                self._ring[1].close()
+                self._ring = None
+            try:
+                self._ring = (inode, Ring.attach(path.parent))
+            except HoldfastError:
+                return None  # being made
+        return self._ring[1]
+
+    def ring_directory(self) -> Path:
+        if self._directory is None:
+            from holdfast.runtime import runtime_directory
+
+            self._directory = runtime_directory(URL, self.runtime_dir)
+        return self._directory
+
+    _directory: Path | None = None
+
+    def ring_directory_holds(self, name: str) -> bool:
+        return (self.ring_directory() / name).exists()
+
+    def receive_posted(self, rank: int, slot: int) -> None:
+        self.checks.slot_is_filling(rank, slot, None)
+
+    def payload_lands(self, rank: int, slot: int, what: tuple[int, int]) -> None:
+        self.checks.slot_is_filling(rank, slot, what)
+
+    def payload_landed(self, rank: int, slot: int, memory: memoryview, pieces: Any) -> None:
+        ring = self.ring() if self.flip_next_payload else None
+        if (
+            ring is not None
+        ):  # else a flusher that was fenced has removed it, and nobody is going to read this
+            self.flip_next_payload = False
+            record = ring.record(slot)
+            memory[pieces[0].offset] ^= 4
+            self.scheduler.note(f"! a bit flips on the wire: step {record.step}, chunk {record.chunk}")
+            self.checks.tainted.add((record.attempt, record.step))
+
+    def store_act(self, process: Process, what: str, name: str) -> None:
+        self.checks.store_act(process, what, name)
+
+    def object_written(self, process: Process, name: str) -> None:
+        self.checks.object_written(process, name)
+
+    def upload_swept(self, upload: Any) -> None:
+        self.checks.upload_swept(upload)
+
+
+@functools.cache
+def _configs(
+    runtime_dir: Path, keep_last: int, verify: bool, linger: bool
+) -> tuple[FlusherConfig, StagerConfig, TrainerConfig]:
+    common: dict[str, Any] = {
+        "store": URL,
+        "chunk_bytes": CHUNK_BYTES,
+        "ring_bytes": CHUNK_BYTES * RING_CHUNKS,
+        "keep_last": keep_last,
+        "verify": verify,
+        "linger": linger,
+        "writers": 2,
+        "runtime_dir": runtime_dir,
+    }
+    return (
+        FlusherConfig(**common),
+        StagerConfig(**common, offer_seconds_max=20.0, chunk_seconds_max=40.0, start_seconds_max=60.0),
+        TrainerConfig(stager_seconds_max=30.0, close_seconds_max=900.0),
+    )
+
+
+class _Popen:
+    """As `subprocess.Popen`, of a flusher."""
+
+    def __init__(self, process: Process, read: int) -> None:
+        self._process = process
+        self.pid = process.number
+        self.stdout = os.fdopen(read, "rb")
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if not self._process.alive:
+            error = self._process.notes.get("ended_with")
+            self.returncode = -9 if self._process.notes.get("struck") else error.exit_code if error else 0
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        SIM.now.wait(lambda: not self._process.alive, timeout, "wait for the flusher")
+        code = self.poll()
+        return 0 if code is None else code
+
+    def kill(self) -> None:
+        self._process.doomed = True
+        self._process.notes["struck"] = True
+        sim = SIM.now
+        sim.later(0.0, lambda: sim.kill(self._process, "by its starter"))
+
+
+class _End:
+    """The flusher's end of the pipe on which it says that it is ready."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def say(self, document: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._fd, json.dumps(document).encode() + b"\n")
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def pristine_writer(state: StoreState) -> Any:
+    """The store as another host sees it, without faults."""
+
+    class Writer:
+        url = URL
+
+        def list(self) -> Any:
+            return pristine(state).list()
+
+        def read(self, name: str) -> bytes:
+            return bytes(pristine(state).read(name))
+
+        def create(self, name: str, data: bytes) -> bool:
+            state.version += 1
+            return state.objects.setdefault(name, data) is data
+
+        def delete(self, name: str) -> None:
+            state.version += 1
+            state.objects.pop(name, None)
+
+    return Writer()
