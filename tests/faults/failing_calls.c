@@ -1,0 +1,107 @@
+/* Lets chosen calls of the C library fail below one directory: LD_PRELOADed into a process that knows nothing of it.
+
+   <FAILING_CALLS>/<call> holds "errno times delay_ms": while the file is there, the call fails with that errno (0: it does
+   not fail), `times` times (0: always), after a delay. The test writes and removes these files while the process runs.
+   FAILING_BELOW is the directory; what is not below it is never touched. */
+
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+enum call { PWRITE, FSYNC, OPEN, RENAME, FALLOCATE, PREADV, CALLS };
+static const char *const names[CALLS] = {"pwrite", "fsync", "open", "rename", "fallocate", "preadv"};
+static atomic_long hits[CALLS];
+static _Atomic ino_t rule_of[CALLS];
+
+static int below(const char *path) {
+    const char *root = getenv("FAILING_BELOW");
+    return root && path && strncmp(path, root, strlen(root)) == 0;
+}
+
+static int fd_below(int fd) {
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(link, path, sizeof path - 1);
+    if (n < 0) return 0;
+    path[n] = 0;
+    return below(path);
+}
+
+/* 1 and errno set: the call is to fail. */
+static int fails(enum call call) {
+    const char *rules = getenv("FAILING_CALLS");
+    char path[4096];
+    struct stat status;
+    int number = 0, times = 0, delay_ms = 0;
+    if (!rules) return 0;
+    snprintf(path, sizeof path, "%s/%s", rules, names[call]);
+    FILE *file = fopen(path, "re");
+    if (!file) return 0;
+    int fields = fscanf(file, "%d %d %d", &number, &times, &delay_ms);
+    int known = fstat(fileno(file), &status) == 0;
+    fclose(file);
+    if (fields != 3 || !known) return 0;
+    if (atomic_exchange(&rule_of[call], status.st_ino) != status.st_ino) hits[call] = 0;
+    if (times && atomic_fetch_add(&hits[call], 1) >= times) return 0;
+    if (delay_ms) {
+        struct timespec pause = {delay_ms / 1000, (long)(delay_ms % 1000) * 1000000L};
+        nanosleep(&pause, NULL);
+    }
+    errno = number;
+    return number != 0;
+}
+
+#define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+#define DEFINE_PWRITE(name, offset_type) \
+    ssize_t name(int fd, const void *data, size_t count, offset_type offset) { \
+        if (fd_below(fd) && fails(PWRITE)) return -1; \
+        return NEXT(name)(fd, data, count, offset); \
+    }
+DEFINE_PWRITE(pwrite, off_t)
+DEFINE_PWRITE(pwrite64, off64_t)
+
+#define DEFINE_PREADV(name, offset_type) \
+    ssize_t name(int fd, const struct iovec *parts, int count, offset_type offset, int flags) { \
+        if (fd_below(fd) && fails(PREADV)) return -1; \
+        return NEXT(name)(fd, parts, count, offset, flags); \
+    }
+DEFINE_PREADV(preadv2, off_t)
+DEFINE_PREADV(preadv64v2, off64_t)
+
+int fsync(int fd) {
+    if (fd_below(fd) && fails(FSYNC)) return -1;
+    return NEXT(fsync)(fd);
+}
+
+#define DEFINE_OPEN(name) \
+    int name(const char *path, int flags, ...) { \
+        va_list rest; \
+        va_start(rest, flags); \
+        mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0; \
+        va_end(rest); \
+        if ((flags & O_ACCMODE) != O_RDONLY && below(path) && fails(OPEN)) return -1; \
+        return NEXT(name)(path, flags, mode); \
+    }
+DEFINE_OPEN(open)
+DEFINE_OPEN(open64)
+
+int rename(const char *from, const char *to) {
+    if (below(to) && fails(RENAME)) return -1;
+    return NEXT(rename)(from, to);
+}
+
+int fallocate(int fd, int mode, off_t offset, off_t length) {
+    if (fd_below(fd) && fails(FALLOCATE)) return -1;
+    return NEXT(fallocate)(fd, mode, offset, length);
+}

@@ -1,0 +1,54 @@
+"""Trains on, whatever becomes of its checkpoints: saves after every step and waits for none of them.
+
+`python stepping.py OUT STEPS`. Every parameter is the number of the step. After the last step it writes to OUT, per
+rank, what was taken, waits until OUT/go is there, and leaves the block of its Checkpointer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from trainer_side import Checkpointer
+
+STAGED_SECONDS_MAX = 0.3
+GO_SECONDS_MAX = 120.0
+WIDTH = 1000
+
+
+def main() -> None:
+    out, steps = Path(sys.argv[1]), int(sys.argv[2])
+    out.mkdir(parents=True, exist_ok=True)
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    model = torch.nn.Linear(WIDTH, 200)
+    with Checkpointer({"model": model}) as checkpointer:
+        checkpointer.restore()
+        taken = []
+        for step in range(steps):
+            with torch.no_grad():
+                for part in model.parameters():
+                    part.fill_(step)
+            if checkpointer.save(step):
+                taken.append(step)
+            # A training step takes a while; a checkpoint that is stuck must not make it longer.
+            until = time.monotonic() + STAGED_SECONDS_MAX
+            while checkpointer.staged_step < step and time.monotonic() < until:
+                time.sleep(0.005)
+        said = {"taken": taken, "declined": checkpointer.stats.declined, "staged": checkpointer.staged_step}
+        written = out / f"rank-{rank}.new"
+        written.write_text(json.dumps(said))
+        written.rename(out / f"rank-{rank}.json")
+        until = time.monotonic() + GO_SECONDS_MAX
+        while not (out / "go").exists():
+            if time.monotonic() > until:
+                sys.exit("nobody said go")
+            time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Whole MPI jobs on stores that misbehave: real ranks, stager and flusher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.failing_disk import Disk
+from tests.faults.flushing import wait_until
+from tests.faults.jobs import stepping
+from tests.integration.jobs import train
+from tests.integration.test_main_job_s3 import pull_all
+from tests.support.cluster import Cluster, assert_nothing_left, check_loadable
+from tests.support.fault_proxy import Fault, Rule, running_proxy
+from tests.support.s3_place import S3Place, plain_client
+
+pytestmark = pytest.mark.mpi
+
+RANKS = 2
+STEPS, EVERY = 6, 3
+SAVED = {2, 5}
+STAGER = ("--chunk-bytes", "1MiB", "--ring-bytes", "16MiB", "--keep-last", "0")
+
+
+@pytest.mark.s3
+def test_a_job_on_s3_of_which_a_tenth_of_all_requests_fails(swift_s3: S3Place, tmp_path: Path) -> None:
+    with running_proxy(swift_s3.endpoint, seed=3) as proxy:
+        kinds = (Fault.RESET_BEFORE, Fault.LOST_ANSWER, Fault.INTERNAL_ERROR, Fault.SLOW_DOWN)
+        proxy.add(*(Rule(fault, times=None, probability=0.1 / len(kinds)) for fault in kinds))
+        env = {**swift_s3.environment, "AWS_ENDPOINT_URL": proxy.endpoint, "TRAIN_WIDTH": "15000"}
+        cluster = Cluster(tmp_path, swift_s3.url("team/run"), env, script=train.__file__, stager=STAGER)
+        for steps in (STEPS - EVERY, STEPS):  # the second start restores through the same bad line
+            with cluster.start(RANKS, str(steps), str(EVERY)) as job:
+                job.succeed(200)
+            cluster.wait_for_flusher()
+        assert len(proxy.hits()) >= len(proxy.requests()) // 40
+    final = torch.load(cluster.out(2) / "final-0.pt", weights_only=True)
+    assert final["start"] == STEPS - EVERY, "the second job did not go on where the first ended"
+    check_loadable(pull_all(swift_s3, SAVED, tmp_path / "pulled"))
+    client = plain_client()
+    try:
+        listed = client.list_objects_v2(Bucket=swift_s3.bucket)["Contents"]
+        visible = {found["Key"] for found in listed if "/.holdfast/writer-" not in found["Key"]}
+        assert visible == {f"team/run/step-{step:09d}.{end}" for step in SAVED for end in ("pt", "json")}
+        assert not client.list_multipart_uploads(Bucket=swift_s3.bucket).get("Uploads")
+    finally:
+        client.close()
+
+
+def test_training_goes_on_while_the_disk_is_full_and_what_was_staged_comes_out_when_it_is_not(
+    tmp_path: Path,
+) -> None:
+    """Also under the event log and the flusher's own log there is no room."""
+    disk = Disk(tmp_path / "store", 32 << 20)
+    notes = Disk(tmp_path / "runtime-1-logs", 1 << 20)
+    try:
+        disk.fill(free_bytes=300_000)
+        notes.fill(free_bytes=0)
+        store, events = disk.place / "run", tmp_path / "events.jsonl"
+        env = {"HOLDFAST_EVENTS": str(events)}
+        options = ("--chunk-bytes", "64KiB", "--ring-bytes", "4MiB", "--keep-last", "0")
+        cluster = Cluster(tmp_path, str(store), env, script=stepping.__file__, stager=options)
+        steps = 20
+        with cluster.start(RANKS, str(steps)) as job:
+            out = cluster.out(1)
+            reports = [out / f"rank-{rank}.json" for rank in range(RANKS)]
+            wait_until(lambda: all(report.exists() for report in reports), job.output, 120)
+            said: list[dict[str, Any]] = [json.loads(report.read_text()) for report in reports]
+            # All steps were trained, though the store took none.
+            assert all(one["staged"] < steps - 1 for one in said), f"the disk refused nothing: {said}"
+            assert list(store.glob("step-*")) == []
+            disk.make_room()
+            (out / "go").touch()
+            job.succeed(150)
+        cluster.wait_for_flusher()
+        lines = [json.loads(line) for line in events.read_text().splitlines()]
+        durable = {line["step"] for line in lines if line["event"] == "durable"}
+        assert {line["step"] for line in lines if line["event"] == "staged"} == durable
+        assert durable
+        refused = [
+            {
+                line["step"]
+                for line in lines
+                if line["event"] in ("declined", "failed") and line.get("rank") == rank
+            }
+            for rank in range(RANKS)
+        ]
+        assert refused[0] == refused[1] == set(range(steps)) - durable, (
+            f"{durable} are durable, refused: {refused}"
+        )
+        for step in durable:
+            state = torch.load(store / f"step-{step:09d}.pt", weights_only=True)
+            assert all(bool((value == step).all()) for value in state["model"].values())
+        assert any(line["event"] == "flush_held" for line in lines)
+        assert_nothing_left(cluster.runtime)
+    finally:
+        disk.unmount()
+        notes.unmount()

@@ -1,0 +1,358 @@
+"""A real flusher on a disk that is full, read-only, forbidden, broken or slow: what is staged waits and is not lost.
+
+The causes are real where the machine allows it (a small file system that is full, mounted read-only, or without
+permission); errors of hardware are made by a shim that lets the calls of the C library fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.ring import SlotState
+from tests.faults.failing_disk import Calls, Disk
+from tests.faults.flushing import FaultedFlusher, image_of, wait_until
+from tests.support.images import Image
+from tests.support.stager_client import StagerClient
+
+CHUNK_BYTES = 64 * 1024
+IMAGE_BYTES = 640 * 1024
+DISK_BYTES = 8 << 20
+WITHOUT_OVERRIDE = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
+
+Start = Callable[..., FaultedFlusher]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path / "store", DISK_BYTES)
+    yield disk
+    disk.unmount()
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> Calls:
+    return Calls(tmp_path / "calls", tmp_path / "store")
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    return image_of(tmp_path, 1, nbytes=IMAGE_BYTES, chunk_bytes=CHUNK_BYTES)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[FaultedFlusher] = []
+
+    def one(*options: str, **more: Any) -> FaultedFlusher:
+        started.append(FaultedFlusher(tmp_path, str(tmp_path / "store" / "run"), *options, **more))
+        return started[-1]
+
+    yield one
+    for flusher in started:
+        if flusher.process.poll() is None:
+            flusher.kill()
+        assert flusher.process.stdout is not None
+        flusher.process.stdout.close()
+    log = (tmp_path / "flusher.log").read_text() if (tmp_path / "flusher.log").exists() else ""
+    print(log)
+    assert "Traceback" not in log
+
+
+def check_published(flusher: FaultedFlusher, image: Image, *steps: int) -> None:
+    """These steps, equal to the byte, and nothing else: no temporary file."""
+    assert flusher.visible() == [f"step-{step:09d}.{end}" for step in steps for end in ("json", "pt")]
+    assert flusher.hidden() == []
+    for step in steps:
+        assert (flusher.store / f"step-{step:09d}.pt").read_bytes() == image.final
+        assert flusher.manifest(step)["state"] == "verified"
+
+
+def full_slots(stager: StagerClient, step: int) -> int:
+    """How many chunks of a step are in the ring."""
+    records = (stager.ring.record(slot) for slot in range(stager.ring.ring_chunks))
+    return sum(record.state is SlotState.FULL and record.step == step for record in records)
+
+
+class Trouble:
+    """One way in which a disk refuses, and how it is mended."""
+
+    def __init__(self, begin: Callable[[], None], mend: Callable[[], None], *words: str) -> None:
+        self.begin, self.mend, self.words = begin, mend, words
+
+
+@pytest.fixture(params=["full", "read-only", "permission", "quota", "broken device"])
+def trouble(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Trouble, dict[str, Any]]]:
+    """The trouble, and how the flusher must be started to be hit by it."""
+    store = tmp_path / "store"
+    disk = Disk(store, DISK_BYTES)
+    temporary = store / "run" / ".holdfast" / "tmp"
+    needed = (r"\d+ bytes are needed", r"\d+ are free", "delete old checkpoints")
+    try:
+        if request.param == "full":
+            yield (
+                Trouble(
+                    lambda: disk.fill(free_bytes=100_000), disk.make_room, "No space left|too full", *needed
+                ),
+                {},
+            )
+        elif request.param == "read-only":
+            yield Trouble(disk.make_read_only, disk.make_writable, "Read-only", "mount it for writing"), {}
+        elif request.param == "permission":
+            words: tuple[str, ...] = ("Permission denied", "write permission")
+            yield (
+                Trouble(lambda: temporary.chmod(0o500), lambda: temporary.chmod(0o700), *words),
+                {"prefix": WITHOUT_OVERRIDE},
+            )
+        else:
+            calls = Calls(tmp_path / "calls", store)
+            number = errno.EDQUOT if request.param == "quota" else errno.ENXIO
+            words = ("Disk quota exceeded", *needed) if request.param == "quota" else ("device", "mounted")
+            yield (
+                Trouble(lambda: calls.fail("pwrite", number), calls.clear, *words),
+                {"env": calls.environment},
+            )
+    finally:
+        disk.unmount()
+
+
+def test_staged_steps_wait_in_the_ring_until_the_disk_takes_them(
+    start: Start, trouble: tuple[Trouble, dict[str, Any]], image: Image
+) -> None:
+    what, how = trouble
+    flusher = start(**how)
+    stager = StagerClient(flusher.directory)
+    with contextlib.closing(stager):
+        stager.save(image, 5)
+        stager.wait("durable", step=5)
+        stager.wait("verified", step=5)
+        what.begin()
+        stager.save(image, 6)
+        held = flusher.wait_for_event("flush_held", step=6)
+        assert_named(held["message"], flusher.store, what.words)
+        assert_named(flusher.log.read_text(), flusher.store, what.words)
+        assert full_slots(stager, 6) > 0
+        assert [m for m in stager.heard if m.kind == "failed"] == []
+        what.mend()
+        stager.wait("durable", step=6)
+        flusher.wait_for_event("flush_resumed", step=6)
+        stager.save(image, 7)
+        stager.finish()
+        assert [m for m in stager.heard if m.kind in {"failed", "bad"}] == []
+    assert flusher.wait() == 0
+    check_published(flusher, image, 5, 6, 7)
+    assert not flusher.directory.exists()
+
+
+def assert_named(text: str, path: Path, words: tuple[str, ...]) -> None:
+    """The path, the cause, and what to do."""
+    for word in (re.escape(str(path)), *words):
+        assert re.search(word, text), f"{word} is not in: {text}"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
+@pytest.mark.parametrize("call", ["pwrite", "rename", "preadv"])
+def test_an_error_that_may_go_away_is_waited_out(
+    start: Start, calls: Calls, image: Image, call: str, number: int
+) -> None:
+    flusher = start(env=calls.environment)
+    with contextlib.closing(StagerClient(flusher.directory)) as stager:
+        calls.fail(call, number, times=3)
+        stager.save(image, 5)
+        stager.wait("durable", step=5)
+        stager.save(image, 6)
+        stager.finish()
+        assert [m for m in stager.heard if m.kind in {"failed", "bad"}] == []
+    assert flusher.wait() == 0
+    check_published(flusher, image, 5, 6)
+    log = flusher.log.read_text()
+    assert log.count("attempt 1") >= 1, log
+    assert str(flusher.store) in log
+
+
+@pytest.mark.parametrize("later", ["flusher", "job"])
+def test_told_to_end_while_held_it_leaves_the_ring_and_says_how_to_go_on(
+    start: Start, disk: Disk, image: Image, later: str
+) -> None:
+    first = start()
+    with contextlib.closing(StagerClient(first.directory)) as stager:
+        disk.fill(free_bytes=100_000)
+        stager.save(image, 5)
+        first.wait_for_event("flush_held", step=5)
+    first.process.terminate()
+    assert first.wait() == 4
+    assert (first.directory / "ring").exists()
+    assert_named(first.log.read_text(), first.store, ("holdfast flusher --store", r"\d+ bytes are needed"))
+    assert first.visible() == []
+    disk.make_room()
+
+    second = start()
+    assert second.said["ready"], second.said
+    second.wait_for_event("durable", step=5)
+    if later == "job":
+        with contextlib.closing(StagerClient(second.directory)) as stager:
+            stager.save(image, 6)
+            stager.finish()
+    else:
+        second.process.terminate()
+    assert second.wait() == 0
+    second_steps = (5, 6) if later == "job" else (5,)
+    assert second.visible() == [f"step-{step:09d}.{end}" for step in second_steps for end in ("json", "pt")]
+    assert second.hidden() == []
+    for step in second_steps:
+        assert (second.store / f"step-{step:09d}.pt").read_bytes() == image.final
+    assert not second.directory.exists()
+
+
+def test_a_flusher_whose_stager_went_while_it_held_goes_on_by_itself(
+    start: Start, disk: Disk, image: Image
+) -> None:
+    flusher = start()
+    with contextlib.closing(StagerClient(flusher.directory)) as stager:
+        disk.fill(free_bytes=100_000)
+        stager.save(image, 5)
+        flusher.wait_for_event("flush_held", step=5)
+    flusher.wait_for_event("stager_gone")
+    assert flusher.process.poll() is None
+    disk.make_room()
+    assert flusher.wait() == 0
+    check_published(flusher, image, 5)
+    assert not flusher.directory.exists()
+
+
+def test_a_ring_that_is_full_of_held_steps_takes_no_more_and_loses_none(
+    start: Start, disk: Disk, image: Image
+) -> None:
+    flusher = start(ring="2MiB")
+    with contextlib.closing(StagerClient(flusher.directory)) as stager:
+        disk.fill(free_bytes=100_000)
+        steps = range(5, 5 + stager.ring.ring_chunks // image.layout.chunks)
+        assert len(steps) >= 2
+        for step in steps:
+            stager.save(image, step)
+        flusher.wait_for_event("flush_held", step=5)
+        stager.begin(image, 99)
+        stager.send(image, 99, range(stager.ring.ring_chunks % image.layout.chunks))
+        states = [stager.ring.state(slot) for slot in range(stager.ring.ring_chunks)]
+        assert SlotState.FREE not in states, "the ring has room: nothing was to be seen"
+        stager.channel.send("abort", attempt=stager.attempt, step=99, reason="no slot")
+        stager.wait("failed", step=99)
+        disk.make_room()
+        for step in steps:
+            stager.wait("durable", step=step)
+        stager.finish()
+    assert flusher.wait() == 0
+    check_published(flusher, image, *steps)
+
+
+def test_after_a_failed_sync_nothing_with_holes_is_published(
+    start: Start, calls: Calls, image: Image
+) -> None:
+    """What the kernel took and could not write is lost, and a second sync would say that all is well."""
+    flusher = start("--heartbeat-seconds", "60", env=calls.environment)
+    with contextlib.closing(StagerClient(flusher.directory)) as stager:
+        stager.save(image, 5)
+        stager.wait("verified", step=5)
+        calls.fail("fsync", errno.EIO, times=1)
+        stager.save(image, 6)
+        failed = stager.wait("failed", step=6).fields["message"]
+        assert_named(failed, flusher.store / "step-000000006.pt", ("sync failed", "Input/output error"))
+        stager.save(image, 7)
+        stager.finish()
+    assert flusher.wait() == 0
+    check_published(flusher, image, 5, 7)
+
+
+def test_a_file_that_was_lost_before_any_chunk_left_the_ring_is_written_anew(
+    start: Start, calls: Calls, image: Image
+) -> None:
+    """The server forgets the handle, and somebody has removed the temporary file."""
+    flusher = start(env=calls.environment)
+    temporary = flusher.store / ".holdfast" / "tmp"
+    with contextlib.closing(StagerClient(flusher.directory)) as stager:
+        calls.fail("pwrite", errno.EIO)
+        stager.save(image, 5)
+        wait_until(lambda: "Input/output error" in flusher.log.read_text(), flusher.log.read_text)
+        assert full_slots(stager, 5) == image.layout.chunks
+        for path in temporary.iterdir():
+            path.unlink()
+        calls.fail("pwrite", errno.ESTALE, times=1)
+        stager.wait("durable", step=5)
+        stager.finish()
+        assert [m for m in stager.heard if m.kind in {"failed", "bad"}] == []
+    assert flusher.wait() == 0
+    check_published(flusher, image, 5)
+    assert "begin anew" in flusher.log.read_text()
+
+
+def test_a_slow_disk_fills_the_ring_and_takes_no_other_memory(
+    start: Start, calls: Calls, image: Image
+) -> None:
+    calls.fail("pwrite", 0, delay_ms=30)
+    flusher = start(env=calls.environment)
+    steps = range(5, 10)
+    with contextlib.closing(StagerClient(flusher.directory)) as stager:
+        before_bytes = most_bytes = flusher.resident_bytes()
+        free_least = stager.ring.ring_chunks
+        for step in steps:
+            stager.begin(image, step)
+            for chunk in range(image.layout.chunks):
+                stager.send(image, step, [chunk])
+                states = [stager.ring.state(slot) for slot in range(stager.ring.ring_chunks)]
+                free_least = min(free_least, states.count(SlotState.FREE))
+            most_bytes = max(most_bytes, flusher.resident_bytes())
+            stager.staged(image, step)
+        stager.finish()
+        assert [m for m in stager.heard if m.kind in {"failed", "bad"}] == []
+    assert flusher.wait() == 0
+    assert free_least == 0, "the disk was not slow enough to fill the ring"
+    assert most_bytes - before_bytes < 32 << 20
+    check_published(flusher, image, *steps[-3:])
+
+
+def test_full_disks_under_the_events_and_the_log_stop_nothing(
+    start: Start, tmp_path: Path, image: Image
+) -> None:
+    disk = Disk(tmp_path / "notes", 1 << 20)
+    try:
+        events, log = disk.place / "events.jsonl", disk.place / "flusher.log"
+        flusher = start(events=events, stderr=log)
+        with contextlib.closing(StagerClient(flusher.directory)) as stager:
+            stager.save(image, 5)
+            stager.wait("verified", step=5)
+            disk.fill(free_bytes=0)
+            for step in range(6, 30):  # each writes more than is left in the files' last pages
+                stager.save(image, step)
+                stager.wait("verified", step=step)
+            disk.make_room()
+            stager.save(image, 30)
+            stager.finish()
+            assert [m for m in stager.heard if m.kind in {"failed", "bad"}] == []
+        assert flusher.wait() == 0
+        check_published(flusher, image, 28, 29, 30)
+        # What found no room is left out; of the line that was cut when it ran out, a piece may stand alone.
+        whole, torn = read_events(events)
+        steps = {line["step"] for line in whole if line["event"] == "durable"}
+        assert {5, 30} <= steps
+        assert 20 not in steps
+        assert len(torn) <= 1
+    finally:
+        disk.unmount()
+
+
+def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Lines that are JSON, and those that are not."""
+    whole, torn = [], []
+    for line in path.read_text().splitlines():
+        try:
+            whole.append(json.loads(line))
+        except ValueError:
+            torn.append(line)
+    return whole, torn

@@ -1,0 +1,41 @@
+"""What runs in the guest: slices into a tier on a DAX file system, step after step, each announced on the console.
+
+    GUEST how libpmem, MAP_SYNC … ─► kept 0 ─► complete 1 1 ─► complete 1 2 ─► …        until the power is cut
+    GUEST how … ─► kept 2 ─► complete 2 1 …                                             after it: attempt 2
+
+`kept n` is said when n slices were found, and every byte of them was right. No torch here: of the package
+`trainer_side` only the tiers are loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+
+def main(directory: str, attempt: int, count: int) -> None:
+    package = types.ModuleType("trainer_side")
+    package.__path__ = [str(Path(__file__).parents[2] / "trainer_side")]
+    sys.modules["trainer_side"] = package
+
+    from tests.support.tiers import RUN, image, read, save, slice_of
+    from trainer_side.tiers.opening import open_tier
+
+    made = image()
+    tier = open_tier(f"pm:{directory}", RUN)
+    tier.prepare(made.layout, 0)
+    print(f"GUEST how {tier.how}")
+    kept = tier.kept()
+    for one in kept:
+        assert read(tier, one) == slice_of(made, 0, one.seal.attempt * 1000 + one.seal.step)
+    orders = " ".join(f"{one.seal.attempt}.{one.seal.step}" for one in kept)
+    print(f"GUEST kept {len(kept)} {orders}")
+    for step in range(1, count + 1):
+        save(tier, made, 0, attempt, step)
+        print(f"GUEST complete {attempt}.{step}")
+    tier.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
