@@ -12,10 +12,11 @@ from botocore.compat import HTTPHeaders
 from botocore.exceptions import ReadTimeoutError
 
 from holdfast.crc import crc32
-from holdfast.errors import StoreError
+from holdfast.errors import StoreError, StoreMissing
 from holdfast.storage import Store, Upload
 from holdfast.storage.retrying import RetryBudget, Retrying
 from holdfast.storage.s3 import S3Store
+from holdfast.storage.s3_client import crc_header
 from tests.support.s3_place import S3Place, plain_client
 
 pytestmark = pytest.mark.s3
@@ -212,6 +213,213 @@ def test_a_permission_error_is_not_tried_again(raw: S3Store, store: Store) -> No
     assert refused == [1]
 
 
+def _resume(
+    place: S3Place, upload: Upload, write_id: str = "w1", crc32s: dict[int, int] | None = None
+) -> Upload:
+    """Take it up as the next process would."""
+    assert upload.token is not None
+    return S3Store(place.bucket, "run").resume(
+        "step-000000001.pt",
+        nbytes=len(_IMAGE),
+        chunk_bytes=_CHUNK_BYTES,
+        part_bytes=upload.part_bytes,
+        write_id=write_id,
+        token=upload.token,
+        crc32s=crc32s,
+    )
+
+
+def test_a_process_that_dies_between_complete_and_its_answer_has_published(
+    place: S3Place, raw: S3Store, store: Store
+) -> None:
+    upload = _upload(raw)
+    lost = [*lose_answers(raw, "CompleteMultipartUpload", 1)]
+    raw.client.meta.events.register(
+        "before-call.s3.HeadObject", lambda **_: pytest.fail("the process is dead by now")
+    )
+    with pytest.raises(BaseException, match="dead by now"):
+        upload.publish()
+    assert lost == []
+    second = _resume(place, upload)
+    assert second.published
+    assert second.written() == {0, 1}
+    assert _around(place.bucket) == []
+    reader = S3Store(place.bucket, "run")
+    assert reader.read("step-000000001.pt") == _IMAGE
+    reader.close()
+
+
+def test_a_complete_that_lands_between_our_two_questions_is_seen(
+    place: S3Place, raw: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HEAD says no, the dead process's Complete lands, ListParts knows no such upload: it is ours all the same."""
+    upload, list_parts = _upload(raw), S3Store.list_parts
+
+    def late(self: S3Store, key: str, upload_id: str) -> Any:
+        monkeypatch.setattr(S3Store, "list_parts", list_parts)
+        upload._complete()  # type: ignore[attr-defined]
+        return list_parts(self, key, upload_id)
+
+    monkeypatch.setattr(S3Store, "list_parts", late)
+    second = _resume(place, upload)
+    second.publish()
+    assert second.published
+    assert raw.read("step-000000001.pt") == _IMAGE
+    assert _around(place.bucket) == []
+
+
+def test_the_object_of_another_write_is_not_the_end_of_ours(place: S3Place, raw: S3Store) -> None:
+    _upload(raw, "theirs").publish()
+    ours = _upload(raw, "ours")
+    second = _resume(place, ours, "ours")
+    assert not second.published
+    raw.abort_uploads("run/step-000000001.pt")
+    with pytest.raises(StoreMissing, match=r"lifecycle rule.*not this write") as caught:
+        _resume(place, ours, "ours")
+    assert caught.value.begin_anew
+
+
+def test_an_upload_that_the_buckets_lifecycle_aborted_is_named(place: S3Place, raw: S3Store) -> None:
+    upload = _upload(raw)
+    client = plain_client()
+    assert upload.token is not None
+    client.abort_multipart_upload(Bucket=place.bucket, Key="run/step-000000001.pt", UploadId=upload.token)
+    client.close()
+    with pytest.raises(
+        StoreMissing, match=rf"s3://{place.bucket}/run/step-000000001\.pt.*lifecycle"
+    ) as caught:
+        _resume(place, upload)
+    assert caught.value.begin_anew
+    assert not caught.value.retriable
+
+
+def test_a_part_sent_to_an_aborted_upload_says_begin_anew(swift_s3: S3Place) -> None:
+    raw = S3Store(swift_s3.bucket, "run")
+    upload = _upload(raw)
+    raw.abort_uploads("run/step-000000001.pt")
+    with pytest.raises(StoreError, match=r"NoSuchUpload.*lifecycle.*anew") as caught:
+        upload.write_part(1, [_IMAGE[upload.part_bytes :]], crc32(_IMAGE[upload.part_bytes :]))
+    assert caught.value.begin_anew
+    assert not caught.value.retriable
+    raw.close()
+
+
+def test_the_twin_that_a_lost_answer_left_goes_with_the_resumed_upload(
+    place: S3Place, raw: S3Store, store: Store
+) -> None:
+    lost = lose_answers(raw, "CreateMultipartUpload", 1)
+    upload = _upload(store)
+    assert lost == [1]
+    assert len(_around(place.bucket)) == 3  # two uploads and the record
+    raw.sweep(keep={"w1"})
+    second = _resume(place, upload)
+    assert second.written() == {0, 1}
+    second.publish()
+    assert _around(place.bucket) == []
+    assert raw.read("step-000000001.pt") == _IMAGE
+
+
+def test_parts_are_listed_over_many_pages(
+    place: S3Place, raw: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than 1,000 parts come in pages; a small page shows the same with few parts."""
+    monkeypatch.setattr("holdfast.storage.s3._PARTS_PER_PAGE", 2)
+    image = memoryview(bytes(5 << 20))  # one buffer serves for every part
+    nbytes = 4 * len(image) + 10
+    upload = raw.begin("many.pt", nbytes=nbytes, chunk_bytes=_CHUNK_BYTES, write_id="w1")
+    for index in (0, 1, 2, 3):
+        upload.write_part(index, [image], crc32(image))
+    upload.write_part(4, [image[:10]], crc32(image[:10]))
+    asked: list[int] = []
+    reader = S3Store(place.bucket, "run")
+    reader.client.meta.events.register("before-call.s3.ListParts", lambda **_: asked.append(1))
+    assert upload.token is not None
+    second = reader.resume(
+        "many.pt",
+        nbytes=nbytes,
+        chunk_bytes=_CHUNK_BYTES,
+        part_bytes=upload.part_bytes,
+        write_id="w1",
+        token=upload.token,
+    )
+    assert second.written() == {0, 1, 2, 3, 4}
+    assert len(asked) == 3
+    second.publish()
+    assert raw.size("many.pt") == nbytes
+    reader.close()
+
+
+def test_a_part_with_another_size_at_the_server_is_sent_again(place: S3Place, raw: S3Store) -> None:
+    upload = _upload(raw)
+    client = plain_client()
+    assert upload.token is not None
+    client.upload_part(
+        Bucket=place.bucket,
+        Key="run/step-000000001.pt",
+        UploadId=upload.token,
+        PartNumber=2,
+        Body=b"short",
+    )
+    client.close()
+    second = _resume(place, upload)
+    assert second.written() == {0}
+    with pytest.raises(StoreError, match="1 of 2 parts are missing"):
+        second.publish()
+    second.write_part(1, [_IMAGE[second.part_bytes :]], crc32(_IMAGE[second.part_bytes :]))
+    second.publish()
+    assert raw.read("step-000000001.pt") == _IMAGE
+
+
+def test_a_part_with_another_crc_at_the_server_is_sent_again(place: S3Place, raw: S3Store) -> None:
+    """AWS lists the CRC of every part; the servers of these tests do not, so their list gets it here."""
+    upload = _upload(raw)
+    crcs = [crc32(_IMAGE[: upload.part_bytes]), crc32(_IMAGE[upload.part_bytes :])]
+    listing = S3Store(place.bucket, "run")
+
+    def add_crcs(parsed: Any, **_: Any) -> None:
+        for part, value in zip(parsed["Parts"], crcs, strict=True):
+            part["ChecksumCRC32"] = crc_header(value)
+
+    listing.client.meta.events.register("after-call.s3.ListParts", add_crcs)
+    assert upload.token is not None
+
+    def resumed(crc32s: dict[int, int] | None) -> Upload:
+        return listing.resume(
+            "step-000000001.pt",
+            nbytes=len(_IMAGE),
+            chunk_bytes=_CHUNK_BYTES,
+            part_bytes=upload.part_bytes,
+            write_id="w1",
+            token=str(upload.token),
+            crc32s=crc32s,
+        )
+
+    assert resumed(None).written() == {0, 1}
+    assert resumed({0: crcs[0], 1: crcs[1]}).written() == {0, 1}
+    second = resumed({0: crcs[0], 1: crcs[1] ^ 1})
+    assert second.written() == {0}
+    second.write_part(1, [_IMAGE[second.part_bytes :]], crcs[1])
+    second.publish()
+    assert raw.read("step-000000001.pt") == _IMAGE
+    listing.close()
+
+
+def test_an_object_that_stays_another_write_ends_in_begin_anew(raw: S3Store, store: Store) -> None:
+    """It is looked at again, for a server may be late; after that, waiting has no use."""
+    ours = _upload(store, "ours")
+
+    def overwrite(**_: Any) -> None:
+        client = plain_client()
+        client.put_object(Bucket=raw.bucket, Key="run/step-000000001.pt", Body=bytes(len(_IMAGE)))
+        client.close()
+
+    raw.client.meta.events.register("after-call.s3.CompleteMultipartUpload", overwrite)
+    with pytest.raises(StoreError, match=r"write-id differ.*given up after 4 attempts") as caught:
+        ours.publish()
+    assert caught.value.begin_anew
+    assert not caught.value.retriable
+
+
 def test_an_open_upload_survives_the_death_of_the_server(swift_s3: S3Place, swift_server: Any) -> None:
     raw = S3Store(swift_s3.bucket, "run")
     store = Retrying(raw)
@@ -222,8 +430,10 @@ def test_an_open_upload_survives_the_death_of_the_server(swift_s3: S3Place, swif
         raw.check(write=False)
     assert caught.value.retriable
     swift_server.start()
-    upload.write_part(1, [_IMAGE[upload.part_bytes :]], crc32(_IMAGE[upload.part_bytes :]))
-    upload.publish()
+    second = _resume(swift_s3, upload)
+    assert second.written() == {0}
+    second.write_part(1, [_IMAGE[upload.part_bytes :]], crc32(_IMAGE[upload.part_bytes :]))
+    second.publish()
     assert store.read("step-000000001.pt") == _IMAGE
     store.close()
 

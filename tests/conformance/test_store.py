@@ -309,3 +309,187 @@ def test_sizes_that_are_none_are_refused(backend: Backend) -> None:
         with pytest.raises(StoreError, match="at least 1"):
             _begin(backend.store, "step-000000001.pt", nbytes)
     assert backend.leftovers() == []
+
+
+def _resume(
+    backend: Backend,
+    upload: Upload,
+    nbytes: int,
+    *,
+    name: str = "step-000000001.pt",
+    write_id: str = "w1",
+    token: str | None = None,
+    crc32s: dict[int, int] | None = None,
+) -> Upload:
+    """Take `upload` up as the next process would: with another store, by what it wrote down."""
+    assert upload.token is not None
+    return backend.again().resume(
+        name,
+        nbytes=nbytes,
+        chunk_bytes=_CHUNK_BYTES,
+        part_bytes=upload.part_bytes,
+        write_id=write_id,
+        token=upload.token if token is None else token,
+        crc32s=crc32s,
+    )
+
+
+def test_an_upload_goes_on_in_the_next_process(backend: Backend) -> None:
+    image = _image(3 * _part_bytes(backend.store) + 77)
+    upload = _begin(backend.store, "step-000000001.pt", len(image))
+    assert upload.written() == frozenset()
+    _send(upload, image, 3)
+    _send(upload, image, 1)
+    assert upload.written() == {1, 3}
+    assert not upload.published
+    around = backend.leftovers()
+    assert backend.again().sweep(keep={"w1"}) == []
+    assert backend.leftovers() == around
+    second = _resume(backend, upload, len(image))
+    assert (second.token, second.part_bytes, second.published) == (upload.token, upload.part_bytes, False)
+    # A file does not tell which parts it has.
+    assert second.written() == ({0, 1, 2, 3} if backend.name == "posix" else {1, 3})
+    assert backend.store.list() == []
+    _send_all(second, image, order=[0, 2])
+    second.publish()
+    assert second.published
+    assert second.written() == {0, 1, 2, 3}
+    assert backend.store.read("step-000000001.pt") == image
+    assert backend.leftovers() == []
+
+
+def test_an_upload_may_pass_through_many_processes(backend: Backend) -> None:
+    image = _image(3 * _part_bytes(backend.store))
+    upload = _begin(backend.store, "step-000000001.pt", len(image))
+    for index in range(3):
+        upload = _resume(backend, upload, len(image))
+        _send(upload, image, index)
+    twice = [_resume(backend, upload, len(image)) for _ in range(2)]
+    twice[0].publish()
+    assert _resume(backend, upload, len(image)).published
+    assert backend.store.read("step-000000001.pt") == image
+    assert backend.leftovers() == []
+
+
+def test_a_part_written_again_after_the_resume_replaces_the_first(backend: Backend) -> None:
+    part = _part_bytes(backend.store)
+    wrong, right = _image(part + 5, seed=1), _image(part + 5, seed=2)
+    upload = _begin(backend.store, "step-000000001.pt", part + 5)
+    _send_all(upload, wrong)
+    second = _resume(backend, upload, part + 5)
+    _send_all(second, right, order=[1, 0])
+    second.publish()
+    assert backend.store.read("step-000000001.pt") == right
+
+
+def test_a_published_upload_is_resumed_as_such(backend: Backend) -> None:
+    image = _image(_part_bytes(backend.store) + 1)
+    upload = _begin(backend.store, "step-000000001.pt", len(image))
+    _send_all(upload, image)
+    upload.publish()
+    second = _resume(backend, upload, len(image))
+    assert second.published
+    assert second.written() == {0, 1}
+    second.publish()
+    second.abort()
+    with pytest.raises(StoreError, match="over"):
+        _send(second, image, 0)
+    assert backend.again().read("step-000000001.pt") == image
+    assert backend.leftovers() == []
+
+
+@pytest.mark.parametrize("end", ["swept", "aborted"])
+@pytest.mark.parametrize("older", [False, True])
+def test_an_upload_that_is_gone_is_missing(backend: Backend, end: str, older: bool) -> None:
+    """Also when an older file of the same size stands under the name."""
+    image = _image(_part_bytes(backend.store) + 1)
+    if older:
+        before = _begin(backend.store, "step-000000001.pt", len(image), "w0")
+        _send_all(before, image)
+        before.publish()
+    upload = _begin(backend.store, "step-000000001.pt", len(image))
+    _send(upload, image, 0)
+    if end == "swept":
+        backend.again().sweep()
+    else:
+        upload.abort()
+    with pytest.raises(StoreMissing, match=r"step-000000001\.pt.*begin anew") as caught:
+        _resume(backend, upload, len(image))
+    assert caught.value.begin_anew
+    assert not caught.value.retriable
+    upload.abort()
+    assert backend.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    "token", ["", "garbage", "inode-1", "new-0123456789abcdef", "../../x?y=z&a", "\u00e9", "x" * 2000]
+)
+def test_a_token_of_no_upload_is_missing_and_harms_none(backend: Backend, token: str) -> None:
+    image = _image(_part_bytes(backend.store) + 1)
+    upload = _begin(backend.store, "step-000000001.pt", len(image))
+    _send(upload, image, 0)
+    with pytest.raises(StoreMissing, match="begin anew") as caught:
+        _resume(backend, upload, len(image), token=token)
+    assert caught.value.begin_anew
+    _send(upload, image, 1)
+    upload.publish()
+    assert backend.store.read("step-000000001.pt") == image
+    assert backend.leftovers() == []
+
+
+def test_the_token_of_another_upload_is_missing(backend: Backend) -> None:
+    if backend.name == "moto":
+        pytest.skip("moto finds an upload by its id alone, whatever the key")
+    image = _image(100)
+    ours = _begin(backend.store, "step-000000001.pt", 100, "ours")
+    theirs = _begin(backend.store, "step-000000002.pt", 100, "theirs")
+    with pytest.raises(StoreMissing):
+        _resume(backend, theirs, 100, write_id="ours")
+    _send_all(ours, image)
+    ours.publish()
+    theirs.abort()
+
+
+def test_a_part_of_another_size_does_not_count(backend: Backend) -> None:
+    """The caller says how large parts are; what the store has must agree."""
+    part = _part_bytes(backend.store)
+    image, other_bytes = _image(3 * part), part + _CHUNK_BYTES
+    upload = _begin(backend.store, "step-000000001.pt", len(image))
+    _send(upload, image, 0)
+    assert upload.token is not None
+    second = backend.again().resume(
+        "step-000000001.pt",
+        nbytes=len(image),
+        chunk_bytes=_CHUNK_BYTES,
+        part_bytes=other_bytes,
+        write_id="w1",
+        token=upload.token,
+    )
+    everything = frozenset(range(-(-len(image) // other_bytes)))
+    assert second.written() == (everything if backend.name == "posix" else frozenset())
+    _send_all(second, image)
+    second.publish()
+    assert backend.store.read("step-000000001.pt") == image
+
+
+def test_a_part_that_is_known_to_have_another_crc_does_not_count(backend: Backend) -> None:
+    if backend.name in ("posix", "swift", "moto"):
+        pytest.skip("keeps no CRC of a part")
+    image = _image(2 * _part_bytes(backend.store))
+    upload = _begin(backend.store, "step-000000001.pt", len(image))
+    _send_all(upload, image)
+    right = crc32(image[: upload.part_bytes])
+    second = _resume(backend, upload, len(image), crc32s={0: right, 1: right})
+    assert second.written() == {0}
+    _send(second, image, 1)
+    second.publish()
+    assert backend.store.read("step-000000001.pt") == image
+
+
+def test_resume_asks_for_names_and_write_ids_that_can_be_ours(backend: Backend) -> None:
+    upload = _begin(backend.store, "step-000000001.pt", 10)
+    with pytest.raises(StoreError, match="is refused"):
+        _resume(backend, upload, 10, name="../out")
+    with pytest.raises(StoreError, match="is refused"):
+        _resume(backend, upload, 10, write_id="a/b")
+    upload.abort()
