@@ -28,6 +28,7 @@ def demo(out: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.soak
 def test_a_killed_run_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
     out = tmp_path / "demo-run"
     done = demo(out)

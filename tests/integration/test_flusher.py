@@ -8,11 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from holdfast.ring import SlotState
+from holdfast.claim import Claim, Identity
+from holdfast.ring import Ring, SlotState
+from holdfast.storage import open_store
 from tests.support.images import Image, from_torch_file
 from tests.support.stager_client import FlusherProcess, StagerClient
 
@@ -20,15 +23,15 @@ CHUNK_BYTES = 64 * 1024
 RANKS = 3
 
 Start = Callable[..., FlusherProcess]
-Attach = Callable[[Path], StagerClient]
+Attach = Callable[..., StagerClient]
 
 
 @pytest.fixture
 def attach() -> Iterator[Attach]:
     attached: list[StagerClient] = []
 
-    def one(directory: Path) -> StagerClient:
-        attached.append(StagerClient(directory))
+    def one(directory: Path, **options: int) -> StagerClient:
+        attached.append(StagerClient(directory, **options))
         return attached[-1]
 
     yield one
@@ -40,7 +43,7 @@ def attach() -> Iterator[Attach]:
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[FlusherProcess] = []
 
-    def one(*options: str, **sizes: str) -> FlusherProcess:
+    def one(*options: str, **sizes: Any) -> FlusherProcess:
         started.append(FlusherProcess(tmp_path, *options, **sizes))
         return started[-1]
 
@@ -189,37 +192,190 @@ def test_a_staged_checkpoint_in_the_ring_survives_a_killed_flusher(
     assert first.visible() == []
     second = start("--linger")
     assert second.said["attempt"] == 2
+    stager.close()
+    again = attach(second.directory)  # a new job: whoever sent step 6 does not come back
+    assert again.welcome["resumed"] is False
+    assert again.attempt == 2
+    again.save(image, 7)
+    again.finish()
     assert_loads(second.store / "step-000000005.pt", 1)
-    assert second.visible() == ["step-000000005.json", "step-000000005.pt"]
+    assert second.visible() == [f"step-{step:09d}.{kind}" for step in (5, 7) for kind in ("json", "pt")]
     assert second.manifest(5)["attempt"] == 1
     assert [line["step"] for line in second.happened("recovered")] == [5]
     assert [line["step"] for line in second.happened("flush_failed")] == [6]
+    ring = Ring.attach(second.directory)
+    assert all(ring.state(slot) is SlotState.FREE for slot in range(ring.ring_chunks))
+    ring.close()
+    assert second.hidden() == []
+
+
+def replay(stager: StagerClient, known: StagerClient, image: Image, step: int, *, staged: bool) -> None:
+    """What a stager says to a flusher that has kept its ring."""
+    attempt = known.attempt
+    stager.channel.send("begin", attempt=attempt, step=step, layout_digest=image.layout.digest)
+    for slot in range(known.ring.ring_chunks):
+        record = known.ring.record(slot)
+        if record.state is SlotState.FULL and record.step == step:
+            stager.channel.send("chunk", slot=slot)
+    if staged:
+        stager.channel.send("staged", attempt=attempt, step=step)
+
+
+LIVES_OF_A_PART = ["part_begun", "part_written", "part_recorded"]
+
+
+@pytest.mark.parametrize(
+    "point",
+    [f"{point}#{number}" for point in LIVES_OF_A_PART for number in (1, 4)]
+    + ["parts_done", "file_named", "file_published", "manifest_written"],
+)
+def test_a_flusher_that_is_killed_anywhere_costs_no_staged_checkpoint_and_writes_nothing_twice(
+    start: Start, attach: Attach, image: Image, point: str
+) -> None:
+    first = start(fault=f"flusher@{point}=kill")
+    stager = attach(first.directory)
+    stager.tells = {"begin", "chunk"}
+    directory = first.directory
+    stager.begin(image, 5)
+    stager.send(image, 5, range(image.layout.chunks))
+    stager.tells = None
+    stager.staged(image, 5)
+    first.wait_killed()
+    record = directory / "flush-1-5"
+    recorded = record.read_bytes().count(b'"part"') if record.exists() else 0
+
+    twice = start(fault="flusher@recovering=kill")
+    twice.wait_killed()
+    second = start()
+    back = attach(second.directory, attempt=1)
+    assert back.welcome["resumed"] is True
+    assert back.attempt == 1
+    replay(back, stager, image, 5, staged=True)
+    replay(back, stager, image, 5, staged=True)  # said twice is said once
+    back.wait("durable", step=5)
+    back.save(image, 6)  # the ring works as before
+    back.finish()
+    assert second.wait() == 0
+    assert [message.kind for message in back.heard if message.kind in {"failed", "bad"}] == []
+    assert (second.store / "step-000000005.pt").read_bytes() == image.final
+    assert second.manifest(5)["state"] == "verified"
+    assert second.visible() == [f"step-{step:09d}.{kind}" for step in (5, 6) for kind in ("json", "pt")]
+    assert second.hidden() == []
+    assert not second.directory.exists()
+    told = second.manifest(5)["record"]["flusher"]
+    if point != "manifest_written":
+        parts = image.layout.chunks  # a part of a file is a chunk
+        assert told.get("parts_resumed", 0) == recorded
+        assert told.get("parts_written", 0) == parts - recorded
     stager.close()
-    again = attach(second.directory)
-    assert all(again.ring.state(slot) is SlotState.FREE for slot in range(again.ring.ring_chunks))
-    again.save(image, 7)
-    again.finish()
-    assert second.visible()[-1] == "step-000000007.pt"
 
 
-def test_a_killed_flusher_with_a_half_written_file_leaves_nothing_that_counts(
+def test_a_checkpoint_that_is_still_received_goes_on_with_the_next_flusher(
     start: Start, attach: Attach, image: Image
 ) -> None:
-    first = start()
+    first = start(fault="flusher@part_recorded#2=kill")
     stager = attach(first.directory)
     stager.begin(image, 5)
-    stager.send(image, 5, [0, 1])
-    stager.wait("freed")
-    first.freeze()
-    stager.send(image, 5, range(2, image.layout.chunks))
-    stager.staged(image, 5)
-    first.kill()
-    assert first.hidden() != []
-    second = start("--linger")
-    assert second.visible() == []
+    stager.send(image, 5, range(4))
+    first.wait_killed()
+    filling = stager.free_slot()
+    stager.ring.mark_filling(filling, 1, 5, 4)
+    second = start()
+    back = attach(second.directory, attempt=1)
+    assert back.welcome["resumed"] is True
+    assert back.ring.state(filling) is SlotState.FILLING  # its writer lives
+    replay(back, stager, image, 5, staged=False)
+    data = image.chunk_bytes(4)
+    back.ring.slot_memory(filling)[: len(data)] = data
+    back.ring.mark_full(filling, image.sources(4), len(data))
+    back.channel.send("chunk", slot=filling)
+    back.send(image, 5, range(5, image.layout.chunks))
+    back.staged(image, 5)
+    back.finish()
+    assert second.wait() == 0
+    assert (second.store / "step-000000005.pt").read_bytes() == image.final
+    assert second.manifest(5)["record"]["flusher"]["parts_resumed"] == 2
+    stager.close()
+
+
+def test_what_ended_while_no_stager_listened_is_told_to_the_one_that_comes_back(
+    start: Start, attach: Attach, image: Image
+) -> None:
+    first = start(fault="flusher@manifest_written=kill")
+    stager = attach(first.directory)
+    stager.save(image, 5)
+    first.wait_killed()
+    stager.ring.remove_checkpoint(1, 5)  # as if it had come so far, and the message had not
+    second = start()
+    back = attach(second.directory, attempt=1)
+    replay(back, stager, image, 5, staged=True)
+    assert back.wait("durable", step=5).fields["file"] == "step-000000005.pt"
+    replay(back, stager, image, 6, staged=True)
+    assert "given up" in back.wait("failed", step=6).fields["message"]
+    back.begin(image, 7)
+    back.send(image, 7, [0])
+    back.channel.send("abort", attempt=1, step=7, reason="given up meanwhile")
+    back.wait("failed", step=7)
+    back.finish()
+    assert second.wait() == 0
     assert second.hidden() == []
-    (lost,) = second.happened("flush_failed")
-    assert "had already left the ring" in lost["message"]
+    stager.close()
+
+
+def test_a_read_back_or_a_removal_that_was_cut_short_is_finished_by_the_next_flusher(
+    start: Start, attach: Attach, image: Image
+) -> None:
+    first = start("--keep-last", "1", fault="flusher@manifest_deleted=kill")
+    stager = attach(first.directory)
+    stager.save(image, 1)
+    stager.wait("verified", step=1)
+    stager.save(image, 2)
+    first.wait_killed()
+    stager.close()
+    assert "step-000000001.pt" in first.visible()
+    assert "step-000000001.json" not in first.visible()
+    second = start("--keep-last", "1", fault="flusher@verifying#3=kill")
+    back = attach(second.directory)
+    assert second.visible() == ["step-000000002.json", "step-000000002.pt"]
+    back.save(image, 3)
+    second.wait_killed()
+    back.close()
+    third = start("--keep-last", "0")
+    again = attach(third.directory)
+    again.finish()
+    assert third.wait() == 0
+    for step in (2, 3):
+        assert third.manifest(step)["state"] == "verified"
+
+
+@pytest.mark.parametrize("how", ["terminate", "held_seconds_max"])
+def test_a_store_that_takes_nothing_keeps_the_ring_for_the_next_flusher(
+    start: Start, attach: Attach, image: Image, how: str
+) -> None:
+    first = start("--held-seconds-max", "0.5" if how != "terminate" else "3600")
+    stager = attach(first.directory)
+    hidden = first.store / ".holdfast" / "tmp"
+    stager.save(image, 4)
+    stager.wait("verified", step=4)
+    blocked = first.store / "step-000000005.json"
+    blocked.mkdir()  # no manifest can be written there: not even root can rename a file over a directory
+    stager.save(image, 5)
+    until = time.monotonic() + 60
+    while not first.happened("flush_held"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    stager.close()
+    if how == "terminate":
+        first.process.terminate()
+    assert first.wait() == 4
+    assert (first.directory / "checkpoint-1-5.json").exists()
+    blocked.rmdir()
+    second = start()
+    attach(second.directory).finish()
+    assert second.wait() == 0
+    assert (second.store / "step-000000005.pt").read_bytes() == image.final
+    assert second.manifest(5)["state"] == "verified"
+    assert list(hidden.iterdir()) == []
 
 
 def test_a_damaged_ring_does_not_keep_the_next_flusher_from_starting(start: Start) -> None:
@@ -267,21 +423,32 @@ def test_start_up_errors_say_why_and_give_the_exit_code(start: Start, tmp_path: 
     assert str(tmp_path / "store") in broken.said["error"]["message"]
 
 
-def test_sigterm_publishes_what_is_staged_and_gives_up_the_rest(
+def test_sigterm_publishes_what_is_staged_and_leaves_the_rest_to_the_next_flusher(
     start: Start, attach: Attach, image: Image
 ) -> None:
-    flusher = start("--linger")
-    stager = attach(flusher.directory)
+    first = start("--linger")
+    stager = attach(first.directory)
     stager.save(image, 5)
     stager.begin(image, 6)
     stager.send(image, 6, [1])
     stager.wait("began", step=6)
-    flusher.process.terminate()
-    assert "told to end" in stager.wait("failed", step=6).fields["message"]
-    assert flusher.wait() == 0
-    assert flusher.visible() == ["step-000000005.json", "step-000000005.pt"]
-    assert flusher.hidden() == []
-    assert not flusher.directory.exists()
+    first.process.terminate()
+    assert first.wait() == 0
+    assert first.visible() == ["step-000000005.json", "step-000000005.pt"]
+    assert first.manifest(5)["attempt"] == 1
+    assert [line["receiving"] for line in first.happened("ring_left")] == [1]
+    second = start()
+    back = attach(second.directory, attempt=1)
+    assert back.welcome["resumed"] is True
+    replay(back, stager, image, 6, staged=False)
+    back.send(image, 6, [chunk for chunk in range(image.layout.chunks) if chunk != 1])
+    back.staged(image, 6)
+    back.finish()
+    assert second.wait() == 0
+    assert (second.store / "step-000000006.pt").read_bytes() == image.final
+    assert second.hidden() == []
+    assert not second.directory.exists()
+    stager.close()
 
 
 def test_an_aborted_step_gives_its_slots_back(start: Start, attach: Attach, image: Image) -> None:
@@ -355,9 +522,8 @@ def test_another_writer_that_took_the_run_over_ends_this_one(
 ) -> None:
     flusher = start()
     stager = attach(flusher.directory)
-    claim = json.loads((flusher.store / ".holdfast" / "writer-000001.json").read_text())
-    other = claim | {"attempt": 2, "write_id": "other", "host": "elsewhere", "boot_id": "x"}
-    (flusher.store / ".holdfast" / "writer-000002.json").write_text(json.dumps(other))
+    other = Identity("elsewhere", "boot", "namespace", 7, 1)
+    Claim.take(open_store(str(flusher.store)), takeover=True, identity=other)
     stager.save(image, 5)
     refused = stager.wait("refused").fields
     assert refused["code"] == "fenced"

@@ -101,6 +101,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(local: Cluster) -> 
     assert "step 7" in said, said
 
 
+@pytest.mark.soak
 def test_any_fsspec_url(tmp_path: Path) -> None:
     """A store that holdfast has no backend for, but fsspec has a driver: killed, and resumed from."""
     store = tmp_path / "store"

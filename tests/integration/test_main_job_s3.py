@@ -107,6 +107,7 @@ def pull_all(place: S3Place, steps: set[int], destination: Path) -> list[Path]:
     return pulled
 
 
+@pytest.mark.soak
 def test_a_run_on_moto(uninterrupted: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in uninterrupted.place.environment.items():
         monkeypatch.setenv(name, value)

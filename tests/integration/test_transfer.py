@@ -127,7 +127,11 @@ def test_images_larger_than_the_ring_arrive_bit_for_bit(tmp_path: Path) -> None:
     ran = Ran(tmp_path, "plain", steps=4)
     assert ran.code == 0, ran.output
     for rank in range(2):
-        assert ran.steps(rank) == dict.fromkeys(range(4), "staged")
+        assert ran.steps(rank).keys() == set(range(4))
+        assert set(ran.steps(rank).values()) <= {
+            "staged",
+            "durable",
+        }  # the news of a fast store may come first
         assert (ran.said[rank]["durable_step"], ran.said[rank]["problem"]) == (3, "")
         assert ran.said[rank]["agreement"] == [196608, {"rng": 8192}]
     ran.assert_files({0, 1, 2, 3})
@@ -174,18 +178,21 @@ def test_a_killed_rank_costs_only_the_checkpoint_it_was_sending(tmp_path: Path) 
     ran.assert_nothing_left()
 
 
-def test_a_killed_flusher_is_replaced_and_checkpoints_go_on(tmp_path: Path) -> None:
+def test_a_killed_flusher_costs_no_step(tmp_path: Path) -> None:
+    """The images are larger than the ring: a step that the kill interrupts waits for the next flusher, which goes on
+    with what the dead one had written.
+    """
     ran = Ran(tmp_path, "flusher", steps=8)
     assert ran.code == 0, ran.output
-    good = [
-        {step for step, state in ran.steps(rank).items() if state in {"staged", "durable"}}
-        for rank in range(2)
-    ]
-    assert good[0] == good[1]
-    assert {0, 7} <= good[0], ran.output
-    assert len(_of(ran, "flusher_lost")) == len(_of(ran, "flusher_replaced")) == 1
+    for rank in range(2):
+        assert set(ran.steps(rank)) == set(range(8))
+        assert set(ran.steps(rank).values()) <= {"staged", "durable"}, ran.output
+    assert len(_of(ran, "flusher_lost")) == 1
+    (replaced,) = _of(ran, "flusher_replaced")
+    assert replaced["resumed"] is True
+    assert not _of(ran, "failed") + _of(ran, "declined"), "the trainers hear nothing of it"
     assert [said["problem"] for said in ran.said] == ["", ""], "the stager was there all the time"
-    ran.assert_files(good[0])
+    ran.assert_files(set(range(8)))
     ran.assert_nothing_left()
 
 

@@ -1,7 +1,8 @@
 """A training job whose every tensor says which step it belongs to: a checkpoint that mixes two steps is seen at once.
 
-`python fingerprint.py SAVES [--no-gate]`: train as fast as the machine can, save after every step, until SAVES are
-staged. As in any data-parallel training, the ranks meet once per step.
+`python fingerprint.py SAVES [--no-gate] [--layers]`: train as fast as the machine can, save after every step, until
+SAVES are staged. As in any data-parallel training, the ranks meet once per step. `--layers`: with an optimizer that
+updates layer by layer while the rest is still being copied.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, init_torch_distributed
 
 TENSORS, NUMEL, STEPS_MAX = 120, 8 * 1024, 20_000
@@ -42,20 +44,23 @@ def main() -> None:
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(NUMEL)) for _ in range(TENSORS))
     model.register_buffer("seen", torch.zeros(1))
     seen = model.get_buffer("seen")
-    optimizer = Stamp(list(model))
+    optimizer: torch.optim.Optimizer = Stamp(list(model))
+    if "--layers" in sys.argv:
+        optimizer = torch.optim.SGD(list(model), lr=1.0, momentum=1.0)
+        for parameter in model:
+            parameter.grad = torch.full_like(parameter, -1.0)
     progress = {"updates": 0}
     rank, _ = init_torch_distributed("gloo")
-    staged, newest = 0, -1
+    do_without_compiler()
     checkpointer = Checkpointer({"model": model, "optimizer": optimizer, "progress": progress})
     if not gated:
-        checkpointer._gate.remove()
+        checkpointer._copier.gate.remove()
     for step in range(STEPS_MAX):
         optimizer.step()
         seen.fill_(float(step + 1))
         progress["updates"] = step + 1
         checkpointer.save(step)
-        if checkpointer.staged_step != newest:
-            staged, newest = staged + 1, checkpointer.staged_step
+        staged = checkpointer.stats.saved - len(checkpointer._areas.in_flight())
         enough = torch.tensor([int(rank == 0 and staged >= saves)])
         torch.distributed.all_reduce(enough)
         if enough:

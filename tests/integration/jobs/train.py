@@ -1,8 +1,11 @@
 """A small training job with everything that must come back: dropout, BatchNorm, AdamW, a scheduler, data order, RNG.
 
 `python train.py OUT STEPS EVERY [PAUSE_AT]`: trains to STEPS, saves every EVERY steps. Writes to OUT, per rank: pid,
-each step's loss and samples, and at the end the state. After step PAUSE_AT the ranks wait to be killed. TRAIN_WIDTH in
-the environment makes the state larger: 420 bytes for each unit.
+each step's loss and samples, and at the end the state. After step PAUSE_AT the ranks wait to be killed, or until there
+is a file `go-on` in OUT. TRAIN_WIDTH in
+the environment makes the state larger: 420 bytes for each unit. TRAIN_STAGED_SECONDS_MAX is how long a save waits
+for the one before to be staged, or with TRAIN_WAITS_FOR=kept until every rank has it in a local tier.
+TRAIN_STEP_SECONDS is added to each step.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ def main() -> None:
             loss = ((model(x) - x) ** 2).mean()
             optimizer.zero_grad()
             loss.backward()
+            time.sleep(float(os.environ.get("TRAIN_STEP_SECONDS", "0")))
             optimizer.step()
             scheduler.step()
             losses.write(
@@ -77,16 +81,30 @@ def main() -> None:
                 saved = step
             if step == pause_at:
                 (out / f"paused-{rank}").touch()
-                time.sleep(PAUSE_SECONDS_MAX)
-                sys.exit("nobody killed this rank")
+                _pause(out / "go-on")
     torch.save({**_flat(state), "start": start}, out / f"final-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
+def _pause(go_on: Path) -> None:
+    deadline = time.monotonic() + PAUSE_SECONDS_MAX
+    while not go_on.exists():
+        if time.monotonic() > deadline:
+            sys.exit("nobody killed this rank")
+        time.sleep(0.01)
+
+
 def _wait_until_staged(checkpointer: Checkpointer, step: int) -> None:
     """So that no step is declined because the one before is on its way, however slow machine and store are."""
-    deadline = time.monotonic() + STAGED_SECONDS_MAX
-    while checkpointer.staged_step < step and time.monotonic() < deadline:
+    seconds_max = float(os.environ.get("TRAIN_STAGED_SECONDS_MAX", STAGED_SECONDS_MAX))
+    deadline = time.monotonic() + seconds_max
+    kept = os.environ.get("TRAIN_WAITS_FOR") == "kept"
+    while time.monotonic() < deadline:
+        keeper = checkpointer._keeper
+        if kept and checkpointer.kept_step >= step and (keeper is None or keeper.is_idle):
+            break
+        if not kept and checkpointer.staged_step >= step:
+            break
         time.sleep(0.001)
 
 

@@ -1,6 +1,7 @@
 """A trainer without a model: sends synthetic images through a Link, so that the transfer is tested by itself.
 
-`python transfer.py OUT SCENARIO IMAGE_BYTES STEPS`. Writes to OUT, per rank, a JSON file of how each step ended.
+`python transfer.py OUT SCENARIO IMAGE_BYTES STEPS`. Writes to OUT, per rank, a JSON file of how each step ended. In the
+scenario `wait-at-3` the ranks wait after step 3 until the directory `go-on` is beside OUT.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError
 from holdfast.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.slices import area_bytes, frames_of
 from trainer_side.link import Link, Proposal, TransferState
 
 WAIT_SECONDS_MAX = 60.0
@@ -35,18 +37,24 @@ class Slice:
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self._data[offset : offset + nbytes]
 
-    def ready_bytes(self) -> int:
-        return self.ready
+    def is_ready(self, offset: int) -> bool:
+        return offset < self.ready
 
 
 def layout(image_bytes: int, chunk_bytes: int, ranks: int) -> Layout:
-    """Entries of odd sizes and owners, each followed by its CRC field; most cross chunk borders."""
+    """Entries of odd sizes and owners, each followed by its CRC field; most cross chunk borders.
+
+    The first ones are tiny and every rank's in turn: the frames of their chunks have more pieces than travel apart.
+    """
     draw = random.Random(image_bytes)
     entries: list[Entry] = []
     offset = 100
+    tiny = 100 * ranks if image_bytes > 60_000 * ranks else 0
     while offset < image_bytes - 1000:
         nbytes = min(draw.randrange(1, chunk_bytes * 2), image_bytes - 500 - offset)
         owner = draw.choice([REPLICATED, REPLICATED, *range(ranks)])
+        if len(entries) < tiny:
+            nbytes, owner = draw.randrange(1, 40), len(entries) % ranks
         entries.append(Entry(f"archive/data/{len(entries)}", offset, nbytes, owner, (offset + nbytes + 4,)))
         offset += nbytes + draw.randrange(64, 300)
     tensors = tuple(
@@ -69,7 +77,12 @@ def image(plan: Layout, step: int, *, patched: bool) -> bytes:
 
 
 def my_slice(plan: Layout, data: bytes, rank: int) -> bytes:
-    return b"".join(data[e.offset : e.end] for _, extents in plan.sends(rank) for e in extents)
+    area = bytearray(area_bytes(plan, rank))
+    for frame in frames_of(plan, rank):
+        area[frame.offset : frame.offset + frame.nbytes] = b"".join(
+            data[e.offset : e.end] for e in frame.extents
+        )
+    return bytes(area)
 
 
 def proposal(plan: Layout, *, changed: str = "") -> Proposal:
@@ -89,6 +102,13 @@ def kill_flusher() -> None:
                 process.kill()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
+
+
+def wait_for(path: Path) -> None:
+    """Until the test has made it."""
+    deadline = time.monotonic() + WAIT_SECONDS_MAX
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def main() -> None:
@@ -128,6 +148,8 @@ def run(link: Link, scenario: str, image_bytes: int, steps: int, said: dict[str,
         settled = transfer.settled.wait(WAIT_SECONDS_MAX) and transfer.released.wait(WAIT_SECONDS_MAX)
         if scenario == "flusher":
             time.sleep(1.0)  # so that a later step meets the next flusher
+        if scenario == "wait-at-3" and step == 3:
+            wait_for(Path(sys.argv[1]).with_name("go-on"))
         said["steps"][step] = {"state": transfer.state.value, "reason": transfer.reason, "settled": settled}
     link.close(wait_for=TransferState.DURABLE, seconds_max=WAIT_SECONDS_MAX)
     said["durable_step"], said["staged_step"] = link.durable_step, link.staged_step

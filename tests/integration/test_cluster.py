@@ -1,0 +1,184 @@
+"""`holdfast cluster up|status|down` against moto's EC2: from Terraform's outputs to the hostfile.
+
+moto gives machines at once, knows neither capacity nor quotas, forgets ClientTokens, and has one price for all; those
+are tested with tests/unit/holdfast/cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from tests.support.job import environment
+from tests.support.moto_s3 import running_moto
+
+REGION = "eu-west-1"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with running_moto() as url:
+        yield url
+
+
+class Operator:
+    """A person with a Terraform output and the command."""
+
+    def __init__(self, directory: Path, endpoint: str, run_id: str) -> None:
+        self.directory, self.run_id = directory, run_id
+        self.env = {**environment(directory / "runtime"), **CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}
+        session: Any = boto3.session.Session("testing", "testing", region_name=REGION)
+        self.ec2: Any = session.client("ec2", endpoint_url=endpoint)
+        subnet = self.ec2.describe_subnets()["Subnets"][0]
+        image = self.ec2.describe_images()["Images"][0]["ImageId"]
+        templates = [
+            self.ec2.create_launch_template(
+                LaunchTemplateName=f"{run_id}-{role}",
+                LaunchTemplateData={"ImageId": image, "InstanceType": "t3.micro"},
+            )["LaunchTemplate"]["LaunchTemplateId"]
+            for role in ("train", "stager")
+        ]
+        values = {
+            "region": REGION,
+            "availability_zone": subnet["AvailabilityZone"],
+            "subnet_id": subnet["SubnetId"],
+            "security_group_ids": [],
+            "placement_group": None,
+            "trainer_launch_template": {"id": templates[0], "version": 1},
+            "stager_launch_template": {"id": templates[1], "version": "1"},
+            "bucket": "bucket",
+            "run_prefix": run_id,
+            "store_url": f"s3://bucket/{run_id}",
+            "project": "holdfast",
+            "run_id": run_id,
+            "tags": {"Team": "sea"},
+        }
+        self.file = directory / "terraform-output.json"
+        outputs = {
+            name: {"sensitive": False, "type": "string", "value": value} for name, value in values.items()
+        }
+        self.file.write_text(json.dumps(outputs))
+
+    def call(self, verb: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "holdfast", "cluster", verb, "--from", str(self.file), *arguments]
+        return subprocess.run(line, env={**self.env, **env}, capture_output=True, text=True, check=False)
+
+    def document(self, verb: str, *arguments: str) -> Any:
+        done = self.call(verb, "--json", *arguments)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def live(self) -> list[Any]:
+        groups = self.ec2.describe_instances(Filters=[{"Name": "tag:RunId", "Values": [self.run_id]}])[
+            "Reservations"
+        ]
+        return [i for group in groups for i in group["Instances"] if i["State"]["Name"] == "running"]
+
+
+def test_up_status_down(endpoint: str, tmp_path: Path) -> None:
+    operator = Operator(tmp_path, endpoint, "run-1")
+    hostfile = tmp_path / "hosts"
+    wish = ("--nodes", "3", "--types", "c5.large,m5.large", "--slots", "2", "--hostfile", str(hostfile))
+    raised = operator.document("up", *wish)
+    live = operator.live()
+    assert len(live) == 4
+    for instance in live:
+        tags = {tag["Key"]: tag["Value"] for tag in instance["Tags"]}
+        assert {
+            "Project": "holdfast",
+            "RunId": "run-1",
+            "Team": "sea",
+            "ManagedBy": "holdfast",
+        }.items() <= tags.items()
+        assert (instance.get("InstanceLifecycle") == "spot") == (tags["Role"] == "train")
+    trainers = [node for node in raised["nodes"] if node["role"] == "train"]
+    assert sorted(hostfile.read_text().splitlines()) == sorted(
+        f"{node['address']} slots=2" for node in trainers
+    )
+    assert "-n 6 python train.py" in raised["mpirun"]
+    assert "--store s3://bucket/run-1" in raised["run"]
+
+    assert operator.document("up", *wish)["made"] == []
+    assert len(operator.live()) == 4
+
+    status = operator.document("status")
+    assert len(status["nodes"]) == 4
+    assert status["taken"] == []
+    shown = operator.call("status")
+    assert "on demand" in shown.stdout
+    assert "3 trainers, 1 stager" in shown.stdout
+
+    assert len(operator.document("down")["ended"]) == 4
+    assert operator.live() == []
+    again = operator.call("down")
+    assert again.returncode == 0
+    assert "nothing is left with Project=holdfast, RunId=run-1" in again.stdout
+
+
+def test_the_run_finds_its_hosts(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = Operator(tmp_path, endpoint, "run-2")
+    operator.document("up", "--nodes", "2", "--types", "c5.large", "--slots", "4")
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, operator.env[name])
+    from holdfast.cluster.fleet import fleet_of
+
+    fleet = fleet_of(operator.file)
+    hosts = fleet.look()
+    assert [host.slots for host in hosts] == [4, 4]
+    lost = next(i for i in operator.live() if i["PrivateIpAddress"] == hosts[0].name)
+    operator.ec2.terminate_instances(InstanceIds=[lost["InstanceId"]])
+    assert fleet.look() == hosts[1:]
+    fleet.replace(4)
+    now = fleet.look()
+    assert len(now) == 2
+    assert hosts[1] in now
+    operator.document("down")
+
+
+@pytest.mark.parametrize("what", ["credentials", "template", "file", "types", "in-use"])
+def test_what_a_person_must_mend(endpoint: str, tmp_path: Path, what: str) -> None:
+    operator = Operator(tmp_path, endpoint, f"run-{what}")
+    wish = ["--nodes", "1", "--types", "c5.large"]
+    env = {}
+    code, words = 2, ""
+    match what:
+        case "credentials":
+            env = {
+                "AWS_ACCESS_KEY_ID": "",
+                "AWS_SECRET_ACCESS_KEY": "",
+                "AWS_EC2_METADATA_DISABLED": "true",
+                "HOME": str(tmp_path),
+            }
+            words = "no AWS credentials"
+        case "template":
+            text = operator.file.read_text()
+            template = json.loads(text)["trainer_launch_template"]["value"]["id"]
+            operator.file.write_text(text.replace(template, "lt-0123456789abcdef0"))
+            words = "lt-0123456789abcdef0"
+        case "file":
+            operator.file.write_text("{}")
+            words = "region: missing"
+        case "types":
+            wish = ["--nodes", "1", "--types", " , "]
+            words = "--types"
+        case "in-use":
+            other = json.loads(operator.file.read_text())
+            other["run_id"]["value"] = "another-run"
+            operator.document("up", *wish)
+            operator.file.write_text(json.dumps(other))
+            code, words = 8, "in use by another cluster"
+    done = operator.call("up", *wish, **env)
+    assert done.returncode == code, done.stderr
+    assert words in " ".join(done.stderr.split())
+    assert len(operator.live()) == (2 if what == "in-use" else 0)
+    assert "Traceback" not in done.stderr
+    assert os.environ.get("AWS_ENDPOINT_URL") != endpoint

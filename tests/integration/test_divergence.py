@@ -1,0 +1,98 @@
+"""Replicas that drift apart on real ranks are found, and named; those that do not are never reported."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.catalog import Catalog
+from holdfast.replicas import ROW_BYTES, first_row, stride
+from holdfast.storage import open_store
+from tests.integration.jobs import drifting
+from tests.support.job import Job, environment
+
+pytestmark = [pytest.mark.mpi]
+STEPS = 6
+
+
+class Outcome:
+    """What one run of the job left."""
+
+    def __init__(
+        self, directory: Path, scenario: str, *, ranks: int, steps: int = STEPS, option: str = "warn"
+    ) -> None:
+        self.ranks = ranks
+        store, events = directory / "store", directory / "events.jsonl"
+        stager = ["--store", str(store), "--chunk-bytes", "64KiB", "--ring-bytes", "4MiB", "--keep-last", "0"]
+        with Job(
+            ranks,
+            [drifting.__file__, str(directory / "out"), scenario, str(steps)],
+            [*stager, "--on-divergence", option],
+            env=environment(directory / "runtime", HOLDFAST_EVENTS=str(events)),
+            log=directory / "job.log",
+        ) as job:
+            job.succeed(180)
+            self.output = " ".join(job.output().split())  # the stager's log is broken into lines
+        self.published = {item.step for item in Catalog(open_store(str(store))).list()}
+        lines: list[dict[str, Any]] = list(map(json.loads, events.read_text().splitlines()))
+        self.saves = [line for line in lines if line["event"] == "save"]
+        self.divergences = [line for line in lines if line["event"] == "divergence"]
+        self.said = [
+            json.loads((directory / "out" / f"rank-{rank}.json").read_text()) for rank in range(ranks)
+        ]
+
+
+@pytest.mark.soak
+def test_a_run_without_drift_is_never_reported(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, "none", ranks=2, steps=20)
+    assert outcome.published == set(range(20))
+    assert not outcome.divergences
+    assert "DRIFTED" not in outcome.output
+    assert len(outcome.saves) == 40
+    assert all("fingerprint_seconds" in line for line in outcome.saves), "nothing was compared"
+
+
+def test_the_rank_that_drifted_is_named_by_majority(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, "element", ranks=3)
+    assert outcome.published == set(range(STEPS)), "warn stages nevertheless"
+    (said,) = outcome.divergences  # once, not at each step
+    assert said["step"] == drifting.DRIFT_AT
+    assert said["drifted"] == {"2": ["model/module.head.weight"]}
+    assert not said["undecided"]
+    assert outcome.output.count("rank 2 differs from most ranks in model/module.head.weight") == 1
+
+
+def test_of_two_ranks_both_are_named(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, "tensor", ranks=2)
+    assert outcome.divergences[0]["undecided"] == {"model/module.head.weight": [[0], [1]]}
+    assert "rank 0 and rank 1 differ from each other in model/module.head.weight" in outcome.output
+
+
+def test_refuse_publishes_nothing_of_it(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, "element", ranks=3, option="refuse")
+    assert outcome.published == set(range(drifting.DRIFT_AT))
+    assert f"step {drifting.DRIFT_AT}: REPLICAS HAVE DRIFTED APART: rank 2 differs" in outcome.output
+    for said in outcome.said:
+        assert said == {
+            "failed": STEPS - drifting.DRIFT_AT,
+            "causes": {"the ranks' states differ": STEPS - drifting.DRIFT_AT},
+        }
+
+
+@pytest.mark.soak
+def test_what_one_checkpoint_does_not_look_at_a_later_one_does(tmp_path: Path) -> None:
+    rows_apart = stride(4 * drifting.HIDDEN_NUMEL)
+    assert rows_apart > 1
+    row = 4 * drifting.HIDDEN_ELEMENT // ROW_BYTES
+    sees_it = (
+        step for step in itertools.count(drifting.DRIFT_AT) if first_row(step, rows_apart) == row % rows_apart
+    )
+    expected = next(sees_it)
+    assert expected > drifting.DRIFT_AT, "the first one sees it already"
+    outcome = Outcome(tmp_path, "hidden", ranks=2, steps=expected + 2)
+    (said,) = outcome.divergences
+    assert (said["step"], said["undecided"]) == (expected, {"model/module.large": [[0], [1]]})

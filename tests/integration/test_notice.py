@@ -1,0 +1,235 @@
+"""Notices in a real job: a metadata server for each rank, mpirun, a stager, a flusher; kills are SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.catalog import Catalog
+from holdfast.storage import open_store
+from tests.integration.jobs import noticed, train
+from tests.support.cluster import Cluster, check_continued, load, losses, same, wait_until
+from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN, FakeMetadata
+from tests.support.job import Job
+
+pytestmark = [pytest.mark.mpi]
+
+STEPS, NEVER, STEP_SECONDS = 240, 10_000, 0.02
+_WAIT_SECONDS_MAX = 60
+
+
+class Spot:
+    """A cluster of spot machines: a metadata server for each rank, and the events of all processes."""
+
+    def __init__(self, directory: Path, stack: ExitStack, ranks: int) -> None:
+        self.servers = [stack.enter_context(FakeMetadata()) for _ in range(ranks)]
+        self.events_path = directory / "events.jsonl"
+        self.env = {
+            "NOTICED_SERVERS": ",".join(server.url for server in self.servers),
+            "HOLDFAST_WATCH": "aws,sigterm",
+            "HOLDFAST_WATCH_SECONDS": "0.2",
+            "HOLDFAST_EVENTS": str(self.events_path),
+            "TRAIN_STEP_SECONDS": str(STEP_SECONDS),
+        }
+        self.cluster = Cluster(directory, str(directory / "store"), self.env, script=noticed.__file__)
+        self.ranks = ranks
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        if not self.events_path.exists():
+            return []
+        lines = map(json.loads, self.events_path.read_text().splitlines())
+        return [line for line in lines if line["event"] == name]
+
+    def pid(self, rank: int) -> int:
+        return int((self.cluster.out(1) / f"pid-{rank}").read_text())
+
+    def train_until(self, job: Job, step: int) -> None:
+        """Rank 0 has done that step."""
+        path = self.cluster.out(1) / "losses-0"
+
+        def there() -> bool:
+            assert job.process.poll() is None, job.output()
+            return path.exists() and len(path.read_text().splitlines()) > step
+
+        wait_until(there, _WAIT_SECONDS_MAX, f"step {step} is not done:\n{job.output()}")
+
+    def wait_for(self, job: Job, name: str) -> dict[str, Any]:
+        def there() -> bool:
+            assert job.process.poll() is None or self.events(name), job.output()
+            return bool(self.events(name))
+
+        wait_until(there, _WAIT_SECONDS_MAX, f"no event {name}:\n{job.output()}")
+        return self.events(name)[0]
+
+    def steps(self) -> list[int]:
+        """What is in the store."""
+        return sorted(item.step for item in Catalog(open_store(self.cluster.store)).list())
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[[int], Spot]]:
+    with ExitStack() as stack:
+        yield lambda ranks: Spot(tmp_path, stack, ranks)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training, never told anything."""
+    directory = tmp_path_factory.mktemp("reference")
+    cluster = Cluster(directory, str(directory / "store"), {}, script=train.__file__)
+    with cluster.start(2, str(STEPS), str(NEVER)) as job:
+        job.succeed(120)
+    return cluster.out(1)
+
+
+def check_resumes(spot: Spot, reference: Path, saved: int) -> None:
+    """A fresh cluster that nobody disturbs goes on from `saved`, bit for bit."""
+    assert spot.steps() == [saved]
+    for server in spot.servers:
+        server.action = None
+    with spot.cluster.start(2, str(STEPS), str(NEVER), env={"TRAIN_STEP_SECONDS": "0"}) as job:
+        job.succeed(120)
+    spot.cluster.wait_for_flusher()
+    check_continued(reference, spot.cluster, 1, 2, start=saved + 1, steps=STEPS)
+
+
+def test_a_rank_that_is_told_and_then_killed_loses_nothing_before_its_step(
+    make: Callable[[int], Spot], reference: Path
+) -> None:
+    spot = make(2)
+    with spot.cluster.start(2, str(STEPS), str(NEVER)) as job:
+        spot.train_until(job, 10)
+        deadline_unix = spot.servers[1].interrupt(4)
+        staged = spot.wait_for(job, "emergency_staged")
+        saved = staged["saved_step"]
+        spot.train_until(job, saved + 5)  # it goes on until it is killed
+        time.sleep(max(0.0, deadline_unix - time.time()))
+        os.kill(spot.pid(1), signal.SIGKILL)
+        job.wait(60)
+        said = job.output()
+    spot.cluster.wait_for_flusher()
+    assert staged["seconds_left"] > 0
+    assert saved > 10
+    assert [event["choice"] for event in spot.events("emergency")] == ["take"]
+    assert "rank 1 on host" in said
+    assert "instance-action terminate" in said
+    check_resumes(spot, reference, saved)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["sigterm", "sigusr1"])
+def test_a_signal_is_a_notice_too(make: Callable[[int], Spot], reference: Path, name: str) -> None:
+    """SIGTERM to one rank; SIGUSR1 to mpirun, which passes it on to all, the stager among them."""
+    spot = make(2)
+    spot.env["HOLDFAST_WATCH"] = name
+    with spot.cluster.start(2, str(STEPS), str(NEVER)) as job:
+        spot.train_until(job, 10)
+        if name == "sigterm":
+            os.kill(spot.pid(0), signal.SIGTERM)
+        else:
+            os.kill(job.process.pid, signal.SIGUSR1)
+        saved = spot.wait_for(job, "emergency_staged")["saved_step"]
+        spot.train_until(job, saved + 5)
+        for rank in range(2):
+            os.kill(spot.pid(rank), signal.SIGKILL)
+        job.wait(60)
+    spot.cluster.wait_for_flusher()
+    told = [(notice["source"], notice["told_rank"]) for notice in spot.events("notice")]
+    assert sorted(told) == [(name, rank) for rank in range(1 if name == "sigterm" else 2)]
+    assert len(spot.events("emergency")) == 1
+    check_resumes(spot, reference, saved)
+
+
+@pytest.mark.soak
+def test_ranks_that_are_told_at_the_same_time_save_one_step(make: Callable[[int], Spot]) -> None:
+    spot = make(3)
+    with spot.cluster.start(3, str(STEPS), str(NEVER)) as job:
+        spot.train_until(job, 10)
+        for server in spot.servers:
+            server.interrupt(20)
+        saved = spot.wait_for(job, "emergency_staged")["saved_step"]
+        wait_until(lambda: len(spot.events("notice")) == 3, _WAIT_SECONDS_MAX, job.output())
+        spot.train_until(job, saved + 60)  # several looks of each watch, which hear the same again
+        job.kill()
+    spot.cluster.wait_for_flusher()
+    assert len(spot.events("emergency")) == 1
+    assert spot.steps() == [saved]
+    assert sorted(event["told_rank"] for event in spot.events("notice")) == [0, 1, 2]
+
+
+@pytest.mark.soak
+def test_a_rebalance_saves_now_and_more_often_and_training_goes_on(
+    make: Callable[[int], Spot], reference: Path
+) -> None:
+    spot, every = make(2), 60
+    with spot.cluster.start(2, str(STEPS), str(every)) as job:
+        spot.train_until(job, 65)
+        spot.servers[0].recommend()
+        saved = spot.wait_for(job, "emergency_staged")["saved_step"]
+        job.succeed(120)
+    spot.cluster.wait_for_flusher()
+    before = [step for step in spot.steps() if step < saved]
+    after = [step for step in spot.steps() if step > saved]
+    assert before == [59]
+    assert after == [step for step in range(saved + 1, STEPS) if (step + 1) % 15 == 0]
+    for rank in range(2):
+        final = load(spot.cluster.out(1) / f"final-{rank}.pt")
+        assert same(final, load(reference / f"final-{rank}.pt")), "a notice has changed the training"
+
+
+def test_a_notice_that_comes_too_late_is_said_and_breaks_nothing(
+    make: Callable[[int], Spot], reference: Path
+) -> None:
+    spot = make(2)
+    with spot.cluster.start(2, str(STEPS), str(NEVER)) as job:
+        spot.train_until(job, 10)
+        spot.servers[1].interrupt(-3)
+        decided = spot.wait_for(job, "emergency")
+        job.succeed(120)
+        said = job.output()
+    spot.cluster.wait_for_flusher()
+    assert decided["choice"] == "skip"
+    assert "nothing can be saved (the deadline passed" in said
+    assert spot.steps() == []
+    for rank in range(2):
+        assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
+
+
+@pytest.mark.soak
+def test_a_metadata_server_that_hangs_disturbs_nothing(make: Callable[[int], Spot], reference: Path) -> None:
+    spot, every = make(2), 60
+    for server in spot.servers:
+        server.hanging.set()
+    with spot.cluster.start(2, str(STEPS), str(every)) as job:
+        job.succeed(120)
+        said = job.output()
+    spot.cluster.wait_for_flusher()
+    assert all(server.asked[AWS_TOKEN] >= 2 and not server.asked[AWS_ACTION] for server in spot.servers)
+    assert said.count("the watch cannot ask aws") == 2  # once by each rank, however often in vain
+    assert spot.steps() == [59, 119, 179, 239]
+    assert spot.events("notice") == spot.events("declined") == []
+    for rank in range(2):
+        assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
+
+
+def test_without_a_stager_a_notice_is_said_and_training_goes_on(
+    make: Callable[[int], Spot], reference: Path
+) -> None:
+    spot = make(2)
+    spot.env |= {"HOLDFAST_TIERS": "memory", "HOLDFAST_STORE": spot.cluster.store}
+    with spot.cluster.start(2, str(STEPS), str(NEVER), stager=False) as job:
+        spot.train_until(job, 10)
+        os.kill(spot.pid(1), signal.SIGTERM)
+        job.succeed(120)
+        said = job.output()
+    assert said.count("without a stager in the job no extra checkpoint is taken") == 1
+    for rank in range(2):
+        assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")

@@ -1,0 +1,287 @@
+"""`holdfast run` on real jobs: killed and started again by itself, stopped by a bug, ended by a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.catalog import Catalog
+from holdfast.runtime import runtime_directory
+from holdfast.storage import open_store
+from tests.integration.jobs import buggy, supervised, train
+from tests.support.cluster import SMALL, Cluster, check_continued, load, wait_until
+from tests.support.job import environment
+
+pytestmark = [pytest.mark.mpi]
+STEPS, EVERY, PAUSE_AT, SAVED = 14, 4, 9, 7
+SECONDS_MAX = 150.0
+SETTINGS = [
+    f"--set={name.removeprefix('--')}={value}" for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)
+]
+
+
+class Run:
+    """One `holdfast run` as a process of its own; nothing of it outlives the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.store = directory, str(directory / "store")
+        self.logs, self.runtime = directory / "logs", directory / "runtime"
+        self.cluster = Cluster(directory / "out", self.store, {}, script=train.__file__)
+        self._said = directory / "said"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(
+        self, *command: str, ranks: int = 2, options: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> None:
+        line = [
+            *(
+                sys.executable,
+                "-m",
+                "holdfast",
+                "run",
+                "-n",
+                str(ranks),
+                "--store",
+                self.store,
+                "--logs",
+                str(self.logs),
+            ),
+            *(*SETTINGS, *options, "--", sys.executable, *command),
+        ]
+        with self._said.open("ab") as said:
+            self.process = subprocess.Popen(
+                line,
+                stdout=said,
+                stderr=said,
+                env=environment(self.runtime, **(env or {})),
+                start_new_session=True,
+            )
+
+    def main_job(self, **more: Any) -> None:
+        """The job that is compared to the last bit."""
+        self.start(
+            supervised.__file__, str(self.directory / "out"), str(STEPS), str(EVERY), str(PAUSE_AT), **more
+        )
+
+    def said(self) -> str:
+        return self._said.read_text(errors="replace")
+
+    def status(self, event: str = "") -> list[dict[str, Any]]:
+        path = self.logs / "status.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in lines if event in {"", line["event"]}]
+
+    def wait(self) -> int:
+        assert self.process is not None
+        try:
+            return self.process.wait(SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"it did not end; it said:\n{self.said()}\n{self.status()}")
+
+    def pause(self, ranks: int = 2) -> None:
+        """Until every rank of the first attempt stands still, with a step in the store."""
+
+        def ready() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, self.said()
+            paused = all((self.cluster.out(1) / f"paused-{rank}").exists() for rank in range(ranks))
+            return paused and (Path(self.store) / f"step-{SAVED:09d}.json").exists()
+
+        wait_until(ready, SECONDS_MAX, "the job did not come to its pause")
+
+    def pid(self, rank: int) -> int:
+        return int((self.cluster.out(1) / f"pid-{rank}").read_text())
+
+    def job(self, wanted: Callable[[list[str]], bool]) -> list[int]:
+        """Processes of the job with such a command line."""
+        assert self.process is not None
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child.pid for child in children if wanted(child.cmdline())]
+
+    def living(self) -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if (
+                    process.environ().get("HOLDFAST_RUNTIME_DIR") == str(self.runtime)
+                    and process.status() != "zombie"
+                ):
+                    found.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def assert_nothing_left(self) -> None:
+        """No process, no ring, no segment of MPI, no upload."""
+        assert self.living() == []
+        assert not runtime_directory(self.store, self.runtime).exists()
+        assert not list(self.runtime.glob("*-mpi-*"))
+        assert not [
+            p for p in (Path(self.store) / ".holdfast").rglob("*") if p.is_file() and p.parent.name == "tmp"
+        ]
+
+    def close(self) -> None:
+        for line in self.living():
+            os.kill(int(line.partition(":")[0]), signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait(30)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training, never interrupted."""
+    directory = tmp_path_factory.mktemp("reference")
+    cluster = Cluster(directory, str(directory / "store"), {}, script=train.__file__)
+    with cluster.start(2, str(STEPS), str(EVERY)) as job:
+        job.succeed(120)
+    return cluster.out(1)
+
+
+def check_resumed(run: Run, reference: Path, cause: str) -> None:
+    assert run.wait() == 0, run.said()
+    assert [(line["attempt"], line["cause"]) for line in run.status("ended")] == [(1, cause), (2, "done")], (
+        run.status()
+    )
+    check_continued(reference, run.cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("mode", ["--ulfm", "--no-ulfm"])
+def test_a_job_whose_ranks_are_killed_goes_on_by_itself(run: Run, reference: Path, mode: str) -> None:
+    run.main_job(options=(mode,))
+    run.pause()
+    for rank in range(2):
+        os.kill(run.pid(rank), signal.SIGKILL)
+    check_resumed(run, reference, "killed")
+    assert "was killed by SIGKILL from outside" in run.said()
+
+
+@pytest.mark.soak
+def test_one_rank_is_enough(run: Run, reference: Path) -> None:
+    """The other one sleeps, and would for a minute: it is ended because it cannot go on alone."""
+    run.main_job(options=("--set=rank_seconds_max=5",))
+    run.pause()
+    os.kill(run.pid(1), signal.SIGKILL)
+    check_resumed(run, reference, "killed")
+
+
+@pytest.mark.soak
+def test_ranks_stager_and_mpirun_are_killed(run: Run, reference: Path) -> None:
+    run.main_job()
+    run.pause()
+    stager = run.job(lambda line: "stager" in line and "holdfast.supervise.rank" not in line)
+    mpirun = run.job(lambda line: Path(line[0]).name in {"mpirun", "prterun"})
+    assert len(stager) == 1
+    assert mpirun
+    for pid in (*stager, run.pid(0), run.pid(1), *mpirun):
+        os.kill(pid, signal.SIGKILL)
+    check_resumed(run, reference, "killed")
+
+
+def test_a_bug_ends_the_run_and_shows_its_traceback(run: Run) -> None:
+    run.start(buggy.__file__, "20", "4", "6")
+    assert run.wait() == 1, run.said()
+    ended = run.status("ended")
+    assert [(line["cause"], line["progressed"]) for line in ended] == [("crashed", True), ("crashed", False)]
+    tail = run.said()[-3000:]
+    assert "ValueError: the bug of step 6" in tail
+    assert "compute(step)" in tail
+    assert "the same crash 2 times in a row" in tail
+    assert "rank 1" in tail
+    log = run.logs / "attempt-002" / "rank-1.log"
+    assert "ValueError: the bug of step 6" in log.read_text()
+    assert (
+        not (run.logs / "attempt-002" / "rank-0.log").exists()
+        or "the bug" not in (run.logs / "attempt-002" / "rank-0.log").read_text()
+    )
+    run.assert_nothing_left()
+
+
+def test_a_wrong_setting_is_said_once(run: Run) -> None:
+    run.start(buggy.__file__, "20", "4", "6", env={"HOLDFAST_IN_FLIGHT_MAX": "0"})
+    assert run.wait() == 2, run.said()
+    assert len(run.status("launched")) == 1
+    assert "in_flight_max" in run.said()[-2000:]
+    run.assert_nothing_left()
+
+
+@pytest.mark.soak
+def test_fewer_hosts_fewer_ranks(run: Run) -> None:
+    """Between two attempts a host is taken out of the file."""
+    hosts = run.directory / "hosts"
+    hosts.write_text("localhost slots=2\n127.0.0.1 slots=1\n")
+    run.main_job(ranks=3, options=("--min-ranks", "2", "--hosts", str(hosts), "--poll-seconds", "600"))
+    run.pause(3)
+    hosts.write_text("localhost slots=2\n")
+    for rank in range(3):
+        os.kill(run.pid(rank), signal.SIGKILL)
+    assert run.wait() == 0, run.said()
+    launched = run.status("launched")
+    assert [line["ranks"] for line in launched] == [3, 2]
+    assert [line["hosts"] for line in launched] == [["localhost:2", "127.0.0.1:1"], ["localhost:2"]]
+    assert [line["cause"] for line in run.status("ended")] == ["preempted", "done"]
+    assert load(run.cluster.out(2) / "final-0.pt")["start"] == SAVED + 1
+    run.assert_nothing_left()
+
+
+def test_sigterm_leaves_nothing(run: Run) -> None:
+    run.main_job(options=("--grace-seconds", "20"))
+    run.pause()
+    assert run.process is not None
+    run.process.terminate()
+    assert run.wait() == 130, run.said()
+    assert [line["cause"] for line in run.status("over")] == ["stopped"]
+    # The stager left last and by itself: a last checkpoint of the trainers would still have been taken.
+    events = [json.loads(line) for line in (run.logs / "events.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in events if line["event"] in {"stager_ended", "rank_lost"}][
+        -1
+    ] == "stager_ended"
+    run.assert_nothing_left()
+    assert {item.step for item in Catalog(open_store(run.store)).list()} == {3, 7}
+
+
+@pytest.mark.soak
+def test_a_supervisor_that_is_killed_takes_its_job_with_it(run: Run, reference: Path) -> None:
+    run.main_job()
+    run.pause()
+    assert run.process is not None
+    run.process.kill()
+    run.process.wait()
+    wait_until(
+        lambda: not [line for line in run.living() if " flusher" not in line], 30, f"left: {run.living()}"
+    )
+    run.main_job()
+    assert run.wait() == 0, run.said()
+    assert [line["attempt"] for line in run.status("launched")] == [1, 2]
+    check_continued(reference, run.cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    run.assert_nothing_left()
+
+
+def test_a_second_supervisor_is_refused(run: Run) -> None:
+    run.main_job()
+    run.pause()
+    first = run.process
+    run.main_job()
+    assert run.wait() == 8, run.said()
+    assert first is not None
+    assert f"process {first.pid} already supervises this run" in run.said()
+    first.terminate()
+    assert first.wait(60) == 130

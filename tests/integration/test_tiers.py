@@ -1,0 +1,215 @@
+"""The main job with local tiers: beside the stager, without one, and after the stager was killed.
+
+Tiers are real slot files in shared memory and on disk; every kill is SIGKILL; the relaunch is bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.jobs import train
+from tests.support.cluster import Cluster, check_continued, wait_until
+from tests.support.job import Job
+
+pytestmark = [pytest.mark.mpi]
+STEPS, EVERY, PAUSE_AT, SAVED = 14, 4, 9, 7
+RUN = (str(STEPS), str(EVERY))
+RANKS = 2
+SMALL_ALONE = {"HOLDFAST_CHUNK_BYTES": "65536"}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training, never interrupted, without tiers."""
+    directory = tmp_path_factory.mktemp("reference")
+    cluster = Cluster(directory, str(directory / "store"), {}, script=train.__file__)
+    with cluster.start(2, *RUN) as job:
+        job.succeed(120)
+    return cluster.out(1)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in shared memory."""
+    directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="holdfast-test-"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, memory: Path) -> Cluster:
+    """Its machine has a tier in memory and one on disk."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    env = {
+        "HOLDFAST_TIERS": f"memory:{memory},file:{disk}",
+        "HOLDFAST_TIER_SLOTS": "2",
+        "HOLDFAST_TIER_WRITERS": "2",
+        "HOLDFAST_EVENTS": str(tmp_path / "events"),
+        "TRAIN_WAITS_FOR": "kept",
+    }
+    return Cluster(tmp_path, str(tmp_path / "store"), env, script=train.__file__)
+
+
+def events(cluster: Cluster, kind: str) -> list[dict[str, Any]]:
+    """All events of a kind, of all ranks and starts."""
+    path = cluster.directory / "events"
+    lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def wait_for_pause(cluster: Cluster, job: Job, *, kept: int) -> None:
+    """Until all ranks stand still, and know that step `kept` is complete in both tiers."""
+
+    def ready() -> bool:
+        assert job.process.poll() is None, job.output()
+        if not all((cluster.out(1) / f"paused-{rank}").exists() for rank in range(RANKS)):
+            return False
+        return len([event for event in events(cluster, "complete") if event["step"] == kept]) == 2 * RANKS
+
+    wait_until(ready, 120, f"no pause with step {kept} complete in both tiers:\n{job.output()}")
+
+
+def kill_all_ranks(cluster: Cluster) -> None:
+    for rank in range(RANKS):
+        os.kill(int((cluster.out(1) / f"pid-{rank}").read_text()), signal.SIGKILL)
+
+
+def check_resumed_from(cluster: Cluster, tier: str, step: int) -> None:
+    """Every rank has restored this step, and read bytes from tiers of this kind and from nowhere else."""
+    found = events(cluster, "restore")
+    assert [event["step"] for event in found] == [step] * RANKS
+    for event in found:
+        assert event["sources"], event
+        assert all(name.startswith(tier) for name in event["sources"]), event["sources"]
+
+
+def check_kept_once(cluster: Cluster, saves: int) -> None:
+    """Each save lies once in each tier of each rank, and costs hardly more bytes than it has."""
+    kept = events(cluster, "kept")
+    assert len(kept) == saves * RANKS * 2, [(event["step"], event["tier"]) for event in kept]
+    for event in kept:
+        assert event["slice_bytes"] <= event["written_bytes"] < event["slice_bytes"] + 16 * 4096
+        assert event["direct"] == event["tier"].startswith("memory")
+
+
+@pytest.mark.parametrize("lost", ["", "memory"], ids=["memory", "disk"])
+def test_without_a_stager_a_killed_run_resumes_from_its_tiers(
+    cluster: Cluster, reference: Path, memory: Path, lost: str
+) -> None:
+    alone = {"HOLDFAST_STORE": cluster.store, **SMALL_ALONE}
+    with cluster.start(RANKS, *RUN, str(PAUSE_AT), stager=False, env=alone) as job:
+        wait_for_pause(cluster, job, kept=SAVED)
+        kill_all_ranks(cluster)
+        job.wait(60)
+    if lost:  # the machine was started anew: what was in its memory is gone
+        for path in memory.iterdir():
+            shutil.rmtree(path)
+    with cluster.start(RANKS, *RUN, stager=False, env=alone) as job:
+        job.succeed(120)
+    check_continued(reference, cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    check_resumed_from(cluster, "file" if lost else "memory", SAVED)
+    check_kept_once(cluster, 3)
+    assert not list(Path(cluster.store).glob("*.pt")), "nobody was there to write it"
+
+
+@pytest.mark.soak
+def test_a_store_that_is_gone_is_not_needed(cluster: Cluster, reference: Path) -> None:
+    alone = {"HOLDFAST_STORE": cluster.store, **SMALL_ALONE, "HOLDFAST_RESTORE_WITHOUT_STORE": "1"}
+    with cluster.start(RANKS, *RUN, str(PAUSE_AT), stager=False, env=alone) as job:
+        wait_for_pause(cluster, job, kept=SAVED)
+        kill_all_ranks(cluster)
+        job.wait(60)
+    shutil.rmtree(cluster.store)
+    Path(cluster.store).write_text("not a directory")
+    with cluster.start(RANKS, *RUN, stager=False, env=alone) as job:
+        job.succeed(120)
+    assert "THE STORE DOES NOT ANSWER" in job.output()
+    check_continued(reference, cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    assert {event["attempt"] for event in events(cluster, "restore")} == {1}
+
+
+def test_beside_the_stager_a_killed_run_resumes_from_memory(cluster: Cluster, reference: Path) -> None:
+    with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
+        wait_for_pause(cluster, job, kept=SAVED)
+        kill_all_ranks(cluster)
+        job.wait(60)
+    with cluster.start(RANKS, *RUN) as job:
+        job.succeed(120)
+    check_continued(reference, cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    check_resumed_from(cluster, "memory", SAVED)
+    check_kept_once(cluster, 3)
+    durable = {event["step"] for event in events(cluster, "durable")}
+    assert durable >= {3, 11}, "the stager got them as well"
+
+
+def test_a_killed_stager_ends_neither_training_nor_checkpoints(cluster: Cluster, reference: Path) -> None:
+    with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
+        wait_for_pause(cluster, job, kept=SAVED)
+        os.kill(stager_of(cluster.runtime), signal.SIGKILL)
+        (cluster.out(1) / "go-on").touch()
+        job.wait(120)
+    said = job.output()
+    assert said.count("THE STAGER IS LOST") == RANKS, said
+    assert "NO MORE CHECKPOINTS" not in said
+    tiers = {event["tier"] for event in events(cluster, "complete") if event["step"] == 11}
+    assert len(tiers) == 2, "step 11 came after the stager's death"
+    with cluster.start(RANKS, *RUN) as job:
+        job.succeed(120)
+    check_continued(reference, cluster, 1, 2, start=12, steps=STEPS)
+    check_resumed_from(cluster, "memory", 11)
+
+
+def test_after_the_stager_s_death_ranks_write_to_the_store_themselves(
+    tmp_path: Path, reference: Path
+) -> None:
+    env = {"HOLDFAST_TIERS": "store", "HOLDFAST_EVENTS": str(tmp_path / "events")}
+    cluster = Cluster(tmp_path, str(tmp_path / "store"), env, script=train.__file__)
+    slices = tmp_path / "store" / "slices"
+    with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
+        out = cluster.out(1)
+        wait_until(lambda: all((out / f"paused-{rank}").exists() for rank in range(RANKS)), 120, job.output())
+        wait_until(
+            lambda: {event["step"] for event in events(cluster, "durable")} == {3, 7}, 120, job.output()
+        )
+        assert not slices.exists(), "while the stager lives it brings them there"
+        os.kill(stager_of(cluster.runtime), signal.SIGKILL)
+        wait_until(lambda: len(events(cluster, "stager_lost")) == RANKS, 120, job.output())
+        (out / "go-on").touch()
+        job.wait(120)
+    assert job.output().count("go on in store alone") == RANKS, job.output()
+    assert {event["step"] for event in events(cluster, "complete")} == {11}
+    with cluster.start(RANKS, *RUN) as job:
+        job.succeed(120)
+    check_continued(reference, cluster, 1, 2, start=12, steps=STEPS)
+
+
+def stager_of(runtime: Path) -> int:
+    """The pid of the stager that runs on this machine."""
+    for process in psutil.process_iter():
+        try:
+            mine = process.environ().get("HOLDFAST_RUNTIME_DIR") == str(runtime)
+            words = process.cmdline()
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if mine and "stager" in words[1:3] and "mpirun" not in words[0]:
+            return process.pid
+    raise AssertionError("there is no stager")
+
+
+def test_without_stager_and_tiers_the_message_names_both(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=train.__file__)
+    with cluster.start(1, *RUN, stager=False) as job:
+        assert job.wait(60) != 0
+    assert "no stager in this MPI job of 1 trainers" in job.output()
+    assert "HOLDFAST_TIERS" in job.output()
