@@ -2,118 +2,95 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from benchmarks import memory, report
+from benchmarks import cluster, memory, results
+from benchmarks.cluster import Clusters, Shape, turn
+from benchmarks.grid import Grid
 from benchmarks.hub import Hub, Link
-from benchmarks.raw_direct import DirectWriter
-from benchmarks.report import Spread
-from benchmarks.schedule import turn
+from benchmarks.raw_direct import DirectWriter, read_direct
+from benchmarks.spread import Spread, percentile, ratios, round_figures, spread
 
 pytest.importorskip("psutil")
 
 
-def _round(ours: float, theirs: float, *, raw: float = 0.1) -> dict[str, dict[str, float]]:
-    return {
-        "holdfast": {"stall_seconds": ours / 10, "staged_seconds": ours / 2, "done_seconds": ours},
-        "torch.save+fsync": {"stall_seconds": theirs, "done_seconds": theirs},
-        "raw_mpi": {"done_seconds": raw},
-        "raw_direct": {"done_seconds": raw * 2, "threads": 2.0},
-    }
-
-
 def test_spread_is_median_least_and_greatest() -> None:
-    assert report.spread([3.0, 1.0, 10.0]) == Spread(3.0, 1.0, 10.0)
-    assert report.spread([1.0, 2.0]).median == 1.5
+    assert spread([3.0, 1.0, 10.0]) == Spread(3.0, 1.0, 10.0)
+    assert spread([1.0, 2.0]).median == 1.5
+    assert Spread(0.015, 0.01, 0.02).text(1, times=100) == "1.5 (1.0–2.0)"
 
 
 def test_spread_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="no rounds"):
-        report.spread([])
+        spread([])
 
 
 def test_ratios_compare_a_round_with_itself() -> None:
     # The machine is ten times slower in the second round, for both: the ratio does not see it.
-    assert report.ratios([2.0, 20.0], [1.0, 10.0]) == Spread(2.0, 2.0, 2.0)
+    assert ratios([2.0, 20.0], [1.0, 10.0]) == Spread(2.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize(("over", "under"), [([1.0], [1.0, 2.0]), ([1.0], [0.0])])
 def test_ratios_refuse_what_cannot_be_compared(over: list[float], under: list[float]) -> None:
     with pytest.raises(ValueError, match=r"cannot be compared|no time"):
-        report.ratios(over, under)
+        ratios(over, under)
+
+
+def test_percentile_is_one_of_the_values() -> None:
+    values = [float(number) for number in range(100, 0, -1)]
+    assert [percentile(values, percent) for percent in (50, 95, 99, 100)] == [50.0, 95.0, 99.0, 100.0]
+    assert percentile([7.0], 1) == 7.0
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
 
 
 def test_a_round_is_as_slow_as_its_slowest_rank() -> None:
-    figures = report.round_figures(
+    figures = round_figures(
         [
             {"start": 10.0, "end": 12.0, "stall_seconds": 0.5, "marks": {"staged": 11.0, "mine": 1.0}},
             {"start": 10.5, "end": 11.0, "stall_seconds": 0.1, "marks": {"staged": 11.5}},
         ]
     )
-    assert figures == {"stall_seconds": 0.5, "done_seconds": 2.0, "staged_seconds": 1.5}
-
-
-def test_summary_has_every_ratio_the_right_way_round() -> None:
-    summary = report.summarise([_round(1.0, 3.0), _round(2.0, 4.0), _round(1.0, 5.0)])
-    assert summary["peers"]["holdfast"]["done_seconds"] == Spread(1.0, 1.0, 2.0)
-    ratios = summary["ratios"]
-    assert ratios["durable: torch.save+fsync / holdfast"] == Spread(3.0, 2.0, 5.0)
-    assert ratios["stall: torch.save+fsync / holdfast"].median == pytest.approx(30.0)
-    assert ratios["staged: holdfast / raw MPI"] == Spread(5.0, 5.0, 10.0)
-    assert ratios["durable: holdfast / raw O_DIRECT"] == Spread(5.0, 5.0, 10.0)
-    assert not any("raw_mpi / holdfast" in name for name in ratios)
-
-
-def test_expectations_say_what_held_and_what_did_not() -> None:
-    summary = report.summarise([_round(1.0, 1.9)])
-    verdicts = report.expectations(summary, {"stager": 2.0, "flusher": 2.1, "trainer": 50.0})
-    assert [verdict["held"] for verdict in verdicts] == [False, True, False]
-    assert verdicts[0]["got"] == "1.90 (1.90–1.90) times"
-    assert report.expectations({"ratios": {}}, {}) == []
-
-
-def test_document_is_written_as_json_and_shown(tmp_path: Path) -> None:
-    document: dict[str, Any] = {
-        "settings": {"image_bytes": 2_000_000_000, "ranks": 2, "rounds": 1, "ring_bytes": 1 << 30},
-        "summary": report.summarise([_round(1.0, 3.0)]),
-        "memory": {
-            "ranks": {"holdfast": {"extra_bytes": 5_000_000, "extra_peak_bytes": 6_000_000}},
-            "stager": {"rss_bytes": 7_000_000, "uss_bytes": 4_000_000},
-        },
-        "idle_cpu_percent": {"stager": 0.5, "trainer": 1.25},
-        "expectations": [{"what": "the moon is near", "got": "384 Mm", "held": False}],
+    assert figures == {
+        "stall_seconds": 0.5,
+        "first_update_seconds": 0.0,
+        "done_seconds": 2.0,
+        "staged_seconds": 1.5,
     }
-    report.write(tmp_path / "results" / "x.json", document)
-    read = json.loads((tmp_path / "results" / "x.json").read_text())
-    assert read["summary"]["peers"]["holdfast"]["done_seconds"] == {
-        "median": 1.0,
-        "least": 1.0,
-        "greatest": 1.0,
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    document = {
+        "rounds": [{"a": {"b": 1.23456789}}, {}],
+        "spread": Spread(1.0, 0.5, 2.0),
+        "long": ["x" * 60] * 3,
     }
-    console = Console(record=True, width=140, file=(tmp_path / "shown").open("w"))
-    with console.file:
-        report.render(document, console)
-    shown = console.export_text()
-    for expected in (
-        "3.00 (3.00–3.00)",
-        "2.00 GB image",
-        "0.50 %",
-        "1.25 %",
-        "rank with holdfast",
-        "raw_mpi",
-    ):
-        assert expected in shown
+    results.write(tmp_path / "results" / "x.json", document)
+    read = results.read("x", tmp_path / "results")
+    assert read == {
+        "rounds": [{"a": {"b": 1.23457}}, {}],
+        "spread": {"median": 1.0, "least": 0.5, "greatest": 2.0},
+        "long": ["x" * 60] * 3,
+    }
+    assert results.read("y", tmp_path / "results") is None
 
 
 def test_what_is_not_for_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="object is not for JSON"):
-        report.write(tmp_path / "x.json", {"x": object()})
+        results.write(tmp_path / "x.json", {"x": object()})
+
+
+def test_a_grid_whose_row_does_not_fit_is_refused() -> None:
+    assert Grid("t", ("a", "b"), (("1", "2|3"),)).markdown().endswith("| 1 | 2\\|3 |")
+    with pytest.raises(ValueError, match="2 columns, and a row of 1"):
+        Grid("t", ("a", "b"), (("1",),))
 
 
 def test_every_peer_is_once_at_every_place() -> None:
@@ -123,6 +100,41 @@ def test_every_peer_is_once_at_every_place() -> None:
     assert [sorted(order[place] for order in orders) for place in range(3)] == [peers] * 3
     assert turn(peers, 3) == peers
     assert turn([], 4) == []
+
+
+def test_a_job_is_kept_for_the_next_experiment_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def running(shape: Shape, progress: Callable[[str], None]) -> Iterator[Any]:
+        told.append(f"start {shape.model}")
+        try:
+            yield SimpleNamespace(progress=progress)
+        finally:
+            told.append(f"end {shape.model}")
+
+    monkeypatch.setattr(cluster, "running", running)
+
+    def use(clusters: Clusters, model: str, *, fresh: bool = False) -> Any:
+        with clusters.running(Shape(model), told.append, fresh=fresh) as made:
+            return made
+
+    with Clusters() as clusters:
+        first = use(clusters, "a")
+        assert use(clusters, "a") is first
+        assert use(clusters, "a", fresh=True) is not first
+        use(clusters, "b")
+        with pytest.raises(ValueError, match="broken"), clusters.running(Shape("b"), told.append):
+            raise ValueError("broken")
+        use(clusters, "b")  # what failed is not used again
+    assert told == ["start a", "end a", "start a", "end a", "start b", "end b", "start b", "end b"]
+
+
+def test_a_toy_gets_a_ring_smaller_than_itself() -> None:
+    toy, real = Shape("flat-24-3").fitted(), Shape("flat-150-600").fitted()
+    assert toy.ring_bytes < 3 << 20
+    assert real == Shape("flat-150-600")
+    assert Shape("tiny", chunk_bytes=1 << 20).fitted().chunk_bytes == 1 << 20
 
 
 def test_hub_asks_all_ranks_and_orders_their_answers(tmp_path: Path) -> None:
@@ -151,6 +163,9 @@ def test_hub_asks_all_ranks_and_orders_their_answers(tmp_path: Path) -> None:
         assert hub.ask("j", {"do": "nothing"}) == [{}, {}]
         with pytest.raises(RuntimeError, match=r"rank 1, .*ended"):
             hub.ask("j", {"do": "end"})
+        hub.dismiss("j")
+        ranks[1].join(10)
+        assert not ranks[1].is_alive()  # rank 0 has seen the end of its orders, while the hub is still there
     for rank in ranks:
         rank.join(10)
         assert not rank.is_alive()
@@ -177,6 +192,12 @@ def test_direct_writer_writes_all_bytes_and_leaves_nothing(
         writer.close()
     assert sizes == [3 * 65536 + 17]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_direct_read_reads_every_byte(tmp_path: Path, threads: int) -> None:
+    (tmp_path / "x").write_bytes(b"x" * (5 * 65536 + 17))
+    assert read_direct(tmp_path / "x", 65536, threads) > 0  # it counts the bytes itself
 
 
 def test_peak_follows_what_this_process_takes() -> None:

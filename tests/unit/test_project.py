@@ -21,7 +21,22 @@ from holdfast.cli import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "docker-compose.yml"
-TARGETS = {"setup", "demo", "test", "lint", "types", "bench", "ci", "clean"}
+TARGETS = {
+    "setup",
+    "demo",
+    "test",
+    "chaos",
+    "lint",
+    "types",
+    "bench",
+    "figures",
+    "soak",
+    "nfs",
+    "infra",
+    "pm",
+    "ci",
+    "clean",
+}
 ONE_SHOT = {"bucket", "keys"}  # they end by themselves, so nothing is there to be healthy
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "infra/README.md"]
 

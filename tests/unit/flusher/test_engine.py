@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flusher import engine as engine_module
+from flusher import held as held_module
 from flusher.engine import Engine
-from flusher.recovery import feed, survey
+from flusher.recovery import settle, take_up
 from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
@@ -36,8 +36,10 @@ class Heard:
         self.durables: dict[Key, Manifest] = {}
         self.read_backs: list[ReadBack] = []
         self.failures: dict[Key, HoldfastError] = {}
+        self.beginnings: list[tuple[Key, int]] = []
 
-    def began(self, key: Key, part_chunks: int) -> None: ...
+    def began(self, key: Key, part_chunks: int) -> None:
+        self.beginnings.append((key, part_chunks))
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
@@ -113,8 +115,8 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(engine_module, "_RETRY_SECONDS_FIRST", 0.001)
-    monkeypatch.setattr(engine_module, "_RETRY_SECONDS_MAX", 0.002)
+    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_FIRST", 0.001)
+    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_MAX", 0.002)
     made = Rig(tmp_path, verify=True)
     yield made
     made.engine.stop()
@@ -133,6 +135,7 @@ def real(tmp_path: Path) -> Image:
 
 
 IMAGE = made_up(1, entries=6, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max=9000)
+LARGER = made_up(7, entries=10, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max=9000)
 KEY = Key(1, 5)
 FILE = "step-000000005.pt"
 
@@ -161,28 +164,168 @@ def test_what_may_help_is_tried_again_and_the_checkpoint_kept_until_it_does(
     rig.drain()
     assert rig.store.objects[FILE] == IMAGE.final
     assert rig.heard.failures == {}
-    assert rig.happened(tmp_path, "flush_delayed") == 3
+    assert rig.happened(tmp_path, "flush_held") >= 1
+    assert rig.happened(tmp_path, "flush_held") == rig.happened(tmp_path, "flush_resumed")
     assert rig.all_free()
     assert rig.ring.checkpoints() == []
 
 
 @pytest.mark.parametrize("act", ["begin", "write_part", "publish", "write"])
-@pytest.mark.parametrize("retriable", [False, True])
-def test_what_does_not_help_fails_that_checkpoint_and_the_next_one_is_fine(
-    rig: Rig, act: str, retriable: bool
+def test_what_waiting_does_not_mend_holds_the_checkpoint_until_a_person_does(
+    rig: Rig, tmp_path: Path, act: str
 ) -> None:
-    rig.store.before = Failing(act, 10_000 if retriable else 1, retriable=retriable)
+    failing = rig.store.before = Failing(act, 10_000, retriable=False)
+    rig.fill(IMAGE, 5)
+    until = time.monotonic() + DEADLINE_SECONDS
+    while failing.left > 10_000 - 12:
+        rig.inbox.wait(0.05)
+        rig.engine.turn()
+        assert time.monotonic() < until
+    assert rig.heard.failures == {}
+    assert rig.happened(tmp_path, "flush_held") >= 1
+    assert not rig.engine.idle
+    failing.left = 0
+    rig.drain()
+    assert rig.store.objects[FILE] == IMAGE.final
+    assert rig.heard.failures == {}
+    assert rig.all_free()
+    assert list((tmp_path / "ring").glob("flush-*")) == []
+
+
+def test_an_aborted_checkpoint_does_not_wait_for_the_store(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_FIRST", 3600.0)
+    monkeypatch.setattr(held_module, "_PAUSE_SECONDS_MAX", 3600.0)
+    failing = rig.store.before = Failing("write_part", 10_000, retriable=False)
+    rig.fill(IMAGE, 5)
+    until = time.monotonic() + DEADLINE_SECONDS
+    while rig.engine.held_error is None:
+        rig.inbox.wait(0.05)
+        rig.engine.turn()
+        assert time.monotonic() < until
+    failing.left = 0
+    rig.engine.abort(KEY, ProtocolError("given up"))
+    rig.drain()
+    assert str(rig.heard.failures[KEY]) == "given up"
+    assert rig.all_free()
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_the_stager_hears_how_many_chunks_must_be_in_the_ring_together(rig: Rig, resumable: bool) -> None:
+    """Else newer checkpoints would get slots that one which frees none before it is published still needs."""
+    rig.store.part_chunks, rig.store.resumable = 1, resumable
     rig.fill(IMAGE, 5)
     rig.drain()
-    assert isinstance(rig.heard.failures[KEY], StoreError)
-    assert rig.store.open_uploads == []
-    assert "step-000000005.json" not in rig.store.objects
-    assert rig.all_free()
-    assert rig.ring.checkpoints() == []
-    rig.store.before = lambda act, name: None
-    rig.fill(IMAGE, 6)
+    rig.engine.begin(KEY, IMAGE.layout)
+    together = 1 if resumable else IMAGE.layout.chunks
+    assert IMAGE.layout.chunks > 1
+    assert set(rig.heard.beginnings) == {(KEY, together)}
+
+
+@pytest.mark.parametrize("act", ["write_part", "publish"])
+def test_when_what_was_written_is_lost_it_begins_anew_if_every_chunk_is_still_here(
+    rig: Rig, act: str
+) -> None:
+    rig.store.part_chunks = IMAGE.layout.chunks if act == "write_part" else 1
+    rig.store.resumable = act == "write_part"  # else no slot is freed before it is published
+    failures = iter([True])
+
+    def lose(done: str, name: str) -> None:
+        if done == act and next(failures, False):
+            raise StoreError("the sync failed", begin_anew=True)
+
+    rig.store.before = lose
+    rig.fill(IMAGE, 5)
     rig.drain()
-    assert rig.store.objects["step-000000006.pt"] == IMAGE.final
+    assert rig.heard.failures == {}
+    assert rig.store.objects[FILE] == IMAGE.final
+    assert rig.store.begun == 2
+    assert rig.store.open_uploads == []
+    assert rig.all_free()
+
+
+def test_when_what_was_written_is_lost_and_its_chunks_are_gone_it_is_given_up_by_name(rig: Rig) -> None:
+    def lose(done: str, name: str) -> None:
+        if done == "publish":
+            raise StoreError("the sync failed", begin_anew=True)
+
+    rig.store.before = lose
+    rig.fill(IMAGE, 5)
+    rig.drain()
+    assert "the sync failed" in str(rig.heard.failures[KEY])
+    assert rig.store.open_uploads == []
+    assert rig.all_free()
+
+
+@pytest.mark.parametrize("parts", [0, 1, 2, 3])
+@pytest.mark.parametrize("torn", [False, True])
+def test_another_engine_goes_on_and_writes_no_part_again(
+    rig: Rig, tmp_path: Path, parts: int, torn: bool
+) -> None:
+    """The first engine stands still in the store when `parts` parts are recorded; a second takes the ring over."""
+    assert LARGER.layout.chunks > 4
+    gate, count, lock = threading.Event(), 0, threading.Lock()
+
+    def stand_still(done: str, name: str) -> None:
+        nonlocal count
+        if done == "write_part":
+            with lock:
+                count += 1
+                mine = count
+            if mine > parts:
+                gate.wait(DEADLINE_SECONDS)
+                raise StoreError("dead")
+
+    rig.store.before = stand_still
+    rig.fill(LARGER, 5)
+    until = time.monotonic() + DEADLINE_SECONDS
+    record = tmp_path / "ring" / "flush-1-5"
+    while count < parts + 2 or record.read_bytes().count(b"\n") < 1 + parts:
+        rig.inbox.wait(0.05)
+        rig.engine.turn()
+        assert time.monotonic() < until
+    if torn:
+        with record.open("ab") as file:
+            file.write(b'00000000 {"part":')
+    rig.engine.turn()  # both writers stand still: nothing of the old one is left in the inbox
+    written: list[str] = []
+    rig.store.before = lambda done, name: written.append(done)
+    old = rig.engine
+    rig.engine = rig.new_engine()
+    assert take_up(rig.engine, rig.ring) == [KEY]
+    try:
+        rig.drain()
+        assert rig.heard.failures == {}
+        assert rig.store.objects[FILE] == LARGER.final
+        assert written.count("write_part") == LARGER.layout.chunks - parts
+        assert rig.store.begun == 1
+        assert rig.all_free()
+        assert list((tmp_path / "ring").glob("flush-*")) == []
+        manifest = rig.heard.durables[KEY]
+        assert manifest.record["flusher"].get("parts_resumed", 0) == parts
+        assert manifest.record["flusher"]["parts_written"] == LARGER.layout.chunks - parts
+    finally:
+        gate.set()
+        old.stop()
+
+
+def test_a_part_that_the_store_lost_is_named_and_the_checkpoint_given_up(rig: Rig) -> None:
+    rig.store.before = Failing("publish", 10_000, retriable=True)
+    rig.fill(IMAGE, 5)
+    until = time.monotonic() + DEADLINE_SECONDS
+    while rig.engine.held_error is None:
+        rig.inbox.wait(0.05)
+        rig.engine.turn()
+        assert time.monotonic() < until
+    (parts,) = rig.store.uploads.values()
+    del parts[2]
+    rig.engine.stop()
+    rig.store.before = lambda act, name: None
+    rig.engine = rig.new_engine()
+    take_up(rig.engine, rig.ring)
+    rig.drain()
+    assert "part 2" in str(rig.heard.failures[KEY])
+    assert FILE not in rig.store.objects
+    assert rig.store.open_uploads == []
 
 
 def test_a_bug_in_a_backend_costs_one_checkpoint_not_the_process(rig: Rig) -> None:
@@ -231,7 +374,7 @@ def test_a_run_that_was_taken_over_is_not_published_to(rig: Rig) -> None:
     claim = json.loads(rig.store.objects[".holdfast/writer-000001.json"])
     taken = claim | {"attempt": 2, "write_id": "other"}
     rig.store.objects[".holdfast/writer-000002.json"] = json.dumps(taken).encode()
-    feed(rig.engine, survey(rig.ring))
+    take_up(rig.engine, rig.ring)
     with pytest.raises(FencedError, match="took the run over"):
         rig.drain()
     assert FILE not in rig.store.objects
@@ -265,24 +408,21 @@ def test_a_slot_that_is_not_full_is_refused(rig: Rig) -> None:
         rig.engine.chunk(rig.ring.record(3))
 
 
-def test_recovery_publishes_what_is_whole_and_says_what_is_not(rig: Rig) -> None:
+def test_recovery_publishes_what_is_whole_and_gives_up_the_rest_by_name(rig: Rig) -> None:
     rig.fill(IMAGE, 5, tell=False)
     rig.fill(IMAGE, 6, tell=False)
-    lost = next(record.slot for record in rig.ring.records() if record.step == 6)
-    rig.ring.free(lost)
-    rig.ring.write_checkpoint(1, 7, "receiving", IMAGE.layout.digest, {})
-    (rig.ring.directory / "checkpoint-1-8.json").write_text("{")
-    rig.ring.write_checkpoint(1, 9, "staged", "ab" * 32, {})
-    rig.ring.mark_filling(lost, 1, 7, 0)
-    found = survey(rig.ring)
-    assert [key.step for key, _, _ in found.whole] == [5]
-    assert {key.step for key in found.lost} == {6, 7, 8, 9}
-    assert "1 of" in str(found.lost[Key(1, 6)])
-    assert len(found.orphans) == IMAGE.layout.chunks
-    feed(rig.engine, found)
+    rig.ring.free(next(r.slot for r in rig.ring.records() if (r.step, r.chunk) == (6, 1)))
+    small = made_up(2, entries=1, chunk_bytes=CHUNK_BYTES, ranks=1, entry_bytes_max=10)
+    rig.ring.write_checkpoint(1, 7, "receiving", rig.ring.put_layout(small.layout), {})
+    settle(rig.engine, rig.ring, "the stager ended")
     rig.drain()
     assert rig.store.objects[FILE] == IMAGE.final
     assert rig.heard.durables[KEY].record["ranks"]["0"]["saved_at_unix"] == 1.0
+    assert "1 of" in str(rig.heard.failures[Key(1, 6)])
+    assert "the stager ended" in str(rig.heard.failures[Key(1, 7)])
+    assert rig.all_free()
+    assert rig.ring.checkpoints() == []
+    assert rig.store.open_uploads == []
 
 
 def test_recovery_of_chunks_that_were_already_patched_gives_the_same_file(rig: Rig) -> None:
@@ -291,7 +431,7 @@ def test_recovery_of_chunks_that_were_already_patched_gives_the_same_file(rig: R
         if record.state is SlotState.FULL:
             extent = IMAGE.layout.chunk_extent(record.chunk)
             rig.ring.slot_memory(record.slot)[: extent.nbytes] = IMAGE.final[extent.offset : extent.end]
-    feed(rig.engine, survey(rig.ring))
+    take_up(rig.engine, rig.ring)
     rig.drain()
     assert rig.store.objects[FILE] == IMAGE.final
 

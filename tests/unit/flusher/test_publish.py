@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from flusher.index import LayoutIndex
-from flusher.publish import Times, build_manifest, choose_name, saved_at_unix
 from flusher.steps import Key, Publish
 from holdfast.errors import BusyError
+from holdfast.layout_index import LayoutIndex
 from holdfast.manifest import Manifest, State
+from holdfast.publish import Times, build_manifest, choose_name, saved_at_unix
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 
@@ -29,7 +29,7 @@ def manifest(file: str, **changes: Any) -> Manifest:
         write_id="w",
         times=Times(10.0, 12.5),
         record={"ranks": {"0": {"saved_at_unix": 9.0}, "1": {"saved_at_unix": 9.5}}},
-        flusher_record={"write_seconds": 1.0},
+        writer_record={"write_seconds": 1.0},
     )
     return made.model_copy(update=changes)
 

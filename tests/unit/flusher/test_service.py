@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,9 @@ from flusher.upkeep import Upkeep
 from flusher.workers import Inbox
 from holdfast.config import FlusherConfig
 from holdfast.events import EventLog
-from holdfast.ipc import SOCKET_NAME, VERSION, Listener, connect
-from holdfast.ring import Ring
+from holdfast.ipc import SOCKET_NAME, VERSION, Channel, Listener, Message, connect
+from holdfast.ring import Ring, SlotState
+from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 
 SECONDS_MAX = 10
@@ -67,7 +71,7 @@ def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_pat
 
         def stager() -> None:
             channel = connect(tmp_path / "run" / SOCKET_NAME)
-            channel.send("hello", version=VERSION, pid=1)
+            channel.send("hello", version=VERSION, pid=1, attempt=0)
             deadline = time.monotonic() + SECONDS_MAX
             while "drained" not in said and time.monotonic() < deadline and not channel.closed:
                 for message in channel.poll():
@@ -83,3 +87,187 @@ def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_pat
         service.run()
         thread.join()
     assert said == ["welcome", "drained"]
+
+
+class Bench:
+    """A service on a ring that a dead flusher left, with one checkpoint that is being received."""
+
+    def __init__(self, directory: Path, held: contextlib.ExitStack) -> None:
+        self.store = MemoryStore()
+        self.directory = directory
+        layout = made_up(3, entries=3, chunk_bytes=4096, ranks=1, entry_bytes_max=5000).layout
+        self.ring = Ring.create(directory, chunk_bytes=4096, ring_chunks=8, attempt=1)
+        held.callback(self.ring.close)
+        self.ring.write_checkpoint(1, 7, "receiving", self.ring.put_layout(layout), {})
+        self.ring.mark_filling(2, 1, 7, 0)
+        config = FlusherConfig(store="memory://run", chunk_bytes=4096, ring_bytes=8 * 4096, grace_seconds=0)
+        inbox = Inbox()
+        held.callback(inbox.close)
+        tenure = Tenure(self.store, config.heartbeat_seconds)
+        held.callback(tenure.end)
+        upkeep = Upkeep(self.store, tenure, inbox, verify=False, keep_last=0, keep_every=0)
+        held.callback(upkeep.stop)
+        listener = Listener(directory / SOCKET_NAME)
+        held.callback(listener.close)
+        self.service = Service(
+            config,
+            self.ring,
+            self.store,
+            tenure,
+            upkeep=upkeep,
+            inbox=inbox,
+            listener=listener,
+            events=EventLog(None, role="flusher"),
+            adopted=True,
+        )
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr("flusher.service._OLD_STAGER_SECONDS_MIN", 0.05)
+    monkeypatch.setattr("flusher.service._LOOK_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("flusher.service._DYING_SECONDS", 0.05)
+    with contextlib.ExitStack() as held:
+        yield Bench(tmp_path / "run", held)
+
+
+def stand_still(ring: Ring, held: contextlib.ExitStack) -> Ring:
+    """A stager that has the ring mapped and says nothing."""
+    mapped = held.enter_context(Ring.attach(ring.directory))
+    mapped.hold(1)
+    return mapped
+
+
+@pytest.mark.timeout(30)
+def test_the_slots_of_a_stager_that_stands_still_are_its_own_until_it_is_dead(bench: Bench) -> None:
+    seen: list[SlotState] = []
+    with contextlib.ExitStack() as held:
+        stager = stand_still(bench.ring, held)
+
+        def die() -> None:
+            seen.append(bench.ring.state(2))
+            stager.let_go()
+
+        threading.Timer(0.5, die).start()  # ten times as long as a stager that says nothing is waited for
+        bench.service.run()
+    assert seen == [SlotState.FILLING]
+    assert bench.ring.state(2) is SlotState.FREE
+    assert bench.ring.checkpoint_names() == []
+
+
+@pytest.mark.timeout(30)
+def test_another_job_is_refused_while_the_stager_before_may_still_write(bench: Bench) -> None:
+    said: list[tuple[str, str]] = []
+    with contextlib.ExitStack() as held:
+        stager = stand_still(bench.ring, held)
+
+        def other_job() -> None:
+            channel = connect(bench.directory / SOCKET_NAME)
+            channel.send("hello", version=VERSION, pid=1, attempt=0)
+            deadline = time.monotonic() + SECONDS_MAX
+            while not channel.closed and time.monotonic() < deadline:
+                said.extend((m.kind, m.fields.get("message", "")) for m in channel.poll())
+                time.sleep(0.01)
+            said.append((bench.ring.state(2).name, ""))
+            channel.close()
+            stager.let_go()
+
+        thread = threading.Thread(target=other_job)
+        thread.start()
+        bench.service.run()
+        thread.join()
+    assert [kind for kind, _ in said] == ["refused", "FILLING"]
+    assert "still has the ring mapped" in said[0][1]
+
+
+@pytest.mark.timeout(30)
+def test_told_to_end_it_leaves_what_is_being_received_to_the_next_flusher(bench: Bench) -> None:
+    with contextlib.ExitStack() as held:
+        stand_still(bench.ring, held)
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        bench.service.run()
+        assert bench.service.leaves_ring
+    assert bench.ring.state(2) is SlotState.FILLING
+    assert bench.ring.checkpoint_names() == [(1, 7)]
+
+
+@pytest.mark.timeout(30)
+def test_told_to_end_with_a_dead_stager_it_leaves_nothing(bench: Bench) -> None:
+    bench.service._on_signal(signal.SIGTERM, None)
+    bench.service.run()
+    assert not bench.service.leaves_ring
+    assert bench.ring.checkpoint_names() == []
+
+
+class HungUp:
+    """A stager that has the ring, breaks the protocol while it fills a slot, and then lives on."""
+
+    def __init__(self, bench: Bench, held: contextlib.ExitStack) -> None:
+        self.bench = bench
+        self.mapped = stand_still(bench.ring, held)
+        channel = self.attach()
+        channel.send("drained")  # no word of a stager's
+        self.await_end(channel)
+
+    def attach(self) -> Channel:
+        channel = connect(self.bench.directory / SOCKET_NAME)
+        channel.send("hello", version=VERSION, pid=os.getpid(), attempt=1)
+        return channel
+
+    def await_end(self, channel: Channel) -> list[Message]:
+        said: list[Message] = []
+        deadline = time.monotonic() + SECONDS_MAX
+        while not channel.closed and time.monotonic() < deadline:
+            said += channel.poll()
+            time.sleep(0.01)
+        assert channel.closed
+        return said
+
+
+@pytest.mark.timeout(30)
+def test_a_living_stager_that_was_hung_up_on_keeps_its_slots_and_comes_back(bench: Bench) -> None:
+    seen: list[SlotState] = []
+    said: list[Message] = []
+
+    def act() -> None:
+        with contextlib.ExitStack() as held:
+            stager = HungUp(bench, held)
+            time.sleep(0.5)  # longer than the flusher waits between two looks
+            seen.append(bench.ring.state(2))
+            channel = stager.attach()
+            deadline = time.monotonic() + SECONDS_MAX
+            while not said and time.monotonic() < deadline:
+                said.extend(channel.poll())
+                time.sleep(0.01)
+            seen.append(bench.ring.state(2))
+            channel.send("finish")
+            said.extend(stager.await_end(channel))
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    bench.service.run()
+    thread.join()
+    assert seen == [SlotState.FILLING] * 2
+    assert [message.kind for message in said] == ["welcome", "drained"]
+    assert said[0].fields["resumed"]
+    assert said[0].fields["attempt"] == 1
+
+
+@pytest.mark.timeout(30)
+def test_a_stager_that_was_hung_up_on_and_dies_leaves_its_slots(bench: Bench) -> None:
+    seen: list[SlotState] = []
+
+    def act() -> None:
+        with contextlib.ExitStack() as held:
+            stager = HungUp(bench, held)
+            time.sleep(0.5)
+            seen.append(bench.ring.state(2))
+            stager.mapped.let_go()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    bench.service.run()
+    thread.join()
+    assert seen == [SlotState.FILLING]
+    assert bench.ring.state(2) is SlotState.FREE
+    assert bench.ring.checkpoint_names() == []

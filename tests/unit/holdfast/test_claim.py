@@ -15,6 +15,7 @@ import pytest
 
 from holdfast.claim import Claim, Identity
 from holdfast.errors import FencedError, StoreError
+from holdfast.sealed import seal
 from tests.support.checkpoints import add_small
 from tests.support.memory_store import MemoryStore
 
@@ -36,6 +37,13 @@ def claim_of(store: MemoryStore, attempt: int) -> dict[str, object]:
     document = json.loads(store.objects[f".holdfast/writer-{attempt:06d}.json"])
     assert isinstance(document, dict)
     return document
+
+
+def changed(claim: bytes, **changes: object) -> bytes:
+    """A claim as another writer would have written it."""
+    document = json.loads(claim) | changes
+    del document["claim_crc32"]
+    return seal(json.dumps(document).encode(), "claim_crc32")
 
 
 def take(store: MemoryStore, identity: Identity = HERE, sleep: Callable[[float], None] = no_sleep) -> Claim:
@@ -209,13 +217,9 @@ class LosesTheRace(MemoryStore):
 
     def create(self, name: str, data: bytes) -> bool:
         if self.rival is not None:
-            document = json.loads(data) | {
-                "pid": self.rival.pid,
-                "started": self.rival.started,
-                "write_id": "rival",
-            }
+            theirs = changed(data, pid=self.rival.pid, started=self.rival.started, write_id="rival")
             self.rival = None
-            super().create(name, json.dumps(document).encode())
+            super().create(name, theirs)
         return super().create(name, data)
 
 
@@ -246,7 +250,7 @@ class NotExclusive(MemoryStore):
     """A backend whose create is a plain write, and someone wrote after us."""
 
     def create(self, name: str, data: bytes) -> bool:
-        self.write(name, json.dumps(json.loads(data) | {"write_id": "rival"}).encode())
+        self.write(name, changed(data, write_id="rival"))
         return True
 
 
@@ -263,7 +267,18 @@ def test_a_claim_that_was_removed_is_not_ours_any_more() -> None:
         claim.check()
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff\x00", b"[1]", b'{"attempt": 7', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{}",
+        b"\xff\x00",
+        b"[1]",
+        b'{"attempt": 7',
+        b"[" * 100_000,
+        seal(b'{"attempt":7}', "claim_crc32"),
+    ],
+)
 def test_a_damaged_claim_counts_as_dead_with_a_warning(
     damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:

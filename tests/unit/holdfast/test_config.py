@@ -38,7 +38,7 @@ def test_defaults() -> None:
         0,
         True,
         False,
-        2,
+        None,
     )
     assert (stager.offer_seconds_max, stager.chunk_seconds_max, stager.start_seconds_max) == (60, 120, 300)
     assert stager.runtime_dir == Path(f"/dev/shm/holdfast-{os.getuid()}")

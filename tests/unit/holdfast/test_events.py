@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.errors import ConfigError
 from holdfast.events import EventLog
 
 
@@ -74,6 +76,44 @@ def test_a_full_disk_is_told_but_not_raised(tmp_path: Path, caplog: pytest.LogCa
         log.emit("durable", step=1)
     log.close()
     assert "No space left" in caplog.text
+
+
+def test_a_line_cut_by_a_full_disk_does_not_spoil_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, role="flusher")
+    whole = os.write
+    monkeypatch.setattr(
+        os, "write", lambda fd, data: whole(fd, data[:10])
+    )  # as write(2) does on the last page
+    log.emit("durable", step=1)
+    monkeypatch.undo()
+    log.emit("durable", step=2)
+    log.emit("durable", step=3)
+    log.close()
+    torn, *lines = path.read_text().splitlines()
+    assert len(torn) == 10
+    assert [json.loads(line)["step"] for line in lines] == [2, 3]
+
+
+def test_a_full_disk_at_the_start_is_tried_again_and_a_wrong_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    with monkeypatch.context() as patch:
+
+        def no_room(*_: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(os, "open", no_room)
+        log = EventLog(path, role="flusher")
+        log.emit("durable", step=1)
+    log.emit("durable", step=2)
+    log.close()
+    assert [line["step"] for line in lines_of(path)] == [2]
+    with pytest.raises(ConfigError, match="name another file"):
+        EventLog(path / "below-a-file" / "events.jsonl", role="flusher")
 
 
 def test_without_a_file_it_only_mirrors(caplog: pytest.LogCaptureFixture) -> None:

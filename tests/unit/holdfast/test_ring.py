@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -316,3 +319,31 @@ def test_runtime_directory_is_one_per_run(tmp_path: Path) -> None:
     assert runtime_directory("s3://bucket/run/") == runtime_directory("S3://bucket/run")
     assert runtime_directory("s3://bucket/run") != runtime_directory("s3://bucket/run2")
     assert runtime_directory("s3://bucket/run").parent == Path(f"/dev/shm/holdfast-{os.geteuid()}")
+
+
+def test_a_stager_holds_its_ring_until_it_is_dead(directory: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from holdfast.ring import Ring;"
+        "ring = Ring.attach(Path(sys.argv[1])); ring.hold(7); print('held', flush=True); sys.stdin.read()"
+    )
+    with Ring.create(directory, chunk_bytes=4096, ring_chunks=2, attempt=7) as ring:
+        assert not ring.is_held()
+        stager = subprocess.Popen(
+            [sys.executable, "-c", code, str(ring.directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        with stager:
+            assert stager.stdout is not None
+            assert stager.stdout.readline() == b"held\n"
+            assert ring.is_held()
+            stager.send_signal(signal.SIGSTOP)
+            assert ring.is_held()
+            stager.kill()
+        assert not ring.is_held()
+        ring.set_attempt(8)
+        assert not ring.is_held()
+        with Ring.attach(ring.directory) as mapped:
+            mapped.hold(8)
+            assert ring.is_held()
+        assert not ring.is_held()
+        Ring.remove(ring.directory)
+        assert list(ring.directory.iterdir()) == []

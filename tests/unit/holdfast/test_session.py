@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.errors import ProtocolError
 from holdfast.layout import REPLICATED, Entry, Layout
-from holdfast.session import Phase, Session, pickle_reserve_bytes
+from holdfast.session import IN_FLIGHT_MAX, Phase, Session, pickle_reserve_bytes
 from holdfast.session_steps import (
     Abort,
     Action,
@@ -23,11 +23,16 @@ from holdfast.session_steps import (
     Event,
     Failed,
     FillSlot,
+    FlusherBack,
+    FlusherGone,
     FreeSlot,
     GrantCredit,
+    Known,
     NewLayout,
     Offer,
+    RankBack,
     RankLost,
+    RankSilent,
     Received,
     Returned,
     Sent,
@@ -222,13 +227,14 @@ def test_an_older_step_is_refused(stager: Stager) -> None:
     assert "older than step 9" in tell.body["reason"]
 
 
-def test_a_third_checkpoint_is_declined_while_two_are_received(stager: Stager) -> None:
-    stager.offer_all(1)
-    stager.offer_all(2)
-    (tell,) = stager.take(Offer(0, 3, stager.layout.digest))
+def test_one_more_is_declined_while_as_many_are_received_as_ranks_may_hold(stager: Stager) -> None:
+    for step in range(IN_FLIGHT_MAX):
+        stager.offer_all(step)
+        assert phases_of(stager.session)[step] is Phase.RECEIVING
+    (tell,) = stager.take(Offer(0, IN_FLIGHT_MAX, stager.layout.digest))
     assert isinstance(tell, Tell)
     assert (tell.rank, tell.kind) == (None, Kind.DECLINED)
-    assert "steps 1, 2" in tell.body["reason"]
+    assert "steps 0, 1, 2" in tell.body["reason"]
 
 
 def test_a_rank_that_goes_on_to_another_step_ends_the_wait_for_the_first(stager: Stager) -> None:
@@ -314,6 +320,143 @@ def test_a_lost_rank_ends_what_it_still_owes_and_not_what_it_has_sent() -> None:
     (tell,) = stager.take(Offer(0, 3, stager.layout.digest))
     assert isinstance(tell, Tell)
     assert "rank 1 is dead" in tell.body["reason"]
+
+
+# -- a flusher that dies and comes back ------------------------------------------------------------------------------
+
+
+def test_what_another_flusher_is_told_follows_the_phases() -> None:
+    stager = Stager(make_layout(3), slots=12)
+    digest = stager.layout.digest
+    stager.take(Offer(0, 1, digest))
+    assert stager.session.known() == [], "an offer is between the stager and its ranks"
+    stager.take(Offer(1, 1, digest))
+    assert stager.session.known() == [Known(1, digest, (), handed_over=0, staged=False)]
+    stager.take(Began(1))
+    stager.pay(0, 1, 0)
+    slot = stager.of(ChunkFull)[0].slot
+    assert stager.session.known() == [Known(1, digest, (slot,), handed_over=1, staged=False)]
+    stager.pay_all(1)
+    for rank in range(2):
+        stager.take(Done(rank, 1))
+    slots = {action.chunk: action.slot for action in stager.of(ChunkFull)}
+    assert stager.session.known() == [
+        Known(1, digest, tuple(slots[chunk] for chunk in range(3)), handed_over=3, staged=True)
+    ]
+    stager.offer_all(2)
+    stager.take(SlotsFreed((slots[0],)))
+    assert [(known.step, known.slots, known.handed_over) for known in stager.session.known()] == [
+        (1, (slots[1], slots[2]), 3),
+        (2, (), 0),
+    ]
+    stager.take(Decline(1, 2, "busy"))
+    stager.take(Durable(1))
+    assert stager.session.known() == []
+    assert stager.session.is_durable(1)
+    assert not stager.session.is_durable(2)
+    assert stager.take(Durable(1)) == [], "a flusher that was told again may say it again"
+
+
+def test_began_again_changes_nothing(stager: Stager) -> None:
+    stager.offer_all(1)
+    stager.pay(0, 1, 0)
+    before = (slots_of(stager.session), stager.session.outstanding(), phases_of(stager.session))
+    assert stager.take(Began(1, 4)) == []
+    assert (slots_of(stager.session), stager.session.outstanding(), phases_of(stager.session)) == before
+
+
+def test_without_a_flusher_what_comes_in_whole_is_staged(stager: Stager) -> None:
+    stager.offer_all(1, began=False)
+    stager.take(FlusherGone("killed"))
+    stager.pay_all(1)
+    for rank in range(2):
+        stager.take(Done(rank, 1))
+    assert [staged.step for staged in stager.of(Staged)] == [1]
+    assert stager.take(Began(1)) == [], "heard when the next flusher is told of it"
+    assert stager.session.known()[0].staged
+
+
+def test_what_was_whole_before_the_flusher_died_is_staged_when_it_dies(stager: Stager) -> None:
+    stager.offer_all(1, began=False)
+    stager.pay_all(1)
+    for rank in range(2):
+        stager.take(Done(rank, 1))
+    assert not stager.of(Staged), "the flusher has yet to take it"
+    stager.take(FlusherGone("killed"))
+    assert [staged.step for staged in stager.of(Staged)] == [1]
+
+
+def test_slots_that_the_dead_flusher_freed_serve_again(stager: Stager) -> None:
+    stager.offer_all(1)
+    stager.pay_all(1)
+    slots = sorted(stager.session.flusher_slots)
+    stager.take(FlusherGone("killed"))
+    stager.take(FlusherBack(tuple(slots[:2])))
+    assert sorted(stager.session.flusher_slots) == slots[2:]
+    assert slots_of(stager.session)[0] >= set(slots[:2])
+
+
+def test_a_wait_for_another_flusher_has_a_deadline_that_says_so() -> None:
+    stager = Stager(make_layout(6), slots=4)
+    stager.offer_all(1)
+    stager.take(FlusherGone("process 7 has ended"))
+    while stager.credits:
+        stager.pay(*next(iter(stager.credits)))
+    stager.now += 121
+    stager.take(Tick())
+    (told,) = stager.said(Kind.FAILED)
+    assert told.body["message"] == (
+        "step 1: the stager waited 120 s for another flusher to make room in the ring: process 7 has ended"
+    )
+
+
+# -- ranks that say nothing ------------------------------------------------------------------------------------------
+
+
+def test_a_silent_rank_ends_what_waits_for_it_and_keeps_its_slots() -> None:
+    stager = Stager(make_layout(), slots=12)
+    stager.offer_all(1)
+    stager.offer_all(2)
+    for credit in [credit for credit in stager.credits if credit[:2] == (1, 1)]:
+        stager.pay(*credit)
+    its_slots = {slot for (rank, step, _), slot in stager.credits.items() if (rank, step) == (1, 2)}
+    actions = stager.take(RankSilent(1, "rank 1 on host h (process 7)", 31.0))
+    assert not [action for action in actions if isinstance(action, CancelReceive)], "it may wake up and send"
+    assert [tell.body["message"] for tell in stager.said(Kind.FAILED)] == [
+        "step 2: rank 1 on host h (process 7) has been silent for 31 s"
+    ]
+    assert its_slots <= slots_of(stager.session)[1]
+    stager.pay_all(1)
+    stager.take(Done(0, 1))
+    assert [staged.step for staged in stager.of(Staged)] == [1], "it had sent all of that one"
+    stager.now += 10
+    (tell,) = stager.take(Offer(0, 3, stager.layout.digest))
+    assert isinstance(tell, Tell)
+    assert "rank 1 on host h (process 7) has been silent for 41 s" in tell.body["reason"]
+    stager.take(RankBack(1))
+    for rank, step, chunk in [credit for credit in stager.credits if credit[1] == 2]:
+        stager.take(Returned(rank, step, chunk))
+    stager.offer_all(4)
+    assert phases_of(stager.session) == {1: Phase.STAGED, 4: Phase.RECEIVING}
+
+
+def test_a_silent_rank_that_turns_out_to_be_dead_gives_its_slots_back(stager: Stager) -> None:
+    stager.offer_all(1)
+    stager.take(RankSilent(1, "rank 1", 31.0))
+    for rank, step, chunk in [credit for credit in stager.credits if credit[0] == 0]:
+        stager.take(Returned(rank, step, chunk))
+    assert slots_of(stager.session)[1]
+    stager.take(RankLost(1, "rank 1 is dead"))
+    assert slots_of(stager.session) == (set(range(8)), set(), set())
+
+
+def test_an_offer_that_waits_for_a_silent_rank_ends(stager: Stager) -> None:
+    stager.take(Offer(0, 1, stager.layout.digest))
+    stager.take(RankSilent(1, "rank 1", 31.0))
+    assert [tell.step for tell in stager.said(Kind.FAILED)] == [1]
+
+
+# -- deadlines -------------------------------------------------------------------------------------------------------
 
 
 def test_deadline_of_an_offer_names_who_is_missing(stager: Stager) -> None:
@@ -434,8 +577,9 @@ def test_pickle_reserve(needed: int, given: int) -> None:
 
 
 class Job:
-    """A whole job by chance: ranks that offer, decline, stall and die; a flusher that frees parts only in the order in
-    which CRCs become known (the worst one: a chunk can be written when all chunks below it are in).
+    """A whole job by chance: ranks that offer, decline, stall, fall silent and die; a flusher that frees parts only in
+    the order in which CRCs become known (the worst one: a chunk can be written when all chunks below it are in), and
+    that is killed and comes back, its last words lost.
     """
 
     def __init__(self, seed: int) -> None:
@@ -459,6 +603,9 @@ class Job:
         self.offered: dict[int, set[int]] = {}
         self.ended: dict[int, Kind] = {}
         self.mortal = self.draw.random() < 0.5
+        self.silent: set[int] = set()
+        self.flusher_lives = True
+        self.freed_unheard: list[int] = []  # slots that a flusher freed when nobody heard it
         self.take(NewLayout(self.layout))
 
     def _layout(self) -> Layout:
@@ -521,7 +668,7 @@ class Job:
     def moves(self) -> list[Event]:
         moves: list[Event] = []
         for (rank, step, chunk), come in self.credits.items():
-            if rank not in self.alive:
+            if rank not in self.alive or rank in self.silent:
                 continue
             nbytes = sum(extent.nbytes for extent in self.layout.pieces(chunk, rank))
             if step in self.ended and not come and self.draw.random() < 0.5:
@@ -530,6 +677,8 @@ class Job:
                 moves.append(Sent(rank, step, chunk, nbytes, chunk))
             else:
                 moves.append(Received(rank, step, chunk))
+        if not self.flusher_lives:
+            return moves
         moves += [
             Began(step, self.part_chunks)
             for step, p in phases_of(self.session).items()
@@ -565,19 +714,46 @@ class Job:
             case Returned(rank, step, chunk):
                 del self.credits[rank, step, chunk]
             case SlotsFreed(slots):
-                for slot in slots:
-                    assert self.owned.pop(slot) == "flusher"
-                for step, full in self.full.items():
-                    gone = [chunk for chunk, slot in full.items() if slot in slots]
-                    for chunk in gone:
-                        del full[chunk]
-                    if gone and step in self.begun:
-                        self.freed_below[step] = max(gone) + 1
+                self._free(slots)
             case Durable(step):
                 del self.begun[step]
         self.take(event)
         if isinstance(event, Received):
             self._say_done(event.rank, event.step)
+
+    def _free(self, slots: tuple[int, ...]) -> None:
+        for slot in slots:
+            assert self.owned.pop(slot) == "flusher"
+        for step, full in self.full.items():
+            gone = [chunk for chunk, slot in full.items() if slot in slots]
+            for chunk in gone:
+                del full[chunk]
+            if gone and step in self.begun:
+                self.freed_below[step] = max(gone) + 1
+
+    def kill_flusher(self) -> None:
+        """Some of what it did last, nobody hears."""
+        self.flusher_lives = False
+        freed = [move for move in self._flusher_moves() if isinstance(move, SlotsFreed)]
+        self.freed_unheard = [slot for move in freed if self.draw.random() < 0.5 for slot in move.slots]
+        self.take(FlusherGone("killed"))
+
+    def next_flusher(self) -> None:
+        """Another one: what it is told is what the books say."""
+        told = {known.step: (set(known.slots), known.staged) for known in self.session.known()}
+        assert told == {step: (set(self.full[step].values()), staged) for step, staged in self.begun.items()}
+        self._free(tuple(self.freed_unheard))
+        freed, self.freed_unheard, self.flusher_lives = tuple(self.freed_unheard), [], True
+        self.take(FlusherBack(freed))
+
+    def fall_silent(self) -> None:
+        rank = self.draw.choice(sorted(self.alive))
+        if rank in self.silent:
+            self.silent.discard(rank)
+            self.take(RankBack(rank))
+        else:
+            self.silent.add(rank)
+            self.take(RankSilent(rank, f"rank {rank}", 31.0))
 
     def _say_done(self, rank: int, step: int) -> None:
         outstanding = {(r, s) for r, s, _, _ in self.session.outstanding()}
@@ -585,7 +761,10 @@ class Job:
             self.take(Done(rank, step))
 
     def offer(self) -> None:
-        rank = self.draw.choice(sorted(self.alive))
+        heard = sorted(self.alive - self.silent)
+        if not heard:
+            return
+        rank = self.draw.choice(heard)
         step = self.next_step[rank]
         self.next_step[rank] += 1
         self.offered.setdefault(step, set()).add(rank)
@@ -615,12 +794,21 @@ class Job:
                 self.take(Tick())
             elif chance < 0.13 and self.mortal and len(self.alive) > 1:
                 self.kill()
+            elif chance < 0.15:
+                self.kill_flusher() if self.flusher_lives else self.next_flusher()
+            elif chance < 0.16:
+                self.fall_silent()
             elif moves:
                 self.play(self.draw.choice(moves))
         self.settle()
 
     def settle(self) -> None:
         """No rank offers any more: everything must come to an end by itself, then by its deadlines."""
+        for rank in sorted(self.silent & self.alive):
+            self.take(RankBack(rank))
+        self.silent.clear()
+        if not self.flusher_lives:
+            self.next_flusher()
         for _ in range(10_000):
             moves = self.moves()
             if not moves:
@@ -640,19 +828,38 @@ def test_a_random_job_keeps_the_rules(seed: int) -> None:
     Job(seed).run()
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_an_image_larger_than_the_ring_flows_without_any_deadline(seed: int) -> None:
-    """Progress: with ranks that answer and a flusher that writes, no step fails, whatever the order of events."""
-    job = Job(1000 + seed)
-    job.slots = max(job.part_chunks, 2)
-    job.session = Session(
-        ranks=job.ranks, free_slots=range(job.slots), offer_seconds_max=60, chunk_seconds_max=120
-    )
-    job.take(NewLayout(job.layout))
-    for step in range(2):
-        for rank in range(job.ranks):
-            job.take(Offer(rank, step, job.layout.digest))
-            job._say_done(rank, step)
-    while moves := job.moves():
-        job.play(job.draw.choice(moves))
-    assert job.ended == {0: Kind.DURABLE, 1: Kind.DURABLE}
+class Flow(Job):
+    """Several checkpoints in a ring that is hardly larger than one part, with ranks that answer, and no deadline.
+
+    With `keeps` the flusher gives the slots of a checkpoint back together, when it is published: another flusher could
+    not go on with its upload.
+    """
+
+    def __init__(self, seed: int, *, keeps: bool) -> None:
+        super().__init__(seed)
+        if keeps:
+            self.part_chunks = self.layout.chunks
+        self.slots = max(self.part_chunks, 2)
+        self.session = Session(
+            ranks=self.ranks, free_slots=range(self.slots), offer_seconds_max=60, chunk_seconds_max=120
+        )
+        self.take(NewLayout(self.layout))
+
+    def run(self) -> None:
+        steps = self.draw.randint(2, IN_FLIGHT_MAX)
+        offers = [(step, rank) for step in range(steps) for rank in range(self.ranks)]
+        while (moves := self.moves()) or offers:
+            if offers and (not moves or self.draw.random() < 0.2):
+                step, rank = offers.pop(0)
+                self.take(Offer(rank, step, self.layout.digest))
+                self._say_done(rank, step)
+            else:
+                self.play(self.draw.choice(moves))
+        assert self.ended == dict.fromkeys(range(steps), Kind.DURABLE), phases_of(self.session)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["parts", "whole"])
+@pytest.mark.parametrize("seed", range(60))
+def test_newer_checkpoints_never_starve_an_older_one(seed: int, keeps: bool) -> None:
+    """Progress: no step fails or stands still, whatever the order of events."""
+    Flow(1000 + seed, keeps=keeps).run()

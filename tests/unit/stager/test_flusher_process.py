@@ -135,3 +135,14 @@ def test_a_flusher_that_hangs_up_is_noticed(config: StagerConfig) -> None:
         time.sleep(0.01)
     assert found.channel.closed
     found.close()
+
+
+def test_a_flusher_that_has_ended_leaves_no_zombie(config: StagerConfig) -> None:
+    found = attach(config)
+    os.kill(found.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(found.pid) and time.monotonic() < deadline:
+        flusher_process.reap()
+        time.sleep(0.01)
+    assert not psutil.pid_exists(found.pid)
+    found.close()

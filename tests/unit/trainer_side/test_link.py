@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.layout import REPLICATED, Entry, Layout
+from holdfast.notice import Notice, NoticeKind, Terms
+from holdfast.slices import area_bytes, frames_of
 from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome
 from trainer_side.link import Link, Transfer, TransferState
 
@@ -38,6 +41,8 @@ class FakePort:
         self.hold = False
         self.dead = False
         self.left = False
+        self.polls = 0
+        self.one_machine = True
 
     def _check(self) -> None:
         if self.dead:
@@ -48,8 +53,9 @@ class FakePort:
         with self.lock:
             self.messages.append(wire.decode(message))
 
-    def send_payload(self, payload: memoryview, slot: int) -> int:
+    def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
         self._check()
+        assert sum(pieces) == len(payload)
         with self.lock:
             self.payloads.append((slot, bytes(payload)))
             return len(self.payloads)
@@ -60,11 +66,12 @@ class FakePort:
 
     def poll(self) -> list[bytes]:
         self._check()
+        self.polls += 1
         with self.lock:
             inbox, self.inbox = self.inbox, []
         return inbox
 
-    def leave(self, seconds_max: float) -> None:
+    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
         self.left = True
 
     # -- the test's side
@@ -83,14 +90,18 @@ class FakePort:
 
 class Source:
     def __init__(self, rank: int) -> None:
-        self.data = bytes(range(256)) * (LAYOUT.slice_bytes(rank) // 256 + 1)
-        self.ready = LAYOUT.slice_bytes(rank)
+        self.data = bytes(range(256)) * (area_bytes(LAYOUT, rank) // 256 + 1)
+        self.ready = area_bytes(LAYOUT, rank)
+        self.views = 0
+        self.frames = {frame.offset: frame.nbytes for frame in frames_of(LAYOUT, rank)}
 
     def view(self, offset: int, nbytes: int) -> memoryview:
+        self.views += 1
         return memoryview(self.data)[offset : offset + nbytes]
 
-    def ready_bytes(self) -> int:
-        return self.ready
+    def is_ready(self, offset: int) -> bool:
+        end = offset + self.frames[offset]
+        return end <= self.ready
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -129,15 +140,12 @@ def test_a_checkpoint_from_offer_to_durable(link: Link, port: FakePort) -> None:
     transfer = offer(link, 1, source)
     until(lambda: port.of(Kind.OFFER))
     assert wire.json_body(port.of(Kind.OFFER)[0])["layout_digest"] == LAYOUT.digest
-    offset = 0
-    for slot, (chunk, extents) in enumerate(LAYOUT.sends(0)):
-        nbytes = sum(extent.nbytes for extent in extents)
+    for slot, (chunk, _, offset, nbytes) in enumerate(frames_of(LAYOUT, 0)):
         port.say(Kind.CREDIT, step=1, chunk=chunk, arg=10 + slot)
         until(lambda: len(port.of(Kind.SENT)) == slot + 1)  # noqa: B023 (called at once)
         sent, expected = port.of(Kind.SENT)[-1], source.data[offset : offset + nbytes]
         assert (sent.step, sent.chunk, sent.arg, sent.flags) == (1, chunk, nbytes, crc32(expected))
         assert port.payloads[-1] == (10 + slot, expected)
-        offset += nbytes
     assert transfer.released.wait(SECONDS_MAX)
     assert transfer.state is TransferState.SENT
     assert not transfer.settled.is_set()
@@ -150,6 +158,12 @@ def test_a_checkpoint_from_offer_to_durable(link: Link, port: FakePort) -> None:
     assert transfer.ended.wait(SECONDS_MAX)
     assert link.durable_step == 1
     assert {"sending_seconds", "sent_seconds", "staged_seconds", "durable_seconds"} <= transfer.record.keys()
+
+
+def test_a_beat_is_answered(link: Link, port: FakePort) -> None:
+    port.say(Kind.BEAT)
+    until(lambda: port.of(Kind.BEAT))
+    assert len(port.of(Kind.BEAT)) == 1
 
 
 def test_only_rank_0_sends_the_layout(port: FakePort) -> None:
@@ -175,6 +189,80 @@ def test_nothing_is_sent_before_it_is_copied(link: Link, port: FakePort) -> None
     until(lambda: port.payloads)
     time.sleep(0.02)
     assert len(port.payloads) == 1
+
+
+def test_it_polls_without_a_pause_only_while_mpi_takes_a_payload_to_pieces(
+    port: FakePort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.wire._PIECES_APART_MAX", 1)
+    monkeypatch.setattr("trainer_side.outgoing._STALL_SECONDS", SECONDS_MAX)
+    pauses: list[float] = []
+    own_time = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
+    monkeypatch.setattr("trainer_side.link.time", own_time)
+    port.hold = True
+    link = make(port, rank=1)
+    link.announce(LAYOUT)
+    transfer = offer(link)
+    whole, scattered = (chunk for chunk, _ in LAYOUT.sends(1))
+    assert [len(LAYOUT.pieces(chunk, 1)) for chunk in (whole, scattered)] == [1, 2]
+    port.say(Kind.CREDIT, step=1, chunk=whole, arg=5)
+    until(lambda: port.payloads)
+    polls = port.polls
+    until(lambda: port.polls > polls + 20)
+    assert not pauses
+    port.say(Kind.CREDIT, step=1, chunk=scattered, arg=6)
+    until(lambda: pauses)
+    assert set(pauses) == {0}
+    port.hold = False
+    assert transfer.released.wait(SECONDS_MAX)
+    link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
+
+
+@pytest.mark.parametrize("why", ["another machine", "nothing moves"])
+def test_it_polls_without_a_pause_where_the_stager_cannot_read_by_itself(
+    port: FakePort, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    pauses: list[float] = []
+    own_time = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
+    monkeypatch.setattr("trainer_side.link.time", own_time)
+    stall_seconds = 0.01 if why == "nothing moves" else SECONDS_MAX
+    monkeypatch.setattr("trainer_side.outgoing._STALL_SECONDS", stall_seconds)
+    port.hold = True
+    port.one_machine = why != "another machine"
+    link = make(port)
+    link.announce(LAYOUT)
+    transfer = offer(link)
+    first = next(iter(LAYOUT.sends(0)))[0]
+    port.say(Kind.CREDIT, step=1, chunk=first, arg=5)
+    until(lambda: pauses)
+    assert set(pauses) == {0}
+    port.hold = False
+    until(lambda: transfer.frames_left == len(list(LAYOUT.sends(0))) - 1)
+    link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
+
+
+def test_crcs_are_computed_before_the_credits_come(link: Link, port: FakePort) -> None:
+    source = Source(0)
+    transfer = offer(link, 1, source)
+    until(lambda: source.views == len(list(LAYOUT.sends(0))))
+    assert transfer.record["crc_seconds"] > 0
+    assert not port.payloads
+    frames = list(LAYOUT.sends(0))
+    for chunk, _ in reversed(frames):
+        port.say(Kind.CREDIT, step=1, chunk=chunk, arg=chunk)
+    until(lambda: len(port.of(Kind.SENT)) == len(frames))
+    assert [sent.flags for sent in port.of(Kind.SENT)] == [crc32(payload) for _, payload in port.payloads]
+    assert source.views == 2 * len(frames), "each frame is summed once and sent once"
+
+
+def test_a_frame_is_not_summed_before_it_is_copied(link: Link, port: FakePort) -> None:
+    source = Source(0)
+    source.ready = 0
+    offer(link, 1, source)
+    until(lambda: port.of(Kind.OFFER))
+    polls = port.polls
+    until(lambda: port.polls > polls + 20)
+    assert source.views == 0
 
 
 def test_memory_is_not_released_while_mpi_reads_it(link: Link, port: FakePort) -> None:
@@ -312,8 +400,8 @@ def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePor
     def pass_seconds(seconds: float) -> None:
         for _ in range(int(seconds * 2)):
             now[0] += 0.5
-            turned = link._turned_at
-            until(lambda: link._turned_at > turned or link.problem)  # noqa: B023 (called at once)
+            turned = link._silence.looked_at
+            until(lambda: link._silence.looked_at > turned or link.problem)  # noqa: B023 (called at once)
 
     def problem() -> HoldfastError | None:
         return link.problem
@@ -321,9 +409,9 @@ def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePor
     pass_seconds(29)
     assert problem() is None
     port.say(Kind.BEAT)
-    until(lambda: link._silent_seconds == 0)
+    until(lambda: link._silence.seconds == 0)
     now[0] += 1000.0  # this process was stopped: it has not listened
-    until(lambda: link._turned_at == now[0])
+    until(lambda: link._silence.looked_at == now[0])
     assert problem() is None
     pass_seconds(30)
     assert isinstance(problem(), PeerLost)
@@ -356,3 +444,86 @@ def test_the_thread_ends_with_the_link(port: FakePort) -> None:
     link = make(port)
     link.close(seconds_max=0.0)
     until(lambda: not [thread for thread in threading.enumerate() if thread.name == "holdfast-link"])
+
+
+def test_each_beat_is_answered(link: Link, port: FakePort) -> None:
+    for _ in range(3):
+        port.say(Kind.BEAT)
+    until(lambda: len(port.of(Kind.BEAT)) == 3)
+    assert all(frame.attempt == 1 for frame in port.of(Kind.BEAT))
+    assert not Kind.BEAT.from_stager
+
+
+def test_done_carries_the_fingerprints_and_the_record_does_not(link: Link, port: FakePort) -> None:
+    source = Source(0)
+    source.ready = 0
+    transfer = offer(link, 1, source)
+    for chunk, _ in LAYOUT.sends(0):
+        port.say(Kind.CREDIT, step=1, chunk=chunk, arg=chunk)
+    transfer.fingerprints = "AAAA"
+    source.ready = area_bytes(LAYOUT, 0)
+    until(lambda: port.of(Kind.DONE))
+    assert wire.json_body(port.of(Kind.DONE)[0])["replicas"] == "AAAA"
+    assert "replicas" not in transfer.record
+    assert transfer.frames_left == 0
+    assert transfer.frames == len(list(LAYOUT.sends(0)))
+
+
+def test_an_answer_is_known_before_the_offer(link: Link, port: FakePort) -> None:
+    assert link.answer(7) is None
+    port.say(Kind.DECLINED, step=7, body={"reason": "rank 1: busy: still sending"})
+    until(lambda: link.answer(7))
+    assert link.answer(7) == ("rank 1: busy: still sending", "")
+
+
+def test_a_verdict_keeps_the_code_of_its_error(link: Link, port: FakePort) -> None:
+    transfer = offer(link)
+    until(lambda: port.of(Kind.OFFER))
+    port.say(Kind.FAILED, step=1, body={"code": "state", "message": "step 1: replicas"})
+    assert transfer.ended.wait(SECONDS_MAX)
+    assert (transfer.code, transfer.reason) == ("state", "step 1: replicas")
+
+
+def test_a_proposed_step_is_answered_with_where_training_is(link: Link, port: FakePort) -> None:
+    link.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws"))
+    until(lambda: port.of(Kind.NOTICE))
+    assert wire.json_body(port.of(Kind.NOTICE)[0])["source"] == "aws"
+    link.appointments.restored(6)
+    port.say(Kind.SAVE_AT, step=9, arg=1)
+    until(lambda: port.of(Kind.AT))
+    (answer,) = port.of(Kind.AT)
+    assert (answer.step, answer.arg, answer.body) == (7, 1, b"{}")
+    assert link.appointments.reach(8) is None
+    reached: list[Terms | None] = []
+    waiting = threading.Thread(target=lambda: reached.append(link.appointments.reach(9)))
+    waiting.start()
+    terms = Terms(True, "there is time", Notice(NoticeKind.TERMINATE, time.time() + 60, "aws", rank=1))
+    message = wire.encode(Kind.SAVE_AT, attempt=1, step=9, flags=1, arg=1, body=wire.to_json(terms.to_json()))
+    assert waiting.is_alive()
+    with port.lock:
+        port.inbox.append(message)
+    waiting.join(SECONDS_MAX)
+    (found,) = reached
+    assert found is not None
+    assert found.save
+    assert link.appointments.notice is not None
+    assert link.appointments.notice.rank == 1
+
+
+@pytest.mark.parametrize(("flags", "body"), [(9, b"{}"), (1, b"{}"), (0, b"[]")])
+def test_a_stager_that_says_nonsense_of_a_step_is_given_up(
+    port: FakePort, flags: int, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = make(port)
+    port.say(Kind.SAVE_AT, step=5, arg=1)
+    until(lambda: port.of(Kind.AT))
+    waiting = threading.Thread(target=link.appointments.reach, args=(5,))
+    waiting.start()
+    with port.lock:
+        port.inbox.append(wire.encode(Kind.SAVE_AT, attempt=1, step=5, flags=flags, arg=1, body=body))
+    waiting.join(SECONDS_MAX)
+    assert not waiting.is_alive(), "training waits for a step that nobody will confirm"
+    assert link.problem is not None
+    link.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws"))
+    assert "without the stager nobody brings the ranks to one step" in caplog.text
+    link.close(wait_for=TransferState.STAGED, seconds_max=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.crc import crc32
 from holdfast.errors import DamageError, PeerLost, StateError, StoreError, StoreMissing
 from holdfast.events import EventLog
 from holdfast.manifest import Manifest, State, manifest_name
 from tests.support.checkpoints import manifest_of
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
+from trainer_side import reading, received
 from trainer_side.peers import LonePeers
 from trainer_side.per_rank import PerRank, encode, reserve_bytes
 from trainer_side.restore import Restored, restore
@@ -313,6 +316,105 @@ def test_each_rank_reads_its_share_and_gets_the_rest_from_the_others(tmp_path: P
         assert store.bytes_read <= manifest.image_bytes / ranks + slack_bytes + (
             structure_bytes if rank == 0 else 0
         )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_requests_are_shared_out_evenly_among_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
+    """Saved by two. Every byte is asked for by one rank, once, and each asks for as much as the others."""
+    chunk_bytes, request_bytes = 16384, 8192
+    saved: dict[str, Any] = {
+        "x": torch.arange(100_000),
+        "y": [torch.full((n,), 1.0) for n in range(1, 60)],
+    }
+    manifest = publish(tmp_path, 5, saved, ranks=2, chunk_bytes=chunk_bytes)
+    stores = [CountingStore(tmp_path, request_bytes=request_bytes) for _ in range(ranks)]
+    results = Ranks(ranks).run(
+        lambda peers: restore(
+            {"x": torch.zeros(100_000, dtype=torch.int64), "y": []}, stores[peers.rank], peers, events=None
+        )
+    )
+    assert all(
+        torch.equal(a, b) for r in results if r for a, b in zip(r.values["y"], saved["y"], strict=True)
+    )
+    structure = stores[0].requests[:2]  # head and tail
+    reads = [store.requests for store in stores]
+    reads[0] = reads[0][2:]
+    position = 0
+    for offset, nbytes in sorted(request for own in reads for request in own):
+        assert offset == position
+        assert nbytes == min(request_bytes, manifest.image_bytes - offset)
+        position += nbytes
+    assert position == manifest.image_bytes
+    per_chunk = chunk_bytes // request_bytes
+    counts = [len(own) for own in reads]
+    assert max(counts) - min(counts) <= per_chunk
+    for rank, result in enumerate(results):
+        assert result is not None
+        assert result.bytes_read == sum(nbytes for _, nbytes in reads[rank])
+    assert sum(nbytes for _, nbytes in structure) < manifest.image_bytes / 10
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_beside_the_tensors_is_one_window_for_each_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    taken: list[int] = []
+    genuine = reading._Window.of_size
+
+    def spy(nbytes: int) -> Any:
+        taken.append(nbytes)
+        return genuine(nbytes)
+
+    monkeypatch.setattr(reading._Window, "of_size", spy)
+    publish(tmp_path, 5, {"x": torch.arange(500_000)}, chunk_bytes=1 << 20)
+    store = CountingStore(tmp_path, request_bytes=1 << 17)
+    target = torch.zeros(500_000, dtype=torch.int64)
+    restore({"x": target}, store, LonePeers(), events=None, threads=threads)
+    assert torch.equal(target, torch.arange(500_000))
+    assert 1 <= len(taken) <= threads
+    assert set(taken) == {1 << 17}
+    assert max(nbytes for _, nbytes in store.requests) == 1 << 17
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_byte_is_summed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    summed: list[int] = []
+
+    def spy(data: memoryview, start: int = 0) -> int:
+        summed.append(data.nbytes)
+        return crc32(data, start)
+
+    monkeypatch.setattr(reading, "crc32", spy)
+    monkeypatch.setattr(received, "crc32", spy)
+    manifest = publish(tmp_path, 5, {"x": torch.arange(50_000), "y": torch.ones(3)})
+    Ranks(ranks).run(
+        lambda peers: restore(
+            {"x": torch.zeros(50_000, dtype=torch.int64), "y": torch.zeros(3)},
+            CountingStore(tmp_path),
+            peers,
+            events=None,
+        )
+    )
+    assert manifest.image_bytes <= sum(summed) <= ranks * manifest.image_bytes
+
+
+def test_the_exchange_goes_on_while_a_rank_waits_for_its_own_chunk(tmp_path: Path) -> None:
+    manifest = publish(tmp_path, 5, {"x": torch.arange(5000)})
+
+    def work(peers: ThreadPeers) -> Restored | None:
+        store = CountingStore(tmp_path)
+
+        def hold(name: str, offset: int) -> None:
+            polled = time.monotonic() + 60
+            while offset == last and peers.polls < 3:
+                assert time.monotonic() < polled, "nobody moves the exchange on"
+                time.sleep(1e-3)
+
+        store.before_read = hold
+        return restore({"x": torch.zeros(5000, dtype=torch.int64)}, store, peers, events=None)
+
+    last = (manifest.image_bytes - 1) // manifest.chunk_bytes * manifest.chunk_bytes
+    assert all(Ranks(2).run(work))
 
 
 def test_more_ranks_than_chunks(tmp_path: Path) -> None:

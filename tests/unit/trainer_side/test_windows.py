@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.manifest import EntryRecord, Manifest
 from tests.support.checkpoints import manifest_of, zip_image
-from trainer_side import windows
 from trainer_side.windows import Run, Windows
 
 BASE = manifest_of(zip_image({"data.pkl": b""}), step=0)
@@ -26,9 +24,10 @@ def manifest(chunk_bytes: int, gaps_and_sizes: list[tuple[int, int]], tail_bytes
     )
 
 
-def all_runs(of: Windows, described: Manifest) -> list[Run]:
+def all_runs(of: Windows, described: Manifest, run_bytes: int = 16 << 20) -> list[Run]:
     chunks = -(-described.image_bytes // described.chunk_bytes)
-    return [run for chunk in range(chunks) for run in of.runs(chunk)]
+    extents = [of.chunk(chunk) for chunk in range(chunks)]
+    return [run for extent in extents for run in of.runs([extent], extent.offset, run_bytes)]
 
 
 @given(
@@ -41,15 +40,11 @@ def test_every_byte_is_asked_for_once_and_lands_once(
     chunk_bytes: int, entries: list[tuple[int, int]], tail_bytes: int, run_bytes: int
 ) -> None:
     described = manifest(chunk_bytes, entries, tail_bytes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "RUN_BYTES", run_bytes)
-        of = Windows(described, range(len(described.entries)))
-        runs = all_runs(of, described)
+    runs = all_runs(Windows(described, range(len(described.entries))), described, run_bytes)
     position = 0
     for run in runs:
         assert run.offset == position
-        assert run.nbytes > 0
-        assert run.direct or run.nbytes <= run_bytes
+        assert 0 < run.nbytes <= run_bytes
         position += run.nbytes
     assert position == described.image_bytes
     reached = [0] * len(described.entries)
@@ -60,27 +55,33 @@ def test_every_byte_is_asked_for_once_and_lands_once(
             assert part.offset == entry.offset + part.inside
             assert run.offset <= part.offset
             assert part.end <= run.offset + run.nbytes
-            assert not run.direct or (part.offset, part.nbytes) == (run.offset, run.nbytes)
             reached[part.entry] += part.nbytes
     assert reached == [entry.nbytes for entry in described.entries]
 
 
-def test_large_parts_are_read_directly_and_small_ones_together() -> None:
+def test_a_chunk_is_one_request_whatever_lies_in_it() -> None:
     described = manifest(100, [(10, 5), (3, 200), (1, 20), (2, 20)])
     of = Windows(described, range(4))
-    assert [(run.offset, run.nbytes, run.direct, len(run.parts)) for run in all_runs(of, described)] == [
-        (0, 18, False, 1),
-        (18, 82, True, 1),
-        (100, 100, True, 1),
-        (200, 62, False, 3),
+    assert [(run.offset, run.nbytes, len(run.parts)) for run in all_runs(of, described)] == [
+        (0, 100, 2),
+        (100, 100, 1),
+        (200, 62, 3),
     ]
 
 
-def test_entries_that_nobody_wants_are_literals() -> None:
+def test_runs_begin_where_pages_begin() -> None:
+    """However the tensors lie: only such a read goes past the page cache."""
+    described = manifest(40 << 20, [(100, 30 << 20), (64, 3), (64, 70 << 20)])
+    runs = all_runs(Windows(described, range(3)), described)
+    assert [run.offset % 4096 for run in runs] == [0] * len(runs)
+    assert len(runs) == 3 + 3 + 2
+
+
+def test_entries_that_nobody_wants_have_no_parts() -> None:
     described = manifest(100, [(0, 100), (0, 100)])
     runs = all_runs(Windows(described, [1]), described)
-    assert [(run.offset, run.nbytes, run.direct) for run in runs] == [
-        (0, 100, False),
-        (100, 100, True),
-        (200, 1, False),
+    assert [(run.offset, run.nbytes, len(run.parts)) for run in runs] == [
+        (0, 100, 0),
+        (100, 100, 1),
+        (200, 1, 0),
     ]

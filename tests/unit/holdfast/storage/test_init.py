@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.storage import normalise_url, open_store
+from holdfast.storage import normalise_url, open_store, parts_at_once
 from holdfast.storage.generic import GenericStore
 from holdfast.storage.posix import PosixStore
 from holdfast.storage.retrying import Retrying
@@ -108,3 +108,9 @@ def test_local_stores_import_neither_boto3_nor_fsspec() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_object_stores_are_sent_more_parts_at_once_than_a_disk() -> None:
+    disk, s3, other = (parts_at_once(url) for url in ("/mnt/nfs/run", "s3://bucket/run", "gs://bucket/run"))
+    assert parts_at_once("file:///mnt/nfs/run") == disk
+    assert 1 < disk < other < s3

@@ -32,10 +32,33 @@ def test_what_a_person_must_mend_names_path_cause_and_remedy(number: int) -> Non
     assert "; " in str(error)
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_no_room_says_how_much_is_needed_and_free(number: int) -> None:
+    error = _raised(number)
+    assert not error.retriable
+    assert not error.begin_anew
+    assert "123 bytes are needed" in str(error)
+    assert "holdfast rm" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(errno.EIO, "dmesg"), (errno.ESTALE, "mount it again"), (errno.ETIMEDOUT, "server")]
+)
+def test_what_a_network_file_system_may_mend_is_tried_again_and_says_what_if_not(
+    number: int, says: str
+) -> None:
+    error = _raised(number)
+    assert error.retriable
+    assert not error.begin_anew
+    assert says in str(error)
+
+
 def test_missing_is_missing_or_swept() -> None:
     assert isinstance(_raised(errno.ENOENT), StoreMissing)
     swept = _raised(errno.ENOENT, missing_is="swept")
     assert swept.retriable
+    lost = _raised(errno.ENOENT, missing_is="lost")
+    assert (lost.retriable, lost.begin_anew) == (False, True)
     assert not isinstance(swept, StoreMissing)
 
 

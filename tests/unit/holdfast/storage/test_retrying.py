@@ -86,6 +86,18 @@ def test_waits_are_random_and_bounded(tmp_path: Path) -> None:
     assert len(set(waits)) > 20
 
 
+def test_a_server_that_says_how_long_to_stay_away_is_believed_within_the_bounds(tmp_path: Path) -> None:
+    waits: list[float] = []
+    budget = RetryBudget(attempts_max=40, first_wait_seconds=0.5, wait_seconds_max=3.0)
+    asked = [StoreError("busy", retriable=True, retry_after_seconds=2.0) for _ in range(20)]
+    endless = [StoreError("busy", retriable=True, retry_after_seconds=86_400.0)]
+    store = _store(tmp_path, [*asked, *endless], waits, budget)
+    store.read("name")
+    assert all(2.0 <= wait <= 3.0 for wait in waits)
+    assert len(set(waits[:3])) == 3, "all would come back at the same moment"
+    assert waits[-1] == 3.0
+
+
 def test_the_calls_of_an_upload_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Retrying(PosixStore(tmp_path), sleep=lambda _: None)
     upload = store.begin("step.pt", nbytes=3, chunk_bytes=4096, write_id="w")

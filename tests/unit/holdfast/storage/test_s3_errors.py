@@ -47,6 +47,25 @@ def test_what_passes_is_retriable(code: str, status: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("7", 7.0),
+        (" 0.5 ", 0.5),
+        ("", 0.0),
+        ("-3", 0.0),
+        ("nan", 0.0),
+        ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0),
+        ("9" * 400, 0.0),
+    ],
+)
+def test_how_long_the_server_wants_to_be_left_alone(said: str, seconds: float) -> None:
+    answer = _answer("SlowDown", 503)
+    answer.response["ResponseMetadata"]["HTTPHeaders"] = {"retry-after": said}
+    assert _raised(answer).retry_after_seconds == seconds
+    assert _raised(_answer("SlowDown", 503)).retry_after_seconds == 0.0
+
+
+@pytest.mark.parametrize(
     ("code", "status", "remedy"),
     [
         ("NoSuchBucket", 404, "create the bucket"),

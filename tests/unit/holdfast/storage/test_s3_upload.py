@@ -19,12 +19,21 @@ def test_parts_are_whole_chunks_and_within_the_limits_of_s3(nbytes: int, chunk_b
     assert 5 * _MIB <= part_bytes <= 5 << 30
     assert -(-nbytes // part_bytes) <= 10_000
     smaller = part_bytes - chunk_bytes
-    assert smaller < 5 * _MIB or smaller * 10_000 < nbytes
+    needed = smaller < 5 * _MIB or smaller * 10_000 < nbytes
+    wanted = part_bytes * 64 <= nbytes and part_bytes <= min(64 * _MIB, 4 * chunk_bytes)
+    assert needed or wanted
 
 
-def test_the_default_chunk_is_a_part_up_to_160_gb() -> None:
-    assert part_bytes_for(150_000 * _MIB, 16 * _MIB) == 16 * _MIB
-    assert part_bytes_for(160_001 * _MIB, 16 * _MIB) == 32 * _MIB
+@pytest.mark.parametrize(
+    ("image_mib", "part_mib"),
+    [(307, 16), (1424, 16), (2048, 32), (4096, 64), (12_000, 64), (600_000, 64), (640_001, 80)],
+)
+def test_parts_grow_with_the_image(image_mib: int, part_mib: int) -> None:
+    assert part_bytes_for(image_mib * _MIB, 16 * _MIB) == part_mib * _MIB
+
+
+def test_two_parts_fit_into_the_least_ring() -> None:
+    assert part_bytes_for(100_000 * _MIB, 8 * _MIB) == 4 * 8 * _MIB
 
 
 @pytest.mark.parametrize(("nbytes", "chunk_bytes"), [(2**62, _MIB), (1, 6 << 30), (0, _MIB), (5, 0)])

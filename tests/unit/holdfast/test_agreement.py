@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.agreement import Round
 from holdfast.errors import PeerLost, StateError
 from holdfast.wire import Agreement, Proposal
-from stager.agreement import Round
 
 ROWS: list[list[Any]] = [
     ["model/a", "float32", [2, 3], -1],

@@ -1,0 +1,107 @@
+"""Read-back and retention of the same checkpoint, in any order, never bring back what was removed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flusher.steps import Key
+from flusher.tenure import Tenure
+from flusher.upkeep import Pruned, ReadBack, Upkeep
+from flusher.workers import Inbox
+from holdfast.manifest import Manifest, State, manifest_name
+from holdfast.storage.posix import PosixStore
+from tests.support.restoring import publish
+
+SECONDS_MAX = 20
+
+
+class Rig:
+    """Upkeep of a run that keeps one checkpoint, with two of them in it."""
+
+    def __init__(self, root: Path, held: contextlib.ExitStack, *, verify: bool) -> None:
+        self.root = root
+        self.old, self.new = (publish(root, step, {"x": torch.full((9,), float(step))}) for step in (1, 2))
+        self.store, self.inbox = PosixStore(root), Inbox()
+        held.callback(self.inbox.close)
+        tenure = Tenure(self.store, 30.0)
+        held.callback(tenure.end)
+        self.upkeep = Upkeep(self.store, tenure, self.inbox, verify=verify, keep_last=1, keep_every=0)
+        held.callback(self.upkeep.stop)
+
+    def published(self, *manifests: Manifest) -> None:
+        for manifest in manifests:
+            self.upkeep.published(Key(manifest.attempt, manifest.step), manifest)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + SECONDS_MAX
+        while not self.upkeep.idle and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert self.upkeep.idle
+
+    def is_listed(self, manifest: Manifest) -> bool:
+        return (self.root / manifest_name(manifest.file)).exists()
+
+
+@pytest.fixture
+def held() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def test_a_checkpoint_that_is_named_twice_is_looked_after_once(
+    tmp_path: Path, held: contextlib.ExitStack
+) -> None:
+    """As a flusher that takes over may: from the ring, and from the store."""
+    rig = Rig(tmp_path / "run", held, verify=True)
+    rig.upkeep.give_way(busy=True)  # nothing is read before all are named
+    rig.published(rig.old, rig.old, rig.new)
+    rig.upkeep.give_way(busy=False)
+    rig.wait()
+    said = rig.inbox.take()
+    states = [(item.key.step, item.state) for item in said if isinstance(item, ReadBack)]
+    assert states == [(1, State.VERIFIED), (2, State.VERIFIED)]
+    assert [item.files for item in said if isinstance(item, Pruned)] == [(rig.old.file,)]
+    assert not rig.is_listed(rig.old)
+    kept = Manifest.from_bytes(rig.store.read(manifest_name(rig.new.file)), source=rig.new.file)
+    assert kept.state is State.VERIFIED
+
+
+def test_retention_leaves_alone_what_is_being_published(tmp_path: Path, held: contextlib.ExitStack) -> None:
+    """Its manifest may be in the store, and is written once more when that was not acknowledged."""
+    rig = Rig(tmp_path / "run", held, verify=False)
+    rig.upkeep.under_way(Key(rig.old.attempt, rig.old.step))
+    rig.published(rig.new)
+    rig.wait()
+    assert rig.is_listed(rig.old)
+    assert (rig.root / rig.old.file).exists()
+    rig.published(rig.old)
+    rig.wait()
+    assert not rig.is_listed(rig.old)
+
+
+def test_retention_does_not_take_a_step_for_the_one_that_had_its_name(
+    tmp_path: Path, held: contextlib.ExitStack
+) -> None:
+    """A flusher outlives its job: the next one, which went back, publishes the same step under the same name."""
+    rig = Rig(tmp_path / "run", held, verify=False)
+    rig.published(rig.new)
+    rig.wait()
+    assert not rig.is_listed(rig.old)
+    again = publish(rig.root, rig.old.step, {"x": torch.zeros(9)}, attempt=2, plain=True)
+    assert again.file == rig.old.file
+    rig.upkeep.under_way(Key(2, again.step))
+    newest = publish(rig.root, 3, {"x": torch.zeros(9)}, attempt=2)
+    rig.published(newest)
+    rig.wait()
+    assert rig.is_listed(again), "its manifest was written, and is not acknowledged yet"
+    assert (rig.root / again.file).exists()
+    rig.published(again)
+    rig.wait()
+    assert not rig.is_listed(again), "now it is the older one of two"
+    assert rig.is_listed(newest)

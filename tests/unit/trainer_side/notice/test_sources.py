@@ -1,0 +1,324 @@
+"""Each cloud's source against a real little metadata server, with every answer that one may give."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.notice import NoticeKind
+from tests.support.fake_metadata import (
+    AWS_ACTION,
+    AWS_REBALANCE,
+    AWS_TOKEN,
+    AZURE_EVENTS,
+    GCP_PREEMPTED,
+    FakeMetadata,
+)
+from trainer_side.notice.aws import Aws
+from trainer_side.notice.azure import Azure
+from trainer_side.notice.base import SourceError
+from trainer_side.notice.gcp import Gcp
+from trainer_side.notice.http import Server
+from trainer_side.notice.opening import find_servers
+from trainer_side.notice.signals import Signal
+
+_SECONDS_MAX = 0.5  # of a question, where the server is to be slower than that
+
+
+@pytest.fixture
+def server() -> Iterator[FakeMetadata]:
+    with FakeMetadata() as running:
+        yield running
+
+
+def _closed_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+# -- AWS
+
+
+def test_aws_without_a_notice_says_nothing_and_keeps_its_token(server: FakeMetadata) -> None:
+    aws = Aws(server.environ)
+    assert [aws.look() for _ in range(3)] == [[], [], []]
+    assert server.asked == {AWS_TOKEN: 1, AWS_ACTION: 3, AWS_REBALANCE: 3}
+    assert server.headers[AWS_TOKEN]["x-aws-ec2-metadata-token-ttl-seconds"] == "3600"
+
+
+@pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
+def test_an_instance_action_is_a_deadline(server: FakeMetadata, action: str) -> None:
+    at = server.interrupt(120, action)
+    (notice,) = Aws(server.environ).look()
+    assert (notice.kind, notice.deadline_unix, notice.source) == (NoticeKind.TERMINATE, at, "aws")
+    assert action in notice.said_by
+
+
+def test_a_rebalance_has_no_deadline_and_both_may_come(server: FakeMetadata) -> None:
+    server.recommend()
+    (notice,) = Aws(server.environ).look()
+    assert (notice.kind, notice.deadline_unix) == (NoticeKind.REBALANCE, None)
+    server.interrupt(120)
+    assert [found.kind for found in Aws(server.environ).look()] == [
+        NoticeKind.TERMINATE,
+        NoticeKind.REBALANCE,
+    ]
+
+
+def test_the_graver_notice_is_not_held_back_by_the_other_question(server: FakeMetadata) -> None:
+    server.interrupt(120)
+    server.forced[AWS_REBALANCE] = (500, "", {})
+    assert [found.kind for found in Aws(server.environ).look()] == [NoticeKind.TERMINATE]
+
+
+def test_a_token_is_renewed_before_it_ends(server: FakeMetadata) -> None:
+    now = 0.0
+    aws = Aws(server.environ, token_seconds=100, clock=lambda: now)
+    aws.look()
+    now = 84.0
+    aws.look()
+    assert server.tokens == 1
+    now = 86.0  # 15 seconds before its end
+    aws.look()
+    assert server.tokens == 2
+
+
+def test_a_withdrawn_token_is_renewed_once(server: FakeMetadata) -> None:
+    aws = Aws(server.environ)
+    aws.look()
+    server.withdraw_tokens()
+    assert aws.look() == []
+    assert server.tokens == 2
+
+
+def test_a_server_that_refuses_every_token_is_asked_for_one_more_and_no_more(server: FakeMetadata) -> None:
+    server.forced[AWS_ACTION] = (401, "", {})
+    with pytest.raises(SourceError, match="answered 401"):
+        Aws(server.environ).look()
+    assert server.asked == {AWS_TOKEN: 2, AWS_ACTION: 2}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        "<html>",
+        '{"action": "terminate"}',
+        '{"action": "dance", "time": "2017-09-18T08:22:00Z"}',
+        '{"action": "terminate", "time": "soon"}',
+        '{"action": "terminate", "time": 7}',
+        '{"action": "terminate", "time": "9999-99-99T99:99:99Z"}',
+        "[" * 50_000,
+        "x" * 100_000,
+    ],
+)
+def test_garbage_is_an_error_of_ours(server: FakeMetadata, said: str) -> None:
+    server.action = said
+    with pytest.raises(SourceError):
+        Aws(server.environ).look()
+
+
+def test_an_answer_without_end_is_not_read(server: FakeMetadata) -> None:
+    server.interrupt(120)
+    assert server.action is not None
+    server.action = " " * 100_000 + server.action
+    with pytest.raises(SourceError, match="above 65536 bytes"):
+        Aws(server.environ).look()
+
+
+def test_a_token_that_is_none_is_refused(server: FakeMetadata) -> None:
+    for said in ("", "a\nHost: elsewhere", "x" * 2000):
+        server.forced[AWS_TOKEN] = (200, said, {})
+        with pytest.raises(SourceError, match="token"):
+            Aws(server.environ).look()
+    server.forced[AWS_TOKEN] = (403, "", {})
+    with pytest.raises(SourceError, match="hop limit"):
+        Aws(server.environ).look()
+
+
+# -- the way there
+
+
+def test_a_redirect_is_not_followed(server: FakeMetadata) -> None:
+    with FakeMetadata() as elsewhere:
+        elsewhere.interrupt(120)
+        server.forced[AWS_TOKEN] = (307, "", {"Location": elsewhere.url + AWS_TOKEN})
+        with pytest.raises(SourceError, match="redirect"):
+            Aws(server.environ).look()
+        server.forced = {AWS_ACTION: (302, "", {"Location": elsewhere.url + AWS_ACTION})}
+        with pytest.raises(SourceError, match="redirect"):
+            Aws(server.environ).look()
+        assert not elsewhere.asked
+
+
+def test_no_proxy_is_ever_asked(server: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeMetadata() as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy.url)
+        assert Aws(server.environ).look() == []
+        assert Gcp(server.environ).look() == []
+        assert not proxy.asked
+    assert server.asked[AWS_ACTION] == 1
+
+
+@pytest.mark.parametrize("cloud", [Aws, Gcp, Azure])
+def test_a_server_that_hangs_drips_refuses_or_fails_is_an_error(
+    server: FakeMetadata, cloud: type[Aws] | type[Gcp] | type[Azure]
+) -> None:
+    source = cloud(server.environ, seconds_max=_SECONDS_MAX)
+    server.hanging.set()
+    with pytest.raises(SourceError, match="no whole answer within"):
+        source.look()
+    server.hanging.clear()
+    for path in (AWS_TOKEN, GCP_PREEMPTED, AZURE_EVENTS):
+        server.forced[path] = (200, "x" * 1000, {})
+    server.dripping = True
+    with pytest.raises(SourceError, match="no whole answer within"):
+        source.look()
+    server.dripping = False
+    for path in (AWS_TOKEN, GCP_PREEMPTED, AZURE_EVENTS):
+        server.forced[path] = (503, "", {})
+    with pytest.raises(SourceError, match="answered 503"):
+        source.look()
+    nobody = f"127.0.0.1:{_closed_port()}"
+    environ = {
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{nobody}",
+        "GCE_METADATA_HOST": nobody,
+        "HOLDFAST_AZURE_METADATA_URL": f"http://{nobody}",
+    }
+    with pytest.raises(SourceError, match="ConnectionRefused"):
+        cloud(environ).look()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "169.254.169.254", "https://host", "ftp://host", "http://", "http://h:99999", "http://h?x"]
+)
+def test_a_wrong_address_is_refused(url: str) -> None:
+    with pytest.raises(SourceError, match="expected http://HOST"):
+        Server(url, seconds_max=1)
+
+
+# -- Google Cloud
+
+
+def test_gcp_counts_its_half_minute_from_when_it_was_first_seen(server: FakeMetadata) -> None:
+    now = 1000.0
+    gcp = Gcp(server.environ, clock=lambda: now)
+    assert gcp.look() == []
+    server.preempted = "TRUE"
+    (first,) = gcp.look()
+    now = 1010.0
+    assert gcp.look() == [first]
+    assert (first.kind, first.deadline_unix) == (NoticeKind.TERMINATE, 1030.0)
+    server.preempted = "maybe"
+    with pytest.raises(SourceError, match="maybe"):
+        gcp.look()
+
+
+# -- Azure
+
+
+def _event(**fields: object) -> dict[str, object]:
+    return {
+        "EventId": "f00",
+        "EventType": "Preempt",
+        "ResourceType": "VirtualMachine",
+        "Resources": ["trainer-0"],
+        "NotBefore": "Mon, 19 Sep 2016 18:29:47 GMT",
+        **fields,
+    }
+
+
+def test_azure_hears_a_preemption_of_this_machine_alone(server: FakeMetadata) -> None:
+    azure = Azure(server.environ, clock=lambda: 5.0)
+    assert azure.look() == []
+    server.events = [_event(EventType="Reboot"), _event(Resources=["trainer-1"])]
+    assert azure.look() == []
+    server.events = [_event()]
+    (notice,) = azure.look()
+    assert (notice.kind, notice.deadline_unix) == (NoticeKind.TERMINATE, 1474309787.0)
+    server.events = [_event(NotBefore="")]  # it has begun
+    assert [found.deadline_unix for found in azure.look()] == [5.0]
+    server.machine = ""
+    server.events = [_event(Resources=["trainer-1"])]
+    assert len(Azure(server.environ).look()) == 1  # it does not know its name
+
+
+@pytest.mark.parametrize(
+    "said", ["", "{}", '{"Events": 7}', '{"Events": [7]}', json.dumps({"Events": [_event(NotBefore="x")]})]
+)
+def test_garbage_of_azure_is_an_error_of_ours(server: FakeMetadata, said: str) -> None:
+    server.forced[AZURE_EVENTS] = (200, said, {})
+    with pytest.raises(SourceError):
+        Azure(server.environ).look()
+
+
+# -- which cloud
+
+
+def test_auto_takes_the_first_cloud_that_answers(server: FakeMetadata) -> None:
+    assert [source.name for source in find_servers(["auto"], server.environ)] == ["aws"]
+    server.forced[AWS_TOKEN] = (404, "", {})
+    assert [source.name for source in find_servers(["auto"], server.environ)] == ["gcp"]
+    server.forced[GCP_PREEMPTED] = (404, "", {})
+    assert [source.name for source in find_servers(["auto"], server.environ)] == ["azure"]
+    server.machine = ""
+    assert find_servers(["auto"], server.environ) == []
+
+
+# -- signals
+
+_TWICE = """
+import os, signal, sys, time
+from trainer_side.notice.signals import Signal
+before = []
+if sys.argv[1] == "own":
+    signal.signal(signal.SIGTERM, lambda *_: before.append(1))
+source = Signal(signal.SIGTERM, grace_seconds=30, wake=lambda: None, clock=lambda: 100.0)
+assert source.look() == []
+os.kill(os.getpid(), signal.SIGTERM)
+(notice,) = source.look()
+assert (notice.source, notice.deadline_unix, notice.kind) == ("sigterm", 130.0, "terminate")
+print("alive", len(before), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("still alive", len(before), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "code", "said"),
+    [("none", -signal.SIGTERM, "alive 0\n"), ("own", 0, "alive 1\nstill alive 2\n")],
+)
+def test_the_first_sigterm_is_a_notice_and_the_second_does_what_it_always_did(
+    handler: str, code: int, said: str, tmp_path: Path
+) -> None:
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-c", _TWICE, handler],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (code, said), done.stderr
+
+
+def test_a_signal_is_given_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    source = Signal(signal.SIGUSR1, grace_seconds=1, wake=lambda: None)
+    assert signal.getsignal(signal.SIGUSR1) != before
+    source.close()
+    assert signal.getsignal(signal.SIGUSR1) == before

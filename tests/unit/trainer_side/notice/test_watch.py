@@ -1,0 +1,148 @@
+"""The watch's thread: what is new is passed on once, what is wrong is said once, and a signal wakes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError
+from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN, FakeMetadata
+from trainer_side.notice.base import Notice, NoticeKind, SourceError
+from trainer_side.notice.opening import open_watch
+from trainer_side.notice.watch import Watch, asks_for_machine
+
+_SECONDS_MAX = 20.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + _SECONDS_MAX
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+class Source:
+    """Says what the test has put there, or raises it."""
+
+    name = "test"
+
+    def __init__(self) -> None:
+        self.said: list[Notice] | Exception = []
+
+    def look(self) -> list[Notice]:
+        if isinstance(self.said, Exception):
+            raise self.said
+        return self.said
+
+
+def test_each_notice_is_passed_on_once_however_often_it_stands_there() -> None:
+    source, heard = Source(), list[Notice]()
+    watch = Watch(lambda: [source], heard.append, rank=0, seconds=0.001)
+    watch.start()
+    rebalance = Notice(NoticeKind.REBALANCE, None, "test", "of 08:22")
+    terminate = Notice(NoticeKind.TERMINATE, 1000.0, "test")
+    until(lambda: watch.looks.get("test", 0) > 3)
+    source.said = [rebalance]
+    until(lambda: heard)
+    source.said = [rebalance, terminate]
+    until(lambda: len(heard) == 2)
+    looks = watch.looks["test"]
+    until(lambda: watch.looks["test"] > looks + 5)
+    assert heard == [rebalance, terminate]
+    source.said = [Notice(NoticeKind.REBALANCE, None, "test", "of 09:00")]
+    until(lambda: len(heard) == 3)
+    watch.close()
+    looks = watch.looks["test"]
+    time.sleep(0.01)
+    assert watch.looks["test"] == looks
+
+
+@pytest.mark.parametrize("error", [SourceError("no answer"), ZeroDivisionError("a bug")])
+def test_a_source_that_cannot_be_asked_is_said_once_and_again_when_it_is_back(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, heard = Source(), list[Notice]()
+    source.said = error
+    with caplog.at_level(logging.WARNING):
+        watch = Watch(lambda: [source], heard.append, rank=3, seconds=0.001)
+        watch.start()
+        until(lambda: watch.failures.get("test", 0) > 5)
+        source.said = []
+        until(lambda: "hears test again" in caplog.text)
+        watch.close()
+    assert caplog.text.count("cannot ask test") == 1
+    assert str(error) in caplog.text
+    assert caplog.text.count("hears test again") == 1
+
+
+def test_a_signal_is_passed_on_without_waiting_for_the_next_look() -> None:
+    heard = list[Notice]()
+    config = TrainerConfig(watch=("sigusr1",), watch_seconds=3600, watch_grace_seconds=7)
+    watching = open_watch(config, heard.append, rank=0, environ={})
+    assert watching is not None
+    until(lambda: watching.watch.looks.get("sigusr1", 0) == 1)
+    before = time.time()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    until(lambda: heard)
+    watching.close()
+    (notice,) = heard
+    assert notice.deadline_unix is not None
+    assert before + 7 <= notice.deadline_unix <= time.time() + 7
+
+
+def test_off_unless_configured_and_one_rank_of_a_machine_asks() -> None:
+    assert TrainerConfig().watch == ()
+    assert open_watch(TrainerConfig(), lambda _: None, rank=0) is None
+    assert asks_for_machine({})
+    assert asks_for_machine({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "SLURM_LOCALID": "3"})
+    assert not asks_for_machine({"OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    with FakeMetadata() as server:
+        config = TrainerConfig(watch=("aws",), watch_seconds=0.001)
+        other = open_watch(config, lambda _: None, rank=1, environ={**server.environ, "SLURM_LOCALID": "1"})
+        first = open_watch(config, lambda _: None, rank=0, environ={**server.environ, "SLURM_LOCALID": "0"})
+        assert first is not None
+        assert other is not None
+        until(lambda: server.asked[AWS_ACTION] > 2)
+        assert other.watch.looks == {}
+        assert server.asked[AWS_TOKEN] == 1
+        first.close()
+        other.close()
+
+
+def test_settings_are_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_WATCH", "aws, sigterm")
+    assert TrainerConfig.from_sources().watch == ("aws", "sigterm")
+    monkeypatch.setenv("HOLDFAST_WATCH", "azur")
+    with pytest.raises(ConfigError, match="watch"):
+        TrainerConfig.from_sources()
+
+
+def test_a_signal_outside_the_main_thread_is_said_and_the_rest_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    opened = []
+    thread = threading.Thread(
+        target=lambda: opened.append(open_watch(TrainerConfig(watch=("sigusr1",)), lambda _: None, rank=0))
+    )
+    thread.start()
+    thread.join()
+    assert "sigusr1 is not watched" in caplog.text
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert opened[0] is not None
+    opened[0].close()
+
+
+def test_a_server_whose_address_is_none_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "169.254.169.254"}
+    watching = open_watch(TrainerConfig(watch=("aws",)), lambda _: None, rank=0, environ=environ)
+    assert watching is not None
+    until(lambda: "nothing but signals is watched" in caplog.text)
+    watching.close()

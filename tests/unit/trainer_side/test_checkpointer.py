@@ -1,0 +1,265 @@
+"""How many steps `save()` takes while others are on their way, with a link that the test plays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config import TrainerConfig
+from holdfast.emergency import Word
+from holdfast.errors import ConfigError
+from holdfast.events import EventLog
+from holdfast.layout import Layout
+from holdfast.notice import Notice, NoticeKind, Terms
+from holdfast.wire import Agreement, Proposal, Welcome
+from trainer_side.checkpointer import Checkpointer
+from trainer_side.link import Link
+from trainer_side.notice.appointments import Appointments
+from trainer_side.staging import Staging
+from trainer_side.transfer import Transfer, TransferState
+
+SECONDS_MAX = 20.0
+
+
+class FakeLink:
+    """Takes every offer, and sends it when the test says so."""
+
+    rank, ranks, problem = 0, 1, None
+    store_url, chunk_bytes = "/run", 4096
+    staged_step = durable_step = -1
+    new_pickle_reserve_bytes = 0
+    welcome = Welcome("/run", 1, 4096, 64, 1, 60.0, 1.0)
+
+    def __init__(self) -> None:
+        self.events = EventLog(None, role="trainer")
+        self.offers: dict[int, tuple[Transfer, Staging]] = {}
+        self.declined: dict[int, str] = {}
+        self.layouts: list[Layout] = []
+        self.appointments = Appointments(wait_seconds_max=SECONDS_MAX)
+        self.notices: list[Notice] = []
+
+    def notice(self, notice: Notice) -> None:
+        self.notices.append(notice)
+
+    def appoint(self, step: int, terms: Terms) -> None:
+        """As the stager does, once every rank has promised the step."""
+        assert self.appointments.heard(Word.PROPOSED, step, step, {}) is not None
+        self.appointments.heard(Word.APPOINTED, step, step, terms.to_json())
+
+    def agree(self, proposal: Proposal) -> Agreement:
+        return Agreement(2 * proposal.pickle_bytes + 4096, {})
+
+    def announce(self, layout: Layout) -> None:
+        self.layouts.append(layout)
+
+    def offer(self, step: int, source: Staging, record: dict[str, Any]) -> Transfer:
+        transfer = Transfer(step, record)
+        self.offers[step] = transfer, source
+        return transfer
+
+    def answer(self, _step: int) -> None:
+        return None
+
+    def decline(self, step: int, reason: str, *, needed_pickle_bytes: int = 0) -> None:
+        assert not needed_pickle_bytes
+        self.declined[step] = reason
+        if step in self.offers:
+            self.offers[step][0].released.set()
+
+    def stage(self, step: int) -> None:
+        transfer, _ = self.offers[step]
+        transfer.reach(TransferState.STAGED)
+        transfer.released.set()
+
+    def bytes_of(self, step: int) -> bytes:
+        """All of the staging area, once the copy is done."""
+        _, area = self.offers[step]
+        frames = sorted(area._frame_at)
+        deadline = time.monotonic() + SECONDS_MAX
+        while not all(map(area.is_ready, frames)):
+            assert time.monotonic() < deadline, f"step {step} is never ready"
+            time.sleep(0.001)
+        return bytes(area.view(0, area.area_bytes))
+
+    def close(self, **_: Any) -> None:
+        return
+
+
+class Rank:
+    """A model whose parameters all say which step it is, and its checkpointer."""
+
+    def __init__(self, link: FakeLink, **settings: Any) -> None:
+        self.link = link
+        self.model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(1000)) for _ in range(20))
+        self.state: dict[str, Any] = {"model": self.model, "note": 1}
+        self.checkpointer = Checkpointer(self.state, config=TrainerConfig(**settings))
+
+    def save(self, step: int) -> bool:
+        self.checkpointer._copier.gate.wait()  # as an optimizer would: there is none
+        with torch.no_grad():
+            for parameter in self.model:
+                parameter.fill_(step + 1)
+        return self.checkpointer.save(step)
+
+    def holds(self, step: int) -> bool:
+        """Whether what is sent for `step` is of that step, and of no other."""
+        image = self.link.bytes_of(step)
+        return image.count(torch.full((1000,), float(step + 1)).numpy().tobytes()) == len(self.model)
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
+    found = FakeLink()
+    monkeypatch.setattr(Link, "join", lambda _config: found)
+    return found
+
+
+@pytest.mark.parametrize("areas", [1, 2, 3])
+def test_so_many_steps_are_taken_as_there_are_areas(link: FakeLink, areas: int) -> None:
+    rank = Rank(link, in_flight_max=areas)
+    assert [rank.save(step) for step in range(5)] == [True] * areas + [False] * (5 - areas)
+    assert set(link.declined) == set(range(areas, 5))
+    which = "the checkpoint before is" if areas == 1 else f"the {areas} checkpoints before are"
+    assert set(link.declined.values()) == {f"busy: {which} still being sent"}
+    assert all(rank.holds(step) for step in range(areas)), "a copy went into an area that is being sent"
+    link.stage(0)
+    assert rank.save(5)
+    assert rank.holds(5)
+    assert all(rank.holds(step) for step in range(1, areas))
+    assert len({id(area) for _, area in link.offers.values()}) == areas
+    rank.checkpointer.close()
+
+
+def test_wait_waits_for_the_oldest_only(link: FakeLink) -> None:
+    rank = Rank(link, in_flight_max=2, on_full="wait")
+    assert rank.save(0)
+    assert rank.save(1)
+    assert rank.checkpointer.stats.wait_seconds == 0
+    timer = threading.Timer(0.2, link.stage, [0])
+    timer.start()
+    assert rank.save(2)
+    assert not timer.is_alive()
+    assert not link.offers[1][0].released.is_set()
+    assert rank.checkpointer.stats.wait_seconds > 0
+    timer.join()
+    rank.checkpointer.close()
+
+
+def test_a_wait_that_is_too_long_names_the_oldest(link: FakeLink) -> None:
+    rank = Rank(link, in_flight_max=2, on_full="wait", full_seconds_max=0.1)
+    assert rank.save(3)
+    assert rank.save(4)
+    assert not rank.save(5)
+    assert link.declined[5].startswith("late: rank 0 waited 0.1 s for step 3 to be staged, and")
+    rank.checkpointer.close()
+
+
+def test_new_tensors_wait_for_all_areas(link: FakeLink) -> None:
+    rank = Rank(link, in_flight_max=2, full_seconds_max=0.1)
+    assert rank.save(0)
+    assert rank.save(1)
+    rank.model.append(torch.nn.Parameter(torch.zeros(1000)))
+    assert rank.save(2)
+    assert set(link.declined) == {0, 1}, "both are given up for the new layout"
+    assert all("its tensors have changed since" in reason for reason in link.declined.values())
+    assert len(link.layouts) == 2
+    assert rank.holds(2)
+    rank.checkpointer.close()
+
+
+def test_a_limit_of_memory_decides_how_many_areas_there_are(link: FakeLink) -> None:
+    rank = Rank(link, in_flight_max=8, host_bytes_max="250KiB")  # the image has some 90
+    assert [rank.save(step) for step in range(4)] == [True, True, False, False]
+    assert rank.checkpointer._areas.nbytes <= 250 << 10
+    rank.checkpointer.close()
+
+
+def test_a_limit_below_one_area_is_said_at_the_first_save(link: FakeLink) -> None:
+    rank = Rank(link, host_bytes_max="50KiB")
+    with pytest.raises(
+        ConfigError, match=r"host_bytes_max: one staging area takes \d+ bytes.*got 51200; raise it"
+    ):
+        rank.save(0)
+    rank.checkpointer.close()
+
+
+def test_an_area_is_not_kept_by_the_copy_thread(link: FakeLink) -> None:
+    """Else a new layout would need the memory of two."""
+    rank = Rank(link)
+    assert rank.save(0)
+    assert rank.holds(0)
+    assert not rank.checkpointer._copier.wait()
+    assert rank.checkpointer._copier._job is None
+    rank.checkpointer.close()
+
+
+def steps_begun(rank: Rank, steps: range) -> list[int]:
+    """Which of these steps `step()` has saved, each staged before the next."""
+    begun = []
+    for step in steps:
+        rank.checkpointer._copier.gate.wait()
+        if rank.checkpointer.step(step):
+            begun.append(step)
+            rank.link.bytes_of(step)
+            rank.link.stage(step)
+    return begun
+
+
+def told(rank: Rank) -> int:
+    """Which rank was told, as far as this one knows; -1: none."""
+    notice = rank.checkpointer.notice
+    return -1 if notice is None else notice.rank
+
+
+_END = Notice(NoticeKind.TERMINATE, 2e9, "aws", rank=3)
+
+
+def test_step_saves_at_the_interval_and_at_the_appointed_step(link: FakeLink) -> None:
+    rank = Rank(link)
+    rank.checkpointer._every = 10
+    assert steps_begun(rank, range(12)) == [9]
+    link.appoint(14, Terms(True, "there is time", _END))
+    assert steps_begun(rank, range(12, 14)) == []
+    assert told(rank) == -1
+    assert steps_begun(rank, range(14, 31)) == [14, 19, 29]
+    assert told(rank) == 3
+    link.appoint(39, Terms(True, "there is time", _END))
+    assert steps_begun(rank, range(31, 41)) == [39]  # due twice, saved once
+
+
+def test_a_notice_that_comes_too_late_saves_nothing_and_can_be_seen(link: FakeLink) -> None:
+    rank = Rank(link)
+    link.appoint(3, Terms(False, "the deadline has passed", _END))
+    assert steps_begun(rank, range(6)) == []
+    assert rank.checkpointer.notice is not None
+
+
+def test_after_a_rebalance_the_interval_is_shorter_for_a_while(link: FakeLink) -> None:
+    rank = Rank(link)
+    rank.checkpointer._every = 8
+    link.appoint(3, Terms(True, "there is no deadline", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 11))
+    assert steps_begun(rank, range(33)) == [3, 5, 7, 9, 11, 15, 23, 31]
+
+
+def test_numbers_that_leave_steps_out_save_at_the_first_one_after(link: FakeLink) -> None:
+    rank = Rank(link)
+    link.appoint(5, Terms(True, "there is time", _END))
+    assert steps_begun(rank, range(0, 40, 10)) == [10]
+
+
+def test_the_watch_tells_the_link(link: FakeLink) -> None:
+    rank = Rank(link, watch=("sigusr1",), watch_seconds=3600)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    deadline = time.monotonic() + SECONDS_MAX
+    while not link.notices:
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+    assert link.notices[0].source == "sigusr1"
+    rank.checkpointer.close()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

@@ -1,0 +1,172 @@
+"""`save()` with local tiers and a link that the test plays: what one of the two declines may still go to the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import PeerLost
+from holdfast.events import EventLog
+from tests.unit.trainer_side.test_checkpointer import FakeLink
+from tests.unit.trainer_side.tiers.ranks import Net, until
+from trainer_side.checkpointer import Checkpointer
+from trainer_side.ledger import Ledger
+from trainer_side.tiers.inventory import Inventory
+from trainer_side.tiers.keeper import Keeper, open_tiers
+from trainer_side.transfer import Transfer
+
+
+class Link(FakeLink):
+    """Sends nothing, until the test says so."""
+
+    goes_on_in = ""
+    problem: Any = None
+
+    def offer(self, step: int, source: Any, record: dict[str, Any]) -> Transfer:
+        if self.problem is not None:
+            return Transfer.none(step, record, str(self.problem), self.problem.code)
+        return super().offer(step, source, record)
+
+
+class Rank:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, specs: list[str], **settings: Any) -> None:
+        self.link = Link()
+        self.config = TrainerConfig(**{"tiers": specs, "tier_slots": 3, "tier_writers": 1, **settings})
+
+        def opened(_config: TrainerConfig, _link: Any, ledger: Ledger, events: EventLog) -> Keeper:
+            tiers = open_tiers(self.config, "/run")
+            nothing = ((),) * len(tiers)
+            return Keeper(
+                tiers,
+                Net(1).port(0),
+                self.config,
+                rank=0,
+                ranks=1,
+                attempt=1,
+                job="job",
+                inventory=Inventory(0, nothing, nothing),
+                ledger=ledger,
+                events=events,
+            )
+
+        monkeypatch.setattr("trainer_side.checkpointer.join", lambda _config: self.link)
+        monkeypatch.setattr("trainer_side.checkpointer.open_keeper", opened)
+        self.model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(1000)) for _ in range(20))
+        self.checkpointer = Checkpointer({"model": self.model, "note": 1}, config=self.config)
+        assert self.checkpointer._keeper is not None
+        self.keeper = self.checkpointer._keeper
+
+    def save(self, step: int) -> bool:
+        self.checkpointer._copier.gate.wait()
+        with torch.no_grad():
+            for parameter in self.model:
+                parameter.fill_(step + 1)
+        return self.checkpointer.save(step)
+
+    def holds(self, step: int, number: int = 0) -> bool:
+        """Whether the tier has this step, and it is of this step alone."""
+        tier = self.keeper.tiers[number]
+        kept = [one for one in tier.kept() if one.seal.step == step]
+        if not kept:
+            return False
+        slice_bytes = memoryview(bytearray(kept[0].layout.image_bytes))
+        tier.read_into(kept[0], 0, slice_bytes)
+        wanted = torch.full((1000,), float(step + 1)).numpy().tobytes()
+        return bytes(slice_bytes).count(wanted) == len(self.model)
+
+
+@pytest.fixture
+def specs(tmp_path: Path) -> list[str]:
+    for name in ("memory", "disk"):
+        (tmp_path / name).mkdir()
+    return [f"memory:{tmp_path / 'memory'}", f"file:{tmp_path / 'disk'}"]
+
+
+def test_a_step_that_the_stager_declines_goes_to_the_tiers(
+    monkeypatch: pytest.MonkeyPatch, specs: list[str]
+) -> None:
+    rank = Rank(monkeypatch, specs)
+    monkeypatch.setattr(rank.link, "answer", lambda step: ("rank 1: busy", "") if step == 3 else None)
+    assert rank.save(3)
+    until(lambda: rank.keeper.is_idle)
+    assert rank.holds(3)
+    assert rank.holds(3, 1)
+    assert not rank.link.offers
+    assert rank.checkpointer.stats.saved == 1
+    rank.checkpointer.close()
+
+
+def test_checkpoints_go_on_when_the_stager_is_lost(monkeypatch: pytest.MonkeyPatch, specs: list[str]) -> None:
+    rank = Rank(monkeypatch, specs)
+    assert rank.save(1)
+    rank.link.stage(1)
+    until(lambda: rank.keeper.is_idle)
+    rank.link.problem = PeerLost("the stager: of the test")
+    for step in (3, 5, 7):
+        assert rank.save(step)
+        until(lambda: rank.keeper.is_idle)
+    assert rank.checkpointer.kept_step == 7
+    assert rank.holds(7)
+    assert rank.checkpointer.stats.declined == 0
+    rank.model.append(torch.nn.Parameter(torch.zeros(1000)))  # a new layout needs no stager either
+    assert rank.save(9)
+    until(lambda: rank.keeper.is_idle)
+    assert rank.holds(9)
+    rank.checkpointer.close()
+
+
+def test_without_a_slot_the_stager_still_gets_it_unless_the_slot_is_the_area(
+    monkeypatch: pytest.MonkeyPatch, specs: list[str]
+) -> None:
+    for first, taken in ((1, True), (0, False)):
+        rank = Rank(monkeypatch, specs[first:][:1], in_flight_max=4)
+        assert rank.save(0)
+        rank.link.stage(0)
+        until(lambda: rank.keeper.is_idle)  # noqa: B023 (called at once)
+        monkeypatch.setattr(rank.keeper.tiers[0], "begin", lambda *_: None)
+        assert rank.save(1) is taken
+        assert (1 in rank.link.offers) is taken
+        skipped = rank.checkpointer.stats.skipped
+        assert skipped == {f"{specs[first]}: busy": 1}
+        if not taken:
+            assert rank.link.declined[1] == "busy: no slot of the first local tier is free"
+        else:
+            rank.link.stage(1)
+        rank.checkpointer.close()
+
+
+def test_with_memory_first_no_other_staging_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch, specs: list[str]
+) -> None:
+    rank = Rank(monkeypatch, specs, in_flight_max=2)
+    assert rank.save(0)
+    assert rank.save(1)
+    assert rank.checkpointer._areas.nbytes == 0
+    assert rank.link.bytes_of(0).count(torch.full((1000,), 1.0).numpy().tobytes()) == len(rank.model)
+    for step in (0, 1):
+        rank.link.stage(step)
+    until(lambda: rank.keeper.is_idle)
+    assert rank.holds(1)
+    rank.checkpointer.close()
+
+
+def test_a_copy_that_fails_is_kept_nowhere(monkeypatch: pytest.MonkeyPatch, specs: list[str]) -> None:
+    rank = Rank(monkeypatch, specs)
+    assert rank.save(0)
+    rank.link.stage(0)
+    until(lambda: rank.keeper.is_idle)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("of the test")
+
+    monkeypatch.setattr(rank.checkpointer._engine, "copy", fail)
+    assert rank.save(1)
+    until(lambda: rank.keeper.is_idle)
+    assert not rank.holds(1)
+    assert rank.keeper.complete_step == 0
+    assert rank.checkpointer.stats.skipped == {f"{spec}: copy failed": 1 for spec in specs}
+    rank.checkpointer.close()

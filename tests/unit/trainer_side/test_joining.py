@@ -1,0 +1,137 @@
+"""How a job without a stager finds its name, its attempt and what its ranks hold."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from holdfast.claim import Claim, newest_attempt
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError, StoreError
+from holdfast.storage import open_store
+from tests.unit.trainer_side.tiers.ranks import Area, laid_out
+from trainer_side.alone import Alone
+from trainer_side.joining import _alone, _beside
+from trainer_side.link import Link
+from trainer_side.mpi import World
+from trainer_side.peers import LonePeers
+from trainer_side.tiers.base import Tier
+from trainer_side.tiers.inventory import Inventory, take_inventory
+from trainer_side.tiers.opening import open_tier
+
+
+def _kept(tier: Tier, attempt: int, step: int, *, ranks: int = 1, rank: int = 0) -> None:
+    layout = laid_out(ranks)
+    tier.prepare(layout, rank)
+    writer = tier.begin(attempt, step)
+    assert writer is not None
+    area = Area(layout, rank)
+    for number, frame in enumerate(area.frames):
+        writer.write(number, area.view(frame.offset, frame.padded_bytes), 0)
+    assert writer.seal({})
+
+
+class Together:
+    """Peers that are threads of this process: each broadcast meets at a barrier."""
+
+    def __init__(self, rank: int, shared: SimpleNamespace) -> None:
+        self.rank, self.ranks, self._shared = rank, shared.barrier.parties, shared
+
+    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
+        if self.rank == root:
+            self._shared.said = data
+        self._shared.barrier.wait(20)
+        said: bytes = self._shared.said
+        self._shared.barrier.wait(20)
+        return said
+
+
+def _inventories(tiers: list[list[Tier]], errors: dict[int, ConfigError] | None = None) -> list[Any]:
+    shared = SimpleNamespace(barrier=threading.Barrier(len(tiers)), said=b"")
+    found: list[Any] = [None] * len(tiers)
+
+    def take(rank: int) -> None:
+        try:
+            found[rank] = take_inventory(
+                cast(Any, Together(rank, shared)), tiers[rank], (errors or {}).get(rank)
+            )
+        except ConfigError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=take, args=(rank,)) for rank in range(len(tiers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_every_rank_sees_which_steps_all_of_them_hold(tmp_path: Path) -> None:
+    tiers = [[open_tier(f"file:{tmp_path / str(rank)}", "/run", slots=3)] for rank in range(2)]
+    for rank, steps in enumerate([(3, 5), (3,)]):
+        for step in steps:
+            _kept(tiers[rank][0], 4, step, ranks=2, rank=rank)
+    names = [tier[0].name for tier in tiers]
+    for tier, name in zip(tiers, names, strict=True):
+        cast(Any, tier[0])._name = "file:/here"
+        assert name != "file:/here"
+    wanted = Inventory(4, (((4, 3),),), (((4, 5),),))
+    assert _inventories(tiers) == [wanted, wanted]
+
+
+def test_ranks_with_other_tiers_are_named(tmp_path: Path) -> None:
+    tiers = [[open_tier(f"file:{tmp_path / str(rank)}", "/run")] for rank in range(2)]
+    found = _inventories(tiers)
+    assert all(isinstance(error, ConfigError) for error in found)
+    assert "trainer setting tiers: rank 1 has ['file:" in str(found[0])
+    assert str(found[0]) == str(found[1])
+
+
+def test_a_tier_that_one_rank_cannot_open_ends_all() -> None:
+    found = _inventories([[], []], {1: ConfigError("tier 'tape': no such kind")})
+    assert [str(error) for error in found] == [
+        "rank 1: tier 'tape': no such kind",
+        "tier 'tape': no such kind",
+    ]
+
+
+def test_without_a_stager_the_attempt_is_above_tiers_and_store_and_the_store_is_told(tmp_path: Path) -> None:
+    tier = open_tier(f"file:{tmp_path / 'disk'}", "/run", slots=2)
+    _kept(tier, 7, 1)
+    alone = cast(Alone, SimpleNamespace(store_url=str(tmp_path / "store")))
+    config = TrainerConfig(tiers=["memory"], store=alone.store_url)
+    assert _alone(config, alone, [tier], LonePeers()) == 8
+    assert _alone(config, alone, [tier], LonePeers()) == 9
+    store = open_store(alone.store_url)
+    assert newest_attempt(store) == 9
+    assert Claim.take(store).attempt == 10, "and a stager is not held up by it"
+
+
+def test_a_store_that_does_not_answer_is_passed_over_only_when_told_so(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file")
+    alone = cast(Alone, SimpleNamespace(store_url=str(tmp_path / "store")))
+    tier = open_tier(f"file:{tmp_path / 'disk'}", "/run", slots=2)
+    _kept(tier, 7, 1)
+    config = TrainerConfig(tiers=["memory"], store=alone.store_url)
+    with pytest.raises(StoreError):
+        _alone(config, alone, [tier], LonePeers())
+    without = TrainerConfig(tiers=["memory"], store=alone.store_url, restore_without_store=True)
+    assert _alone(without, alone, [tier], LonePeers()) == 8
+
+
+@pytest.mark.parametrize(("found", "attempt"), [(0, 5), (4, 5), (5, 6), (9, 10)])
+def test_beside_a_stager_the_attempt_is_its_own_unless_the_tiers_are_ahead(found: int, attempt: int) -> None:
+    link = cast(Link, SimpleNamespace(rank=0, welcome=SimpleNamespace(attempt=5)))
+    assert _beside(link, Inventory(found, ((),), ((),))) == attempt
+
+
+def test_tiers_alone_need_a_name_for_the_run() -> None:
+    world = cast(World, SimpleNamespace(rank=0, ranks=2))
+    with pytest.raises(
+        ConfigError, match=r"no stager .* 2 trainers, and tiers without store: the run has no name"
+    ):
+        Alone(TrainerConfig(tiers=["memory"]), world)

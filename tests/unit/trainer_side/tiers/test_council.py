@@ -1,0 +1,186 @@
+"""Ranks agree among themselves; nobody waits for ever, whoever dies, and one who is idle hardly looks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.wire import Agreement, Proposal
+from tests.unit.trainer_side.tiers.ranks import Net, until
+from trainer_side.tiers.council import Council
+from trainer_side.tiers.tally import Verdict
+from trainer_side.tiers.words import Said, Word
+
+RANKS = 3
+
+
+class Ranks:
+    def __init__(self, count: int = RANKS, **settings: Any) -> None:
+        self.net = Net(count)
+        self.heard: list[list[Verdict]] = [[] for _ in range(count)]
+        settings = {"agree_seconds_max": 20.0, "seal_seconds_max": 20.0, **settings}
+        self.councils = [
+            Council(
+                self.net.port(rank), rank=rank, ranks=count, on_verdict=self.heard[rank].append, **settings
+            )
+            for rank in range(count)
+        ]
+
+    def verdicts(self, rank: int) -> list[tuple[int, bool]]:
+        return [(verdict.order[1], verdict.complete) for verdict in self.heard[rank]]
+
+    def close(self) -> None:
+        threads = [threading.Thread(target=council.close, args=(5.0,)) for council in self.councils]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    found = Ranks()
+    yield found
+    found.close()
+
+
+def _proposal(dtype: str = "float32", pickle_bytes: int = 100) -> Proposal:
+    return Proposal(dtype, [["model/w", dtype, [4], -1]], pickle_bytes, {"rng": 50})
+
+
+def test_all_hear_that_a_step_is_complete_when_the_last_has_sealed_it(ranks: Ranks) -> None:
+    for rank in (2, 0):
+        ranks.councils[rank].sealed(1, (1, 7), "a")
+    time.sleep(0.05)
+    assert not any(ranks.heard)
+    ranks.councils[1].sealed(1, (1, 7), "a")
+    until(lambda: all(ranks.heard))
+    assert all(heard == [Verdict(1, (1, 7), complete=True)] for heard in ranks.heard)
+
+
+def test_all_hear_that_a_rank_skips_a_step_and_why(ranks: Ranks) -> None:
+    ranks.councils[0].sealed(0, (1, 7), "a")
+    ranks.councils[2].skipped(0, (1, 7), "busy: no slot is free")
+    until(lambda: all(ranks.heard))
+    assert {heard[0].why for heard in ranks.heard} == {"rank 2: busy: no slot is free"}
+
+
+def test_who_does_not_seal_makes_it_void_at_the_deadline_of_rank_0() -> None:
+    ranks = Ranks(seal_seconds_max=0.1)
+    ranks.councils[0].sealed(0, (1, 7), "a")
+    ranks.councils[1].sealed(0, (1, 7), "a")
+    until(lambda: all(ranks.heard))
+    assert [ranks.verdicts(rank) for rank in range(RANKS)] == [[(7, False)]] * RANKS
+    assert "rank 2 has not sealed it" in ranks.heard[1][0].why
+    ranks.close()
+
+
+def test_a_dead_rank_makes_it_void_at_once(ranks: Ranks) -> None:
+    ranks.councils[0].sealed(0, (1, 7), "a")
+    ranks.councils[1].sealed(0, (1, 7), "a")
+    time.sleep(0.05)
+    ranks.net.dead.add(2)
+    until(lambda: ranks.heard[0] and ranks.heard[1])
+    assert ranks.heard[1][0].why == "rank 2 is dead"
+
+
+def test_a_silent_rank_0_decides_nothing_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer_side.tiers.council._SLACK_SECONDS", 0.1)
+    ranks = Ranks(2, seal_seconds_max=0.1)
+    ranks.net.cut.add(0)
+    ranks.councils[1].sealed(0, (1, 7), "a")
+    until(lambda: ranks.councils[1].problem)
+    assert not ranks.heard[1], "what rank 0 may have called complete elsewhere is not called void here"
+    assert isinstance(ranks.councils[1].problem, PeerLost)
+    assert caplog.text.count("local tiers TAKE NOTHING NEW") == 1
+    ranks.close()
+
+
+def test_ranks_agree_on_the_largest_reserves(ranks: Ranks) -> None:
+    answers: dict[int, Agreement] = {}
+
+    def ask(rank: int) -> None:
+        answers[rank] = ranks.councils[rank].agree(_proposal(pickle_bytes=100 * (rank + 1)))
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(answers) == RANKS
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_ranks_with_other_tensors_are_refused_by_name() -> None:
+    ranks = Ranks(2)
+    errors: dict[int, HoldfastError] = {}
+
+    def ask(rank: int) -> None:
+        with pytest.raises(StateError) as caught:
+            ranks.councils[rank].agree(_proposal("float32" if rank == 0 else "float16"))
+        errors[rank] = caught.value
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert str(errors[0]) == str(errors[1])
+    assert "rank 1: tensor model/w: expected (float32 [4], replicated) as on rank 0" in str(errors[0])
+    ranks.close()
+
+
+def test_a_rank_that_does_not_come_to_agree_is_named() -> None:
+    ranks = Ranks(2, agree_seconds_max=0.1)
+    with pytest.raises(PeerLost, match=r"rank 0 waited 0.1 s for the layout of rank 1; do all ranks save"):
+        ranks.councils[0].agree(_proposal())
+    ranks.close()
+
+
+def test_all_hear_how_much_room_the_pickle_gets(ranks: Ranks) -> None:
+    ranks.councils[0].make_room(10_000)
+    until(lambda: all(council.new_pickle_reserve_bytes >= 10_000 for council in ranks.councils))
+    assert len({council.new_pickle_reserve_bytes for council in ranks.councils}) == 1
+
+
+def test_an_idle_council_looks_a_hundred_times_a_second(ranks: Ranks) -> None:
+    before = list(ranks.net.polls)
+    time.sleep(0.5)
+    assert all(after - earlier <= 60 for earlier, after in zip(before, ranks.net.polls, strict=True))
+
+
+def test_closing_waits_for_the_verdicts_of_all() -> None:
+    ranks = Ranks()
+    for rank in range(RANKS):
+        ranks.councils[rank].sealed(0, (1, 7), "a")
+    ranks.close()
+    assert [ranks.verdicts(rank) for rank in range(RANKS)] == [[(7, True)]] * RANKS
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"{}",
+        b"[]\n",
+        b'{"said": "seal"}\n',
+        b'{"said": "sealed", "step": -1}\n',
+        b'{"said": "bye", "x": 1}\n',
+        b"\xff",
+    ],
+)
+def test_what_is_no_word_is_refused(message: bytes) -> None:
+    with pytest.raises(ProtocolError, match="rank 3 said"):
+        Word.from_bytes(message, rank=3)
+
+
+def test_words_come_back_as_they_were() -> None:
+    word = Word(Said.SEALED, 1, 2, 3, text="why", code="state", nbytes=9, payload=b"a\nb\0")
+    assert Word.from_bytes(word.to_bytes(), rank=0) == word

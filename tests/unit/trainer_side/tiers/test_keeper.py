@@ -1,0 +1,337 @@
+"""A rank's tiers at work, with real slot files: what is kept, skipped and lost, and when an area is released."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.config import TrainerConfig
+from holdfast.crc import crc32
+from holdfast.errors import ConfigError, StoreError
+from holdfast.events import EventLog
+from holdfast.slices import FRAME_ALIGNMENT_BYTES
+from tests.unit.trainer_side.tiers.ranks import Area, Net, laid_out, until
+from trainer_side.ledger import Ledger
+from trainer_side.tiers.base import Tier
+from trainer_side.tiers.inventory import Inventory
+from trainer_side.tiers.keeper import Keeper, open_tiers
+from trainer_side.tiers.keeping import Keeping
+from trainer_side.tiers.media import CachedFile
+
+RUN = "/run"
+NOTHING = ((), ())
+
+
+class Rank:
+    """One rank with tiers; alone, unless it is given a net."""
+
+    def __init__(
+        self,
+        specs: list[str],
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        net: Net | None = None,
+        attempt: int = 1,
+        inventory: Inventory | None = None,
+        **settings: Any,
+    ) -> None:
+        config = TrainerConfig(
+            **{"tiers": specs, "tier_slots": 2, "tier_writers": 2, "tier_seconds_max": 20.0, **settings}
+        )
+        self.tiers: list[Tier] = open_tiers(config, RUN)
+        self.ledger, self.layout, self.rank = Ledger(), laid_out(ranks), rank
+        self.keeper = Keeper(
+            self.tiers,
+            (net or Net(1)).port(rank),
+            config,
+            rank=rank,
+            ranks=ranks,
+            attempt=attempt,
+            job="job",
+            inventory=inventory or Inventory(0, NOTHING, NOTHING),
+            ledger=self.ledger,
+            events=EventLog(None, role="trainer"),
+        )
+        self.keeper.prepare(self.layout)
+
+    def begin(self, step: int) -> Keeping | None:
+        return self.keeper.begin(step, {"saved_at_unix": 1.0, "not": object()})
+
+    def save(
+        self, step: int, *, link: threading.Event | None = None, frames: int | None = None
+    ) -> tuple[Keeping, Area]:
+        keeping = self.begin(step)
+        assert keeping is not None
+        memory = keeping.writers[0].memory if keeping.source_is_slot == 0 else None
+        area = Area(self.layout, self.rank, memory)
+        keeping.link_released = link or _set()
+        self.keeper.keep(keeping, area)
+        area.fill(step, frames=frames)
+        return keeping, area
+
+    def kept(self, number: int = 0) -> list[int]:
+        return [one.seal.step for one in self.tiers[number].kept() if one.seal.rank == self.rank]
+
+    def bytes_of(self, step: int, number: int = 0) -> set[int]:
+        """All values that the kept slice has, after its CRCs were compared."""
+        (one,) = [
+            one for one in self.tiers[number].kept() if (one.seal.step, one.seal.rank) == (step, self.rank)
+        ]
+        values: set[int] = set()
+        area = Area(self.layout, self.rank)
+        for frame, sealed in zip(area.frames, one.seal.frame_crc32s, strict=True):
+            view = area.view(frame.offset, frame.nbytes)
+            self.tiers[number].read_into(one, frame.offset, view)
+            assert crc32(view) == sealed
+            values |= set(view)
+        return values
+
+
+def _set() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+@pytest.fixture
+def specs(tmp_path: Path) -> list[str]:
+    for name in ("memory", "disk"):
+        (tmp_path / name).mkdir()
+    return [f"memory:{tmp_path / 'memory'}", f"file:{tmp_path / 'disk'}"]
+
+
+@pytest.fixture
+def rank(specs: list[str]) -> Iterator[Rank]:
+    found = Rank(specs)
+    yield found
+    found.keeper.close(20)
+
+
+def test_a_step_is_kept_in_every_tier_and_the_area_released(rank: Rank) -> None:
+    for step in (3, 5, 7):
+        keeping, _ = rank.save(step)
+        assert keeping.released.wait(20)
+        until(lambda: rank.keeper.is_idle)
+        assert rank.keeper.complete_step == step
+    for number in (0, 1):
+        assert rank.kept(number)[0] == 7
+        assert rank.bytes_of(7, number) == {7}
+    names = [tier.name for tier in rank.tiers]
+    assert rank.ledger.stats.kept == {names[0]: 3, names[1]: 3}
+    assert rank.tiers[0].kept()[0].seal.record["job"] == "job"
+
+
+def test_the_slot_is_the_area_and_is_summed_once(rank: Rank) -> None:
+    keeping, area = rank.save(3)
+    assert keeping.source_is_slot == 0
+    assert keeping.released.wait(20)
+    frames = len(area.frames)
+    assert area.views == 3 * frames, "a view for each tier's write, and one for the CRC of both"
+    assert all(frame.offset % FRAME_ALIGNMENT_BYTES == 0 for frame in area.frames)
+
+
+def test_frames_are_written_before_the_last_is_there(rank: Rank) -> None:
+    keeping, area = rank.save(3, frames=2)
+    until(lambda: len(keeping._sums) == 2)
+    time.sleep(0.05)
+    assert not keeping.released.is_set()
+    assert not rank.kept()
+    area.fill(3)
+    assert keeping.released.wait(20)
+
+
+def test_what_is_cancelled_is_kept_nowhere_and_its_slots_are_free_again(rank: Rank) -> None:
+    keeping, _ = rank.save(3, frames=2)
+    keeping.cancel("copy stuck: of the test")
+    assert keeping.released.wait(20)
+    assert not keeping.is_wanted
+    assert keeping.lost_in.keys() == {0, 1}
+    assert not rank.kept(0)
+    assert not rank.kept(1)
+    assert rank.ledger.stats.skipped == {f"{tier.name}: copy stuck": 1 for tier in rank.tiers}
+    again = [rank.save(step)[0] for step in (4, 5)]
+    assert all(one.released.wait(20) for one in again), "both slots could be used"
+
+
+def test_a_step_that_is_not_new_gets_no_slot(rank: Rank) -> None:
+    assert rank.save(3)[0].released.wait(20)
+    assert rank.begin(3) is None
+    assert rank.begin(2) is None
+
+
+def test_a_slot_is_waited_for_where_one_will_become_free(rank: Rank) -> None:
+    """As `save()` does with `on_full="wait"`; and not for ever where the step before does not end."""
+    assert rank.save(1)[0].released.wait(20)
+    until(lambda: rank.keeper.is_idle)
+    keeping, area = rank.save(3, frames=2)
+    late = rank.keeper.begin(4, {}, wait_until=time.monotonic() + 0.05)
+    assert late is None, "one slot holds what is complete, the other what is on its way"
+    found: list[Keeping | None] = []
+    waiting = threading.Thread(
+        target=lambda: found.append(rank.keeper.begin(5, {}, wait_until=time.monotonic() + 60))
+    )
+    waiting.start()
+    area.fill(3)
+    waiting.join(60)
+    assert keeping.released.is_set()
+    assert found[0] is not None
+    assert found[0].writers.keys() == {0, 1}
+    rank.keeper.drop(found[0], "busy: of the test")
+
+
+def test_a_slot_that_the_link_still_reads_is_not_used_again(rank: Rank) -> None:
+    """Strategy D: COMPLETE and the end of newer steps are there, and the slot of step 3 is still being sent."""
+    sending = threading.Event()
+    keeping, area = rank.save(3, link=sending)
+    assert keeping.released.wait(20)
+    assert rank.save(5)[0].released.wait(20)
+    until(lambda: rank.keeper.complete_step == 5 and rank.keeper._lanes[1].idle)
+    time.sleep(0.05)
+    third = rank.begin(7)
+    assert third is not None
+    assert 0 not in third.writers, "its only free slot is the one that is being sent"
+    assert set(area.memory[: area.frames[0].nbytes]) == {3}
+    rank.keeper.drop(third, "busy: of the test")
+    sending.set()
+    until(lambda: rank.keeper.is_idle)
+    fourth = rank.begin(8)
+    assert fourth is not None
+    assert 0 in fourth.writers
+    rank.keeper.drop(fourth, "busy: of the test")
+
+
+def test_a_slot_that_another_tier_still_reads_is_not_used_again(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strategy D with a slow disk: steps 3 and 5 are complete in memory, and the disk has not read step 3."""
+    go_on, write = threading.Event(), CachedFile.write
+
+    def slow(self: CachedFile, offset: int, view: memoryview) -> None:
+        assert go_on.wait(20)
+        write(self, offset, view)
+
+    monkeypatch.setattr(CachedFile, "write", slow)
+    first, area = rank.save(3)
+    rank.save(5)
+    until(lambda: rank.keeper.complete_step == 5)
+    third = rank.begin(7)
+    assert third is None or 0 not in third.writers
+    assert set(area.memory[: area.frames[0].nbytes]) == {3}
+    if third is not None:
+        rank.keeper.drop(third, "busy: of the test")
+    go_on.set()
+    assert first.released.wait(20)
+    until(lambda: rank.keeper.is_idle)
+    assert rank.bytes_of(5, 1) == {5}
+    fourth = rank.begin(9)
+    assert fourth is not None
+    assert 0 in fourth.writers
+    rank.keeper.drop(fourth, "busy: of the test")
+
+
+def test_a_void_step_that_the_link_still_reads_keeps_its_slot(specs: list[str]) -> None:
+    net = Net(2)
+    ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]
+    sending = threading.Event()
+    _, area = ranks[0].save(3, link=sending)
+    ranks[1].keeper.skip(3, "busy: of the test")
+    until(lambda: ranks[0].keeper._lanes[0]._verdicts)
+    ranks[0].save(5, link=sending)
+    third = ranks[0].begin(7)
+    assert third is None or 0 not in third.writers, "its only free slot is the one that is being sent"
+    if third is not None:
+        ranks[0].keeper.drop(third, "busy: of the test")
+    assert set(area.memory[: area.frames[0].nbytes]) == {3}
+    sending.set()
+    _close(ranks)
+
+
+def test_a_rank_without_a_slot_makes_the_step_void_for_all(specs: list[str]) -> None:
+    net = Net(2)
+    ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]
+    first = [rank.save(3)[0] for rank in ranks]
+    assert all(one.released.wait(20) for one in first)
+    until(lambda: all(rank.keeper.is_idle for rank in ranks))
+    held = [ranks[0].begin(5)]
+    assert held[0] is not None
+    ranks[1].keeper.skip(5, "busy: of the test")
+    ranks[0].keeper.keep(held[0], Area(ranks[0].layout, 0, held[0].writers[0].memory))
+    held[0].link_released.set()
+    assert held[0].released.wait(20), "what is void is not written to its end"
+    assert "void: rank 1: busy" in held[0].lost_in[1]
+    assert all(rank.kept(number) == [3] for rank in ranks for number in (0, 1))
+    _close(ranks)
+
+
+def test_a_tier_that_fails_loses_its_step_and_nothing_else(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CachedFile, "write", fail)
+        for step in (3, 5):
+            assert rank.save(step)[0].released.wait(20)
+            until(lambda: rank.keeper.is_idle)
+    assert caplog.text.count("is not kept in tier file") == 1, "once for the reason, not once for each step"
+    assert rank.kept(0)[0] == 5
+    assert rank.save(7)[0].released.wait(20)
+    until(lambda: rank.kept(1) == [7])
+    assert rank.ledger.stats.skipped == {f"{rank.tiers[1].name}: failed": 2}
+
+
+def test_a_tier_that_is_too_small_is_refused_at_first_and_left_out_later(
+    specs: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(specs)
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("too small: of the test")
+
+    monkeypatch.setattr(rank.tiers[1], "prepare", refuse)
+    rank.layout = laid_out(1, chunks=9)
+    rank.keeper.prepare(rank.layout)
+    assert "TAKES NOTHING MORE: too small" in caplog.text
+    keeping, _ = rank.save(3)
+    assert keeping.released.wait(20)
+    assert keeping.kept_in == {0}
+    rank.keeper.close(20)
+    fresh = Keeper.prepare
+    other = object.__new__(Keeper)
+    other.tiers, other._layout, other._out = (rank.tiers[1],), None, {}
+    other._rank = 0
+    with pytest.raises(ConfigError, match="too small"):
+        fresh(other, rank.layout)
+
+
+def test_what_was_found_complete_stays_until_there_is_a_newer_one(specs: list[str]) -> None:
+    """A relaunch finds 3 on both ranks and 5 on one: the first slot to be used is not that of step 3."""
+    net = Net(2)
+    ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]
+    assert all(rank.save(3)[0].released.wait(20) for rank in ranks)
+    until(lambda: all(rank.keeper.is_idle for rank in ranks))
+    assert ranks[0].save(5)[0].released.wait(20)
+    for rank in ranks:  # as a kill would end them: nothing is said any more
+        net.cut |= {0, 1}
+        for tier in rank.tiers:
+            tier.close()
+    found = Inventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
+    again = Rank(specs, rank=0, ranks=2, net=Net(2), attempt=2, inventory=found)
+    assert again.begin(9) is not None
+    assert again.kept(0) == [3]
+    assert again.kept(1)[-1] == 3
+
+
+def _close(ranks: list[Rank]) -> None:
+    threads = [threading.Thread(target=rank.keeper.close, args=(20,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

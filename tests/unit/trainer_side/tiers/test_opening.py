@@ -1,0 +1,58 @@
+"""What people may write for a tier."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConfigError
+from tests.support.tiers import RUN
+from trainer_side.tiers.base import Nearness
+from trainer_side.tiers.opening import open_tier
+from trainer_side.tiers.place import Place, run_name
+from trainer_side.tiers.slot_tier import SlotTier
+
+
+@pytest.mark.parametrize("kind", ["memory", "pm", "nvme", "file"])
+def test_a_kind_and_a_directory(kind: str, tmp_path: Path) -> None:
+    tier = open_tier(f"{kind}:{tmp_path}", RUN)
+    assert (tier.name, tier.nearness) == (f"{kind}:{tmp_path}", Nearness(kind))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_has_a_directory_of_its_own() -> None:
+    tier = open_tier("memory", RUN)
+    assert isinstance(tier, SlotTier)
+    assert tier._place.base == Path(f"/dev/shm/holdfast-{os.geteuid()}/tiers")
+
+
+@pytest.mark.parametrize("spec", ["", "tape:/dev/st0", "nvme", "nvme:", "nvme:relative", "Memory", "memory:"])
+def test_anything_else_is_refused_with_what_is_allowed(spec: str) -> None:
+    with pytest.raises(
+        ConfigError, match="memory, memory:/dir, pm:/dir, nvme:/dir, file:/dir or store"
+    ) as caught:
+        open_tier(spec, RUN)
+    assert repr(spec) in str(caught.value)
+
+
+@pytest.mark.parametrize(("slots", "writers"), [(1, 1), (65, 1), (2, 0)])
+def test_numbers_out_of_range_are_refused(slots: int, writers: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"slots must be from 2|writers must be at least 1"):
+        open_tier(f"file:{tmp_path}", RUN, slots=slots, writers=writers)
+
+
+def test_runs_of_one_name_have_directories_of_their_own(tmp_path: Path) -> None:
+    first, second = Place(tmp_path, "/mnt/a/run"), Place(tmp_path, "s3://bucket/b/run")
+    assert first.directory != second.directory
+    assert first.directory == Place(tmp_path, "file:///mnt/a/run/").directory
+    assert first.directory.name.startswith("run-")
+    assert run_name("s3://bucket/b/run") == "run"
+
+
+def test_a_name_with_odd_characters_makes_a_plain_directory(tmp_path: Path) -> None:
+    place = Place(tmp_path, "/mnt/a/Läufe 7;rm")
+    assert place.directory.parent == tmp_path
+    assert place.directory.name.isascii()
+    assert " " not in place.directory.name
