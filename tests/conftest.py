@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 
@@ -10,6 +11,15 @@ import pytest
 from tests.support.moto_s3 import running_moto
 from tests.support.s3_place import S3Place, fresh_bucket, s3_environment
 from tests.support.swift import SwiftServer, install, running_swift
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make soak` runs."""
+    if "HOLDFAST_TEST_SOAK" in os.environ:
+        return
+    left_out = [item for item in items if item.get_closest_marker("soak") is not None]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

@@ -87,8 +87,9 @@ def test_naming_the_package_starts_neither_torch_nor_mpi() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_mpi_is_started_in_one_thin_file_per_package_at_most(package: str) -> None:
-    users = [path.name for path in (ROOT / package).rglob("*.py") if "mpi4py.MPI" in set(imports(path))]
-    assert len(users) <= (1 if package in ("trainer_side", "stager") else 0), users
+    # `holdfast doctor` starts mpi_probe.py as a job of its own, and nothing imports it.
+    users = {path.name for path in (ROOT / package).rglob("*.py") if "mpi4py.MPI" in set(imports(path))}
+    assert users - {"mpi_probe.py"} <= ({"mpi.py"} if package in ("trainer_side", "stager") else set()), users
 
 
 def test_no_source_file_prints() -> None:

@@ -1,14 +1,17 @@
-"""Copies from a CUDA device: the bytes are those of the moment of `save()`, and come back on the device."""
+"""Copies from a CUDA device: the bytes are those of the moment of `save()`, and only the copy waits for the device."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
 
+from trainer_side.copy_engine import CopyEngine
+from trainer_side.copy_plan import Router, SlicePlan
 from trainer_side.rng import RngState
-from trainer_side.skeleton import capture, plan, table
+from trainer_side.skeleton import Capture, Skeleton, capture, plan, table
 from trainer_side.staging import Staging
 from trainer_side.state import classify, collect
 
@@ -16,37 +19,125 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
 ]
+STRATEGIES = pytest.mark.parametrize("device_bytes_max", [0, None], ids=["C", "G"])
 
 
-def test_the_slice_of_a_model_on_the_device_is_copied_behind_the_gate() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(8, 512, device="cuda")).sum().backward()
-    optimizer.step()
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    tree = collect(state)
-    proposed = table(state, tree, rank=0, ranks=1)
-    skeleton = plan(
-        tree,
-        classify(state, tree),
-        rank=0,
-        ranks=1,
-        chunk_bytes=65536,
-        pickle_reserve_bytes=proposed.pickle_bytes + 64,
-        per_rank_reserve_bytes={},
-    )
-    taken = capture(tree, skeleton)
-    assert taken is not None
-    staging = Staging(skeleton, 0, skeleton.gated, pinned=True)
-    expected = [None if source is None else bytes(source.bytes().cpu().numpy()) for source in taken.sources]
-    staging.copy_now(taken.sources, taken.contents)
-    after = torch.cuda.current_stream().record_event()
-    staging.copy_gated(taken.sources, after=after, cancelled=lambda: False, copied=lambda: None)
-    assert staging.ready_bytes() == staging.nbytes == skeleton.layout.image_bytes
-    for index, (entry, want) in enumerate(zip(skeleton.layout.entries, expected, strict=True)):
-        got = bytes(staging.view(entry.offset, entry.nbytes))
-        assert got == (taken.contents[index] if want is None else want), entry.name
+class OnDevice:
+    """A model with large layers, many small ones, buffers and moments on the device, counters in host memory."""
+
+    def __init__(self, device_bytes_max: int | None) -> None:
+        torch.manual_seed(0)
+        small = [torch.nn.Linear(8, 8) for _ in range(300)]
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(2048, 2048), torch.nn.BatchNorm1d(2048), *small
+        ).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=False)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        self.optimizer.step()
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        tree = collect(self.state)
+        proposed = table(self.state, tree, rank=0, ranks=1)
+        self.skeleton: Skeleton = plan(
+            tree,
+            classify(self.state, tree),
+            rank=0,
+            ranks=1,
+            chunk_bytes=1 << 20,
+            pickle_reserve_bytes=-(-proposed.pickle_bytes // 4096) * 4096,
+            per_rank_reserve_bytes={},
+        )
+        taken = capture(tree, self.skeleton)
+        assert taken is not None
+        self.taken: Capture = taken
+        self.slice_plan = SlicePlan.of(self.skeleton.layout, 0, self.skeleton.gated)
+        self.engine = CopyEngine(device_bytes_max=device_bytes_max)
+        self.staging = Staging(self.skeleton, self.slice_plan, self.engine, pinned=True)
+        self.router = Router(self.slice_plan)
+        self.passed: list[int] = []
+        self.expected: list[bytes | None] = []
+
+    def save(self) -> torch.cuda.Event:
+        torch.cuda.synchronize()
+        sources = self.taken.sources
+        self.expected = [None if one is None else bytes(one.bytes().cpu().numpy()) for one in sources]
+        self.staging.copy_now(sources, self.taken.contents)
+        after: torch.cuda.Event = torch.cuda.current_stream().record_event()
+        return after
+
+    def copy(self, after: torch.cuda.Event, *, copied: Any = lambda: None) -> None:
+        route = self.router.route(self.taken.sources, dict, order_changed=True)
+        assert route.device
+
+        def passed(storages: Collection[int]) -> None:
+            self.passed.extend(storages)
+
+        self.staging.copy_gated(
+            self.taken.sources, route, after=after, cancelled=lambda: False, passed=passed, copied=copied
+        )
+        assert set(self.passed) == route.storages
+
+    def check(self) -> None:
+        layout = self.skeleton.layout
+        assert self.staging.nbytes == layout.image_bytes
+        for chunk, _ in layout.sends(0):
+            assert self.staging.is_ready(layout.chunk_extent(chunk).offset)
+        for index, (entry, want) in enumerate(zip(layout.entries, self.expected, strict=True)):
+            got = bytes(self.staging.view(entry.offset, entry.nbytes))
+            assert got == (self.taken.contents[index] if want is None else want), entry.name
+
+    def overwrite(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(1)
+            for value in self.optimizer.state.values():
+                value["exp_avg"].add_(1)
+
+
+@STRATEGIES
+def test_the_slice_of_a_model_on_the_device_is_copied_behind_the_gate(device_bytes_max: int | None) -> None:
+    job = OnDevice(device_bytes_max)
+    for _ in range(2):
+        job.passed.clear()
+        job.copy(job.save())
+        job.check()
+        job.overwrite()
+
+
+@STRATEGIES
+def test_what_comes_after_copied_is_not_in_it(device_bytes_max: int | None) -> None:
+    """The moment the gate opens the optimizer runs, on the training's own stream."""
+    job = OnDevice(device_bytes_max)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def update() -> None:
+        with torch.cuda.stream(stream):
+            job.overwrite()
+
+    job.copy(job.save(), copied=update)
+    torch.cuda.synchronize()
+    job.check()
+
+
+def test_save_does_not_wait_for_work_that_is_queued() -> None:
+    job = OnDevice(0)
+    big = torch.randn(4096, 4096, device="cuda")
+    job.save()
+    for _ in range(200):
+        big = big @ big
+    queued: torch.cuda.Event = torch.cuda.current_stream().record_event()
+    job.staging.copy_now(job.taken.sources, job.taken.contents)
+    there = queued.query()  # type: ignore[no-untyped-call]
+    assert not there, "either it waited, or this device is too fast for the test"
+    torch.cuda.synchronize()
+
+
+def test_buffers_are_those_of_the_moment_of_save() -> None:
+    job = OnDevice(0)
+    after = job.save()
+    job.model[1].running_mean.fill_(7)  # type: ignore[operator]
+    job.copy(after)
+    job.check()
 
 
 def test_random_numbers_of_the_device_go_on_where_they_were() -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,18 +64,30 @@ class Cluster:
         self.directory, self.store, self._env = directory, store, env
         self._script, self._stager, self._started = script, stager, 0
 
-    def start(self, ranks: int, *arguments: str, ulfm: bool = True, runtime: Path | None = None) -> Job:
-        """A fresh cluster: nothing is left of the one before but the store. With `runtime`: on that machine."""
+    def start(
+        self,
+        ranks: int,
+        *arguments: str,
+        ulfm: bool = True,
+        stager: bool = True,
+        runtime: Path | None = None,
+        rewrite: Callable[[list[str]], list[str]] = list,
+        env: Mapping[str, str] | None = None,
+    ) -> Job:
+        """A fresh cluster: nothing is left of the one before but the store. With `runtime`: on that machine. `rewrite`
+        changes the mpirun line; `env` is for this start alone.
+        """
         self._started += 1
         name = f"cluster-{self._started}"
         self.runtime = runtime or self.directory / f"runtime-{self._started}"
         return Job(
             ranks,
             [self._script, str(self.directory / name), *arguments],
-            ["--store", self.store, *self._stager],
-            env=environment(self.runtime, **self._env),
+            ["--store", self.store, *self._stager] if stager else None,
+            env=environment(self.runtime, **{**self._env, **(env or {})}),
             log=self.directory / f"{name}.log",
             ulfm=ulfm,
+            rewrite=rewrite,
         )
 
     def out(self, number: int) -> Path:

@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.launch import mpirun_command
 
 __all__ = ["HOLDFAST", "REPOSITORY", "Job", "environment"]
 
+_LAUNCHES_MAX = 3
+_LAUNCH_SECONDS = 0.3
+_NOT_LAUNCHED = "PMIx server's listener thread failed to start"
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
 
@@ -38,31 +41,49 @@ def environment(runtime: Path, **more: str) -> dict[str, str]:
 
 
 class Job:
-    """One mpirun with `ranks` trainers and a stager. A context manager: nothing of it outlives the block.
+    """One mpirun with `ranks` trainers and mostly a stager. A context manager: nothing of it outlives the block.
 
     Args:
         trainer: Arguments after the Python interpreter.
-        stager: Arguments after `holdfast stager`.
+        stager: Arguments after `holdfast stager`; None: there is none.
+        rewrite: Changes the mpirun line before it is run.
     """
 
     def __init__(
         self,
         ranks: int,
         trainer: Sequence[str],
-        stager: Sequence[str],
+        stager: Sequence[str] | None,
         *,
         env: Mapping[str, str],
         log: Path,
         ulfm: bool = True,
+        rewrite: Callable[[list[str]], list[str]] = list,
     ) -> None:
-        command = mpirun_command(
-            ranks, [sys.executable, *trainer], stager=[HOLDFAST, "stager", *stager], ulfm=ulfm
+        command = rewrite(
+            mpirun_command(
+                ranks,
+                [sys.executable, *trainer],
+                stager=None if stager is None else [HOLDFAST, "stager", *stager],
+                ulfm=ulfm,
+            )
         )
         self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, env=dict(env), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        for _ in range(_LAUNCHES_MAX):
+            with log.open("wb") as output:
+                self.process = subprocess.Popen(
+                    command, env=dict(env), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            if not self._could_not_launch():
+                break
+
+    def _could_not_launch(self) -> bool:
+        """Whether mpirun itself failed before it had started anything, as it now and then does."""
+        try:
+            self.process.wait(_LAUNCH_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        return _NOT_LAUNCHED in self.output()
 
     def __enter__(self) -> Job:
         return self

@@ -5,10 +5,11 @@ from __future__ import annotations
 import builtins
 import threading
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from holdfast.errors import DamageError, StoreMissing
+from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.storage.base import ObjectInfo
+from holdfast.storage.names import Keep, is_kept
 
 
 class MemoryStore:
@@ -17,6 +18,9 @@ class MemoryStore:
     Attributes:
         objects: Name → bytes, all that is visible.
         open_uploads: Names of uploads that were neither published nor aborted.
+        uploads: Token → the parts that an open upload has written; what `resume` finds again.
+        owners: Name → write-id of the upload that was published there.
+        resumable: Whether uploads have a token.
         before: Called before each act with its name, such as `write_part`, and the object's name; may raise.
         part_chunks: Size of the parts of uploads.
     """
@@ -28,7 +32,16 @@ class MemoryStore:
         self.open_uploads: list[str] = []
         self.before: Callable[[str, str], None] = lambda act, name: None
         self.part_chunks = part_chunks
+        self.uploads: dict[str, dict[int, bytes]] = {}
+        self.owners: dict[str, str] = {}
+        self.resumable = True
+        self.begun = 0
+        self.upload_names: dict[str, str] = {}
         self.lock = threading.Lock()
+
+    @property
+    def request_bytes(self) -> int:
+        return 16 << 20
 
     def check(self, *, write: bool) -> None:
         self.before("check", "")
@@ -68,35 +81,104 @@ class MemoryStore:
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> MemoryUpload:
         self.before("begin", name)
-        self.open_uploads.append(name)
-        return MemoryUpload(self, name, nbytes, chunk_bytes * self.part_chunks)
+        with self.lock:
+            self.open_uploads.append(name)
+            self.begun += 1
+            key = f"{write_id}/{self.begun}"
+            self.uploads[key], self.upload_names[key] = {}, name
+        return MemoryUpload(self, name, nbytes, chunk_bytes * self.part_chunks, write_id, key)
 
-    def sweep(self, keep: Collection[str] = ()) -> builtins.list[str]:
-        return []
+    def resume(
+        self,
+        name: str,
+        *,
+        nbytes: int,
+        chunk_bytes: int,
+        part_bytes: int,
+        write_id: str,
+        token: str,
+        crc32s: Mapping[int, int] | None = None,
+    ) -> MemoryUpload:
+        self.before("resume", name)
+        with self.lock:
+            published = self.owners.get(name) == write_id and len(self.objects.get(name, b"")) == nbytes
+            parts = self.uploads.get(token)
+            if not published and (parts is None or not token.startswith(f"{write_id}/")):
+                raise StoreMissing(f"{self.url}/{name}: no upload {token!r}", begin_anew=True)
+            for index, crc in (crc32s or {}).items():
+                if parts and index in parts and zlib.crc32(parts[index]) != crc:
+                    del parts[index]
+        return MemoryUpload(self, name, nbytes, part_bytes, write_id, token, published=published)
+
+    def sweep(self, keep: Keep = ()) -> builtins.list[str]:
+        with self.lock:
+            swept = [key for key in self.uploads if not is_kept(f"{key.partition('/')[0]}-", keep)]
+            for key in swept:
+                del self.uploads[key]
+                self.open_uploads.remove(self.upload_names.pop(key))
+        return [f"upload {key}" for key in swept]
 
 
 class MemoryUpload:
     """One upload into a `MemoryStore`."""
 
-    def __init__(self, store: MemoryStore, name: str, nbytes: int, part_bytes: int) -> None:
+    def __init__(
+        self,
+        store: MemoryStore,
+        name: str,
+        nbytes: int,
+        part_bytes: int,
+        write_id: str,
+        key: str,
+        *,
+        published: bool = False,
+    ) -> None:
         self._store, self._name, self._nbytes = store, name, nbytes
         self.part_bytes = part_bytes
-        self._parts: dict[int, bytes] = {}
+        self._write_id, self._key = write_id, key
+        self.published = published
+
+    @property
+    def token(self) -> str | None:
+        return self._key if self._store.resumable else None
+
+    def written(self) -> frozenset[int]:
+        if self.published:
+            return frozenset(range(-(-self._nbytes // self.part_bytes)))
+        with self._store.lock:
+            return frozenset(self._store.uploads.get(self._key, {}))
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         self._store.before("write_part", self._name)
         data = b"".join(bytes(buffer) for buffer in buffers)
         assert zlib.crc32(data) == crc32
-        self._parts[index] = data
+        with self._store.lock:
+            self._parts()[index] = data
 
     def publish(self) -> None:
+        if self.published:
+            return
         self._store.before("publish", self._name)
-        data = b"".join(self._parts[index] for index in range(len(self._parts)))
-        assert len(data) == self._nbytes
         with self._store.lock:
+            parts = self._parts()
+            data = b"".join(parts[index] for index in range(len(parts)))
+            assert len(data) == self._nbytes
             self._store.objects[self._name] = data
-        self._store.open_uploads.remove(self._name)
+            self._store.owners[self._name] = self._write_id
+            self._end()
+        self.published = True
 
     def abort(self) -> None:
-        if self._name in self._store.open_uploads:
+        if not self.published:
+            with self._store.lock:
+                self._end()
+
+    def _parts(self) -> dict[int, bytes]:
+        parts = self._store.uploads.get(self._key)
+        if parts is None:
+            raise StoreError(f"{self._store.url}/{self._name}: the upload was swept", begin_anew=True)
+        return parts
+
+    def _end(self) -> None:
+        if self._store.uploads.pop(self._key, None) is not None:
             self._store.open_uploads.remove(self._name)

@@ -23,11 +23,18 @@ _T = TypeVar("_T")
 
 
 def publish(
-    root: Path, step: int, tree: Any, *, attempt: int = 1, ranks: int = 1, chunk_bytes: int = CHUNK_BYTES
+    root: Path,
+    step: int,
+    tree: Any,
+    *,
+    attempt: int = 1,
+    ranks: int = 1,
+    chunk_bytes: int = CHUNK_BYTES,
+    plain: bool = False,
 ) -> Manifest:
-    """Write what `torch.save` makes of `tree`, and its manifest."""
+    """Write what `torch.save` makes of `tree`, and its manifest; `plain`: under the name without the attempt."""
     image = torch_image(tree)
-    name = step_file_name(step, attempt=attempt if attempt > 1 else 0)
+    name = step_file_name(step, attempt=attempt if attempt > 1 and not plain else 0)
     manifest = manifest_of(image, step=step, attempt=attempt, file=name, chunk_bytes=chunk_bytes, ranks=ranks)
     # Where a storage lies is asked from torch, by other means than those of the code under test.
     index_of: dict[int | None, int] = {
@@ -53,13 +60,19 @@ def publish(
 
 
 class CountingStore(PosixStore):
-    """Counts the bytes that are read from portable files; may be told to do something before a read."""
+    """Counts what is read from portable files; may be told to do something before a read.
+
+    Attributes:
+        requests: Offset and size of each read, in the order in which they ended.
+    """
 
     before_read: Callable[[str, int], None] | None = None
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, request_bytes: int = 4 << 20) -> None:
         super().__init__(root)
         self.bytes_read = 0
+        self.requests: list[tuple[int, int]] = []
+        self._largest_bytes = request_bytes
         self._counting = threading.Lock()
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
@@ -68,6 +81,11 @@ class CountingStore(PosixStore):
         super().read_into(name, offset, buffer)
         with self._counting:
             self.bytes_read += buffer.nbytes
+            self.requests.append((offset, buffer.nbytes))
+
+    @property
+    def request_bytes(self) -> int:
+        return self._largest_bytes
 
 
 class _Meeting:
@@ -106,6 +124,7 @@ class ThreadPeers:
         self._meeting, self._rank, self._flip = meeting, rank, flip
         self._round = 0
         self.shared_bytes = 0
+        self.polls = 0
 
     @property
     def rank(self) -> int:
@@ -138,6 +157,9 @@ class ThreadPeers:
                         self._rank, memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
                     )
         self._exchange(None)
+
+    def poll(self) -> None:
+        self.polls += 1
 
     def finish(self, deadline_seconds: float) -> None:
         assert deadline_seconds > 0

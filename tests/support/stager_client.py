@@ -24,7 +24,9 @@ DEADLINE_SECONDS = 60.0
 class FlusherProcess:
     """`python -m flusher` on a run below `base`."""
 
-    def __init__(self, base: Path, *options: str, chunk: str = "64KiB", ring: str = "1MiB") -> None:
+    def __init__(
+        self, base: Path, *options: str, chunk: str = "64KiB", ring: str = "1MiB", fault: str = ""
+    ) -> None:
         self.store = base / "store" / "run"
         self.events = base / "events.jsonl"
         command = [
@@ -33,6 +35,8 @@ class FlusherProcess:
             *("--events", str(self.events), "--grace-seconds", "0", *options),
         ]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
+        if fault:
+            clean["HOLDFAST_FAULT"] = fault
         with (base / "flusher.log").open("a") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=clean)
         assert self.process.stdout is not None
@@ -55,6 +59,10 @@ class FlusherProcess:
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
+
+    def wait_killed(self) -> None:
+        """Its fault has struck."""
+        assert self.process.wait(DEADLINE_SECONDS) == -signal.SIGKILL
 
     def freeze(self) -> None:
         """It does nothing any more, until it is killed."""
@@ -87,11 +95,11 @@ class StagerClient:
         tells: Kinds of messages that are really sent; None: all.
     """
 
-    def __init__(self, directory: Path, *, seed: int = 0) -> None:
+    def __init__(self, directory: Path, *, seed: int = 0, attempt: int = 0) -> None:
         self.channel = connect(directory / SOCKET_NAME, wait_seconds=DEADLINE_SECONDS)
         self.heard: list[Message] = []
         self.tells: set[str] | None = None
-        self.channel.send("hello", version=1, pid=os.getpid())
+        self.channel.send("hello", version=2, pid=os.getpid(), attempt=attempt)
         try:
             self.welcome = self.wait("welcome").fields
         except AssertionError:

@@ -1,0 +1,67 @@
+"""Strategy D on CUDA: layers go from the device straight into the mapping of a local tier, registered once."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.crc import crc32
+from holdfast.slices import area_bytes, frames_of
+from tests.gpu.test_staging import OnDevice
+from trainer_side.slot_memory import in_slot
+from trainer_side.staging import Staging
+from trainer_side.tiers.opening import open_tier
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
+]
+
+
+@pytest.mark.parametrize("device_bytes_max", [0, None], ids=["C", "G"])
+def test_a_slice_is_copied_from_the_device_into_a_slot_and_sealed(
+    device_bytes_max: int | None, tmp_path: Path
+) -> None:
+    job = OnDevice(device_bytes_max)
+    layout = job.skeleton.layout
+    tier = open_tier(f"memory:{tmp_path}", "/run", slots=2, writers=1)
+    tier.prepare(layout, 0)
+    try:
+        for step in (1, 2, 3):
+            writer = tier.begin(1, step)
+            assert writer is not None
+            assert writer.memory is not None
+            assert writer.copy is not None
+            job.staging = Staging(
+                job.skeleton, job.slice_plan, job.engine, pinned=True, slot=writer.memory, move=writer.copy
+            )
+            assert job.staging.memory.is_pinned(), "the mapping is not registered with CUDA"
+            job.passed.clear()
+            job.copy(job.save())
+            job.check()
+            for number, frame in enumerate(frames_of(layout, 0)):
+                crc = crc32(job.staging.view(frame.offset, frame.nbytes))
+                writer.write(number, job.staging.view(frame.offset, frame.padded_bytes), crc)
+            assert writer.seal({})
+            tier.complete(1, step)
+            kept = tier.kept()[0]
+            assert kept.seal.step == step
+            read = memoryview(bytearray(area_bytes(layout, 0)))
+            tier.read_into(kept, 0, read)
+            assert bytes(read) == bytes(job.staging.view(0, len(read)))
+            job.overwrite()
+    finally:
+        tier.close()
+
+
+def test_what_is_registered_is_given_back(tmp_path: Path) -> None:
+    """Else the next mapping at this address could not be registered."""
+    memory = torch.zeros(1 << 20, dtype=torch.uint8).numpy().data
+    for _ in range(3):
+        tensor = in_slot(memory, pinned=True)
+        assert tensor.is_pinned()
+        del tensor
+        gc.collect()

@@ -1,0 +1,60 @@
+"""Fixtures of the tests of infra/: tools, provider, what the examples render. Skipped where they cannot be had."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.infra.rendered import Rendered, render
+from tests.infra.toolbox import INFRA, Terraform, Unavailable, install, running_provider
+
+
+@pytest.fixture(scope="session")
+def tools() -> Path:
+    """The folder with the tools."""
+    try:
+        return install()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="session")
+def provider(tools: Path) -> Iterator[Path]:
+    """Socket of a running provider."""
+    with running_provider() as socket:
+        yield socket
+
+
+@pytest.fixture
+def terraform(provider: Path, tmp_path: Path) -> Terraform:
+    """Terraform on a copy of infra/ of this test's own."""
+    return terraform_on(tmp_path / "infra", provider)
+
+
+@pytest.fixture(scope="session")
+def shared_terraform(provider: Path, tmp_path_factory: pytest.TempPathFactory) -> Terraform:
+    """Terraform on a copy of infra/ that tests share and leave as it is."""
+    return terraform_on(tmp_path_factory.mktemp("shared") / "infra", provider)
+
+
+@pytest.fixture(scope="session")
+def minimal(shared_terraform: Terraform) -> dict[str, Rendered]:
+    """What the example `minimal` renders, by run of its tests."""
+    return render(shared_terraform, "examples/minimal")
+
+
+@pytest.fixture(scope="session")
+def efs(shared_terraform: Terraform) -> Rendered:
+    """What the example `efs` renders."""
+    return render(shared_terraform, "examples/efs")["whole"]
+
+
+def terraform_on(copy: Path, provider: Path | None) -> Terraform:
+    shutil.copytree(INFRA, copy, ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
+    try:
+        return Terraform(copy, provider)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
