@@ -7,6 +7,9 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INFRA_PACKAGES := cloud-init
+PM_PACKAGES := qemu-system-x86 linux-image-cloud-amd64 busybox-static kmod cpio e2fsprogs libpmem1
+NFS_PACKAGES := qemu-system-x86 nfs-ganesha nfs-ganesha-vfs linux-image-cloud-amd64 busybox-static kmod cpio
 PIP := $(BIN)/pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
@@ -40,7 +43,39 @@ demo: $(READY) ## Kill a training run, resume it as a fresh cluster, compare bit
 .PHONY: test
 test: $(READY) ## Run all tests; those of S3 talk to a real server on this machine
 	@$(BIN)/python -m tests.support.swift --install
-	@$(BIN)/pytest $(PYTEST)
+	@$(BIN)/python -m tests.infra.toolbox --install
+	@$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST)
+
+.PHONY: soak
+soak: $(READY) ## Run all tests at nightly size: 10,000 simulated schedules, 1,000 saves that try to tear (half an hour)
+	@$(BIN)/python -m tests.support.swift --install
+	@$(BIN)/python -m tests.infra.toolbox --install
+	@HOLDFAST_TEST_SOAK=1 SIMULATION_SCHEDULES=10000 SIMULATION_TIER_LIVES=10000 TORN_SAVES=1000 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST)
+
+# Three targets install packages of the system (Debian, as root). Here cloud-init; Terraform itself is not in Debian.
+.PHONY: infra
+infra: $(READY) ## Test infra/ alone: Terraform, policies, user data; installs cloud-init (as root)
+	@apt-get install -y -qq --no-install-recommends $(INFRA_PACKAGES)
+	@$(BIN)/python -m tests.infra.toolbox --install
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/infra $(PYTEST)
+
+# And here: an NFS server, libpmem, and a machine to cut the power of.
+.PHONY: nfs
+nfs: $(READY) ## Cut the power of a machine that writes over NFSv4.1; installs QEMU and nfs-ganesha (as root)
+	@apt-get install -y -qq --no-install-recommends $(NFS_PACKAGES)
+	@HOLDFAST_TEST_NFS=1 $(BIN)/pytest -m nfs tests/nfs $(PYTEST)
+
+.PHONY: pm
+pm: $(READY) ## Cut the power of a machine that writes to persistent memory; installs QEMU and libpmem (as root)
+	@apt-get install -y -qq --no-install-recommends $(PM_PACKAGES)
+	@HOLDFAST_TEST_PM=1 $(BIN)/pytest -m pm tests/pm $(PYTEST)
+
+.PHONY: chaos
+chaos: $(READY) ## Run the kill matrix, every process killed at every stage; then make docs/kill-matrix.md of it
+	@$(BIN)/python -m tests.support.swift --install
+	@rm -rf build/chaos
+	@$(BIN)/pytest tests/chaos -m chaos --numprocesses 3 --dist load $(PYTEST)
+	@$(BIN)/python -m tests.chaos.table
 
 .PHONY: lint
 lint: $(READY) ## Style, formatting, the import arrows, docker-compose.yml
@@ -53,9 +88,17 @@ lint: $(READY) ## Style, formatting, the import arrows, docker-compose.yml
 types: $(READY) ## mypy, strict, over source and tests
 	@$(BIN)/mypy
 
+# The peers that are libraries are installed here and not in `setup`: nothing but the benchmarks needs them.
 .PHONY: bench
-bench: $(READY) ## Measure against torch.save, DCP and the raw hardware; JSON and a table
-	@$(BIN)/python -m benchmarks $(BENCH)
+bench: $(READY) ## Measure every experiment beside the peers; about ten minutes. One alone: make bench BENCH="table"
+	@$(PIP) install -c constraints.txt -e '.[bench]' --config-settings editable_mode=compat || \
+		echo "torchsnapshot and s3torchconnector are not installed: the tables leave them out" >&2
+	@$(BIN)/python -m tests.support.swift --install
+	@$(BIN)/python -m benchmarks $(or $(BENCH),all)
+
+.PHONY: figures
+figures: $(READY) ## Draw docs/figures from what `make bench` wrote, and fill the tables of docs/performance.md
+	@$(BIN)/python -m benchmarks figures
 
 .PHONY: ci
 ci: ## What CI runs: lint, types, test
