@@ -199,8 +199,8 @@ MUTATIONS = {
             "file_deleted_first",
             "retention deletes the file before its manifest",
             "flusher.upkeep",
-            "            self._store.delete(manifest_name(manifest.file))\n",
-            "            self._store.delete(manifest.file)\n            self._store.delete(manifest_name(manifest.file))\n",
+            "            self._store.delete(name)\n",
+            "            self._store.delete(manifest.file)\n            self._store.delete(name)\n",
         ),
         _one(
             "size_unchecked",

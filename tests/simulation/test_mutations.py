@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.mutations import MUTATIONS, Mutation
+from tests.simulation.tier_mutations import TIER_MUTATIONS
 
 SECONDS_MAX = 1200
 
@@ -37,6 +39,17 @@ def test_the_bug_is_seen(mutation: Mutation) -> None:
     seed, failure = result["failures"][0]
     assert "expected once" not in failure, "the mutation no longer fits the source"
     print(f"{mutation.name}: seen after {result['schedules']} seeds, seed {seed}: {failure}")
+
+
+@pytest.mark.parametrize(
+    "mutation", [*MUTATIONS.values(), *TIER_MUTATIONS.values()], ids=lambda mutation: mutation.name
+)
+def test_it_fits_the_source(mutation: Mutation) -> None:
+    for module, old, _ in mutation.edits:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        assert Path(spec.origin).read_text().count(old) == 1, f"{module}: {old!r}"
 
 
 def test_there_are_enough_of_them() -> None:

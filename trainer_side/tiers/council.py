@@ -277,12 +277,12 @@ class Council:
     def _give_up(self, error: HoldfastError) -> None:
         if self.problem is not None:
             return
-        self.problem = error
         _log.error(
             "rank %d: local tiers TAKE NOTHING NEW in this job, what is complete in them stays: %s",
             self._rank,
             error,
         )
+        self.problem = error  # behind the log: who sees the one has been told of the other
         self._answer(error)
 
     def _may_leave(self) -> bool:
