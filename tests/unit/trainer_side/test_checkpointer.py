@@ -24,7 +24,7 @@ from trainer_side.notice.appointments import Appointments
 from trainer_side.staging import Staging
 from trainer_side.transfer import Transfer, TransferState
 
-SECONDS_MAX = 20.0
+SECONDS_MAX = 60.0
 
 
 class FakeLink:
@@ -136,18 +136,30 @@ def test_so_many_steps_are_taken_as_there_are_areas(link: FakeLink, areas: int) 
     rank.checkpointer.close()
 
 
-def test_wait_waits_for_the_oldest_only(link: FakeLink) -> None:
+def test_wait_waits_for_the_oldest_only(link: FakeLink, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(link, in_flight_max=2, on_full="wait")
     assert rank.save(0)
     assert rank.save(1)
     assert rank.checkpointer.stats.wait_seconds == 0
-    timer = threading.Timer(0.2, link.stage, [0])
-    timer.start()
+    waits, oldest = threading.Event(), link.offers[0][0].settled
+    wait = oldest.wait
+
+    def noted(seconds_max: float | None = None) -> bool:
+        waits.set()
+        return wait(seconds_max)
+
+    def stage() -> None:
+        assert waits.wait(SECONDS_MAX)
+        link.stage(0)
+
+    monkeypatch.setattr(oldest, "wait", noted)
+    stager = threading.Thread(target=stage)
+    stager.start()
     assert rank.save(2)
-    assert not timer.is_alive()
+    assert oldest.is_set()
     assert not link.offers[1][0].released.is_set()
     assert rank.checkpointer.stats.wait_seconds > 0
-    timer.join()
+    stager.join()
     rank.checkpointer.close()
 
 
