@@ -44,7 +44,6 @@ __all__ = ["Scenario", "uninterrupted"]
 _REACH_SECONDS_MAX = 120.0  # start-up of three processes on a machine that may be four times slower
 _END_SECONDS_MAX = 120.0
 _FLUSHER_SECONDS_MAX = 90.0
-_QUICK = {"HOLDFAST_GRACE_SECONDS": "2"}
 _STATE_KEYS = ("model", "optimizer", "scheduler", "data", "rng")
 
 
@@ -185,7 +184,7 @@ class Scenario:
     def _start(self, faults: str) -> Job:
         self._jobs += 1
         out = self._out(self._jobs)
-        env = {**self._place.env, **_QUICK, FIRED_VARIABLE: str(self._markers)}
+        env = {**self._place.env, FIRED_VARIABLE: str(self._markers)}
         env["HOLDFAST_EVENTS"] = str(self._event_log(self._jobs))
         if faults:
             env[VARIABLE] = faults

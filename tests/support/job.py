@@ -40,6 +40,7 @@ def environment(runtime: Path, **more: str) -> dict[str, str]:
         "OMPI_MCA_btl_sm_backing_directory": str(runtime),
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
+        "HOLDFAST_GRACE_SECONDS": "1",  # a flusher whose job was killed waits for another one, and so do the tests
         **more,
     }
 
