@@ -24,8 +24,9 @@ from trainer_side.areas import areas_max
 from trainer_side.copy_plan import Router, SlicePlan
 from trainer_side.link import Link, Proposal
 from trainer_side.room import Room
-from trainer_side.skeleton import Capture, Outgrown, Skeleton, capture, plan, table
+from trainer_side.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state import classify
+from trainer_side.table import table
 from trainer_side.tiers.keeper import Keeper
 
 __all__ = ["Plan", "Planner"]
