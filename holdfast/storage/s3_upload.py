@@ -102,6 +102,7 @@ class S3Upload:
         self._noting = threading.Lock()
         self._completed = self._published = self._ended = False
         self._endings = 0
+        self._resumed = token is not None
         if token is None:
             self._upload_id = self._begin()
         else:
@@ -184,17 +185,25 @@ class S3Upload:
         self._ledger.close()
         if not self._ledger.wait_idle(_IDLE_SECONDS_MAX):
             _log.warning("%s: aborting while a part is still being sent", self._name)
-        self._store.abort_uploads(self._key, only=self._upload_id)
+        try:
+            self._store.abort_uploads(self._key, only=self._upload_id)
+        except StoreError:
+            self._store.note_stray(self._key)
+            raise
         self._end()
 
     def _begin(self) -> str:
-        with translated("begin upload of", self._name):
-            return self._store.client.create_multipart_upload(
-                Bucket=self._bucket,
-                Key=self._key,
-                Metadata={_WRITE_ID: self._write_id},
-                ChecksumAlgorithm="CRC32",
-            )["UploadId"]
+        try:
+            with translated("begin upload of", self._name):
+                return self._store.client.create_multipart_upload(
+                    Bucket=self._bucket,
+                    Key=self._key,
+                    Metadata={_WRITE_ID: self._write_id},
+                    ChecksumAlgorithm="CRC32",
+                )["UploadId"]
+        except StoreError:
+            self._store.note_stray(self._key)
+            raise
 
     def _resume(self, crc32s: Mapping[int, int]) -> None:
         """See what the server has: the whole object, or parts of it.
@@ -261,6 +270,9 @@ class S3Upload:
     def _end(self) -> None:
         """Nothing may stay: also not the twin of this upload that a lost answer to its beginning left.
 
+        The server is asked for one only where there may be one, because an answer was lost here or another process
+        began this upload: its list takes longer than most requests, and the checkpoint waits for it.
+
         A failure here is tried again like any other, but only a few times: what is published must not wait for it.
 
         Raises:
@@ -270,7 +282,8 @@ class S3Upload:
         if self._ended:
             return
         try:
-            self._store.abort_uploads(self._key)
+            if self._resumed or self._store.may_have_strays(self._key):
+                self._store.abort_uploads(self._key)
             self._store.forget(self._record)
         except StoreError as error:
             self._endings += 1
