@@ -142,9 +142,12 @@ STATUSES = (Fault.INTERNAL_ERROR, Fault.UNAVAILABLE, Fault.SLOW_DOWN, Fault.TOO_
 def each(
     faults: tuple[Fault, ...], operations: tuple[str, ...], *, first: int = 2, key: str = ""
 ) -> list[Rule]:
-    """These faults one after the other, from the `first` request of each operation on."""
+    """These faults one after the other, from the `first` request of each operation on.
+
+    The list of uploads is asked for only after a fault of `CREATE`, so the one before comes first.
+    """
     return [
-        Rule(fault, operation, first=first + later, key=key)
+        Rule(fault, operation, first=first + later - (operation == LIST_UPLOADS), key=key)
         for operation in operations
         for later, fault in enumerate(faults)
     ]
