@@ -185,7 +185,7 @@ class Checkpointer:
             without_store=self._config.restore_without_store,
         )
         if self._keeper is not None and self.restored is not None:
-            self._keeper.restored((self.restored.attempt, self.restored.step))
+            self._keeper.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
         if self.restored is not None:
             self._link.appointments.restored(self.restored.step)
         return 0 if self.restored is None else self.restored.step + 1

@@ -39,6 +39,7 @@ class Rank:
         net: Net | None = None,
         attempt: int = 1,
         inventory: Inventory | None = None,
+        prepared: bool = True,
         **settings: Any,
     ) -> None:
         config = TrainerConfig(
@@ -58,7 +59,8 @@ class Rank:
             ledger=self.ledger,
             events=EventLog(None, role="trainer"),
         )
-        self.keeper.prepare(self.layout)
+        if prepared:
+            self.keeper.prepare(self.layout)
 
     def begin(self, step: int) -> Keeping | None:
         return self.keeper.begin(step, {"saved_at_unix": 1.0, "not": object()})
@@ -327,6 +329,49 @@ def test_what_was_found_complete_stays_until_there_is_a_newer_one(specs: list[st
     assert again.begin(9) is not None
     assert again.kept(0) == [3]
     assert again.kept(1)[-1] == 3
+
+
+@pytest.mark.parametrize("whole_in", [frozenset(), frozenset({"elsewhere"})], ids=["nowhere", "elsewhere"])
+def test_a_damaged_step_gives_its_slot_away_if_it_is_whole_elsewhere(
+    specs: list[str], whole_in: frozenset[str]
+) -> None:
+    """Both tiers have 3 and 5, all seals; restore has taken 5, though a frame of it is damaged in both."""
+    rank = Rank(specs)
+    for step in (3, 5):
+        assert rank.save(step)[0].released.wait(20)
+        until(lambda: rank.keeper.is_idle)
+    rank.keeper.close(20)
+    attempt = 2
+    for _ in range(2):  # the first relaunch is killed while its first step is on its way
+        found = Inventory(1, (((1, 5), (1, 3)),) * 2, NOTHING)
+        again = Rank(specs, attempt=attempt, inventory=found, prepared=False)
+        again.keeper.restored((1, 5), whole_in)
+        again.keeper.prepare(again.layout)
+        again.save(9, frames=1)
+        until_kept(again, [3] if whole_in else [5])
+        for tier in again.tiers:
+            tier.close()
+        attempt += 1
+
+
+def test_a_step_that_one_rank_has_given_up_already_stands_in_nobodys_way(specs: list[str]) -> None:
+    """The other rank was killed before it did: here the record still calls 5 complete, and it is newer than 3."""
+    rank = Rank(specs)
+    for step in (3, 5):
+        assert rank.save(step)[0].released.wait(20)
+        until(lambda: rank.keeper.is_idle)
+    rank.keeper.close(20)
+    found = Inventory(1, (((1, 3),),) * 2, (((1, 5),),) * 2)
+    again = Rank(specs, attempt=2, inventory=found, prepared=False)
+    again.keeper.restored((1, 5), {"elsewhere"})
+    again.keeper.prepare(again.layout)
+    again.save(9, frames=1)
+    until_kept(again, [3])
+
+
+def until_kept(rank: Rank, steps: list[int]) -> None:
+    """Both tiers have these steps and no others."""
+    until(lambda: [rank.kept(number) for number in range(2)] == [steps, steps])
 
 
 def _close(ranks: list[Rank]) -> None:
