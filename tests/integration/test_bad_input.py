@@ -21,7 +21,7 @@ from tests.support.s3_place import S3Place, plain_client
 
 pytestmark = [pytest.mark.mpi]
 RANKS = 2
-SECONDS_MAX = 100
+SECONDS_MAX = 200
 
 
 def cluster_on(directory: Path, store: str, **env: str) -> Cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,27 @@ def local(tmp_path: Path) -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """The same training, never interrupted."""
     directory = tmp_path_factory.mktemp("reference")
     cluster = Cluster(directory, str(directory / "store"), {}, script=train.__file__)
     with cluster.start(2, *RUN) as job:
         job.succeed(120)
-    return cluster.out(1)
+    cluster.wait_for_flusher()
+    return cluster
+
+
+@pytest.fixture
+def reference(finished: Cluster) -> Path:
+    """What its ranks wrote."""
+    return finished.out(1)
+
+
+@pytest.fixture
+def after(finished: Cluster, local: Cluster) -> Cluster:
+    """A fresh cluster whose store holds what the finished one published."""
+    shutil.copytree(finished.store, local.store)
+    return local
 
 
 def check_files(store: Path) -> None:
@@ -70,33 +85,27 @@ def test_a_killed_run_continues_bit_for_bit(local: Cluster, reference: Path, ulf
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_another_world_size_takes_up_the_same_state(local: Cluster, ranks: int) -> None:
-    with local.start(2, *RUN) as job:
-        job.succeed(120)
-    local.wait_for_flusher()
-    newest = load(max(Path(local.store).glob("*.pt")))
-    with local.start(ranks, *RUN) as job:
+def test_another_world_size_takes_up_the_same_state(after: Cluster, ranks: int) -> None:
+    newest = load(max(Path(after.store).glob("*.pt")))
+    with after.start(ranks, *RUN) as job:
         job.succeed(120)
     for rank in range(ranks):
-        restored = load(local.out(2) / f"restored-{rank}.pt")
+        restored = load(after.out(1) / f"restored-{rank}.pt")
         for name in ("model", "optimizer", "scheduler", "data"):
             assert same(restored[name], newest[name]), (rank, name)
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_the_reason(local: Cluster) -> None:
-    with local.start(2, *RUN) as job:
-        job.succeed(120)
-    local.wait_for_flusher()
-    newest = max(Path(local.store).glob("*.pt"))
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(after: Cluster) -> None:
+    newest = max(Path(after.store).glob("*.pt"))
     assert newest.name == "step-000000011.pt"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 0x10
     newest.write_bytes(content)
-    with local.start(2, *RUN) as job:
+    with after.start(2, *RUN) as job:
         job.succeed(120)
         said = job.output()
     for rank in range(2):
-        assert load(local.out(2) / f"final-{rank}.pt")["start"] == SAVED + 1
+        assert load(after.out(1) / f"final-{rank}.pt")["start"] == SAVED + 1
     assert "11" in said, said
     assert "step 7" in said, said
 

@@ -23,7 +23,7 @@ from tests.support.job import environment
 
 pytestmark = [pytest.mark.mpi]
 STEPS, EVERY, PAUSE_AT, SAVED = 14, 4, 9, 7
-SECONDS_MAX = 150.0
+SECONDS_MAX = 250.0
 SETTINGS = [
     f"--set={name.removeprefix('--')}={value}" for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)
 ]
