@@ -30,6 +30,7 @@ from typing import Any, Self
 
 import torch
 
+from holdfast.causes import cause_of
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, StateError
 from holdfast.events import EventLog
@@ -46,7 +47,7 @@ from trainer_side.copy_engine import CopyEngine
 from trainer_side.copy_plan import Router, SlicePlan
 from trainer_side.fingerprint import Fingerprints
 from trainer_side.joining import join, open_keeper
-from trainer_side.ledger import Ledger, Stats, cause_of
+from trainer_side.ledger import Ledger, Stats
 from trainer_side.link import Proposal, Transfer, TransferState
 from trainer_side.notice.opening import open_watch
 from trainer_side.skeleton import Capture, Outgrown, Skeleton, Source, capture, plan, table
