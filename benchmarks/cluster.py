@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -26,8 +26,11 @@ from benchmarks import jobs
 from benchmarks.hub import Hub
 from benchmarks.spread import round_figures
 from benchmarks.workload import is_toy
+from holdfast.errors import StoreMissing
 from holdfast.layout import CHUNK_BYTES
 from holdfast.manifest import Manifest, State, manifest_name, step_file_name
+from holdfast.storage import open_store
+from holdfast.storage.retrying import Retrying
 
 __all__ = ["Cluster", "Clusters", "Shape", "running", "turn"]
 
@@ -36,6 +39,8 @@ _TOY_CHUNK_BYTES, _TOY_RING_BYTES_MAX = 1 << 16, 1 << 20
 _WARM_UP_SAVES = 2  # the first allocates and agrees, the second shows the steady state
 _QUIET_SECONDS = 0.2
 _VERIFY_SECONDS_MAX = 60.0
+_LOOK_AGAIN_SECONDS = 0.02
+_LOOK_AGAIN_REMOTE_SECONDS = 0.5  # the server shares the cores with what is waited for
 
 Progress = Callable[[str], None]
 
@@ -85,6 +90,7 @@ class Cluster:
         self.shape, self.folders, self.hub, self.progress = shape, folders, hub, progress
         self.store = shape.store or str(folders.store)
         self.remote = "://" in self.store
+        self._opened = cast(Retrying, open_store(self.store))
         self.manifests: list[Manifest] = []
         self.ended_by_itself: dict[str, bool] = {}
         self._job, self._step = job, 0
@@ -139,7 +145,7 @@ class Cluster:
         step = self._steps(1)
         samples = self.ask(do="save", peer=peer, step=step, compute_seconds=compute_seconds)
         figures = round_figures(samples)
-        if peer == "holdfast" and not self.remote:
+        if peer == "holdfast":
             figures.update(self._verified(step))
         if clean:
             self.clean(peer)
@@ -168,7 +174,7 @@ class Cluster:
             compute_seconds=compute_seconds,
         )
         start = min(run["start"] for run in runs)
-        if peer == "holdfast" and not self.remote:
+        if peer == "holdfast":
             self._verified(step + (iterations - 1) // every * every)
         cpu_seconds = self.cpu_seconds() - before
         if peer != "none":
@@ -245,10 +251,10 @@ class Cluster:
     def _verified(self, step: int) -> dict[str, float]:
         """Wait until holdfast has read `step` back, so that it does not work in another peer's turn."""
         deadline = time.monotonic() + _VERIFY_SECONDS_MAX
-        path = self.path(step).with_name(manifest_name(step_file_name(step)))
+        name = manifest_name(step_file_name(step))
         while time.monotonic() < deadline:
-            if path.exists():
-                manifest = Manifest.from_bytes(path.read_bytes(), source=str(path))
+            with contextlib.suppress(StoreMissing):
+                manifest = Manifest.from_bytes(self._opened.read(name), source=name)
                 if manifest.state is State.VERIFIED:
                     self.manifests.append(manifest)
                     return {
@@ -257,7 +263,7 @@ class Cluster:
                     }
                 if manifest.state is State.BAD:
                     raise RuntimeError(f"step {step} was read back and is bad: {manifest.note}")
-            time.sleep(0.02)
+            time.sleep(_LOOK_AGAIN_REMOTE_SECONDS if self.remote else _LOOK_AGAIN_SECONDS)
         raise TimeoutError(f"step {step} was not verified within {_VERIFY_SECONDS_MAX:.0f} s")
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -267,6 +273,7 @@ class Cluster:
         flusher = self.flusher_pid
         self.ask(do="close")
         self.hub.close()
+        self._opened.close()
         self.ended_by_itself["ranks"] = self._job.end() == 0
         self.ended_by_itself["flusher"] = jobs.end_process(flusher)
 

@@ -1,4 +1,4 @@
-"""What the S3 server can do: the bytes of one image in one multipart upload, its parts sent by several threads."""
+"""What the S3 server can do: the bytes of one image in one multipart upload, and in ranged reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import boto3
 from botocore.config import Config
 
-__all__ = ["MultipartWriter"]
+__all__ = ["MultipartWriter", "RangeReader"]
 
 
 class MultipartWriter:
@@ -24,12 +24,7 @@ class MultipartWriter:
 
     def __init__(self, bucket: str, nbytes: int, part_bytes: int) -> None:
         self._bucket, self._nbytes, self._part_bytes = bucket, nbytes, part_bytes
-        config = Config(
-            s3={"addressing_style": "path"},
-            max_pool_connections=16,
-            request_checksum_calculation="when_required",  # bare: the bytes are signed, and nothing more
-        )
-        self._client: Any = boto3.session.Session().client("s3", config=config)
+        self._client = _bare_client()
         self._part = os.urandom(part_bytes)
 
     def write(self, threads: int) -> float:
@@ -58,3 +53,46 @@ class MultipartWriter:
 
     def close(self) -> None:
         self._client.close()
+
+
+class RangeReader:
+    """Reads one object again and again, each byte once, and keeps nothing of it.
+
+    Args:
+        bucket: Where it is.
+        key: Which it is.
+        request_bytes: Size of a range.
+    """
+
+    def __init__(self, bucket: str, key: str, request_bytes: int) -> None:
+        self._client = _bare_client()
+        self._where, self._request_bytes = {"Bucket": bucket, "Key": key}, request_bytes
+        self._nbytes = int(self._client.head_object(**self._where)["ContentLength"])
+
+    def read(self, threads: int) -> float:
+        """Seconds from the first request to the end of the last answer."""
+
+        def get(begin: int) -> int:
+            end = min(self._nbytes, begin + self._request_bytes)
+            answer = self._client.get_object(**self._where, Range=f"bytes={begin}-{end - 1}")
+            return len(answer["Body"].read())
+
+        begin = time.monotonic()
+        with ThreadPoolExecutor(threads) as pool:
+            nbytes = sum(pool.map(get, range(0, self._nbytes, self._request_bytes)))
+        seconds = time.monotonic() - begin
+        assert nbytes == self._nbytes, (nbytes, self._nbytes)
+        return seconds
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _bare_client() -> Any:
+    config = Config(
+        s3={"addressing_style": "path"},
+        max_pool_connections=16,
+        request_checksum_calculation="when_required",  # bare: the bytes are signed, and nothing more
+        response_checksum_validation="when_required",
+    )
+    return boto3.session.Session().client("s3", config=config)

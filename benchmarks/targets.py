@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.experiments import s3
 from benchmarks.experiments.makespan import interval_under, overheads
 from benchmarks.experiments.restore import RAW
 from benchmarks.experiments.table import ratio
@@ -134,6 +135,25 @@ def _raw_is(*peers: str) -> Callable[[Documents], str]:
     return limit
 
 
+def _server_share(documents: Documents) -> str:
+    """What the S3 server computes for the same bytes, whoever sends them."""
+    document = documents.get("s3")
+    cpu = columns(document["rounds"], s3.RAW, "server_cpu_seconds") if document else []
+    if not document or not cpu:
+        return ""
+    bare = spread(columns(document["rounds"], s3.RAW, _DONE)).median
+    return f"the server computes {spread(cpu).median:.1f} s for a bare upload, which takes {bare:.1f} s on two cores"
+
+
+def _raw_ranges(documents: Documents) -> str:
+    document = documents.get("s3")
+    rounds = document["restores"] if document else []
+    theirs, bare = (columns(rounds, how, "seconds") for how in ("s3torchconnector", s3.RAW_READ))
+    return (
+        f"bare ranged reads alone are {ratios(theirs, bare).text(1)} times faster" if theirs and bare else ""
+    )
+
+
 def _disk_share(every: int) -> Callable[[Documents], str]:
     """How much of the time between two checkpoints the disk needs for one."""
 
@@ -246,9 +266,8 @@ TARGETS = (
         "PGT-2 on S3: bare multipart upload",
         "at least 85 %",
         "s3",
-        lambda d: _at_least(
-            _of(("bare multipart upload", _DONE), ("holdfast", _DONE))(d), 0.85, percent=True
-        ),
+        lambda d: _at_least(_of((s3.RAW, _DONE), ("holdfast", _DONE))(d), 0.85, percent=True),
+        _server_share,
     ),
     Target(
         "makespan, GPT-2, every 10 iterations", "within 1 %", "makespan", _overhead(10, 0.01), _disk_share(10)
@@ -280,6 +299,7 @@ TARGETS = (
         "3 times faster",
         "s3",
         _restore("restores", "s3torchconnector", 3),
+        _raw_ranges,
     ),
     Target("memory of a rank, N = 1", "slice + 64 MiB", "table", _memory),
     Target("memory over 200 checkpoints", "flat", "steady", _flat),
