@@ -15,6 +15,7 @@ from __future__ import annotations
 import builtins
 import logging
 import secrets
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,7 @@ class GenericStore:
         import fsspec
 
         self._url = url
+        self._check_name = f"check-{secrets.token_hex(8)}"
         scheme = url.partition("://")[0]
         try:
             opened: tuple[Any, str] = fsspec.core.url_to_fs(url)  # type: ignore[no-untyped-call]
@@ -73,7 +75,9 @@ class GenericStore:
             self._fs.exists(self._root)
         if not write:
             return
-        path, data = self._path(f"{TEMPORARY}check-{secrets.token_hex(8)}"), b"holdfast check\n"
+        # A name that a second try has too: an object whose deletion failed is written over, and deleted then.
+        path = self._path(f"{TEMPORARY}{self._check_name}-{threading.get_ident()}")
+        data = b"holdfast check\n"
         with self._translated("write", path):
             self._make_parent(path)
             self._fs.pipe_file(path, data)

@@ -62,6 +62,7 @@ class S3Store:
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
         self._given_client = client
         self._making_client = threading.Lock()
+        self._check_name = f"check-{secrets.token_hex(8)}"
         self._strays: set[str] = set()  # keys of which an upload may be open that nobody here knows
 
     @property
@@ -102,7 +103,11 @@ class S3Store:
             self.client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
         if not write:
             return
-        key, data = f"{self._prefix}{TEMPORARY}check-{secrets.token_hex(8)}", b"holdfast check\n"
+        # A name that a second try has too: an object whose deletion failed is written over, and deleted then.
+        key, data = (
+            f"{self._prefix}{TEMPORARY}{self._check_name}-{threading.get_ident()}",
+            b"holdfast check\n",
+        )
         self._put(key, data)
         try:
             back = self._get(key)
