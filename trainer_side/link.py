@@ -55,6 +55,7 @@ _STREAMING_SECONDS = 0.02  # what goes over a network, or in many pieces, moves 
 _AWAITING_PAUSE_SECONDS = 1e-3  # at start-up
 _LEAVE_SECONDS_MAX = 5.0
 _EXIT_SECONDS_MAX = 10.0
+_FETCH_SECONDS_MAX = 30.0  # other ranks wait for the answer, too
 _SLACK_SECONDS = 10.0  # for an answer that itself has a deadline at the stager
 
 
@@ -224,7 +225,7 @@ class Link:
             The answer; None if it is not there.
 
         Raises:
-            PeerLost: The stager is gone, or has not answered within `stager_seconds_max`.
+            PeerLost: The stager is gone, or has not answered within `stager_seconds_max`, or 30 s if that is less.
             ProtocolError: It answered something else.
         """
         fetch = _Fetch(asked)
@@ -246,9 +247,10 @@ class Link:
                 self._port.send(message)
 
         self._command(ask)
-        in_time = fetch.answered.wait(self._config.stager_seconds_max)
+        seconds_max = min(self._config.stager_seconds_max, _FETCH_SECONDS_MAX)
+        in_time = fetch.answered.wait(seconds_max)
         if fetch.answer is None:
-            why = self.problem if in_time else f"no answer within {self._config.stager_seconds_max:g} s"
+            why = self.problem if in_time else f"no answer within {seconds_max:g} s"
             raise PeerLost(f"rank {self.rank} asked for what the stager's ring has: {why}")
         frame = fetch.answer
         if (frame.flags, frame.step, frame.chunk) != (asked, step, chunk):

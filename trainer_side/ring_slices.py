@@ -21,7 +21,7 @@ from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreErro
 from holdfast.layout import Extent, Layout
 from holdfast.layout_index import LayoutIndex
 from holdfast.remains import Asked, Held, read_held
-from holdfast.slices import SliceSeal, frames_of
+from holdfast.slices import Frame, SliceSeal, frames_of
 from holdfast.wire import to_json
 from trainer_side.peers import Peers
 from trainer_side.sources import RING, Stored
@@ -127,6 +127,7 @@ class RingSlices:
         self._fetch, self._known = fetch, known
         self._lock = threading.Lock()
         self._indexes: dict[str, LayoutIndex] = {}
+        self._frames: dict[tuple[str, int], tuple[tuple[Frame, ...], list[int]]] = {}
         self._gone = ""
 
     def kept(self) -> list[Kept]:
@@ -140,7 +141,7 @@ class RingSlices:
             DamageError: The chunk has gone from the ring: its slot was filled again.
             StoreError: The stager is gone, or does not answer.
         """
-        chunk, spans = _spans(kept, offset, view.nbytes)
+        chunk, spans = self._spans(kept, offset, view.nbytes)
         base = chunk * kept.layout.chunk_bytes
         position = 0
         for some in _together(spans):
@@ -150,6 +151,21 @@ class RingSlices:
                 view[position : position + span.nbytes] = data[span.offset - first : span.end - first]
                 self._blank(kept.layout, chunk, span, view[position : position + span.nbytes])
                 position += span.nbytes
+
+    def _spans(self, kept: Kept, offset: int, nbytes: int) -> tuple[int, list[Extent]]:
+        """The chunk, and the extents of the image, that lie in `nbytes` from `offset` of the slice on."""
+        with self._lock:
+            found = self._frames.get((kept.layout.digest, kept.seal.rank))
+            if found is None:
+                frames = frames_of(kept.layout, kept.seal.rank)
+                found = frames, [frame.offset for frame in frames]
+                self._frames[kept.layout.digest, kept.seal.rank] = found
+        frames, begins = found
+        frame = frames[bisect.bisect_right(begins, offset) - 1]
+        spans = _cut(frame, offset, nbytes)
+        if sum(span.nbytes for span in spans) != nbytes:
+            raise DamageError(f"{nbytes} bytes from {offset}: the frame of chunk {frame.chunk} ends before")
+        return frame.chunk, spans
 
     def _bytes(self, kept: Kept, chunk: int, offset: int, nbytes: int) -> bytes:
         if self._gone or self._fetch is None:
@@ -207,10 +223,8 @@ def _slices(known: _Known) -> Iterator[Kept]:
         yield Kept(seal, layout, "ring", absent=frozenset(absent))
 
 
-def _spans(kept: Kept, offset: int, nbytes: int) -> tuple[int, list[Extent]]:
-    """The chunk, and the extents of the image, that lie in `nbytes` from `offset` of the slice on."""
-    frames = frames_of(kept.layout, kept.seal.rank)
-    frame = frames[bisect.bisect_right([one.offset for one in frames], offset) - 1]
+def _cut(frame: Frame, offset: int, nbytes: int) -> list[Extent]:
+    """The extents of the image in a part of a frame; `offset` is one of the slice."""
     found: list[Extent] = []
     position = frame.offset
     for extent in frame.extents:
@@ -218,9 +232,7 @@ def _spans(kept: Kept, offset: int, nbytes: int) -> tuple[int, list[Extent]]:
         if begin < end:
             found.append(Extent(extent.offset + begin - position, end - begin))
         position += extent.nbytes
-    if sum(span.nbytes for span in found) != nbytes:
-        raise DamageError(f"{nbytes} bytes from {offset}: the frame of chunk {frame.chunk} ends before")
-    return frame.chunk, found
+    return found
 
 
 def _together(spans: Sequence[Extent]) -> Iterator[list[Extent]]:

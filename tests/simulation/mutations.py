@@ -121,14 +121,6 @@ MUTATIONS = {
             "if False]",
             3000,
         ),
-        _one(
-            "part_taken_for_whole",
-            "a staged checkpoint of which chunks are gone counts as all there",
-            "stager.inheritance",
-            "len(held.fitting(layout)) == layout.chunks",
-            "held.fitting(layout)",
-            3000,
-        ),
         # -- the flusher's side
         _one(
             "sender_crc_unchecked",

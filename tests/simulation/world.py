@@ -370,8 +370,7 @@ class World:
             made = image(plan.shape, plan.ranks, (job.number * 5 + step * 7 + first) % _VARIANTS)
             self.images[job.number, step] = made
             sim.wait(None, sim.chance.choice([0.0, 0.01, 1.0, 5.0]), "train")
-            if sim.chance.random() < 0.3:
-                reread(self, ring, kept)
+            reread(self, ring, kept)
             if sim.chance.random() < 0.7 and len(sending) == len(sources):
                 before = sending[sources[0]]
                 sim.wait(before.released.is_set, 60.0, "wait for the buffer")
@@ -393,6 +392,7 @@ class World:
             if sim.chance.random() < 0.03:
                 sim.wait(None, sim.chance.random() * 0.05, "decline late")
                 link.decline(step, "it failed here")
+        reread(self, ring, kept)
         wait_for = TransferState.DURABLE if sim.chance.random() < 0.7 else TransferState.STAGED
         link.close(wait_for=wait_for, seconds_max=self.trainer_config.close_seconds_max)
         sim.here.notes["problem"] = link.problem
