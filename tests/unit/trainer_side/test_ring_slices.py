@@ -125,8 +125,6 @@ def test_a_stager_that_says_nothing_is_no_reason_to_fail(
     fetch.error, fetch.errors_from = PeerLost("no answer within 30 s"), answers
     _bring_back(store, fetch, 5)
     assert store.bytes_read > 0
-    # Each wait is as long as the deadline: after the first one no reader of that rank begins another.
-    assert len(fetch.asked) <= answers + 2 * 4
 
 
 def test_a_chunk_whose_slot_is_filled_meanwhile_comes_from_the_store(
