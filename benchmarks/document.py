@@ -1,9 +1,10 @@
-"""Tables of docs/performance.md, between markers, from the committed JSON: no figure is typed by hand.
+"""Tables and pictures of docs/performance.md, between markers, from the committed JSON: no figure is typed by hand.
 
 <!-- measured: makespan -->      tables of one experiment, and the command
 <!-- measured: makespan 0 -->    one of its tables
 <!-- measured: targets -->       the figures to reach
 <!-- measured: machine -->       where all this was measured
+<!-- drawn: makespan intervals -->    pictures, those whose experiment was measured
 … <!-- end -->
 """
 
@@ -15,13 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results, targets
+from benchmarks import drawing, results, targets
 from benchmarks.experiments import EXPERIMENTS, experiment
 
 __all__ = ["PAGE", "adopt", "fill", "filled"]
 
 PAGE = results.COMMITTED.parents[1] / "performance.md"
-_MARKED = re.compile(r"(<!-- measured: (?P<what>[a-z0-9 ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(
+    r"(<!-- (?P<kind>measured|drawn): (?P<what>[a-z0-9 ]+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
 def adopt(source: Path = results.RESULTS, into: Path = results.COMMITTED) -> list[Path]:
@@ -39,9 +42,14 @@ def filled(text: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
     """The page with everything between markers made anew.
 
     Raises:
-        ValueError: A marker names no experiment.
+        ValueError: A marker names no experiment, or no picture.
     """
-    return _MARKED.sub(lambda match: f"{match[1]}{_block(match['what'], documents)}\n{match[3]}", text)
+
+    def fill_in(match: re.Match[str]) -> str:
+        made = (_pictures if match["kind"] == "drawn" else _block)(match["what"], documents)
+        return f"{match[1]}{made}\n{match[4]}" if made else f"{match[1]}{match[4]}"
+
+    return _MARKED.sub(fill_in, text)
 
 
 def fill(page: Path = PAGE) -> Path:
@@ -68,6 +76,19 @@ def _block(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
     chosen = [grids[int(number)] for number in place] if place else grids
     tables = "\n\n".join(grid.markdown() for grid in chosen)
     return f"{tables}\n\n`{document['command']}`"
+
+
+def _pictures(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
+    lines = []
+    for name in what.split():
+        if name not in drawing.PICTURES:
+            raise ValueError(
+                f"the page asks for the picture {name!r}; there are {', '.join(drawing.PICTURES)}"
+            )
+        measured_by, title, _ = drawing.PICTURES[name]
+        if documents.get(measured_by) is not None:
+            lines.append(f"![{title}](figures/{name}.svg)")
+    return "\n".join(lines)
 
 
 def _machine(documents: Mapping[str, dict[str, Any] | None]) -> str:

@@ -7,10 +7,15 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.moto_s3 import running_moto
 from tests.support.s3_place import S3Place, fresh_bucket, s3_environment
 from tests.support.swift import SwiftServer, install, running_swift
+
+# An example may take as long as a busy machine makes it take.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

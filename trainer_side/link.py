@@ -459,8 +459,6 @@ class Link:
     def _give_up(self, error: HoldfastError) -> None:
         if self.problem is not None:
             return
-        self.problem = error
-        self.appointments.end()
         if self.goes_on_in:
             _log.error(
                 "rank %d: THE STAGER IS LOST, nothing more of this job goes to it; training goes on, and checkpoints "
@@ -474,6 +472,8 @@ class Link:
                 "rank %d: NO MORE CHECKPOINTS are taken in this job, training goes on: %s", self.rank, error
             )
         self.events.emit("stager_lost", {"code": error.code, "message": str(error)})
+        self.problem = error  # behind log and event: who sees the one has been told of the other
+        self.appointments.end()
         for active in list(self._active.values()):
             active.forget_sending()
             self._end(active, TransferState.FAILED, str(error), error.code)

@@ -56,6 +56,19 @@ class Rounds:
     _broken: set[Source] = field(default_factory=set)
     _named: set[Source] = field(default_factory=set)
 
+    @property
+    def whole_in(self) -> frozenset[str]:
+        """Tiers that have every saved rank's slice, nothing of which turned out damaged. The same on every rank."""
+        damaged = self._broken | {source for _, source in self._failed}
+        found: dict[str, set[int]] = {}
+        for slice_rank, holders in self.candidate.slices.items():
+            for holder in holders:
+                found.setdefault(holder.tier, set()).add(slice_rank)
+        for holder in (holder for some in self.candidate.slices.values() for holder in some):
+            if Source(holder.rank, holder.number) in damaged:
+                found.pop(holder.tier, None)
+        return frozenset(tier for tier, slices in found.items() if len(slices) == self.layout.ranks)
+
     def ends(self) -> tuple[bytes, str | None]:
         """Head and tail of the image, back to back, checked; or why they cannot be had.
 

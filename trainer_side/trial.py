@@ -53,6 +53,7 @@ class Restored:
         mended: What was damaged or gone in a tier, and was read from elsewhere; of all ranks.
         skipped: Newer checkpoints that were not used, each with the reason.
         values: Plain values of the state by name: they cannot be set in place.
+        whole_in: Where all of it lies, as far as was seen: tiers by name, the store by its URL. The same on every rank.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Restored:
     sources: dict[str, Use] = field(default_factory=dict)
     mended: list[str] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
+    whole_in: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,14 @@ class Trial:
             mended=self._mended,
             skipped=skipped,
             values=values,
+            whole_in=self._whole_in,
         )
+
+    @property
+    def _whole_in(self) -> frozenset[str]:
+        tiers = self._rounds.whole_in if self._rounds is not None else frozenset[str]()
+        job = self._job
+        return tiers | {job.store.url} if job.store is not None and self._candidate.stored != STORE else tiers
 
     @property
     def _mended(self) -> list[str]:

@@ -62,6 +62,7 @@ class S3Store:
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
         self._given_client = client
         self._making_client = threading.Lock()
+        self._strays: set[str] = set()  # keys of which an upload may be open that nobody here knows
 
     @property
     def url(self) -> str:
@@ -273,7 +274,17 @@ class S3Store:
                 except ClientError as error:
                     if code_of(error) not in ("NoSuchUpload", "404", "NoSuchKey"):
                         raise
+        if only is None:
+            self._strays.discard(key)
         return [f"open multipart upload of {self._named(key)}" for _ in found]
+
+    def note_stray(self, key: str) -> None:
+        """An upload of this key may be open that nobody will end: an answer was lost."""
+        self._strays.add(key)
+
+    def may_have_strays(self, key: str) -> bool:
+        """Whether `note_stray` was called since all uploads of this key were last aborted."""
+        return key in self._strays
 
     def list_parts(self, key: str, upload_id: str) -> builtins.list[PartTypeDef]:
         """The parts that an open upload has. Raises `StoreMissing` where the server does not know the upload."""

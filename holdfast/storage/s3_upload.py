@@ -35,7 +35,7 @@ _WRITE_ID = "holdfast-write-id"
 _PARTS_MAX = 10_000
 _PART_BYTES_MIN = 5 << 20
 _PART_BYTES_MAX = 5 << 30
-_PARTS_WANTED = 64  # enough for eight connections to end at nearly the same time
+_PARTS_WANTED = 32  # four for each of eight connections, so that they end at nearly the same time
 _PART_BYTES_WANTED_MAX = 64 << 20  # above, what a request costs by itself no longer shows
 _PART_CHUNKS_WANTED_MAX = 4  # a part waits in the ring until it is whole, and the least ring has eight chunks
 _IDLE_SECONDS_MAX = 300.0
@@ -45,7 +45,7 @@ _ENDINGS_MAX = 6
 def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
     """How large the parts of an image of `nbytes` are: a multiple of `chunk_bytes`.
 
-    As many parts as keep all connections busy to the end, in few requests: a 64th of the image, but at most 64 MiB and
+    As many parts as keep all connections busy to the end, in few requests: a 32nd of the image, but at most 64 MiB and
     four chunks. Beyond that only as much as S3 asks for: at least 5 MiB, and at most 10,000 parts.
 
     Raises:
@@ -102,6 +102,7 @@ class S3Upload:
         self._noting = threading.Lock()
         self._completed = self._published = self._ended = False
         self._endings = 0
+        self._resumed = token is not None
         if token is None:
             self._upload_id = self._begin()
         else:
@@ -184,17 +185,25 @@ class S3Upload:
         self._ledger.close()
         if not self._ledger.wait_idle(_IDLE_SECONDS_MAX):
             _log.warning("%s: aborting while a part is still being sent", self._name)
-        self._store.abort_uploads(self._key, only=self._upload_id)
+        try:
+            self._store.abort_uploads(self._key, only=self._upload_id)
+        except StoreError:
+            self._store.note_stray(self._key)
+            raise
         self._end()
 
     def _begin(self) -> str:
-        with translated("begin upload of", self._name):
-            return self._store.client.create_multipart_upload(
-                Bucket=self._bucket,
-                Key=self._key,
-                Metadata={_WRITE_ID: self._write_id},
-                ChecksumAlgorithm="CRC32",
-            )["UploadId"]
+        try:
+            with translated("begin upload of", self._name):
+                return self._store.client.create_multipart_upload(
+                    Bucket=self._bucket,
+                    Key=self._key,
+                    Metadata={_WRITE_ID: self._write_id},
+                    ChecksumAlgorithm="CRC32",
+                )["UploadId"]
+        except StoreError:
+            self._store.note_stray(self._key)
+            raise
 
     def _resume(self, crc32s: Mapping[int, int]) -> None:
         """See what the server has: the whole object, or parts of it.
@@ -261,6 +270,9 @@ class S3Upload:
     def _end(self) -> None:
         """Nothing may stay: also not the twin of this upload that a lost answer to its beginning left.
 
+        The server is asked for one only where there may be one, because an answer was lost here or another process
+        began this upload: its list takes longer than most requests, and the checkpoint waits for it.
+
         A failure here is tried again like any other, but only a few times: what is published must not wait for it.
 
         Raises:
@@ -270,7 +282,8 @@ class S3Upload:
         if self._ended:
             return
         try:
-            self._store.abort_uploads(self._key)
+            if self._resumed or self._store.may_have_strays(self._key):
+                self._store.abort_uploads(self._key)
             self._store.forget(self._record)
         except StoreError as error:
             self._endings += 1

@@ -36,6 +36,7 @@ from tests.chaos import job as training
 from tests.chaos.cells import EVERY, RANKS, SAVES, STEPS
 from tests.chaos.place import Place
 from tests.support.cluster import assert_nothing_left, load, losses, same, wait_until
+from tests.support.events import read_events
 from tests.support.job import Job, environment
 
 __all__ = ["Scenario", "uninterrupted"]
@@ -43,7 +44,6 @@ __all__ = ["Scenario", "uninterrupted"]
 _REACH_SECONDS_MAX = 120.0  # start-up of three processes on a machine that may be four times slower
 _END_SECONDS_MAX = 120.0
 _FLUSHER_SECONDS_MAX = 90.0
-_QUICK = {"HOLDFAST_GRACE_SECONDS": "2"}
 _STATE_KEYS = ("model", "optimizer", "scheduler", "data", "rng")
 
 
@@ -184,7 +184,7 @@ class Scenario:
     def _start(self, faults: str) -> Job:
         self._jobs += 1
         out = self._out(self._jobs)
-        env = {**self._place.env, **_QUICK, FIRED_VARIABLE: str(self._markers)}
+        env = {**self._place.env, FIRED_VARIABLE: str(self._markers)}
         env["HOLDFAST_EVENTS"] = str(self._event_log(self._jobs))
         if faults:
             env[VARIABLE] = faults
@@ -207,9 +207,7 @@ class Scenario:
         """The steps of which an event of this kind was written, by all jobs so far or by one."""
         found = set()
         for job in range(1, self._jobs + 1) if number is None else (number,):
-            path = self._event_log(job)
-            for line in path.read_text().splitlines() if path.exists() else ():
-                said = json.loads(line)
+            for said in read_events(self._event_log(job)):
                 if said["event"] == event and said["role"] == role:
                     found.add(int(said["step"]))
         return found
@@ -218,9 +216,10 @@ class Scenario:
         """Until the point is reached; the pid of who reached it."""
 
         def reached() -> bool:
+            ended = job.process.poll() is not None  # before the look: its last act may be the marker
             if marker.exists() and marker.read_text().endswith("\n"):
                 return True
-            assert job.process.poll() is None, f"{marker.name} was never reached:\n{self._said(job)}"
+            assert not ended, f"{marker.name} was never reached:\n{self._said(job)}"
             return False
 
         wait_until(reached, _REACH_SECONDS_MAX, f"{marker.name} was not reached:\n{self._said(job)}")

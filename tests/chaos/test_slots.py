@@ -6,7 +6,6 @@ killed in the third save ─► the relaunch begins after step 5 or 8, never ear
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from tests.chaos import job as training
 from tests.chaos.cells import EVERY, RANKS, SAVES, STEPS
 from tests.chaos.place import DirectoryPlace
 from tests.support.cluster import load, losses, same, wait_until
+from tests.support.events import read_events
 from tests.support.job import Job, environment
 
 _LIMIT_SECONDS = 120.0
@@ -108,8 +108,7 @@ class Machine:
         return self.directory / f"out-{number}"
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.events_path.read_text().splitlines()]
-        return [line for line in lines if line["event"] == kind]
+        return [line for line in read_events(self.events_path) if line["event"] == kind]
 
     def kill(self, cell: SlotCell) -> None:
         fault = f"rank:1@{cell.point}#{cell.number}"
@@ -117,9 +116,10 @@ class Machine:
             marker = self.markers / fault
 
             def reached() -> bool:
+                ended = job.process.poll() is not None  # before the look: its last act may be the marker
                 if marker.exists() and marker.read_text().endswith("\n"):
                     return True
-                assert job.process.poll() is None, f"{fault} was never reached:\n{job.output()}"
+                assert not ended, f"{fault} was never reached:\n{job.output()}"
                 return False
 
             wait_until(reached, _LIMIT_SECONDS, f"{fault} was not reached:\n{job.output()}")

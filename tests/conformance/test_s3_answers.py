@@ -127,6 +127,29 @@ def test_one_lost_answer_anywhere_changes_nothing(
     assert _around(place.bucket) == []
 
 
+def test_a_publish_without_trouble_does_not_wait_for_a_list_of_uploads(raw: S3Store, store: Store) -> None:
+    asked: list[str] = []
+    raw.client.meta.events.register("before-call.s3", lambda model, **_: asked.append(model.name))
+    _upload(store).publish()
+    assert asked == [
+        *("PutObject", "CreateMultipartUpload", "UploadPart", "UploadPart"),
+        *("CompleteMultipartUpload", "HeadObject", "DeleteObject"),
+    ]
+
+
+def test_an_upload_that_could_not_be_aborted_goes_with_the_next_one(
+    place: S3Place, raw: S3Store, store: Store
+) -> None:
+    first = _upload(store, "w1")
+    refused = refuse(raw, "AbortMultipartUpload", 500, "InternalError", 4)
+    with pytest.raises(StoreError, match="InternalError"):
+        first.abort()
+    assert refused == [1] * 4
+    _upload(store, "w2").publish()
+    assert _around(place.bucket) == ["run/.holdfast/tmp/upload-w1.json"]
+    assert len(store.sweep()) == 1
+
+
 def test_a_lost_create_is_still_ours(raw: S3Store, store: Store) -> None:
     lost = lose_answers(raw, "PutObject", 1)
     assert store.create(".holdfast/writer-000001.json", b"write-id 1")

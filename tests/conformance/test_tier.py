@@ -266,6 +266,26 @@ def test_a_process_that_is_told_nothing_keeps_the_step_that_was_complete(rig: Ri
     assert tier.kept()[0].seal.order == (4, 2)
 
 
+def test_a_found_step_that_is_not_whole_gives_way_to_the_newest_that_is(rig: Rig) -> None:
+    """Its seals are all there, and restore has met damage: its slot is the next one, the good one's is not."""
+    made = image(ranks=1)
+    tier = rig.ready(made.layout)
+    save(tier, made, 0, 1, 1)
+    save(tier, made, 0, 1, 2)
+    for attempt in (2, 3):  # the first process after it dies before a step of its own is sealed
+        tier = rig.again(tier, made.layout)
+        tier.complete(1, 1)
+        tier.void(1, 2)
+        writer = write(tier, made, 0, attempt, 3)
+        assert [kept.seal.order for kept in tier.kept()] == [(1, 1)]
+        writer.abandon()
+        assert tier.begin(attempt, 3) is not None, "its slot is free again"
+    tier = rig.again(tier, made.layout)
+    save(tier, made, 0, 4, 3)
+    save(tier, made, 0, 4, 4)
+    check(tier, made, (4, 4), (4, 3))
+
+
 def test_attempts_come_before_steps(rig: Rig) -> None:
     made = image()
     tier = rig.ready(made.layout)

@@ -62,10 +62,6 @@ class FaultedFlusher(FlusherProcess):
         line = self.process.stdout.readline()
         self.said: dict[str, Any] = json.loads(line) if line else {}
 
-    def happened(self, event: str) -> list[dict[str, Any]]:
-        """Lines of the event log, if there is one yet."""
-        return super().happened(event) if self.events.exists() else []
-
     def wait_for_event(self, event: str, **fields: object) -> dict[str, Any]:
         """The first event of this name with these fields."""
 

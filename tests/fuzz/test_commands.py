@@ -201,7 +201,7 @@ def test_a_file_of_settings_is_read_or_refused(
     max_examples=200,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_noise_as_a_file_of_settings(noise: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "holdfast.toml"

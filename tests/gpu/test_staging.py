@@ -11,9 +11,10 @@ import torch
 from trainer_side.copy_engine import CopyEngine
 from trainer_side.copy_plan import Router, SlicePlan
 from trainer_side.rng import RngState
-from trainer_side.skeleton import Capture, Skeleton, capture, plan, table
+from trainer_side.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.staging import Staging
 from trainer_side.state import classify, collect
+from trainer_side.table import table
 
 pytestmark = [
     pytest.mark.gpu,

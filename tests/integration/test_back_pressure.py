@@ -19,6 +19,7 @@ from holdfast.catalog import Catalog
 from holdfast.storage import open_store
 from tests.integration.jobs import pressure
 from tests.support.cluster import load, same, wait_until
+from tests.support.events import read_events
 from tests.support.job import REPOSITORY, Job, environment
 from tests.support.throttled_site import sitecustomize  # noqa: F401 - registers the driver here, too
 
@@ -89,10 +90,9 @@ class Pressed:
         return found
 
     def events(self, *names: str, rank: int | None = None) -> list[dict[str, Any]]:
-        lines = map(json.loads, self.events_file.read_text().splitlines())
         return [
             line
-            for line in lines
+            for line in read_events(self.events_file)
             if line["event"] in names
             and (line["role"], line.get("rank")) == (("stager", None) if rank is None else ("trainer", rank))
         ]
@@ -201,10 +201,8 @@ def test_a_missed_wait_says_who_waited_for_whom(tmp_path: Path) -> None:
         **SMALL,
     )
     with run.start() as job:
-        wait_until(lambda: run.events_file.exists() and bool(run.events("stager_ready")), 60, "no start")
-        stall.touch()
         wait_until(
-            lambda: any(run.events("declined", rank=0)) or job.process.poll() is not None, 60, "never missed"
+            lambda: any(run.events("declined", rank=0)) or job.process.poll() is not None, 120, "never missed"
         )
         stall.unlink()
         job.succeed(120)
@@ -232,6 +230,7 @@ def test_a_killed_stager_costs_the_checkpoints_and_nothing_else(tmp_path: Path) 
         assert output.count(f"rank {rank}: NO MORE CHECKPOINTS are taken in this job") == 1, output
         assert len(run.events("stager_lost", rank=rank)) == 1
         assert len(said["lost_save_seconds"]) > 0
-        assert max(said["lost_save_seconds"]) < 5  # nothing is waited for; the limit is the machine's
-        assert said["close_seconds"] < 30
-        assert said["stats"]["causes"]["stager lost"] == len(said["lost_save_seconds"])
+        assert max(said["lost_save_seconds"]) < 20  # nothing is waited for; the limit is the machine's
+        assert said["close_seconds"] < 60
+        in_a_save = said["stats"]["causes"]["stager lost"] - len(said["lost_save_seconds"])
+        assert in_a_save in {0, 1}, "it may be lost in the middle of one"

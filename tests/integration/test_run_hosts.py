@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_run import SAVED, STEPS, Run
-from tests.support.cluster import load, losses
+from tests.integration.test_run import SAVED, SECONDS_MAX, STEPS, Run
+from tests.support.cluster import load, losses, wait_until
 from tests.support.two_hosts import TwoHosts, two_hosts, why_not
 
 pytestmark = [pytest.mark.mpi]
@@ -68,8 +68,11 @@ def test_a_host_that_vanishes_is_a_preemption(tmp_path: Path, hosts: TwoHosts) -
             assert load(run.cluster.out(2) / f"final-{rank}.pt")["start"] == SAVED + 1
             assert set(losses(run.cluster.out(2) / f"losses-{rank}")) == set(range(SAVED + 1, STEPS))
         # Over there they are still, and cannot know: nothing reaches them. A cloud would have ended them with the host.
-        here = [line for line in run.living() if int(line.partition(":")[0]) not in hosts.pids()]
-        assert here == []
+
+        def here() -> list[str]:
+            return [line for line in run.living() if int(line.partition(":")[0]) not in hosts.pids()]
+
+        wait_until(lambda: not here(), SECONDS_MAX, f"still there: {here()}")
     finally:
         if run.process is not None and run.process.poll() is None:
             run.process.send_signal(signal.SIGKILL)

@@ -5,7 +5,6 @@ Tiers are real slot files in shared memory and on disk; every kill is SIGKILL; t
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ import pytest
 
 from tests.integration.jobs import train
 from tests.support.cluster import Cluster, check_continued, wait_until
+from tests.support.events import read_events
 from tests.support.job import Job
 
 pytestmark = [pytest.mark.mpi]
@@ -63,9 +63,7 @@ def cluster(tmp_path: Path, memory: Path) -> Cluster:
 
 def events(cluster: Cluster, kind: str) -> list[dict[str, Any]]:
     """All events of a kind, of all ranks and starts."""
-    path = cluster.directory / "events"
-    lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if line["event"] == kind]
+    return [line for line in read_events(cluster.directory / "events") if line["event"] == kind]
 
 
 def wait_for_pause(cluster: Cluster, job: Job, *, kept: int) -> None:
@@ -142,6 +140,7 @@ def test_a_store_that_is_gone_is_not_needed(cluster: Cluster, reference: Path) -
 def test_beside_the_stager_a_killed_run_resumes_from_memory(cluster: Cluster, reference: Path) -> None:
     with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
         wait_for_pause(cluster, job, kept=SAVED)
+        wait_until(lambda: bool(events(cluster, "durable")), 120, job.output())
         kill_all_ranks(cluster)
         job.wait(60)
     with cluster.start(RANKS, *RUN) as job:

@@ -19,7 +19,7 @@ from tests.integration.jobs import fingerprint
 from tests.support.job import Job, environment
 
 pytestmark = [pytest.mark.mpi]
-SAVES = int(os.environ.get("TORN_SAVES", "200"))
+SAVES = int(os.environ.get("TORN_SAVES", "100"))
 SAVES_IN_LAYERS = int(os.environ.get("TORN_SAVES", "60"))
 
 

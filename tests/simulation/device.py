@@ -65,6 +65,13 @@ class Device:
             path.write_bytes(durable)
         self.cut_in = -1
 
+    def rot(self, path: Path, offset: int) -> None:
+        """A byte is another one from now on."""
+        seen = bytearray(path.read_bytes())
+        self._durable[path][offset] ^= 1
+        with path.open("r+b") as file:
+            os.pwrite(file.fileno(), bytes([seen[offset] ^ 1]), offset)
+
     # -- what the media say --------------------------------------------------------------------------------------
 
     def wrote(self, path: Path, offset: int, data: bytes) -> None:

@@ -109,6 +109,20 @@ TIER_MUTATIONS = {
             "set()",
         ),
         _one(
+            "damaged_kept",
+            "a complete slice that restore found damaged is protected, and the good one before it overwritten",
+            _SLOTS,
+            "and slot.order == order and (slot.found or not slot.complete):",
+            "and slot.order == order and not slot.complete:",
+        ),
+        _one(
+            "void_protected",
+            "what was given up is protected like what is wanted",
+            _SLOTS,
+            "if slot.state is _State.SEALED and not slot.void\n        ]\n        complete =",
+            "if slot.state is _State.SEALED\n        ]\n        complete =",
+        ),
+        _one(
             "found_kept_for_ever",
             "what was found is kept, complete or not: no slot is ever free",
             _SLOTS,

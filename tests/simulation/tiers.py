@@ -9,6 +9,7 @@ After each end of a life, from what is left in the file:
 
 1. What is listed reads back, every byte as it was given for that step: never a mix.
 2. The newest step that was said to be complete is there, and so is what this life had sealed and may yet be complete.
+   If its slice is damaged, and restore says so, the newest complete one before it takes its place.
 3. The next life can begin a step, and in the end complete one.
 """
 
@@ -63,6 +64,7 @@ class World:
         self.complete = (0, 0)  # the newest that was said to be complete, and noted
         self.said: set[tuple[int, int]] = set()  # all that were
         self.pending: set[tuple[int, int]] = set()  # sealed in this life, and not void
+        self.damaged: set[tuple[int, int]] = set()  # a byte of their slices has changed
 
     def open(self) -> SlotTier:
         from trainer_side.tiers.base import Nearness
@@ -85,7 +87,8 @@ class World:
         cut = False
         try:
             if self.prepared(tier):
-                self.restored(tier)
+                self.rot(tier)
+                self.restored(tier, attempt)
                 self.act(tier, attempt)
         except PowerCut:
             cut = True
@@ -107,19 +110,40 @@ class World:
             return True
         return False
 
-    def restored(self, tier: SlotTier) -> None:
-        """As a keeper does after a restore; or nothing is said at all."""
-        if self.chance.random() < 0.4:
+    def rot(self, tier: SlotTier) -> None:
+        """The newest complete slice is damaged while an older one is there: that is the newest good one then."""
+        kept = {one.seal.order: one for one in tier.kept() if one.seal.order not in self.damaged}
+        whole = sorted(kept.keys() & self.said)
+        if len(whole) < 2 or whole[-1] < self.complete or self.chance.random() < 0.5:
             return
+        path = Path(kept[whole[-1]].place)
+        begin = tier._superblocks[str(path)].slot_offset(kept[whole[-1]].slot)
+        self.device.rot(path, begin + self.chance.randrange(self.frames[0].nbytes))
+        self.damaged.add(whole[-1])
+        self.said.discard(whole[-1])
+        self.complete = whole[-2]
+
+    def restored(self, tier: SlotTier, attempt: int) -> None:
+        """As a keeper does after a restore; or nothing is said at all, but where restore has met damage."""
+        from holdfast.errors import StoreError
+
         kept = [one.seal.order for one in tier.kept()]
-        agreed = [order for order in kept if order >= self.complete]
+        if not self.damaged.intersection(kept) and self.chance.random() < 0.4:
+            return
+        agreed = [order for order in kept if order >= self.complete and order not in self.damaged]
         if agreed:
             chosen = self.chance.choice(agreed)
+            self.say_complete(tier, chosen)
             for order in kept:
                 if order > chosen:
                     tier.void(*order)
                     self.said.discard(order)
-            self.say_complete(tier, chosen)
+        try:
+            writer = tier.begin(attempt, 0)
+        except StoreError:
+            return
+        assert writer is not None, f"nothing is on its way, and no slot is free: {kept}"
+        writer.abandon()
 
     def say_complete(self, tier: SlotTier, order: tuple[int, int]) -> None:
         failed = self.device.failed
@@ -195,6 +219,8 @@ class World:
         orders = [one.seal.order for one in kept]
         assert len(orders) == len(set(orders)) <= self.slots, f"listed: {orders}"
         for one in kept:
+            if one.seal.order in self.damaged:
+                continue
             for number, frame in enumerate(self.frames):
                 view = memoryview(bytearray(frame.nbytes))
                 tier.read_into(one, frame.offset, view)

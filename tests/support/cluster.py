@@ -94,7 +94,7 @@ class Cluster:
         """Where the ranks of start `number` write."""
         return self.directory / f"cluster-{number}"
 
-    def wait_for_flusher(self, seconds_max: float = 60) -> None:
+    def wait_for_flusher(self, seconds_max: float = 120) -> None:
         """Until the flusher of the last start has ended by itself and taken its ring away."""
         directory = runtime_directory(self.store, self.runtime)
         wait_until(lambda: not directory.exists(), seconds_max, f"{directory} is still there")
@@ -206,7 +206,7 @@ for path in sys.argv[3:]:
     assert done.returncode == 0, done.stderr
 
 
-def assert_nothing_left(runtime: Path, seconds_max: float = 20) -> None:
+def assert_nothing_left(runtime: Path, seconds_max: float = 60) -> None:
     """No process of the machine that `runtime` stands for lives, and no ring, socket or journal is left on it."""
     wait_until(lambda: not _processes(runtime), seconds_max, f"still there: {_processes(runtime)}")
     assert not [path for path in runtime.rglob("*") if not path.is_dir()]

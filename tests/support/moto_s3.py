@@ -20,7 +20,7 @@ from tests.support.swift import free_port
 
 __all__ = ["running_moto"]
 
-_START_SECONDS_MAX = 60.0
+_START_SECONDS_MAX = 120.0
 
 
 @contextlib.contextmanager

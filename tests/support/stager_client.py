@@ -16,9 +16,10 @@ from typing import Any
 
 from holdfast.ipc import SOCKET_NAME, Message, connect
 from holdfast.ring import Ring, SlotState
+from tests.support.events import read_events
 from tests.support.images import Image
 
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 
 class FlusherProcess:
@@ -84,8 +85,7 @@ class FlusherProcess:
 
     def happened(self, event: str) -> list[dict[str, Any]]:
         """Lines of the event log."""
-        lines = (json.loads(line) for line in self.events.read_text().splitlines())
-        return [line for line in lines if line["event"] == event]
+        return [line for line in read_events(self.events) if line["event"] == event]
 
 
 class StagerClient:

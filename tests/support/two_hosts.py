@@ -1,6 +1,6 @@
 """Two hosts on one machine: this one, and a network namespace with a wire between them that can be cut.
 
-    this host 10.77.N.1 ──── veth ──── 10.77.N.2 namespace "spot", with a host name of its own
+    this host 10.M.N.1 ───── veth ───── 10.M.N.2 namespace "spot", with a host name of its own
 
 A cut wire is what a vanished VM looks like: no reset, no goodbye, packets go nowhere. mpirun starts its daemon over
 there through a launch agent that is a script, in place of ssh; everything between the two then goes over the wire.
@@ -51,10 +51,10 @@ class TwoHosts:
     """The namespace, and how to start a job on both. Made by `two_hosts`."""
 
     def __init__(self, directory: Path) -> None:
-        number = os.getpid() % 250 + 1
-        self.name = f"hfspot{os.getpid()}"
-        self._here, self._there = f"hfw{os.getpid()}a", f"hfw{os.getpid()}b"
-        self._network = f"10.77.{number}"
+        pid = os.getpid()
+        self.name = f"hfspot{pid}"
+        self._here, self._there = f"hfw{pid}a", f"hfw{pid}b"
+        self._network = f"10.{64 + pid // 250 % 64}.{pid % 250 + 1}"  # another one than other workers have
         self._agent = directory / "agent"
         self._agent.write_text(_AGENT.format(name=self.name))
         self._agent.chmod(0o755)

@@ -164,10 +164,10 @@ def test_hub_asks_all_ranks_and_orders_their_answers(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"rank 1, .*ended"):
             hub.ask("j", {"do": "end"})
         hub.dismiss("j")
-        ranks[1].join(10)
+        ranks[1].join(60)
         assert not ranks[1].is_alive()  # rank 0 has seen the end of its orders, while the hub is still there
     for rank in ranks:
-        rank.join(10)
+        rank.join(60)
         assert not rank.is_alive()
     assert not hub.path.exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from pathlib import Path
 from typing import Any
 
@@ -260,14 +261,19 @@ def test_every_target_names_an_experiment() -> None:
 
 def test_the_page_is_filled_between_its_markers_and_nowhere_else() -> None:
     page = "before\n<!-- measured: makespan 0 -->\nan older table\n<!-- end -->\nafter\n"
-    page += "<!-- measured: s3 -->\n<!-- end -->\n"
+    page += "<!-- measured: s3 -->\n<!-- end -->\n<!-- drawn: intervals s3 -->\n![an older one](x.svg)\n<!-- end -->\n"
     once = document.filled(page, {"makespan": _makespan()})
     assert once.startswith("before\n<!-- measured: makespan 0 -->\n**Overhead in percent")
     assert "an older table" not in once
     assert "| holdfast | 4.0 (4.0–4.0) | 4.0 (4.0–4.0) |" in once
     assert "`python -m benchmarks makespan`\n<!-- end -->\nafter" in once
     assert "Not measured: `python -m benchmarks s3`." in once
+    assert re.findall(r"figures/\w+\.svg|x\.svg", once) == ["figures/intervals.svg"], (
+        "a picture that nobody has drawn"
+    )
     assert document.filled(once, {"makespan": _makespan()}) == once
+    with pytest.raises(ValueError, match="the page asks for the picture 'moon'"):
+        document.filled("<!-- drawn: moon -->\n<!-- end -->\n", {})
     with pytest.raises(ValueError, match="the page asks for 'moon'"):
         document.filled("<!-- measured: moon -->\n<!-- end -->\n", {})
 

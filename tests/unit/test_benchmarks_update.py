@@ -15,7 +15,7 @@ from benchmarks.workload import Workload
 from trainer_side import gate as gates
 from trainer_side import split_step
 
-_SECONDS_MAX = 30.0
+_SECONDS_MAX = 60.0
 
 
 def test_a_devices_update_sleeps_for_what_it_updates_and_changes_nothing(

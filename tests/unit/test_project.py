@@ -1,4 +1,4 @@
-"""The project's frame: Makefile, README, compose file, licence and CI say the same thing, and say what is there."""
+"""The project's frame: Makefile, pages, compose file, licence and CI say the same thing, and say what is there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import yaml  # type: ignore[import-untyped]
 from yamllint import linter  # type: ignore[import-untyped]
 from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
-from holdfast.cli import cli
+from tests.unit.test_documents import blocks, pages, text
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "docker-compose.yml"
@@ -38,7 +37,6 @@ TARGETS = {
     "clean",
 }
 ONE_SHOT = {"bucket", "keys"}  # they end by themselves, so nothing is there to be healthy
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "infra/README.md"]
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
 
@@ -48,15 +46,6 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-
-
-def text(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
-
-
-def blocks(page: str, language: str) -> list[str]:
-    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text(page), re.DOTALL | re.MULTILINE)
-    return [content for name, content in fences if name == language]
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +78,10 @@ def test_an_old_python_is_refused_by_name_before_anything_is_made(tmp_path: Path
     assert not (tmp_path / "venv").exists()
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
-def test_documented_make_targets_exist(page: str) -> None:
-    named = {
-        word for block in blocks(page, "") for word in re.findall(r"^make ([a-z]+)", block, re.MULTILINE)
-    }
-    assert named
+def test_documented_make_targets_exist() -> None:
+    shown = "\n".join(block for page in pages() for block in blocks(page, ""))
+    named = set(re.findall(r"^make ([a-z]+)", shown, re.MULTILINE))
+    assert {"demo", "test", "setup"} <= named
     assert named <= TARGETS
 
 
@@ -105,37 +92,7 @@ def test_ci_runs_the_same_targets_as_people() -> None:
     assert re.findall(r"make (\w+)", script.read_text()) == ["lint", "types", "test"]
 
 
-# -- what the pages say ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_something(page: str) -> None:
-    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text(page))]
-    local = [target for target in targets if target and not target.startswith("http")]
-    missing = [target for target in local if not (ROOT / page).parent.joinpath(target).exists()]
-    assert not missing
-
-
-def test_the_lines_for_a_training_script_are_python_with_names_that_exist() -> None:
-    exported = next(
-        ast.literal_eval(node.value)
-        for node in ast.parse(text("trainer_side/__init__.py")).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-    imports = [
-        node
-        for block in blocks("README.md", "python")
-        for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.ImportFrom)
-    ]
-    assert [node.module for node in imports] == ["trainer_side"]
-    assert {alias.name for node in imports for alias in node.names} <= set(exported)
-
-
-def test_documented_commands_exist() -> None:
-    named = set(re.findall(r"(?:^| )holdfast ([a-z]+) ", "\n".join(blocks("README.md", "")), re.MULTILINE))
-    assert {"ls", "inspect", "verify", "pull", "stager"} <= named
-    assert named <= set(cli.list_commands(click.Context(cli)))
+# -- the licence -----------------------------------------------------------------------------------------------
 
 
 def test_the_licence_is_whole_and_the_one_that_is_named() -> None:

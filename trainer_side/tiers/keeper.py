@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from holdfast.config import TrainerConfig
@@ -75,6 +75,7 @@ class Keeper:
         self._job = job
         self._rank, self._inventory, self._ledger, self._events = rank, inventory, ledger, events
         self._restored: Order | None = None
+        self._whole_in: frozenset[str] = frozenset()
         self._layout: Layout | None = None
         self._frames: tuple[Frame, ...] = ()
         self._newest_step = -1
@@ -114,9 +115,16 @@ class Keeper:
         """Nothing is on its way into a tier, and all that is sealed has its verdict. Any thread."""
         return all(self._is_idle_in(number) for number in range(len(self._lanes)))
 
-    def restored(self, order: Order) -> None:
-        """The state is that of this checkpoint: newer ones that were found are of no more use."""
-        self._restored = order
+    def restored(self, order: Order, whole_in: Collection[str] = ()) -> None:
+        """The state is that of this checkpoint: newer ones that were found are of no more use.
+
+        Args:
+            order: Which one.
+            whole_in: Where all of it lies: tiers by name, or the store. Another tier, in which a slice of it is damaged
+                or gone, goes back to the newest older step that it has whole. Empty: it was put together from what
+                several tiers have, so each keeps its part until there is a newer one.
+        """
+        self._restored, self._whole_in = order, frozenset(whole_in)
 
     def prepare(self, layout: Layout) -> None:
         """Make room for slices of this layout. No slice is on its way.
@@ -300,14 +308,24 @@ class Keeper:
         self._lanes[verdict.tier].judge(verdict)
 
     def _tell_what_was_found(self, number: int, tier: Tier) -> None:
-        """So that the newest step that all ranks have is not overwritten before there is a newer one."""
+        """So that the newest step that all ranks have whole is not overwritten before there is a newer one.
+
+        That one is said first, and what is newer and of no use after it: who is killed in between finds all as it was.
+        """
         complete, partial = self._inventory.complete[number], self._inventory.partial[number]
         limit = self._restored
-        usable = [order for order in complete if limit is None or order <= limit]
+        damaged = bool(self._whole_in) and tier.name not in self._whole_in  # here, and whole elsewhere
+        usable = [
+            order for order in complete if limit is None or order < limit or (order == limit and not damaged)
+        ]
         if usable:
             tier.complete(*usable[0])
+        if limit is None:
+            return
         for order in (*complete, *partial):
-            if limit is not None and order > limit:
+            # A damaged one has its seals; one that a life before has given up lacks those that were overwritten.
+            is_behind = order > usable[0] if usable else order == limit and order in complete
+            if order > limit or (damaged and is_behind):
                 tier.void(*order)
 
 

@@ -37,19 +37,24 @@ class SliceShelf:
         self._digests: dict[Key, str] = {}  # of their layouts
         self._writing: dict[Key, list[Key]] = {}  # and what goes for it
         self._void: set[Key] = set()
-        self._complete: Key | None = None  # the newest one
+        self._completes: set[Key] = set()  # those that were found, and the newest
+        self._found: set[Key] | None = None  # what was there at first: of earlier jobs
+        self._forgotten: set[Key] = set()  # of these: complete in a listing, and not whole
 
     def note_found(self, rank: int, ranks: int) -> None:
         """See what earlier jobs left: of rank `r` it belongs to rank `r` modulo `ranks`. Raises `StoreError`."""
+        orders: set[Key] = set()
         for found in find_sets(self._store.list()):
             mine = {name for name in found.names() if name.rank % ranks == rank}
             digest = self._digests.get(found.order) or self._digest_of(found, mine)
             with self._lock:
-                if found.complete:
-                    self._complete = max(found.order, self._complete or found.order)
+                orders.add(found.order)
+                if found.complete and found.order not in self._forgotten:
+                    self._completes.add(found.order)
                 if mine and found.order not in self._writing:
                     self._sealed.setdefault(found.order, set()).update(mine)
                     self._digests[found.order] = digest
+        self._found = orders if self._found is None else self._found
 
     def take(self, key: Key) -> bool:
         """A slot for this step; False while all are taken, or if a newer step is complete. Asks the store nothing."""
@@ -86,19 +91,30 @@ class SliceShelf:
     def complete(self, key: Key) -> None:
         """Every rank has sealed it: this rank's slices of other layouts go. A failure is logged, and tried again."""
         with self._lock:
-            self._complete = max(key, self._complete or key)
-            present = self._digests.get(self._complete)
+            newest = max(key, self._complete or key)
+            self._completes = {order for order in self._completes if order in (self._found or ())} | {
+                newest,
+                key,
+            }
+            present = self._digests.get(newest)
             old = [
                 order
                 for order in sorted(self._sealed)
-                if order < self._complete and present and self._digests.get(order) != present
+                if order < newest and present and self._digests.get(order) != present
             ]
         self.try_remove(old)
 
     def void(self, key: Key) -> None:
-        """Not every rank will seal it: this rank's slice goes, now or when it would be sealed."""
+        """Not every rank will seal it: this rank's slice goes, now or when it would be sealed.
+
+        Of a step that was found complete: it is not whole after all. It is protected no longer, and goes first, but not
+        before its place is needed.
+        """
         with self._lock:
-            if key == self._complete:
+            if key in self._completes:
+                if key in (self._found or ()):
+                    self._completes.discard(key)
+                    self._forgotten.add(key)
                 return
             if key in self._writing:
                 self._void.add(key)
@@ -119,6 +135,11 @@ class SliceShelf:
                 self._remove(key)
             except StoreError as error:
                 _log.warning("%s: this rank's old slice stays in the store for now: %s", key, error)
+
+    @property
+    def _complete(self) -> Key | None:
+        """The newest step that every rank has sealed. With the lock."""
+        return max(self._completes, default=None)
 
     def _remove(self, key: Key) -> None:
         """The seal first: a slice without one is nothing, a seal without its slice would be a lie."""
@@ -141,11 +162,13 @@ class SliceShelf:
         newest = self._complete
         going = self._going()
         others = [old for old in sorted(self._sealed) if old not in (newest, key) and old not in going]
+        forgotten = [old for old in others if old in self._forgotten]
+        others = [old for old in others if old not in forgotten]
         older = [old for old in others if newest is not None and old < newest]
         # What a job before this one did not complete it never will. If nothing is seen to be complete, the oldest is
         # the likeliest to have been: so it goes last.
         dead = [old for old in others if old not in older and old.attempt < key.attempt]
-        return older + (dead if newest is not None else dead[::-1])
+        return forgotten + older + (dead if newest is not None else dead[::-1])
 
     def _digest_of(self, found: SliceSet, names: set[SliceName]) -> str:
         """Of which layout a set is; empty if none of its seals that are this rank's says so."""

@@ -2,4 +2,4 @@
 
 from holdfast.storage import s3_client
 
-s3_client._READ_SECONDS_MAX = 2
+s3_client._READ_SECONDS_MAX = 4

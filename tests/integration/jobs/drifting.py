@@ -23,7 +23,7 @@ FEATURES, WIDTH = 16, 64
 HIDDEN_NUMEL = 17 * 64 * 16  # float32: 17 times the 64 rows of 64 bytes that a checkpoint looks at
 HIDDEN_ELEMENT = HIDDEN_NUMEL // 2 + 160  # in a row that is looked at soon, but not at once
 DRIFT_AT = 2
-WAIT_SECONDS_MAX = 60.0
+WAIT_SECONDS_MAX = 120.0
 
 
 class Net(torch.nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,16 +17,21 @@ from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank, init_torch_distributed
 from trainer_side.staging import Staging
 
-SECONDS_MAX = 30
+SECONDS_MAX = 60
 GROWN = 300_000  # characters; the room set aside for plain values is 64 KiB
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Look again and again, not for ever."""
+    deadline = time.monotonic() + SECONDS_MAX
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen within {SECONDS_MAX} s"
+        time.sleep(0.01)
 
 
 def settle(checkpointer: Checkpointer, step: int) -> None:
     """Wait until `step` is durable, on every rank."""
-    deadline = time.monotonic() + SECONDS_MAX
-    while checkpointer.durable_step < step:
-        assert time.monotonic() < deadline, f"step {step} is not durable after {SECONDS_MAX} s"
-        time.sleep(0.01)
+    until(lambda: checkpointer.durable_step >= step)
     torch.distributed.barrier()
 
 
@@ -61,7 +67,9 @@ def main() -> None:
     torch.distributed.barrier()
     if rank == 0:
         assert not checkpointer.save(2), "rank 0 has no room for it, and says so"
-    time.sleep(1)
+    until(
+        lambda: checkpointer._link.new_pickle_reserve_bytes >= GROWN and not checkpointer._areas.in_flight()
+    )
     torch.distributed.barrier()
     notes["text"] = "y" * GROWN
     assert checkpointer.save(3), "rank 0 was given more room"

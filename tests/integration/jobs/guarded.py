@@ -21,7 +21,7 @@ import torch
 from holdfast.errors import HoldfastError
 from trainer_side import Checkpointer
 
-WAIT_SECONDS_MAX = 60.0
+WAIT_SECONDS_MAX = 120.0
 POLL_SECONDS = 0.01
 
 

@@ -2,8 +2,9 @@
 
 `python pressure.py OUT SCENARIO STEPS`. Scenarios: `together`: the ranks meet in each step, as in any data-parallel
 training, rank 1 always late; `apart`: they never meet, and rank 1 is three times as slow; `lost`: as `together`, and
-the stager is killed by rank 0 in the middle. Writes to OUT, per rank: what each `save()` returned, the memory of all
-processes after each step (rank 0), and the final state.
+the stager is killed by rank 0 in the middle. With THROTTLED_STALL (tests/support/throttled_site) in the environment the
+store takes nothing from before the first save on. Writes to OUT, per rank: what each `save()` returned, the memory of
+all processes after each step (rank 0), and the final state.
 
 Training allocates nothing after its first step: what grows would be the checkpointer's.
 """
@@ -72,6 +73,8 @@ def main() -> None:
     checkpointer = Checkpointer({"model": model, "optimizer": optimizer})
     said: dict[str, Any] = {"pid": os.getpid(), "took": [], "memory": [], "lost_save_seconds": []}
     pids: dict[str, int] = {}
+    if rank == 0 and "THROTTLED_STALL" in os.environ:
+        Path(os.environ["THROTTLED_STALL"]).touch()
     for step in range(steps):
         began = time.monotonic()
         for place, parameter in enumerate(model):
@@ -91,9 +94,9 @@ def main() -> None:
             said["pids"] = pids
         if scenario == "lost" and step == steps // 2 and rank == 0:
             os.kill(pids["stager"], signal.SIGKILL)
-        before = time.monotonic()
+        lost, before = checkpointer._link.problem is not None, time.monotonic()
         took = checkpointer.save(step)
-        if scenario == "lost" and checkpointer._link.problem is not None:
+        if lost:
             said["lost_save_seconds"].append(time.monotonic() - before)
             assert not took
         said["took"].append(took)

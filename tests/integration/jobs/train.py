@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
 
 SAMPLES, FEATURES, BATCH = 96, 16, 4
-PAUSE_SECONDS_MAX = 60
+PAUSE_SECONDS_MAX = 240
 STAGED_SECONDS_MAX = 60.0
 
 

@@ -26,7 +26,7 @@ from tests.support.images import Image, from_torch_file, made_up
 from tests.support.memory_store import MemoryStore
 
 CHUNK_BYTES = 4096
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 60.0
 
 
 class Heard:

@@ -18,7 +18,7 @@ from holdfast.manifest import Manifest, State, manifest_name
 from holdfast.storage.posix import PosixStore
 from tests.support.restoring import publish
 
-SECONDS_MAX = 20
+SECONDS_MAX = 60
 
 
 class Rig:

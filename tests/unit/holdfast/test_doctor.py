@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import subprocess
@@ -91,9 +92,25 @@ def test_the_ring_of_a_dead_flusher_is_told_and_not_touched(tmp_path: Path) -> N
 
 def test_a_clock_that_is_set_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_check(machine.clock(plan_for(tmp_path)))["clock"].state is State.OK
-    times = iter([1000.0, 1007.0])
-    monkeypatch.setattr("holdfast.doctor.machine.time.time", lambda: next(times))
+    slept: list[float] = []
+    monkeypatch.setattr("holdfast.doctor.machine.time.sleep", slept.append)
+    monkeypatch.setattr("holdfast.doctor.machine.time.time", lambda: 1000.0 + 7.0 * len(slept))
     assert by_check(machine.clock(plan_for(tmp_path)))["clock"].state is State.WARN
+
+
+def test_a_busy_machine_is_not_a_clock_that_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process stands still for a moment between the two clocks, and not at every look."""
+    now, looks = [1000.0], itertools.count()
+
+    def wall() -> float:
+        seen = now[0]
+        now[0] += 0.5 if next(looks) % 3 == 0 else 0.0
+        return seen
+
+    monkeypatch.setattr("holdfast.doctor.machine.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("holdfast.doctor.machine.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("holdfast.doctor.machine.time.time", wall)
+    assert by_check(machine.clock(plan_for(tmp_path)))["clock"].state is State.OK
 
 
 # -- the store ----------------------------------------------------------------------------------------------

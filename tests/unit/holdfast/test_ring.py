@@ -141,7 +141,11 @@ def test_damaged_record_names_file_record_and_field(
     assert str(directory / "journal") in str(caught.value)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=200,
+    deadline=None,
+)
 @given(data=st.binary(min_size=68, max_size=96))
 def test_any_bytes_in_a_record_give_a_record_or_our_error(ring: Ring, directory: Path, data: bytes) -> None:
     with (directory / "journal").open("r+b") as file:

@@ -36,7 +36,7 @@ def _ended() -> Iterator[None]:
     """Every flusher that a test started has ended after it."""
     yield
     while flusher_process._started:
-        flusher_process._started.pop().wait(30)
+        flusher_process._started.pop().wait(60)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_started_flusher_serves_and_is_outside_of_the_job(
         assert (found.ring.chunk_bytes, found.ring.ring_chunks, found.attempt) == (65536, 16, 1)
         assert Path(f"/proc/{found.pid}/fd/0").readlink() == Path("/dev/null")
         found.channel.send("finish")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         heard: list[str] = []
         while "drained" not in heard and time.monotonic() < deadline:
             heard += [message.kind for message in found.channel.poll()]
@@ -129,7 +129,7 @@ def test_a_flusher_that_hangs_up_is_noticed(config: StagerConfig) -> None:
     """It dies between being ready and answering hello."""
     found = attach(config)
     os.kill(found.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not found.channel.closed and time.monotonic() < deadline:
         found.channel.poll()
         time.sleep(0.01)
@@ -140,7 +140,7 @@ def test_a_flusher_that_hangs_up_is_noticed(config: StagerConfig) -> None:
 def test_a_flusher_that_has_ended_leaves_no_zombie(config: StagerConfig) -> None:
     found = attach(config)
     os.kill(found.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(found.pid) and time.monotonic() < deadline:
         flusher_process.reap()
         time.sleep(0.01)

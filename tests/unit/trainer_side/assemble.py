@@ -9,8 +9,9 @@ from typing import Any
 
 from holdfast.crc import crc32
 from holdfast.layout import Layout
-from trainer_side.skeleton import Capture, Skeleton, capture, plan, table
+from trainer_side.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.state import classify, collect
+from trainer_side.table import table
 
 CHUNK_BYTES = 4096
 

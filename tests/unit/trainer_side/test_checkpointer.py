@@ -19,12 +19,13 @@ from holdfast.layout import Layout
 from holdfast.notice import Notice, NoticeKind, Terms
 from holdfast.wire import Agreement, Proposal, Welcome
 from trainer_side.checkpointer import Checkpointer
+from trainer_side.ledger import cause_of
 from trainer_side.link import Link
 from trainer_side.notice.appointments import Appointments
 from trainer_side.staging import Staging
 from trainer_side.transfer import Transfer, TransferState
 
-SECONDS_MAX = 20.0
+SECONDS_MAX = 60.0
 
 
 class FakeLink:
@@ -40,6 +41,7 @@ class FakeLink:
         self.events = EventLog(None, role="trainer")
         self.offers: dict[int, tuple[Transfer, Staging]] = {}
         self.declined: dict[int, str] = {}
+        self.needed_pickle_bytes = 0
         self.layouts: list[Layout] = []
         self.appointments = Appointments(wait_seconds_max=SECONDS_MAX)
         self.notices: list[Notice] = []
@@ -67,7 +69,7 @@ class FakeLink:
         return None
 
     def decline(self, step: int, reason: str, *, needed_pickle_bytes: int = 0) -> None:
-        assert not needed_pickle_bytes
+        self.needed_pickle_bytes = needed_pickle_bytes
         self.declined[step] = reason
         if step in self.offers:
             self.offers[step][0].released.set()
@@ -97,7 +99,8 @@ class Rank:
     def __init__(self, link: FakeLink, **settings: Any) -> None:
         self.link = link
         self.model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(1000)) for _ in range(20))
-        self.state: dict[str, Any] = {"model": self.model, "note": 1}
+        self.note = [1]
+        self.state: dict[str, Any] = {"model": self.model, "note": self.note}
         self.checkpointer = Checkpointer(self.state, config=TrainerConfig(**settings))
 
     def save(self, step: int) -> bool:
@@ -136,18 +139,30 @@ def test_so_many_steps_are_taken_as_there_are_areas(link: FakeLink, areas: int) 
     rank.checkpointer.close()
 
 
-def test_wait_waits_for_the_oldest_only(link: FakeLink) -> None:
+def test_wait_waits_for_the_oldest_only(link: FakeLink, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(link, in_flight_max=2, on_full="wait")
     assert rank.save(0)
     assert rank.save(1)
     assert rank.checkpointer.stats.wait_seconds == 0
-    timer = threading.Timer(0.2, link.stage, [0])
-    timer.start()
+    waits, oldest = threading.Event(), link.offers[0][0].settled
+    wait = oldest.wait
+
+    def noted(seconds_max: float | None = None) -> bool:
+        waits.set()
+        return wait(seconds_max)
+
+    def stage() -> None:
+        assert waits.wait(SECONDS_MAX)
+        link.stage(0)
+
+    monkeypatch.setattr(oldest, "wait", noted)
+    stager = threading.Thread(target=stage)
+    stager.start()
     assert rank.save(2)
-    assert not timer.is_alive()
+    assert oldest.is_set()
     assert not link.offers[1][0].released.is_set()
     assert rank.checkpointer.stats.wait_seconds > 0
-    timer.join()
+    stager.join()
     rank.checkpointer.close()
 
 
@@ -263,3 +278,27 @@ def test_the_watch_tells_the_link(link: FakeLink) -> None:
     assert link.notices[0].source == "sigusr1"
     rank.checkpointer.close()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_values_that_outgrow_the_room_they_were_just_given_decline_another_step(link: FakeLink) -> None:
+    rank = Rank(link)
+    assert rank.save(0)
+    link.stage(0)
+
+    def grow(count: int) -> None:
+        rank.note[:] = range(1 << 20, (1 << 20) + count)
+
+    grow(10_000)
+    assert not rank.save(1)
+    needed = link.needed_pickle_bytes
+    assert needed > 10_000
+    link.new_pickle_reserve_bytes = 2 * needed  # as the stager gives
+    grow(50_000)
+    assert not rank.save(2), "the room that was given is too small by now"
+    assert link.needed_pickle_bytes > link.new_pickle_reserve_bytes
+    assert {cause_of(reason) for reason in link.declined.values()} == {"outgrown"}
+    grow(10_000)
+    assert rank.save(3)
+    assert len(link.layouts) == 2, (
+        "other ranks have made the new plan: this one must not go on with the old one"
+    )

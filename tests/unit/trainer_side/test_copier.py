@@ -18,7 +18,7 @@ from trainer_side.link import Link
 from trainer_side.staging import Staging
 from trainer_side.transfer import Transfer
 
-SECONDS_MAX = 20.0
+SECONDS_MAX = 60.0
 
 
 class FakeLink:

@@ -41,10 +41,11 @@ def test_a_closed_gate_holds_the_update_until_it_opens() -> None:
 
     thread = threading.Thread(target=train)
     thread.start()
+    _until(lambda: bool(gate._waiting))
     assert not stepped.wait(0.05)
     assert parameter.tolist() == [1.0] * 4
     waited_seconds = gate.open()
-    thread.join(10)
+    thread.join(60)
     assert stepped.is_set()
     assert parameter.tolist() == [0.0] * 4
     assert waited_seconds > 0
@@ -63,7 +64,7 @@ def test_every_optimizer_is_held_back() -> None:
         assert thread.is_alive()
     gate.open()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -117,7 +118,7 @@ class Step(threading.Thread):
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -143,7 +144,7 @@ def test_a_layer_is_updated_as_soon_as_it_is_copied_and_not_before() -> None:
     _until(lambda: changed() == [True, True, False])
     assert step.is_alive()
     gate.passed(_addresses(optimizer, parameters[2]))
-    step.join(20)
+    step.join(60)
     assert changed() == [True, True, True]
     assert gate.closed, "the copy itself has not said that it is over"
     assert gate.open() > 0
@@ -164,7 +165,7 @@ def test_what_is_not_copied_here_is_not_waited_for() -> None:
     _until(lambda: not torch.equal(parameters[1], before))
     assert step.is_alive()
     gate.open()
-    step.join(20)
+    step.join(60)
 
 
 def test_parameters_of_one_storage_are_held_together() -> None:
@@ -180,7 +181,7 @@ def test_parameters_of_one_storage_are_held_together() -> None:
     time.sleep(0.05)
     assert flat.tolist() == [0.0] * 8
     gate.passed([_address(flat)])
-    step.join(20)
+    step.join(60)
     assert flat.tolist() == [-1.0] * 8
 
 
@@ -202,7 +203,7 @@ def test_a_hook_that_comes_later_still_sees_everything_before_the_update() -> No
     assert parameters[0].grad is not None
     assert float(parameters[0].grad.norm()) < 0.1
     gate.open()
-    step.join(20)
+    step.join(60)
     assert seen == [True]
 
 
@@ -228,7 +229,7 @@ def test_an_optimizer_that_may_couple_parameters_waits_for_all_and_says_so(
     time.sleep(0.05)
     assert parameter.tolist() == [1.0] * 4
     gate.open()
-    step.join(20)
+    step.join(60)
     assert parameter.tolist() == [0.0] * 4
 
 
@@ -248,7 +249,7 @@ def test_a_step_with_a_closure_waits_for_all() -> None:
     time.sleep(0.05)
     assert calls == []
     gate.open()
-    thread.join(20)
+    thread.join(60)
     assert calls == [False]
 
 

@@ -20,16 +20,21 @@ from trainer_side.gate import Gate
 
 STEPS, LAYERS, WIDTH = 6, 6, 48
 COPY_SECONDS = 0.001  # for each storage; there are some twenty
+SECONDS_MAX = 60.0
 
 
 class Copies:
-    """Takes a copy after each step, beside the training. `gate` None: only the training."""
+    """Takes a copy after each step, beside the training. `gate` None: only the training.
+
+    With half of it copied it stands still until the next update has come, however fast training is.
+    """
 
     def __init__(self, gate: Gate | None, model: torch.nn.Module, optimizers: list[Optimizer]) -> None:
         self._gate, self._model, self._optimizers = gate, model, optimizers
         self._thread: threading.Thread | None = None
         self._wanted: list[dict[int, torch.Tensor]] = []
         self._got: list[dict[int, torch.Tensor]] = []
+        self._no_more_updates = threading.Event()
         self.waited_seconds = 0.0
 
     def save(self) -> None:
@@ -39,6 +44,7 @@ class Copies:
         live = {tensor.untyped_storage().data_ptr(): tensor.detach() for tensor in self._tensors()}
         self._wanted.append({address: tensor.clone() for address, tensor in live.items()})
         self._got.append({})
+        self._no_more_updates.clear()
         self._gate.close()
         self._thread = threading.Thread(target=self._copy, args=(self._gate, live, self._got[-1]))
         self._thread.start()
@@ -46,11 +52,25 @@ class Copies:
     def _copy(self, gate: Gate, live: dict[int, torch.Tensor], got: dict[int, torch.Tensor]) -> None:
         order = gate.update_order()
         gate.hold(live.keys())
-        for address in sorted(live, key=lambda address: order.get(address, len(order))):
+        addresses = sorted(live, key=lambda address: order.get(address, len(order)))
+        for number, address in enumerate(addresses):
+            if number == len(addresses) // 2:
+                self._await_update(gate, {address: live[address] for address in addresses[number:]})
             time.sleep(COPY_SECONDS)
             got[address] = live[address].clone()
             gate.passed([address])
         self.waited_seconds += gate.open()
+
+    def _await_update(self, gate: Gate, left: dict[int, torch.Tensor]) -> None:
+        """Until it waits at the gate, or has gone past it and changed what is left to copy, or none comes."""
+        wanted, deadline = self._wanted[-1], time.monotonic() + SECONDS_MAX
+        while not (
+            gate._waiting
+            or self._no_more_updates.is_set()
+            or any(not tensor.equal(wanted[address]) for address, tensor in left.items())
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(COPY_SECONDS)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self._model.parameters()
@@ -59,8 +79,9 @@ class Copies:
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def join(self) -> None:
+        self._no_more_updates.set()
         if self._thread is not None:
-            self._thread.join(30)
+            self._thread.join(SECONDS_MAX)
             assert not self._thread.is_alive()
 
     def torn(self) -> int:
@@ -261,22 +282,20 @@ def test_one_call_takes_all_parameters_unless_some_are_held(
     gate = Gate([optimizer])
     _loss(model, 0).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
+    parameters = list(model.parameters())
+    last = parameters[-1].untyped_storage().data_ptr()
     calls: list[int] = []
     real = getattr(adam, kernel)
 
     def counted(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         calls.append(len(params))
         real(params, *args, **kwargs)
+        gate.passed([last])  # what was held is copied only after the rest was updated
 
     monkeypatch.setattr(adam, kernel, counted)
-    parameters = list(model.parameters())
-    last = parameters[-1].untyped_storage().data_ptr()
     if state != "open":
         gate.close()
         gate.hold([last] if state == "one held" else [])
-    releasing = threading.Timer(0.05, gate.passed, [[last]])
-    releasing.start()
     optimizer.step()
-    releasing.join()
     count = len(parameters)
     assert calls == ([count - 1, 1] if state == "one held" else [count])

@@ -44,9 +44,9 @@ class Together:
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
         if self.rank == root:
             self._shared.said = data
-        self._shared.barrier.wait(20)
+        self._shared.barrier.wait(60)
         said: bytes = self._shared.said
-        self._shared.barrier.wait(20)
+        self._shared.barrier.wait(60)
         return said
 
 
@@ -66,7 +66,7 @@ def _inventories(tiers: list[list[Tier]], errors: dict[int, ConfigError] | None 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return found
 
 

@@ -776,7 +776,7 @@ def test_a_store_that_hangs_ends_at_the_deadline(tmp_path: Path) -> None:
     store.before_read = hang
     try:
         with pytest.raises(StoreError, match="slow or hanging"):
-            restore({"x": torch.zeros(9000)}, store, LonePeers(), events=None, seconds_max=0.2)
+            restore({"x": torch.zeros(9000)}, store, LonePeers(), events=None, seconds_max=1.0)
     finally:
         release.set()
     assert threads_of_reading
@@ -805,7 +805,7 @@ def test_a_reader_that_is_still_under_way_does_not_write_over_the_next_candidate
     try:
         if hanging:
             with pytest.raises(StoreError, match="slow or hanging"):
-                restore({"x": target}, store, LonePeers(), events=None, seconds_max=0.5)
+                restore({"x": target}, store, LonePeers(), events=None, seconds_max=2.0)
         else:
             restored = restore({"x": target}, store, LonePeers(), events=None)
             assert restored is not None

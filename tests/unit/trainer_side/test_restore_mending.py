@@ -60,6 +60,7 @@ def test_a_damaged_frame_is_taken_from_the_store_and_named(
         )
         assert "CRC-32 expected" in named
         assert result.skipped == []
+        assert result.whole_in == {store.url}
     assert caplog.text.count("frame 2 ") == 1
     for rank, log in enumerate(logs):
         log.close()
@@ -103,6 +104,18 @@ def test_a_tier_that_breaks_is_made_good_by_the_next_source(
     assert len(results[0].mended) == 1  # once, however many frames
     assert "input/output error" in results[0].mended[0]
     assert (store.bytes_read > 0) == (keeper == "store")
+    assert {result.whole_in for result in results} == {frozenset({store.url} if keeper == "store" else ())}
+
+
+def test_which_tiers_have_all_of_it_is_known_to_every_rank(store: CountingStore) -> None:
+    """Of the one a frame is damaged, of another a slice is missing, the third has all."""
+    made = saved(5)
+    memory = [DictTier().put(made, rank) for rank in range(2)]
+    memory[1].flip(5, 1, frames_of(made.layout, 1)[2].offset)
+    nvme = [DictTier(Nearness.NVME).put(made, 0), DictTier(Nearness.NVME)]
+    file = [DictTier(Nearness.FILE).put(made, rank) for rank in range(2)]
+    outcome = bring_back(store, list(zip(memory, nvme, file, strict=True)))
+    assert {result.whole_in for result in assert_step(*outcome, 5)} == {frozenset({"file:test"})}
 
 
 @pytest.mark.parametrize("where", ["head", "tensor", "chunks"])

@@ -20,8 +20,9 @@ from holdfast.errors import StateError
 from holdfast.layout import REPLICATED, Extent, Layout
 from tests.unit.trainer_side.assemble import CHUNK_BYTES, assembled, make_plan, save, sent, taken
 from trainer_side.per_rank import PerRank, decode
-from trainer_side.skeleton import Outgrown, capture, plan, table
+from trainer_side.skeleton import Outgrown, capture, plan
 from trainer_side.state import classify, collect, tensor_paths
+from trainer_side.table import table
 
 DTYPES = [
     torch.float64,

@@ -13,9 +13,10 @@ from holdfast.layout import Layout
 from holdfast.slices import FRAME_ALIGNMENT_BYTES, area_bytes, frames_of
 from trainer_side.copy_engine import CopyEngine
 from trainer_side.copy_plan import Route, Router, SlicePlan
-from trainer_side.skeleton import Capture, Skeleton, capture, plan, table
+from trainer_side.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.staging import Staging
 from trainer_side.state import classify, collect
+from trainer_side.table import table
 
 CHUNK_BYTES = 4096
 RANKS = 3

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +21,7 @@ from tests.support.fake_metadata import (
     GCP_PREEMPTED,
     FakeMetadata,
 )
+from trainer_side.notice import opening
 from trainer_side.notice.aws import Aws
 from trainer_side.notice.azure import Azure
 from trainer_side.notice.base import SourceError
@@ -31,16 +33,27 @@ from trainer_side.notice.signals import Signal
 _SECONDS_MAX = 0.5  # of a question, where the server is to be slower than that
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of this process answers at once, but on a busy machine that may take seconds."""
+    for cloud in (Aws, Gcp, Azure):
+        monkeypatch.setitem(cast(Any, cloud.__init__).__kwdefaults__, "seconds_max", 60.0)
+    for name in ("_ANSWER_SECONDS_MAX", "_DETECT_SECONDS_MAX"):
+        monkeypatch.setattr(opening, name, 60.0)
+
+
 @pytest.fixture
 def server() -> Iterator[FakeMetadata]:
     with FakeMetadata() as running:
         yield running
 
 
-def _closed_port() -> int:
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """Nobody listens there, nor can anybody else begin to."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+        yield int(taken.getsockname()[1])
 
 
 # -- AWS
@@ -173,7 +186,7 @@ def test_no_proxy_is_ever_asked(server: FakeMetadata, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("cloud", [Aws, Gcp, Azure])
 def test_a_server_that_hangs_drips_refuses_or_fails_is_an_error(
-    server: FakeMetadata, cloud: type[Aws] | type[Gcp] | type[Azure]
+    server: FakeMetadata, closed_port: int, cloud: type[Aws] | type[Gcp] | type[Azure]
 ) -> None:
     source = cloud(server.environ, seconds_max=_SECONDS_MAX)
     server.hanging.set()
@@ -189,8 +202,8 @@ def test_a_server_that_hangs_drips_refuses_or_fails_is_an_error(
     for path in (AWS_TOKEN, GCP_PREEMPTED, AZURE_EVENTS):
         server.forced[path] = (503, "", {})
     with pytest.raises(SourceError, match="answered 503"):
-        source.look()
-    nobody = f"127.0.0.1:{_closed_port()}"
+        cloud(server.environ).look()
+    nobody = f"127.0.0.1:{closed_port}"
     environ = {
         "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{nobody}",
         "GCE_METADATA_HOST": nobody,

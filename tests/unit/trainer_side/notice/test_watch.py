@@ -18,7 +18,7 @@ from trainer_side.notice.base import Notice, NoticeKind, SourceError
 from trainer_side.notice.opening import open_watch
 from trainer_side.notice.watch import Watch, asks_for_machine
 
-_SECONDS_MAX = 20.0
+_SECONDS_MAX = 60.0
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -11,7 +11,7 @@ from holdfast.slices import area_bytes, frames_of
 
 __all__ = ["Area", "Net", "laid_out", "until"]
 
-SECONDS_MAX = 20.0
+SECONDS_MAX = 60.0
 
 
 def laid_out(ranks: int, *, chunks: int = 6, chunk_bytes: int = 4096) -> Layout:

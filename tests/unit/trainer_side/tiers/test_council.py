@@ -23,7 +23,7 @@ class Ranks:
     def __init__(self, count: int = RANKS, **settings: Any) -> None:
         self.net = Net(count)
         self.heard: list[list[Verdict]] = [[] for _ in range(count)]
-        settings = {"agree_seconds_max": 20.0, "seal_seconds_max": 20.0, **settings}
+        settings = {"agree_seconds_max": 60.0, "seal_seconds_max": 60.0, **settings}
         self.councils = [
             Council(
                 self.net.port(rank), rank=rank, ranks=count, on_verdict=self.heard[rank].append, **settings
@@ -34,8 +34,8 @@ class Ranks:
     def verdicts(self, rank: int) -> list[tuple[int, bool]]:
         return [(verdict.order[1], verdict.complete) for verdict in self.heard[rank]]
 
-    def close(self) -> None:
-        threads = [threading.Thread(target=council.close, args=(5.0,)) for council in self.councils]
+    def close(self, seconds_max: float = 60.0) -> None:
+        threads = [threading.Thread(target=council.close, args=(seconds_max,)) for council in self.councils]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -71,12 +71,19 @@ def test_all_hear_that_a_rank_skips_a_step_and_why(ranks: Ranks) -> None:
 
 
 def test_who_does_not_seal_makes_it_void_at_the_deadline_of_rank_0() -> None:
-    ranks = Ranks(seal_seconds_max=0.1)
+    now = [0.0]
+    ranks = Ranks(seal_seconds_max=20.0, clock=lambda: now[0])
     ranks.councils[0].sealed(0, (1, 7), "a")
     ranks.councils[1].sealed(0, (1, 7), "a")
+    ballots = ranks.councils[0]._tally._open
+    until(lambda: ballots and ballots[0, (1, 7)].sealed == {0, 1})
+    now[0] += 20.0
+    time.sleep(0.05)
+    assert not any(ranks.heard)
+    now[0] += 0.1
     until(lambda: all(ranks.heard))
     assert [ranks.verdicts(rank) for rank in range(RANKS)] == [[(7, False)]] * RANKS
-    assert "rank 2 has not sealed it" in ranks.heard[1][0].why
+    assert ranks.heard[1][0].why == "rank 2 has not sealed it within 20 s"
     ranks.close()
 
 
@@ -100,7 +107,7 @@ def test_a_silent_rank_0_decides_nothing_and_that_is_said_once(
     assert not ranks.heard[1], "what rank 0 may have called complete elsewhere is not called void here"
     assert isinstance(ranks.councils[1].problem, PeerLost)
     assert caplog.text.count("local tiers TAKE NOTHING NEW") == 1
-    ranks.close()
+    ranks.close(0.1)  # rank 0 hears no good-bye
 
 
 def test_ranks_agree_on_the_largest_reserves(ranks: Ranks) -> None:
@@ -113,7 +120,7 @@ def test_ranks_agree_on_the_largest_reserves(ranks: Ranks) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert len(answers) == RANKS
     assert answers[0] == answers[1] == answers[2]
 
@@ -131,7 +138,7 @@ def test_ranks_with_other_tensors_are_refused_by_name() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert str(errors[0]) == str(errors[1])
     assert "rank 1: tensor model/w: expected (float32 [4], replicated) as on rank 0" in str(errors[0])
     ranks.close()
@@ -151,9 +158,11 @@ def test_all_hear_how_much_room_the_pickle_gets(ranks: Ranks) -> None:
 
 
 def test_an_idle_council_looks_a_hundred_times_a_second(ranks: Ranks) -> None:
-    before = list(ranks.net.polls)
+    begun, before = time.monotonic(), list(ranks.net.polls)
     time.sleep(0.5)
-    assert all(after - earlier <= 60 for earlier, after in zip(before, ranks.net.polls, strict=True))
+    looks = [after - earlier for earlier, after in zip(before, ranks.net.polls, strict=True)]
+    most = 100 * (time.monotonic() - begun) + 10  # the sleep may have been longer
+    assert max(looks) <= most
 
 
 def test_closing_waits_for_the_verdicts_of_all() -> None:

@@ -1,0 +1,194 @@
+"""What the pages and docstrings name is there: files, tests, headings, commands, settings, snippets."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from holdfast.cli import cli
+from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+# Files that a run, torch or a user makes: named in the pages, and not in the tree.
+MADE = {
+    "archive/",
+    "data.pkl",
+    "holdfast.toml",
+    "step-000000123.json",
+    ".holdfast/",
+    ".holdfast/tmp/",
+    ".fuzz/",
+    ".holdfast/writer-NNNNNN.json",
+    "run_prefix/cluster/",
+    "terraform-output.json",
+}
+FILE = re.compile(r"\.?[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|sh|toml|yml|md|tf|c|json|pkl))")
+VARIABLES_BESIDE_SETTINGS = {
+    "HOLDFAST_CONFIG",
+    "HOLDFAST_RUN_ATTEMPT",
+    "HOLDFAST_AZURE_METADATA_URL",
+    "HOLDFAST_TEST_NFS",
+    "HOLDFAST_TEST_PM",
+}
+
+
+@functools.cache
+def files() -> frozenset[str]:
+    """Of the tree: what git tracks and what it would; all of a tree that is not a checkout."""
+    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split("\n")
+    found = {name for name in listed if name and (ROOT / name).exists()}
+    return frozenset(
+        found or {str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if ".venv" not in path.parts}
+    )
+
+
+@functools.cache
+def folders() -> frozenset[str]:
+    return frozenset(str(parent) + "/" for name in files() for parent in Path(name).parents)
+
+
+def pages() -> list[str]:
+    return sorted(name for name in files() if name.endswith(".md"))
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text(page), re.DOTALL | re.MULTILINE)
+    return [content for name, content in fences if name == language]
+
+
+def lines_of_shell(page: str) -> Iterator[str]:
+    """The lines of its blocks, those that go on put together, comments and here-strings left out."""
+    for block in blocks(page, "") + blocks(page, "sh") + blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield line.partition(" #")[0].strip()
+
+
+def spans(page: str) -> Iterator[str]:
+    """Words in code type, outside blocks."""
+    for span in re.findall(
+        r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text(page), flags=re.DOTALL | re.MULTILINE)
+    ):
+        yield from (word.strip(",;:()") for word in span.split())
+
+
+def is_there(name: str, page: str) -> bool:
+    """By its path, by its path below some folder, or seen from the page."""
+    known = folders() if name.endswith("/") else files()
+    beside = str(Path(page).parent / name) + ("/" if name.endswith("/") else "")
+    return name in known or beside in known or any(one.endswith("/" + name) for one in known)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_lead_to_something(page: str) -> None:
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        led_to = (ROOT / page).parent / path if path else ROOT / page
+        if not led_to.exists() or (heading and heading not in headings(led_to)):
+            missing.append(target)
+    assert not missing
+
+
+def headings(page: Path) -> set[str]:
+    """As links name them."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", pages())
+def test_files_that_pages_name_are_in_the_tree(page: str) -> None:
+    named = {word for word in spans(page) if FILE.fullmatch(word)}
+    assert not {name for name in named - MADE if not is_there(name, page)}
+
+
+def test_files_that_the_source_names_are_in_the_tree() -> None:
+    beginning = r"(?:trainer_side|stager|flusher|holdfast|tests|benchmarks|infra|docs|examples)"
+    path = re.compile(rf"(?<![\w./-]){beginning}/[\w/.-]*\.(?:py|md|sh|c|tf|yml)\b")
+    missing = {
+        f"{source}: {name}"
+        for source in files()
+        if source.endswith((".py", ".toml", ".sh", ".yml", "Makefile"))
+        and source != "tests/unit/test_documents.py"
+        for name in path.findall(text(source))
+        if not is_there(name, source)
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("page", pages())
+def test_tests_that_pages_name_are_there(page: str) -> None:
+    functions = all_tests()
+    named = {word for word in re.findall(r"\btest_\w+", text(page)) if f"{word}.py" not in text(page)}
+    assert not named - functions
+
+
+@functools.cache
+def all_tests() -> frozenset[str]:
+    sources = "\n".join(text(name) for name in files() if name.startswith("tests/") and name.endswith(".py"))
+    return frozenset(re.findall(r"\bdef (test_\w+)", sources)) | frozenset(
+        Path(name).stem for name in files() if name.startswith("tests/")
+    )
+
+
+@pytest.mark.parametrize("page", pages())
+def test_commands_that_pages_show_exist_with_their_options(page: str) -> None:
+    wrong = [f"{line}: {why}" for line in lines_of_shell(page) if (why := wrong_with(line))]
+    assert not wrong
+
+
+def wrong_with(line: str) -> str:
+    """What is wrong with the `holdfast` command in a line of shell; empty if nothing is, or there is none."""
+    words = (
+        shlex.split(line.replace("…", "")) if line.count('"') % 2 == 0 and line.count("'") % 2 == 0 else []
+    )
+    if "holdfast" not in words:
+        return ""
+    command: click.Command = cli
+    words = words[words.index("holdfast") + 1 :]
+    while words and isinstance(command, click.Group) and not words[0].startswith("-"):
+        found = command.get_command(click.Context(command), words[0])
+        if found is None:
+            return f"no command {words[0]}"
+        command, words = found, words[1:]
+    if "--" in words:
+        words = words[: words.index("--")]
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    unknown = [
+        word for word in words if word.startswith("--") and word.partition("=")[0] not in options | {"--help"}
+    ]
+    return f"no option {' '.join(unknown)}" if unknown else ""
+
+
+def test_variables_and_settings_that_pages_name_exist() -> None:
+    fields = {name for role in (FlusherConfig, StagerConfig, TrainerConfig) for name in role.model_fields}
+    variables = {f"HOLDFAST_{name.upper()}" for name in fields} | VARIABLES_BESIDE_SETTINGS
+    named = {word for page in pages() for word in re.findall(r"\bHOLDFAST_[A-Z_]*[A-Z]\b", text(page))}
+    assert named <= variables
+    assert named, "the pattern finds nothing"
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if blocks(page, "python")])
+def test_snippets_of_python_have_names_that_exist(page: str) -> None:
+    for block in blocks(page, "python"):
+        tree: Any = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
