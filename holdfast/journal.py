@@ -9,6 +9,8 @@ Rules that make a kill at any instruction harmless:
 2. What a state promises is written, with its CRC, before the state word, which is one aligned 4-byte store.
 3. FILLING and FULL have a CRC each, over fields that the other does not rewrite, so a record torn in `mark_full` is
    still a whole FILLING record.
+4. A slot that is freed keeps its record, and its bytes. `mark_filling` takes the content part away first of all, so a
+   FREE slot with a whole record (`remains`) has the bytes that were FULL under it, and no others.
 """
 
 from __future__ import annotations
@@ -146,6 +148,8 @@ class Journal:
     def mark_filling(self, slot: int, attempt: int, step: int, chunk: int) -> None:
         """FREE → FILLING: the slot will hold `chunk` of `step`. Stager only."""
         base = self._base(slot, {SlotState.FREE})
+        # Also against an end between here and FULL: what was in the slot must not stand under the new place.
+        self._memory[base + _CONTENT_OFFSET : base + _CONTENT_OFFSET + _CONTENT.size] = bytes(_CONTENT.size)
         raw = _PLACE.pack(attempt, step, chunk, 0)[:-4]
         self._memory[base + _PLACE_OFFSET : base + _CONTENT_OFFSET] = raw + _STATE.pack(crc32(raw))
         self._set(base, SlotState.FILLING)
@@ -196,8 +200,22 @@ class Journal:
             ProtocolError: naming file, record and field.
         """
         state = self.state(slot)
-        if state is SlotState.FREE:
-            return SlotRecord(slot, state)
+        return SlotRecord(slot, state) if state is SlotState.FREE else self._read(slot, state)
+
+    def remains(self, slot: int) -> SlotRecord | None:
+        """What a FULL slot holds, or what a FREE one held last and still does; None where there is nothing whole.
+
+        For the stager, which alone fills slots: what it is told stays true until it does.
+        """
+        state = self.state(slot)
+        if state is SlotState.FILLING:
+            return None
+        try:
+            return self._read(slot, SlotState.FULL)._replace(state=state)
+        except ProtocolError:
+            return None
+
+    def _read(self, slot: int, state: SlotState) -> SlotRecord:
         base = HEADER_BYTES + slot * RECORD_BYTES
         raw = self._memory[base + _PLACE_OFFSET : base + _CONTENT_OFFSET]
         attempt, step, chunk, place_crc = _PLACE.unpack(raw)

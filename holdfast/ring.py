@@ -257,6 +257,18 @@ class Ring:
         """What one slot holds. Raises `ProtocolError` naming file, record and field when it is damaged."""
         return self._journal.record(slot)
 
+    def remains(self) -> list[SlotRecord]:
+        """Every chunk that can still be read, in slots that are FULL or were and are FREE now. Stager only.
+
+        What is read of a FREE one is right until the stager marks it FILLING.
+        """
+        found = (self._journal.remains(slot) for slot in range(self.ring_chunks))
+        return [record for record in found if record is not None]
+
+    def remains_in(self, slot: int) -> SlotRecord | None:
+        """That of one slot; None where there is nothing whole. Stager only."""
+        return self._journal.remains(slot)
+
     def records(self) -> list[SlotRecord]:
         """What every slot holds."""
         return [self.record(slot) for slot in range(self.ring_chunks)]

@@ -75,7 +75,7 @@ class Session:
 
     Args:
         ranks: Training ranks.
-        free_slots: Slots of the ring that are free now.
+        free_slots: Slots of the ring that are free now; those to be filled first, first.
         flusher_slots: Slots that still hold chunks of an earlier job; the flusher will free them.
         offer_seconds_max: How long the last rank's offer is waited for after the first.
         chunk_seconds_max: How long a granted chunk may take; also how long a checkpoint may wait for room in the ring.
@@ -95,9 +95,9 @@ class Session:
         self.ranks = ranks
         self._on_divergence, self._replicas = on_divergence, Replicas()
         self._offer_seconds_max, self._chunk_seconds_max = offer_seconds_max, chunk_seconds_max
-        self._free = sorted(
-            free_slots, reverse=True
-        )  # taken from the end: low slots first, which stay warm in cache
+        # Taken from the front, given back at the end: a freed slot still has its chunk, for a restore, and the newest
+        # ones the longest.
+        self._free = deque(free_slots)
         # slot → (step, chunk) that was handed over in it; None: a chunk of an earlier job
         self._flusher_slots: dict[int, tuple[int, int] | None] = dict.fromkeys(flusher_slots)
         self._open: dict[int, Checkpoint] = {}  # step → checkpoint, in order of first offer
@@ -217,14 +217,14 @@ class Session:
         """Take checkpoints again, with another flusher's ring. Only after `refuse_all`, with no credit out.
 
         Args:
-            free_slots: Slots of that ring that are free.
+            free_slots: Slots of that ring that are free; those to be filled first, first.
             flusher_slots: Slots that still hold chunks of an earlier job.
         """
         assert self._ended_for_good, "nothing was refused"
         assert not self._open, "credits are still out"
         self._ended_for_good = ""
         self._no_flusher = ""
-        self._free = sorted(free_slots, reverse=True)
+        self._free = deque(free_slots)
         self._flusher_slots = dict.fromkeys(flusher_slots)
 
     # -- offers --------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ class Session:
     def _assign(self, checkpoint: Checkpoint, chunk: int, credits_out: list[int]) -> None:
         layout = checkpoint.layout
         assert layout is not None
-        slot = self._free.pop()
+        slot = self._free.popleft()
         checkpoint.queues[layout.chunk_rank(chunk)].popleft()
         checkpoint.open_slots[chunk] = slot
         checkpoint.complete[chunk] = {}
@@ -498,7 +498,7 @@ class Session:
             return
         slot = checkpoint.open_slots.pop(chunk)
         self._actions.append(FreeSlot(slot))
-        self._free.append(slot)
+        self._free.appendleft(slot)  # what is in it is of no use
         self._forget_if_settled(checkpoint)
 
     def _forget_if_settled(self, checkpoint: Checkpoint) -> None:

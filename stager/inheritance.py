@@ -1,9 +1,11 @@
-"""What earlier jobs have staged in the ring and the flusher has not yet made durable: restore would not see it.
+"""What earlier jobs have staged in the ring, and neither ring nor store has whole: restore would not see it.
 
-    HELLO ─► anything staged by an earlier attempt? ── yes ─► wait, deadline ─► WELCOME ─► restore
-                            └──────────── no ────────────────────────────────────┘
+    HELLO ─► anything staged by an earlier attempt? ── yes ─► all its chunks in the ring? ─ no ─► wait, deadline ─┐
+                            │ no                                       │ yes: fetched from there                  │
+                            └──────────────────────────────────────────┴──────────────► WELCOME ─► restore ◄──────┘
 
-The training would otherwise go on from an older checkpoint than the one that was promised to be safe.
+The training would otherwise go on from an older checkpoint than the one that was promised to be safe. A slow store, or
+one that takes nothing, does not delay a restart for which the ring has all.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.errors import ProtocolError
+from holdfast.remains import held_in
 from holdfast.ring import Ring
 
 __all__ = ["Inheritance"]
@@ -32,11 +35,13 @@ class Inheritance:
         self._settled = False
 
     def settled(self, ring: Ring, attempt: int) -> bool:
-        """Whether nothing is left of earlier attempts than `attempt`, or it has been waited for long enough."""
+        """Whether restore can have all that attempts before `attempt` have staged, or it was waited for long enough."""
         if self._settled:
             return True
         now = self._clock()
-        left = _staged_before(ring, attempt)
+        staged = _staged_before(ring, attempt)
+        whole = _whole_in(ring) if staged else set()
+        left = [step for of_attempt, step in staged if (of_attempt, step) not in whole]
         if left and self._first_look_at is None:
             self._first_look_at = now
             _log.warning(
@@ -55,12 +60,30 @@ class Inheritance:
                 _named(left),
                 self._seconds_max,
             )
+        elif staged:
+            _log.warning(
+                "an earlier job has staged %s, which is not in the store yet: the ring has all of it for the restore",
+                _named([step for _, step in staged]),
+            )
         self._settled = True
         return True
 
 
-def _staged_before(ring: Ring, attempt: int) -> list[int]:
-    """Steps, oldest first. A record that cannot be read is the flusher's to report."""
+def _whole_in(ring: Ring) -> set[tuple[int, int]]:
+    """`(attempt, step)` of what is staged and has every chunk in the ring."""
+    found = set()
+    for held in held_in(ring):
+        try:
+            layout = ring.layout(held.staged_digest) if held.staged_digest else None
+        except ProtocolError:
+            continue  # the flusher's to report
+        if layout is not None and len(held.fitting(layout)) == layout.chunks:
+            found.add((held.attempt, held.step))
+    return found
+
+
+def _staged_before(ring: Ring, attempt: int) -> list[tuple[int, int]]:
+    """`(attempt, step)`, oldest first. A record that cannot be read is the flusher's to report."""
     found = []
     for of_attempt, step in ring.checkpoint_names():
         if of_attempt < attempt:
@@ -69,7 +92,7 @@ def _staged_before(ring: Ring, attempt: int) -> list[int]:
             except ProtocolError:
                 continue
             if said is not None and said.state == "staged":
-                found.append(step)
+                found.append((of_attempt, step))
     return found
 
 

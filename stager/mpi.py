@@ -160,6 +160,10 @@ class Port:
         """Whether control messages are still on their way to living trainers."""
         return any(rank not in self._lost for rank, _, _ in self._sending)
 
+    def unsent_to(self, rank: int) -> int:
+        """How many control messages are still on their way to this trainer."""
+        return 0 if rank in self._lost else sum(to == rank for to, _, _ in self._sending)
+
     def _receive(self, seen: Seen, status: MPI.Status) -> None:
         source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
         rank = self._trainer.get(source)

@@ -48,6 +48,7 @@ from holdfast.session_steps import (
 )
 from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome
 from stager.actions import Actions
+from stager.fetches import Fetches
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher, log_path, reap
 from stager.inheritance import Inheritance
@@ -118,6 +119,7 @@ class Service:
         self._actions = Actions(
             self._line, self._trainers, self._payloads, self._notices, events, clock=clock
         )
+        self._fetches = Fetches(port, self._line)
         self._inheritance = Inheritance(config.start_seconds_max / 2, clock=clock)  # the ranks wait, too
         self._unwelcomed: set[int] = set()
         self._attempts = {flusher.attempt}  # of this job; more than one after a ring could not be kept
@@ -164,13 +166,14 @@ class Service:
         for rank, reason in seen.lost:
             self._leave(rank, f"{reason} ({self._trainers.name(rank)})", loud=True)
         received = self._look_at_payloads()
+        answered = self._fetches.answer()
         heard = self._hear_flusher()
         self._mend_line()
         now = self._clock()
         if now >= self._tick_at:
             self._tick_at = now + _TICK_SECONDS
             self._tick(now)
-        return bool(seen.messages or seen.lost or received or heard)
+        return bool(seen.messages or seen.lost or received or answered or heard)
 
     def _tick(self, now: float) -> None:
         reap()
@@ -184,7 +187,9 @@ class Service:
 
     def _rest(self) -> None:
         """Give the core away; wake at once when the flusher says something."""
-        if self._payloads.arriving and self._clock() - self._active_at < _STREAMING_SECONDS:
+        if (
+            self._payloads.arriving or self._fetches.busy or self._port.unsent
+        ) and self._clock() - self._active_at < _STREAMING_SECONDS:
             time.sleep(0)
             return
         self._line.wait(self._pause_seconds)
@@ -233,6 +238,8 @@ class Service:
                 )
             if frame.kind in {Kind.NOTICE, Kind.AT}:
                 self._notices.hear(rank, frame)
+            elif frame.kind is Kind.FETCH:
+                self._fetches.hear(rank, frame)
             elif frame.kind is not Kind.BEAT:  # it was heard, which is all that says
                 self._hear_frame(rank, frame)
         except ProtocolError as error:
@@ -324,6 +331,7 @@ class Service:
         if rank not in self._trainers.present:
             return
         self._trainers.leave(rank, lost=loud)
+        self._fetches.left(rank)
         if loud:
             _log.error("%s; what it had not sent is given up, the rest goes on", reason)
             self._events.emit("rank_lost", {"lost_rank": rank, "reason": reason})
@@ -486,9 +494,8 @@ class Service:
 
 
 def _slot_owners(ring: Ring) -> tuple[list[int], list[int]]:
-    """Slots that are free, and slots that the flusher still has to free."""
-    free_slots: list[int] = []
-    flusher_slots: list[int] = []
-    for slot in range(ring.ring_chunks):
-        (free_slots if ring.state(slot) is SlotState.FREE else flusher_slots).append(slot)
-    return free_slots, flusher_slots
+    """Slots that are free, and slots that the flusher still has to free. Those of no use to a restore come first."""
+    flusher_slots = [slot for slot in range(ring.ring_chunks) if ring.state(slot) is not SlotState.FREE]
+    held = {record.slot: (record.attempt, record.step) for record in ring.remains()}
+    free_slots = set(range(ring.ring_chunks)).difference(flusher_slots)
+    return sorted(free_slots, key=lambda slot: (held.get(slot, (0, 0)), slot)), flusher_slots

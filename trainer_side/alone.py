@@ -14,6 +14,7 @@ from holdfast.events import EventLog
 from holdfast.faultpoint import identify
 from holdfast.layout import Layout
 from holdfast.notice import Notice
+from holdfast.remains import Asked
 from trainer_side.notice.appointments import Appointments
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
@@ -67,6 +68,11 @@ class Alone:
     def offer(self, step: int, source: SliceSource, record: dict[str, Any]) -> Transfer:  # noqa: ARG002
         """Nobody takes it."""
         return Transfer.none(step, record)
+
+    def fetch(
+        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+    ) -> None:
+        """There is no ring."""
 
     def answer(self, _step: int) -> None:
         """Nobody declines it."""

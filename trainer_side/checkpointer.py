@@ -180,6 +180,7 @@ class Checkpointer:
             self._link.peers,
             events=self._events,
             tiers=() if self._keeper is None else self._keeper.tiers,
+            fetch=self._link.fetch,
             step=step,
             seconds_max=self._config.restore_seconds_max,
             without_store=self._config.restore_without_store,

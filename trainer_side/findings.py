@@ -22,6 +22,7 @@ from holdfast.manifest import Manifest
 from holdfast.storage.base import Store
 from holdfast.wire import peer_error
 from trainer_side.agreeing import agree, gather
+from trainer_side.origins import Keeps
 from trainer_side.peers import Peers
 from trainer_side.sources import NEARNESS_OF_STORE, Candidate, Holder, Key, Stored
 from trainer_side.tiers.base import Kept, Nearness, Tier
@@ -34,6 +35,7 @@ _NEARNESS = {
     Nearness.PM: 1,
     Nearness.NVME: 2,
     Nearness.FILE: 3,
+    Nearness.RING: NEARNESS_OF_STORE - 1,
     Nearness.STORE: NEARNESS_OF_STORE + 1,
 }
 
@@ -48,7 +50,7 @@ class Found:
         lost: Tiers that could not say what they keep, and why; of all ranks.
     """
 
-    own: list[tuple[Tier, Kept]] = field(default_factory=list)
+    own: list[tuple[Keeps, Kept]] = field(default_factory=list)
     holders: list[Holder] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
@@ -77,7 +79,7 @@ class Found:
         return layout
 
 
-def find(tiers: Sequence[Tier], peers: Peers) -> Found:
+def find(tiers: Sequence[Keeps], peers: Peers) -> Found:
     """Ask every tier of every rank what it keeps. Collective.
 
     A tier that fails, and a slice whose layout is not that of its seal, is left out and named: others may have it too.
@@ -106,15 +108,17 @@ def find(tiers: Sequence[Tier], peers: Peers) -> Found:
     for rank, said in enumerate(gather(peers, mine)):
         rows, lost_there = json.loads(said)
         found.lost += lost_there
-        for number, (key, slice_rank, nearness, name, place) in enumerate(rows):
-            found.holders.append(Holder(Key(*key), slice_rank, rank, number, nearness, name, place))
+        for number, (key, slice_rank, nearness, name, place, absent) in enumerate(rows):
+            found.holders.append(
+                Holder(Key(*key), slice_rank, rank, number, nearness, name, place, frozenset(absent))
+            )
     return found
 
 
-def _row(tier: Tier, kept: Kept) -> list[object]:
+def _row(tier: Keeps, kept: Kept) -> list[object]:
     seal = kept.seal
     key = Key(seal.attempt, seal.step, seal.ranks, seal.layout_digest, str(seal.record.get("job", "")))
-    return [key, seal.rank, _NEARNESS[tier.nearness], tier.name, kept.place]
+    return [key, seal.rank, _NEARNESS[tier.nearness], tier.name, kept.place, sorted(kept.absent)]
 
 
 class Shelf:

@@ -31,6 +31,7 @@ from holdfast.events import EventLog
 from holdfast.faultpoint import identify
 from holdfast.layout import Layout
 from holdfast.notice import Notice
+from holdfast.remains import Asked
 from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome, peer_error
 from trainer_side.notice.appointments import Appointments
 from trainer_side.outgoing import Outgoing, Plan, StagerPort
@@ -54,6 +55,7 @@ _STREAMING_SECONDS = 0.02  # what goes over a network, or in many pieces, moves 
 _AWAITING_PAUSE_SECONDS = 1e-3  # at start-up
 _LEAVE_SECONDS_MAX = 5.0
 _EXIT_SECONDS_MAX = 10.0
+_FETCH_SECONDS_MAX = 30.0  # other ranks wait for the answer, too
 _SLACK_SECONDS = 10.0  # for an answer that itself has a deadline at the stager
 
 
@@ -63,6 +65,15 @@ class _Question:
 
     answered: threading.Event = field(default_factory=threading.Event)
     answer: Agreement | HoldfastError | None = None
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """An open `fetch`. `answer` stays None if the stager has gone."""
+
+    asked: Asked
+    answered: threading.Event = field(default_factory=threading.Event)
+    answer: Frame | None = None
 
 
 class Link:
@@ -110,6 +121,7 @@ class Link:
         self._verdicts = Verdicts()
         self._silence = Silence(rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock)
         self._question: _Question | None = None
+        self._fetches: deque[_Fetch] = deque()  # asked and not answered, in this order
         self._leaving = False
         self._closed = False
         self._active_at = clock()
@@ -196,6 +208,57 @@ class Link:
             assert question.answer is not None
             raise question.answer
         return question.answer
+
+    def fetch(
+        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+    ) -> bytes | None:
+        """Ask the stager for what its ring still has of earlier checkpoints. Any thread; several may ask at once.
+
+        Args:
+            asked: What for.
+            attempt: Of the checkpoint.
+            step: Its step.
+            chunk: Which of its chunks.
+            body: The rest of the question, as docs/wire.md says.
+
+        Returns:
+            The answer; None if it is not there.
+
+        Raises:
+            PeerLost: The stager is gone, or has not answered within `stager_seconds_max`, or 30 s if that is less.
+            ProtocolError: It answered something else.
+        """
+        fetch = _Fetch(asked)
+        message = wire.encode(
+            Kind.FETCH,
+            attempt=self.welcome.attempt,
+            step=step,
+            chunk=chunk,
+            flags=asked,
+            arg=attempt,
+            body=body,
+        )
+
+        def ask() -> None:
+            if self.problem is not None:
+                fetch.answered.set()
+            else:
+                self._fetches.append(fetch)
+                self._port.send(message)
+
+        self._command(ask)
+        seconds_max = min(self._config.stager_seconds_max, _FETCH_SECONDS_MAX)
+        in_time = fetch.answered.wait(seconds_max)
+        if fetch.answer is None:
+            why = self.problem if in_time else f"no answer within {seconds_max:g} s"
+            raise PeerLost(f"rank {self.rank} asked for what the stager's ring has: {why}")
+        frame = fetch.answer
+        if (frame.flags, frame.step, frame.chunk) != (asked, step, chunk):
+            raise ProtocolError(
+                f"rank {self.rank} asked for {asked.name} of step {step}, chunk {chunk}; the stager answered "
+                f"{frame.flags} of step {frame.step}, chunk {frame.chunk}"
+            )
+        return frame.body if frame.arg else None
 
     def announce(self, layout: Layout) -> None:
         """Use `layout` for all later offers. Every rank calls it with the same one; rank 0 sends it to the stager."""
@@ -354,6 +417,7 @@ class Link:
                 "unknown: the link was closed before the stager had said how it ended",
             )
             active.release()
+        self._end_fetches()
         lost = isinstance(self.problem, PeerLost)
         self._port.leave(0.0 if self.problem else _LEAVE_SECONDS_MAX, lost=lost)
 
@@ -384,7 +448,7 @@ class Link:
         if streaming and now - self._active_at < _STREAMING_SECONDS:
             time.sleep(0)
             return pause_seconds
-        most_seconds = _IDLE_PAUSE_SECONDS_MAX
+        most_seconds = _SENDING_PAUSE_SECONDS_MAX if self._fetches else _IDLE_PAUSE_SECONDS_MAX
         if self._active:
             staged = all(active.transfer.settled.is_set() for active in self._active.values())
             most_seconds = _STAGED_PAUSE_SECONDS_MAX if staged else _SENDING_PAUSE_SECONDS_MAX
@@ -416,6 +480,7 @@ class Link:
             active.release()
             self._forget_if_over(active)
         self._answer(error)
+        self._end_fetches()
 
     def _answer(self, answer: Agreement | HoldfastError) -> bool:
         question, self._question = self._question, None
@@ -424,6 +489,10 @@ class Link:
         question.answer = answer
         question.answered.set()
         return True
+
+    def _end_fetches(self) -> None:
+        while self._fetches:
+            self._fetches.popleft().answered.set()
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -438,6 +507,12 @@ class Link:
                 self._hear_verdict(frame)
             case Kind.SAVE_AT:
                 self._hear_save_at(frame)
+            case Kind.FETCHED:
+                if not self._fetches:
+                    raise ProtocolError(f"rank {self.rank}: the stager sent FETCHED, and nothing was asked")
+                fetch = self._fetches.popleft()
+                fetch.answer = frame
+                fetch.answered.set()
             case Kind.RESERVED:
                 self._answer(Agreement.from_frame(frame))
             case Kind.REFUSED:

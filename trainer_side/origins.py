@@ -1,4 +1,4 @@
-"""Where a rank reads its bytes from: a portable file in the store, or a slice that it has found in one of its tiers.
+"""Where a rank reads its bytes from: a portable file in the store, or a slice in one of its tiers or the stager's ring.
 
 Both say for each unit where it lies in them and what its CRC-32 must be; `trainer_side/reading.py` does the rest.
 """
@@ -13,9 +13,9 @@ from holdfast.manifest import Manifest
 from holdfast.slices import frames_of
 from holdfast.storage.base import Store
 from trainer_side.sources import Unit
-from trainer_side.tiers.base import Kept, Tier
+from trainer_side.tiers.base import Kept, Nearness
 
-__all__ = ["KeptSlice", "Lying", "Origin", "StoredFile"]
+__all__ = ["Keeps", "KeptSlice", "Lying", "Origin", "StoredFile"]
 
 _TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; what was read is still in the processor's cache
 
@@ -61,6 +61,28 @@ class Origin(Protocol):
         ...
 
 
+class Keeps(Protocol):
+    """Something that keeps slices: a tier of this rank, or the stager's ring. As `trainer_side.tiers.base.Tier`."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def nearness(self) -> Nearness:
+        """What it is made of."""
+        ...
+
+    def kept(self) -> list[Kept]:
+        """All slices that are found here."""
+        ...
+
+    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+        """Fill `view` with the slice's bytes from `offset` on. Any thread."""
+        ...
+
+
 class StoredFile:
     """A portable file."""
 
@@ -88,7 +110,7 @@ class KeptSlice:
 
     request_bytes = _TIER_REQUEST_BYTES
 
-    def __init__(self, tier: Tier, kept: Kept) -> None:
+    def __init__(self, tier: Keeps, kept: Kept) -> None:
         self._tier, self._kept = tier, kept
         self._frames = frames_of(kept.layout, kept.seal.rank)
         seal = kept.seal

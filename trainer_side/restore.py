@@ -1,6 +1,6 @@
 """Brings the state back from the newest good checkpoint, from the nearest place that has it, on any number of ranks.
 
-    tiers of all ranks, store's manifests ─► candidates, newest first, of equals the nearest ◄───┐
+    tiers of all ranks, the stager's ring, store's manifests ─► candidates, newest first, of equals the nearest ◄───┐
                                                      ▼                           │ damage on any rank: the next
     every rank: structure ─► names, shapes fit? ─► read its units, share the rest ─► all agree
                                                                                  ▼
@@ -25,6 +25,7 @@ from holdfast.events import EventLog
 from holdfast.storage.base import Store
 from trainer_side.findings import Shelf, find
 from trainer_side.peers import Peers
+from trainer_side.ring_slices import Fetch, look
 from trainer_side.sources import Candidate, Passed, candidates
 from trainer_side.tiers.base import Tier
 from trainer_side.trial import Job, Restored, Trial
@@ -39,6 +40,7 @@ def restore(
     *,
     events: EventLog | None,
     tiers: Sequence[Tier] = (),
+    fetch: Fetch | None = None,
     threads: int = 4,
     step: int | None = None,
     seconds_max: float = 600,
@@ -52,6 +54,7 @@ def restore(
         peers: The ranks.
         events: Where to tell of it.
         tiers: Of this rank; the ranks need not have the same ones.
+        fetch: Asks the stager for what its ring still has; None without a stager.
         threads: Requests in flight from this rank.
         step: Only this step, and no other one if it is damaged.
         seconds_max: For reading one checkpoint, and again for its exchange.
@@ -70,8 +73,10 @@ def restore(
         PeerLost: A rank is gone.
     """
     begun = time.monotonic()
-    found = find(tiers, peers)
+    held = look(fetch, peers)  # before the store: what becomes durable meanwhile is seen here or there
     shelf, silent = Shelf.look(store, peers)
+    ring = held.known(shelf.stored, peers)
+    found = find([*tiers, ring], peers)
     job = Job(state, store, peers, events, found, shelf, threads, seconds_max)
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     listed: Sequence[Candidate | Passed] = candidates(found.holders, shelf.stored)

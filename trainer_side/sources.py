@@ -25,6 +25,7 @@ from trainer_side.described import Mapped
 
 __all__ = [
     "NEARNESS_OF_STORE",
+    "RING",
     "STORE",
     "Candidate",
     "Holder",
@@ -41,7 +42,8 @@ __all__ = [
 ]
 
 STORE = -1  # in place of the number of a slice: the portable file
-NEARNESS_OF_STORE = 4  # a rank's own tiers are nearer; slices that lie in the store as well are farther
+RING = "ring"  # in place of the name of a job: whose slices in the ring are is known by attempt and step
+NEARNESS_OF_STORE = 5  # a rank's own tiers are nearer; slices that lie in the store as well are farther
 
 
 class Key(NamedTuple):
@@ -66,6 +68,7 @@ class Holder(NamedTuple):
         key: Of which checkpoint. `slice_rank`: whose slice of it.
         rank: Who found it. `number`: among what that rank found.
         nearness: 0 is nearest. `tier`, `place`: for people.
+        absent: Chunks of which it does not have the frame.
     """
 
     key: Key
@@ -75,6 +78,7 @@ class Holder(NamedTuple):
     nearness: int
     tier: str
     place: str
+    absent: frozenset[int] = frozenset()
 
 
 class Stored(NamedTuple):
@@ -138,6 +142,7 @@ def candidates(holders: Iterable[Holder], stored: Sequence[Stored]) -> list[Cand
     groups: dict[Key, dict[int, list[Holder]]] = {}
     for holder in holders:
         groups.setdefault(holder.key, {}).setdefault(holder.slice_rank, []).append(holder)
+    _join_ring(groups, stored)
     ranked: list[tuple[tuple[int, ...], Candidate | Passed]] = []
     for key, by_rank in sorted(groups.items()):
         found = {
@@ -148,7 +153,8 @@ def candidates(holders: Iterable[Holder], stored: Sequence[Stored]) -> list[Cand
         newest_first = (-key.attempt, -key.step)
         if same != STORE or len(found) == key.ranks:
             candidate = Candidate(key.attempt, key.step, same, key, found)
-            ranked.append(((*newest_first, 0, -len(found)), candidate))
+            farthest = max(some[0].nearness for some in found.values())
+            ranked.append(((*newest_first, 0, -len(found), farthest), candidate))
         else:
             ranked.append(
                 ((*newest_first, 3, 0), Passed(key.attempt, key.step, _gap(key, found), lost=False))
@@ -160,6 +166,19 @@ def candidates(holders: Iterable[Holder], stored: Sequence[Stored]) -> list[Cand
         else:
             ranked.append(((*newest_first, 1, 0), Candidate(one.attempt, one.step, one.number)))
     return [item for _, item in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _join_ring(groups: dict[Key, dict[int, list[Holder]]], stored: Sequence[Stored]) -> None:
+    """Where the store says that it is one checkpoint, tiers and ring fill each other's gaps."""
+    for key in [key for key in groups if key.job == RING]:
+        tiers = [other for other in groups if other[:4] == key[:4] and other.job != RING]
+        if not any(not one.fault and _is_same(one, key) for one in stored):
+            continue
+        for other in tiers:
+            for rank, some in groups[key].items():
+                groups[other].setdefault(rank, []).extend(holder._replace(key=other) for holder in some)
+        if tiers:
+            del groups[key]
 
 
 def _is_same(one: Stored, key: Key) -> bool:
@@ -291,6 +310,7 @@ def _nearest(
     options = [
         (holder.nearness, loads[holder.rank], Source(holder.rank, holder.number))
         for holder in candidate.slices.get(piece.slice_rank, ())
+        if piece.chunk not in holder.absent
     ]
     if candidate.stored != STORE:
         options.append((NEARNESS_OF_STORE, -1, _STORE_SOURCE))

@@ -4,6 +4,8 @@ staged  ⇒ recoverable    each chunk is FULL in the ring, or in a part that the
                          is published
 listed  ⇒ complete       every manifest that the real catalog lists fits exactly one checkpoint that was saved, and
                          its file is there with these bytes (or its CRCs show that the ring was damaged)
+recalled ⇒ saved         what a restore gets from the ring, in FULL slots or free ones, is of the step that it is said
+                         to be of; and what was staged before is there (tests/simulation/hot.py)
 slots                    each has one owner; payloads land only in the slot that waits for them; all free at the end
 in flight                at most two checkpoints are being received
 one writer               nothing becomes visible without a look at the claim right before it
@@ -24,6 +26,7 @@ from holdfast.errors import HoldfastError
 from holdfast.manifest import Manifest, State, is_manifest_name
 from holdfast.ring import Ring, SlotState
 from holdfast.session import IN_FLIGHT_MAX, Phase
+from tests.simulation.hot import check_remains
 from tests.simulation.images import image
 from tests.simulation.scheduler import Process, Task
 from tests.simulation.store import OpenUpload, pristine
@@ -61,6 +64,7 @@ class Checks:
         self._last_look: dict[Task | None, int] = {}  # acts since its last look at the claims
         self._complete: dict[str, tuple[bytes, bytes | None]] = {}  # manifest → itself and its file
         self._job_of: dict[int, int] = {}  # attempt → job
+        self.job_of_attempt: dict[int, int] = {}  # as the ring says
         self._intruded = False
         self.failure = ""
 
@@ -153,6 +157,7 @@ class Checks:
     def staged(self, key: Key, digest: str) -> None:
         """The ring says that it is staged: from now on it must survive."""
         self.ring_changed = True
+        self.job_of_attempt[key[0]] = self._world.scheduler.here.notes["job"].number
         if key in self.durable or self._intruded:
             return
         self.promised[key] = digest
@@ -264,6 +269,12 @@ class Checks:
             for (chunk, rank), credit in checkpoint.credits.items():
                 if checkpoint.phase is not Phase.STAGED and checkpoint.open_slots.get(chunk) != credit.slot:
                     self.broken(f"rank {rank} has a credit for slot {credit.slot}, which is not its chunk's")
+
+    def ring_is_remembered(self) -> None:
+        """What counts as whole in the ring is, whatever it is of."""
+        ring = self._world.ring()
+        if ring is not None:
+            check_remains(self._world, ring)
 
     @staticmethod
     def _between_turns(process: Process) -> bool:

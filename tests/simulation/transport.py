@@ -118,6 +118,9 @@ class StagerPort:
         port = self._job.rank_ports[rank]
         self._job.in_order(("down", rank), lambda: port.deliver(message))
 
+    def unsent_to(self, rank: int) -> int:
+        return 0
+
     def poll(self) -> Seen:
         self._job.scheduler.check_alive()
         seen = Seen(list(self._inbox), self._newly_lost)

@@ -37,6 +37,7 @@ from holdfast.wire import VERSION, Kind, Welcome, decode, encode, to_json
 from stager.flusher_process import attach
 from stager.service import Service
 from tests.simulation.checks import RING_CHUNKS, Checks
+from tests.simulation.hot import reread, restored_from_ring
 from tests.simulation.images import CHUNK_BYTES, image
 from tests.simulation.runtime import SIM
 from tests.simulation.scheduler import Process, Scheduler
@@ -360,6 +361,8 @@ class World:
             return
         link = Link(self.trainer_config, port, welcome, rank=rank, ranks=job.ranks, clock=self._clock)
         layout = image(plan.shape, plan.ranks, 0).layout
+        ring, kept = restored_from_ring(self, job, link)
+        self.checks.ring_is_remembered()
         link.announce(layout)
         sources = [_Source(port) for _ in range(plan.areas)]
         sending: dict[_Source, Any] = {}  # the transfer that was made of each last
@@ -367,6 +370,7 @@ class World:
             made = image(plan.shape, plan.ranks, (job.number * 5 + step * 7 + first) % _VARIANTS)
             self.images[job.number, step] = made
             sim.wait(None, sim.chance.choice([0.0, 0.01, 1.0, 5.0]), "train")
+            reread(self, ring, kept)
             if sim.chance.random() < 0.7 and len(sending) == len(sources):
                 before = sending[sources[0]]
                 sim.wait(before.released.is_set, 60.0, "wait for the buffer")
@@ -388,6 +392,7 @@ class World:
             if sim.chance.random() < 0.03:
                 sim.wait(None, sim.chance.random() * 0.05, "decline late")
                 link.decline(step, "it failed here")
+        reread(self, ring, kept)
         wait_for = TransferState.DURABLE if sim.chance.random() < 0.7 else TransferState.STAGED
         link.close(wait_for=wait_for, seconds_max=self.trainer_config.close_seconds_max)
         sim.here.notes["problem"] = link.problem

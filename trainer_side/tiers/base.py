@@ -38,6 +38,7 @@ class Nearness(StrEnum):
     PM = "pm"
     NVME = "nvme"
     FILE = "file"
+    RING = "ring"
     STORE = "store"
 
 
@@ -50,12 +51,14 @@ class Kept:
         layout: Of the image that it is a slice of; checked against the seal.
         place: Where it lies, for people; and for the tier, to find it again.
         slot: For the tier.
+        absent: Chunks whose frame is not there; none in a tier, where a sealed slice is whole.
     """
 
     seal: SliceSeal
     layout: Layout
     place: str
     slot: int = 0
+    absent: frozenset[int] = frozenset()
 
 
 class SliceWriter(Protocol):

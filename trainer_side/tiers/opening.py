@@ -45,7 +45,7 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
         ConfigError: `spec` is none of these; the message says what is allowed.
     """
     kind, colon, directory = spec.partition(":")
-    if kind not in set(Nearness):
+    if kind not in {*_MEDIA, Nearness.STORE}:
         raise ConfigError(f"tier {spec!r}: no such kind, expected {_ALLOWED}")
     nearness = Nearness(kind)
     if nearness is Nearness.STORE:

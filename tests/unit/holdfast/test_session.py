@@ -120,6 +120,16 @@ def stager() -> Stager:
     return Stager(make_layout())
 
 
+def test_slots_are_filled_in_turn_so_that_the_newest_chunks_stay_for_longest(stager: Stager) -> None:
+    stager.offer_all(5)
+    stager.pay_all(5)
+    assert [fill.slot for fill in stager.of(FillSlot)] == [0, 1, 2, 3, 4, 5]
+    stager.take(SlotsFreed((0, 1, 2, 3, 4, 5)))
+    stager.offer_all(6)
+    stager.pay_all(6)
+    assert [fill.slot for fill in stager.of(FillSlot)][6:] == [6, 7, 0, 1, 2, 3]
+
+
 def test_a_checkpoint_from_offer_to_durable(stager: Stager) -> None:
     assert stager.take(Offer(0, 5, stager.layout.digest, {"saved_at_unix": 1.0})) == []
     granted = stager.take(Offer(1, 5, stager.layout.digest))

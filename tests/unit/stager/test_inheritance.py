@@ -1,4 +1,4 @@
-"""Trainers are welcomed when what earlier jobs have staged is durable, or has been waited for long enough."""
+"""Trainers are welcomed when what earlier jobs have staged is durable, or whole in the ring, or was waited for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.ring import Ring
 from stager.inheritance import Inheritance
+from tests.support.images import made_up
 
 DIGEST = "0" * 64
 
@@ -67,3 +68,20 @@ def test_the_wait_ends_and_says_what_was_not_waited_for(ring: Ring, caplog: pyte
         assert inheritance.settled(ring, 2)
     assert "step 7" in caplog.text
     assert inheritance.settled(ring, 2), "once is enough: what comes later is not held up again"
+
+
+def test_what_the_ring_has_whole_is_not_waited_for(ring: Ring) -> None:
+    made = made_up(3, entries=10, chunk_bytes=4096, ranks=2, entry_bytes_max=6000)
+    digest, chunks = ring.put_layout(made.layout), made.layout.chunks
+    assert 1 < chunks < 8
+    for chunk in range(chunks):
+        ring.mark_filling(chunk, 1, 7, chunk)
+        ring.mark_full(chunk, made.sources(chunk), made.layout.chunk_extent(chunk).nbytes)
+    ring.write_checkpoint(1, 7, "staged", digest, {})
+    ring.free(0)  # in the store already, and not filled again
+    assert Inheritance(10, clock=Clock()).settled(ring, 2)
+    _left(ring, 1, 8, "staged")
+    assert not Inheritance(10, clock=Clock()).settled(ring, 2), "of another one there is nothing"
+    ring.remove_checkpoint(1, 8)
+    ring.mark_filling(0, 1, 9, 0)  # its room is taken: now the store must have it
+    assert not Inheritance(10, clock=Clock()).settled(ring, 2)

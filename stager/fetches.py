@@ -1,0 +1,129 @@
+"""Gives ranks what is left of checkpoints in the ring, for their restore.
+
+    FETCH: what is there?      every checkpoint that slots still hold chunks of     (holdfast/remains.py)
+           a layout            as it lies beside the ring
+           bytes of a chunk    copied out of the slot at that moment ─► FETCHED
+
+Only this process fills slots, and only in this thread: between the look at a slot's record and the end of the copy
+nothing of another checkpoint can come into it. What the flusher still writes into it are CRC fields, which the rank
+leaves out. The rank checks the CRCs that the senders stated; one whose bytes are gone or damaged reads the store.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from holdfast import wire
+from holdfast.errors import ProtocolError
+from holdfast.remains import Asked, held_in, tell_held
+from holdfast.ring import Ring
+from holdfast.wire import Frame, Kind
+from stager.flusher_line import FlusherLine
+
+if TYPE_CHECKING:
+    from stager.mpi import Port
+
+__all__ = ["Fetches"]
+
+_UNSENT_MAX = 2  # answers on their way to one rank: more would only take memory
+_WAITING_MAX = 1024  # questions of one rank
+
+
+class Fetches:
+    """For the loop's thread.
+
+    Args:
+        port: The trainers.
+        line: Whose ring it is.
+    """
+
+    def __init__(self, port: Port, line: FlusherLine) -> None:
+        self._port, self._line = port, line
+        self._waiting: dict[int, deque[Frame]] = {}
+        self._slots: dict[tuple[int, int, int], int] = {}  # attempt, step, chunk → where it was seen
+
+    @property
+    def busy(self) -> bool:
+        """Whether a rank waits for an answer."""
+        return bool(self._waiting)
+
+    def hear(self, rank: int, frame: Frame) -> None:
+        """A rank asks.
+
+        Raises:
+            ProtocolError: It asks what nobody would.
+        """
+        if frame.flags not in set(Asked):
+            raise ProtocolError(
+                f"FETCH from rank {rank}: flags {frame.flags}, expected 0 to {len(Asked) - 1}"
+            )
+        if Asked(frame.flags) is Asked.BYTES:
+            body = wire.json_body(frame, offset=int, nbytes=int)
+            if not (body["offset"] >= 0 and 0 < body["nbytes"] <= wire.MAX_BODY_BYTES):
+                raise ProtocolError(
+                    f"FETCH from rank {rank}: {body['nbytes']} bytes from {body['offset']}, expected at most "
+                    f"{wire.MAX_BODY_BYTES}"
+                )
+        waiting = self._waiting.setdefault(rank, deque())
+        if len(waiting) >= _WAITING_MAX:
+            raise ProtocolError(f"FETCH from rank {rank}: {_WAITING_MAX} are not answered yet")
+        waiting.append(frame)
+
+    def left(self, rank: int) -> None:
+        """It wants nothing any more."""
+        self._waiting.pop(rank, None)
+
+    def answer(self) -> bool:
+        """Answer what can be sent now, each rank's questions in order; whether anything was."""
+        answered = False
+        for rank, waiting in list(self._waiting.items()):
+            while waiting and self._port.unsent_to(rank) < _UNSENT_MAX:
+                self._port.send(rank, self._answer(waiting.popleft()))
+                answered = True
+            if not waiting:
+                del self._waiting[rank]
+        return answered
+
+    def _answer(self, frame: Frame) -> bytes:
+        ring, body = self._line.flusher.ring, None
+        match Asked(frame.flags):
+            case Asked.HELD:
+                held = held_in(ring)
+                self._slots = {
+                    (one.attempt, one.step, chunk): record.slot
+                    for one in held
+                    for chunk, record in one.chunks.items()
+                }
+                body = tell_held(held)
+            case Asked.LAYOUT:
+                body = _layout(ring, frame.body.decode(errors="replace"))
+            case Asked.BYTES:
+                body = self._bytes(ring, frame)
+        there = body is not None and len(body) <= wire.MAX_BODY_BYTES
+        return wire.encode(
+            Kind.FETCHED,
+            attempt=self._line.flusher.attempt,
+            step=frame.step,
+            chunk=frame.chunk,
+            flags=frame.flags,
+            arg=int(there),
+            body=body if body is not None and there else b"",
+        )
+
+    def _bytes(self, ring: Ring, frame: Frame) -> bytes | None:
+        wanted = wire.json_body(frame, offset=int, nbytes=int)
+        end = wanted["offset"] + wanted["nbytes"]
+        place = (frame.arg, frame.step, frame.chunk)
+        slot = self._slots.get(place)
+        record = ring.remains_in(slot) if slot is not None and slot < ring.ring_chunks else None
+        if record is None or (record.attempt, record.step, record.chunk) != place or end > record.nbytes:
+            return None
+        return bytes(ring.slot_memory(record.slot)[wanted["offset"] : end])
+
+
+def _layout(ring: Ring, digest: str) -> bytes | None:
+    try:
+        return ring.layout(digest).to_bytes()
+    except (ProtocolError, OSError):
+        return None

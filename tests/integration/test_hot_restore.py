@@ -1,0 +1,130 @@
+"""A job whose every process of MPI was killed goes on from what the stager's ring still has, over real MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from holdfast.ring import Ring, SlotState
+from holdfast.runtime import runtime_directory
+from tests.integration.jobs import hot
+from tests.support.cluster import Cluster, wait_until
+from tests.support.job import REPOSITORY
+
+pytestmark = [pytest.mark.mpi]
+FILE_BYTES_MAX = 16 << 10
+RING = "the stager's ring"
+STAGER = ("--chunk-bytes", "64KiB", "--ring-bytes", "512KiB", "--keep-last", "0", "--no-verify", "--linger")
+
+
+class Machine:
+    """The stager's machine: its flusher outlives the jobs."""
+
+    def __init__(self, root: Path, store: str, env: dict[str, str]) -> None:
+        self.runtime, self.launches = root / "machine", 0
+        self.cluster = Cluster(root, store, env, script=hot.__file__, stager=STAGER)
+
+    def launch(self, *words: str) -> list[list[dict[str, Any]]]:
+        """One job of two ranks, to its end by SIGKILL; what each rank has restored."""
+        self.launches += 1
+        out = self.cluster.out(self.launches)
+        with self.cluster.start(2, *words, runtime=self.runtime, ulfm=False) as job:
+            job.wait(200)
+            assert all((out / f"done-{rank}").exists() for rank in range(2)), job.output()
+        found = [out / f"restored-{rank}.json" for rank in range(2)]
+        return [json.loads(path.read_text()) for path in found if path.exists()]
+
+    @property
+    def directory(self) -> Path:
+        return runtime_directory(self.cluster.store, self.runtime)
+
+    def wait_until_free(self) -> None:
+        """Until the flusher has noticed the end of the stager, and nothing waits to be written."""
+        with Ring.attach(self.directory) as ring:
+            wait_until(
+                lambda: (
+                    not ring.checkpoint_names()
+                    and all(ring.state(slot) is SlotState.FREE for slot in range(ring.ring_chunks))
+                ),
+                60,
+                "the ring is not free",
+            )
+
+    def end(self) -> None:
+        pid = self.directory / "flusher.pid"
+        if pid.exists():
+            os.kill(int(pid.read_text()), signal.SIGTERM)
+            wait_until(lambda: not self.directory.exists(), 60, "the flusher has not taken its ring away")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path, str(tmp_path / "store"), {})
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def _check(reports: list[list[dict[str, Any]]], number: int, step: int) -> list[dict[str, Any]]:
+    found = [report[number] for report in reports]
+    assert len(found) == 2
+    assert [(one["step"], one["same"]) for one in found] == [(step, True)] * 2
+    assert [one["own"] for one in found] == [{"rank": rank, "step": step} for rank in range(2)]
+    return found
+
+
+def test_what_is_durable_and_still_in_the_ring_costs_no_byte_of_the_store(machine: Machine) -> None:
+    machine.launch("save", "durable", "3", "4")
+    machine.wait_until_free()
+    reports = machine.launch("restore", "3")
+    newest = _check(reports, 0, 4)
+    assert [one["store_requests"] for one in newest] == [0, 0]
+    assert all(one["sources"].keys() == {RING} and one["sources"][RING] > 0 for one in newest)
+    assert all(one["in_store"] and not one["mended"] for one in newest)
+    # Step 4 has taken room that step 3 had: what is left of it comes from the ring, the rest from the store.
+    older = _check(reports, 1, 3)
+    from_ring = sum(one["sources"].get(RING, 0) for one in older)
+    from_store = sum(one["sources"].get(machine.cluster.store, 0) for one in older)
+    assert from_ring > 0
+    assert from_store > 0
+    assert not older[0]["mended"], "room that was wanted is no damage"
+    # A bit flips in a free slot.
+    with Ring.attach(machine.directory) as ring:
+        slot = next(one.slot for one in ring.remains() if (one.step, one.chunk) == (4, 1))
+        ring.slot_memory(slot)[1000] ^= 1
+    damaged = _check(machine.launch("restore"), 0, 4)
+    assert "frame" in damaged[0]["mended"][0]
+    assert RING in damaged[0]["mended"][0]
+    assert sum(one["sources"].get(machine.cluster.store, 0) for one in damaged) == 64 << 10
+    assert sum(one["sources"].get(RING, 0) for one in damaged) > 4 * 64 << 10
+
+
+def test_what_is_only_staged_is_restored_while_the_store_takes_nothing(tmp_path: Path) -> None:
+    site, store = REPOSITORY / "tests" / "support" / "fsspec_site", tmp_path / "store"
+    machine = Machine(tmp_path, f"elsewhere://{store}", {"PYTHONPATH": f"{site}{os.pathsep}{REPOSITORY}"})
+    machine.launch("save", "durable", "2")
+    machine.wait_until_free()
+    flusher = psutil.Process(int((machine.directory / "flusher.pid").read_text()))
+    try:
+        # Claims and manifests fit, parts do not.
+        flusher.rlimit(psutil.RLIMIT_FSIZE, (FILE_BYTES_MAX, psutil.RLIM_INFINITY))
+        machine.launch("save", "staged", "3")
+        found = _check(machine.launch("restore"), 0, 3)
+        assert [one["in_store"] for one in found] == [False, False]
+        assert [one["store_requests"] for one in found] == [0, 0]
+        assert all(one["sources"].keys() == {RING} for one in found)
+        with Ring.attach(machine.directory) as ring:
+            assert [step for _, step in ring.checkpoint_names()] == [3], (
+                "it waits for the store all the while"
+            )
+    finally:
+        flusher.kill()
+    assert [path.name for path in store.glob("step-*.json")] == ["step-000000002.json"]

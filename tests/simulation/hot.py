@@ -1,0 +1,131 @@
+"""What a rank of a new job finds in the ring of the job before, by the product's own way, compared with what was saved.
+
+recalled   every byte that the ring gives is of the step that it is said to be of, or its CRC shows that it is not
+not lost   what was staged before and is not in the store is all in the ring, unless its flusher was waited for in vain
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from holdfast.catalog import Catalog
+from holdfast.errors import DamageError, HoldfastError, StoreError
+from holdfast.layout_index import LayoutIndex
+from holdfast.remains import Asked, held_in
+from holdfast.ring import Ring
+from holdfast.slices import frames_of
+from tests.simulation.store import pristine
+from tests.simulation.transport import Job
+from trainer_side.peers import LonePeers
+from trainer_side.ring_slices import RingSlices, look
+from trainer_side.sources import Stored
+from trainer_side.tiers.base import Kept
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+    from trainer_side.link import Link
+
+__all__ = ["check_remains", "reread", "restored_from_ring"]
+
+
+def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, list[Kept]]:
+    """As a restore does, between WELCOME and the first step; every byte is compared."""
+    checks, answered = world.checks, True
+    before = [key for key in checks.promised if key[0] < link.welcome.attempt]
+
+    def fetch(asked: Asked, **question: Any) -> bytes | None:
+        nonlocal answered
+        try:
+            return link.fetch(asked, **question)
+        except HoldfastError:
+            answered = False
+            raise
+
+    seen = look(fetch, LonePeers())
+    ring = seen.known(_stored(world), LonePeers())
+    kept = ring.kept()
+    for one in kept:
+        _read(world, ring, one)
+    whole = {(one.seal.attempt, one.seal.step) for one in kept if not one.absent}
+    partly = {(one.seal.attempt, one.seal.step) for one in kept if one.absent}
+    waited = _waited(world, job)
+    for key in before:
+        if key in whole - partly or key in checks.durable or key in checks.tainted or key in checks.excused:
+            continue
+        if answered and not waited and key in checks.promised and key[0] in checks.job_of_attempt:
+            checks.broken(
+                f"step {key[1]} (attempt {key[0]}) was staged, and a restore finds it neither in ring nor store"
+            )
+    return ring, kept
+
+
+def reread(world: World, ring: RingSlices, kept: Sequence[Kept]) -> None:
+    """Ask for a byte of it once more, while other steps take its room."""
+    if kept:
+        _read(world, ring, world.scheduler.chance.choice(kept), may_be_gone=True)
+
+
+def check_remains(world: World, ring: Ring) -> None:
+    """Each record that counts as whole, of any checkpoint, staged or not, stands for the bytes in its slot."""
+    checks, plan = world.checks, world.plan
+    for held in held_in(ring):
+        job = checks.job_of_attempt.get(held.attempt)
+        made = None if job is None else world.images.get((job, held.step))
+        if made is None or (held.attempt, held.step) in checks.tainted:
+            continue
+        fields = LayoutIndex(made.layout).fields
+        for chunk, record in held.chunks.items():
+            if list(record.sources) != made.sources(chunk):
+                checks.broken(f"slot {record.slot}: not the CRCs of step {held.step}, chunk {chunk}: {plan}")
+            found = bytearray(ring.slot_memory(record.slot)[: record.nbytes])
+            for part in fields[chunk]:
+                found[part.offset : part.offset + part.nbytes] = bytes(part.nbytes)
+            if found != made.chunk_bytes(chunk):
+                checks.broken(f"slot {record.slot}: not the bytes of step {held.step}, chunk {chunk}")
+
+
+def _stored(world: World) -> list[Stored]:
+    rows = []
+    for number, item in enumerate(Catalog(pristine(world.store)).list()):
+        if item.manifest is not None:
+            m = item.manifest
+            rows.append(Stored(number, m.attempt, m.step, m.ranks, m.layout_digest, item.fault))
+    return rows
+
+
+def _read(world: World, ring: RingSlices, one: Kept, *, may_be_gone: bool = False) -> None:
+    checks, seal = world.checks, one.seal
+    key = (seal.attempt, seal.step)
+    for frame, crc in zip(frames_of(one.layout, seal.rank), seal.frame_crc32s, strict=True):
+        if frame.chunk in one.absent:
+            continue
+        data = bytearray(frame.nbytes)
+        try:
+            ring.read_into(one, frame.offset, memoryview(data))
+        except StoreError:
+            return  # the stager is gone
+        except DamageError:
+            if not may_be_gone and not world.node_lost:
+                checks.broken(f"chunk {frame.chunk} of step {seal.step} went from the ring before any save")
+            return
+        if zlib.crc32(data) != crc:
+            if key not in checks.tainted:
+                checks.broken(
+                    f"chunk {frame.chunk} of step {seal.step} was recalled with a CRC that does not hold"
+                )
+            continue
+        job = checks.job_of_attempt.get(seal.attempt)
+        made = None if job is None else world.images[job, seal.step]
+        if made is not None and bytes(data) != made.frame(frame.chunk, seal.rank):
+            checks.broken(f"chunk {frame.chunk} was recalled as one of step {seal.step}, and is of another")
+
+
+def _waited(world: World, job: Job) -> bool:
+    """The stager has waited for the flusher as long as it may: what it then says is what there is."""
+    service = job.stager.notes.get("service") if job.stager is not None else None
+    if service is None:
+        return True
+    first = service._inheritance._first_look_at
+    return first is not None and world.scheduler.now - first >= service._inheritance._seconds_max

@@ -1,0 +1,86 @@
+"""The stager gives what its ring still has, in order, and never what is in a slot by now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ProtocolError
+from holdfast.remains import Asked
+from holdfast.ring import Ring
+from holdfast.wire import MAX_BODY_BYTES, Frame, Kind, to_json
+from tests.support.ring_checkpoint import LiveFetch, put_in_ring
+from tests.unit.trainer_side.tiered import saved
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[Ring]:
+    with Ring.create(tmp_path / "run", chunk_bytes=4096, ring_chunks=64, attempt=1) as made:
+        yield made
+
+
+def _bytes(fetch: LiveFetch, step: int, chunk: int, offset: int = 0, nbytes: int = 100) -> bytes | None:
+    body = to_json({"offset": offset, "nbytes": nbytes})
+    return fetch(Asked.BYTES, attempt=1, step=step, chunk=chunk, body=body)
+
+
+def test_bytes_are_those_of_the_chunk_or_none(ring: Ring) -> None:
+    made = saved(3)
+    put_in_ring(ring, made, range(64), state="durable")
+    fetch = LiveFetch(ring)
+    assert _bytes(fetch, 3, 1) is None, "nobody has asked what there is"
+    assert fetch(Asked.HELD)
+    assert _bytes(fetch, 3, 1, 50) == made.image()[4096 + 50 : 4096 + 150]
+    assert _bytes(fetch, 3, 1, 4000) is None, "beyond its end"
+    assert _bytes(fetch, 4, 1) is None
+    assert _bytes(fetch, 3, 63) is None
+    ring.mark_filling(1, 2, 4, 1)
+    assert _bytes(fetch, 3, 1) is None, "its slot is being filled"
+    ring.mark_full(1, [(0, 1)], 4096)
+    assert _bytes(fetch, 3, 1) is None, "its slot holds another step"
+    assert _bytes(fetch, 3, 2) is not None
+
+
+def test_a_layout_is_there_or_not(ring: Ring) -> None:
+    made = saved(3)
+    put_in_ring(ring, made, range(64), state="durable")
+    fetch = LiveFetch(ring)
+    assert fetch(Asked.LAYOUT, body=made.layout.digest.encode()) == made.layout.to_bytes()
+    assert fetch(Asked.LAYOUT, body=b"0" * 64) is None
+    assert fetch(Asked.LAYOUT, body=b"../../etc/passwd") is None
+
+
+def test_two_answers_at_a_time_are_on_their_way_to_a_rank_in_the_order_of_its_questions(ring: Ring) -> None:
+    fetch = LiveFetch(ring)
+    fetches, port = fetch.fetches, fetch.port
+    for rank, step in ((0, 1), (0, 2), (0, 3), (1, 7)):
+        fetches.hear(rank, Frame(Kind.FETCH, 9, step, 0, Asked.LAYOUT, 1, b""))
+    assert fetches.answer()
+    assert [(rank, frame.step) for rank, frame in port.sent] == [(0, 1), (0, 2), (1, 7)]
+    assert fetches.busy
+    assert not fetches.answer()
+    port.unsent.clear()
+    assert fetches.answer()
+    assert port.sent[-1][1].step == 3
+    fetches.hear(1, Frame(Kind.FETCH, 9, 8, 0, Asked.LAYOUT, 1, b""))
+    fetches.left(1)
+    assert not fetches.busy
+
+
+@pytest.mark.parametrize(
+    ("flags", "body"),
+    [
+        (3, b"{}"),
+        (Asked.BYTES, b""),
+        (Asked.BYTES, b'{"offset":-1,"nbytes":5}'),
+        (Asked.BYTES, b'{"offset":0,"nbytes":0}'),
+        (Asked.BYTES, b'{"offset":0,"nbytes":%d}' % (MAX_BODY_BYTES + 1)),
+    ],
+)
+def test_nonsense_drops_the_rank(ring: Ring, flags: int, body: bytes) -> None:
+    fetches = LiveFetch(ring).fetches
+    with pytest.raises(ProtocolError, match="FETCH"):
+        fetches.hear(0, Frame(Kind.FETCH, 9, 3, 0, flags, 1, body))
+    assert not fetches.busy
