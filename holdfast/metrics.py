@@ -16,10 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from holdfast import __version__
-from holdfast.causes import cause_of
-from holdfast.errors import ProtocolError
-from holdfast.ring import Ring, SlotState
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -30,6 +26,11 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from holdfast import __version__
+from holdfast.causes import cause_of
+from holdfast.errors import ProtocolError
+from holdfast.ring import Ring, SlotState
 
 __all__ = ["Metrics", "RingChunks", "StoreRetries"]
 

@@ -42,8 +42,9 @@ def serve_metrics(
         yield
         return
     # Here and not above: who does not want metrics does not wait for the library.
-    from holdfast.metrics import Metrics, RingChunks, StoreRetries
     from prometheus_client import start_http_server
+
+    from holdfast.metrics import Metrics, RingChunks, StoreRetries
 
     port = config.metrics_port + (config.role == "flusher")
     metrics = Metrics(config.role, config.store)

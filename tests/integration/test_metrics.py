@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+
 from tests.integration.jobs import train
 from tests.support.cluster import SMALL, Cluster, wait_until
 from tests.support.images import from_torch_file

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import promql_parser as promql
 import pytest
 import yaml  # type: ignore[import-untyped]
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from yamllint import linter  # type: ignore[import-untyped]
 from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
 from holdfast.metrics import Metrics, RingChunks, StoreRetries
 from holdfast.ring import Ring
-from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "infra/grafana/dashboards/holdfast.json"

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from holdfast.events import EventLog
 from holdfast.metrics import Metrics, RingChunks
 from holdfast.ring import Ring
-from prometheus_client import generate_latest
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
