@@ -349,7 +349,7 @@ class Checkpointer:
             # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
             # each other; a rank that is still sending must wait for its buffer first, and not decline.
             self._agree(tree)
-            self._planned = self._make_plan(tree)
+            self._planned = self._plan_together(tree)
             taken = capture(tree, self._planned.skeleton)
         except Outgrown as outgrown:
             return None, None, outgrown
@@ -371,6 +371,21 @@ class Checkpointer:
         )
         self._pickle_reserve_bytes = agreement.pickle_reserve_bytes
         self._per_rank_reserve_bytes = dict(agreement.per_rank_reserve_bytes)
+
+    def _plan_together(self, tree: Any) -> _Planned:
+        """The first plan with local tiers: what one rank cannot do, all ranks hear of, and none trains on alone."""
+        if self._keeper is None or self._keeper.is_prepared:
+            return self._make_plan(tree)
+        try:
+            planned = self._make_plan(tree)
+        except Outgrown:
+            self._keeper.council.concur(None)
+            raise
+        except HoldfastError as error:
+            self._keeper.council.concur(error)
+            raise
+        self._keeper.council.concur(None)
+        return planned
 
     def _make_plan(self, tree: Any) -> _Planned:
         self._free_areas()
@@ -436,6 +451,10 @@ class Checkpointer:
         deadline = time.monotonic() + self._config.stager_seconds_max
         for before in late:
             if not before.released.wait(max(0.0, deadline - time.monotonic())):
+                if self._keeper is not None and before.keeping is not None:
+                    self._keeper.let_go(before.keeping)  # a device that hangs is no reason to end a training
+                if before.released.is_set():
+                    continue
                 raise self._link.problem or StateError(
                     f"rank {self.rank}: the tensors changed while the checkpoint of step {before.step} is still being "
                     "sent; it was given up, and MPI did not let go of it within "
