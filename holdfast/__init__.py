@@ -3,11 +3,16 @@
 No torch, no MPI, and no import of the three roles (`trainer_side`, `stager`, `flusher`), so that each of them can
 crash, be upgraded and be tested alone, and the command-line tools work where neither torch nor MPI is installed.
 
-    layout   ─ where every byte of the image lies, and which rank sends it
-    wire     ─ the frames between trainers and stager        session ─ the transfer as a pure state machine
-    ring     ─ chunks and journal in shared memory           ipc     ─ what stager and flusher tell each other
-    manifest ─ the commit record of one checkpoint           catalog ─ which checkpoints a run holds, and are they good
-    storage  ─ POSIX, S3 and fsspec behind one interface     config, errors, events, cli
+the image      layout, layout_index   where every byte lies, and which rank sends it      crc, chunkwork   its sums
+               slices, slice_sets, assembly   one rank's share of it, in tiers and store; put together again
+the transfer   wire       frames between trainers and stager      agreement, replicas   do all ranks hold the same?
+               session, session_checkpoint, session_steps         the stager's view, as a pure state machine
+on the node    ring, journal   chunks in shared memory            ipc, runtime   stager and flusher; where it all lies
+in the store   storage/   POSIX, S3, fsspec    manifest, sealed, publish   what makes a checkpoint exist
+               claim      one writer           catalog, verify    which there are, and are they good
+notices        notice, emergency, emergency_plan   all ranks save one step before a machine goes
+for everybody  config, errors, events, faultpoint
+people         cli, commands/, doctor/, launch, supervise/ (`holdfast run`), cluster/ (machines on AWS)
 """
 
 __version__ = "0.1.0"

@@ -3,6 +3,10 @@
 trainers ══MPI══► mpi ─► service ─► ring ─ ─ ─ (doorbell: holdfast.ipc) ─ ─ ─► flusher
                     session (holdfast): who may send what, when
 
-command  `holdfast stager`          flusher_process  starts the flusher, or finds the one that is there
-service  the loop                   agreement        whether all ranks hold the same tensors
+command    `holdfast stager`                 service   the loop: what came in, what the session says to do
+trainers   who is there, and last heard      payloads  on their way into slots       actions  the session's, carried out
+notices    a machine's end, as all ranks' step         refusal  a start that fails is told to every trainer
+flusher_process, flusher_line, replay    finds or starts the flusher; holds the line to it; tells the next one all
+inheritance, segments    what earlier jobs have left: in the ring, and of Open MPI in shared memory
+checks, mpi_probe        the stager's part of `holdfast doctor`
 """

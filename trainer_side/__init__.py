@@ -1,15 +1,29 @@
 """Lv.0: what a training script imports. The only package of holdfast that may import torch.
 
-    state ─► skeleton ─► staging areas (slices, gate, copy thread) ─► link (the one MPI thread) ══MPI══► stager
-    restore ◄── store, shared out among the ranks
+save ─► plan ─► room ─► copy behind the gate ─► link (the one MPI thread) ══MPI══► stager
+                                             └► keeper ─► local tiers (tiers/)
+restore ◄── local tiers and store, shared out among the ranks            notices of the machine's end ◄── notice/
 
-    state      walks the user's state: paths, ownership    skeleton  the file without its tensor bytes
-    staging    this rank's slice, copied behind the gate   areas     how many of them are in flight
-    gate       holds back optimizer.step()                 copy_*    what is copied in which order, and how
-    link, mpi  transfer to the stager; the only MPI calls  restore   reads back, on any number of ranks
-    per_rank, rng, data, distributed: what a script needs so that it continues exactly
+Start with `checkpointer`, then read the way of one save.
 
-Start with `Checkpointer`.
+for the script   checkpointer, per_rank, rng, data, distributed
+a save           saver    from call to return                   planner   what is copied, as all ranks agreed
+                 room     areas and slots, the wait for them    ledger    what became of each
+the state        state, outline, survey   its tensors, and who may change them
+                 table    what the ranks compare                recall    the quick way where only values have changed
+the file         skeleton its bytes without the tensors', made of image, zip_parts, pickling, blobs
+the copy         copier   the thread                            gate, split_step    who waits for it
+                 copy_plan   in which order                     copy_engine, device_copy   how
+                 staging, areas, huge, slot_memory   where to   fingerprint   of the replicas
+to the stager    link     the MPI thread                        mpi       the only MPI calls
+                 outgoing, transfer, verdicts   one step on its way, and what was said of it
+                 joining  how a rank meets its job              alone     in place of the link
+back             restore, trial   one candidate after the other
+                 findings, sources, origins   what there is, and where
+                 rounds, reading, windows, received, crew   bytes into tensors, all of them checked
+                 structure, described, nesting, loading     from the pickle to live objects
+                 agreeing, peers   what all ranks do together
+                 checks   the trainers' part of `holdfast doctor`
 """
 
 from trainer_side.checkpointer import Checkpointer

@@ -4,7 +4,9 @@
                                ├─► S3Store        s3://bucket/run
                                └─► GenericStore   any other URL that fsspec knows
 
-boto3 and fsspec are imported when a store of theirs is opened, so that tools on local files start quickly.
+Each has its upload (`*_upload`, over one `ledger` of parts) and says what its errors mean (`*_errors`). `names` are
+those inside a run, `ranged` is an object as a file. boto3 and fsspec are imported when a store of theirs is opened, so
+that tools on local files start quickly.
 """
 
 from __future__ import annotations

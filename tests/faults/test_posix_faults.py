@@ -11,6 +11,7 @@ import errno
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from holdfast.ring import SlotState
 from tests.faults.failing_disk import Calls, Disk
 from tests.faults.flushing import FaultedFlusher, image_of, wait_until
+from tests.support.flushers import watched
 from tests.support.images import Image
 from tests.support.stager_client import StagerClient
 
@@ -49,21 +51,8 @@ def image(tmp_path: Path) -> Image:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[FaultedFlusher] = []
-
-    def one(*options: str, **more: Any) -> FaultedFlusher:
-        started.append(FaultedFlusher(tmp_path, str(tmp_path / "store" / "run"), *options, **more))
-        return started[-1]
-
-    yield one
-    for flusher in started:
-        if flusher.process.poll() is None:
-            flusher.kill()
-        assert flusher.process.stdout is not None
-        flusher.process.stdout.close()
-    log = (tmp_path / "flusher.log").read_text() if (tmp_path / "flusher.log").exists() else ""
-    print(log)
-    assert "Traceback" not in log
+    with watched(tmp_path, partial(FaultedFlusher, tmp_path, str(tmp_path / "store" / "run"))) as start:
+        yield start
 
 
 def check_published(flusher: FaultedFlusher, image: Image, *steps: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -207,9 +206,13 @@ def test_noise_as_a_file_of_settings(noise: bytes, tmp_path: Path, monkeypatch: 
     path = tmp_path / "holdfast.toml"
     path.write_bytes(noise)
     monkeypatch.setenv("HOLDFAST_CONFIG", str(path))
-    with contextlib.suppress(ConfigError):
+    said = str(path)
+    try:
         TrainerConfig.from_sources()
+    except ConfigError as error:
+        said = str(error)
     monkeypatch.undo()
+    assert str(path) in said, "what is wrong with a file names the file"
 
 
 @pytest.mark.parametrize("name", ["EVENTS", "STORE", "RING_BYTES", "VERIFY", "RUNTIME_DIR", "KEEP_LAST"])
@@ -217,8 +220,12 @@ def test_environment_of_any_value(name: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     for value in ("x", "-1", "nan", "9" * 5000, "../..", "\udc80", "[1", '{"a":'):
         monkeypatch.setenv(f"HOLDFAST_{name}", value)
-        with contextlib.suppress(ConfigError):
+        said = name
+        try:
             StagerConfig.from_sources(**({} if name == "STORE" else {"store": "/tmp/run"}))
+        except ConfigError as error:
+            said = str(error)
+        assert name.lower() in said.lower(), "what is wrong with a setting names the setting"
 
 
 # -- runs whose names lead elsewhere ---------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""What only a CUDA device shows. Skipped without one."""

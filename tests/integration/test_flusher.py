@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import torch
 from holdfast.claim import Claim, Identity
 from holdfast.ring import Ring, SlotState
 from holdfast.storage import open_store
+from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file
 from tests.support.stager_client import FlusherProcess, StagerClient
 
@@ -41,21 +42,8 @@ def attach() -> Iterator[Attach]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[FlusherProcess] = []
-
-    def one(*options: str, **sizes: Any) -> FlusherProcess:
-        started.append(FlusherProcess(tmp_path, *options, **sizes))
-        return started[-1]
-
-    yield one
-    for flusher in started:
-        if flusher.process.poll() is None:
-            flusher.kill()
-        assert flusher.process.stdout is not None
-        flusher.process.stdout.close()
-    log = (tmp_path / "flusher.log").read_text() if (tmp_path / "flusher.log").exists() else ""
-    print(log)
-    assert "Traceback" not in log
+    with watched(tmp_path, partial(FlusherProcess, tmp_path)) as start:
+        yield start
 
 
 def state(seed: int, *, rows: int = 400) -> dict[str, torch.Tensor]:

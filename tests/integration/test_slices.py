@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from holdfast.manifest import Manifest, State, manifest_name
 from holdfast.slice_sets import SliceName, find_sets, layout_name
 from holdfast.slices import frames_of
 from holdfast.storage import open_store
+from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file
 from tests.support.stager_client import FlusherProcess, StagerClient
 from tests.support.store_slices import write_slices
@@ -53,21 +54,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[FlusherProcess] = []
-
-    def one(*options: str, **sizes: Any) -> FlusherProcess:
-        started.append(FlusherProcess(tmp_path, *options, **sizes))
-        return started[-1]
-
-    yield one
-    for flusher in started:
-        if flusher.process.poll() is None:
-            flusher.kill()
-        assert flusher.process.stdout is not None
-        flusher.process.stdout.close()
-    log = (tmp_path / "flusher.log").read_text() if (tmp_path / "flusher.log").exists() else ""
-    print(log)
-    assert "Traceback" not in log
+    with watched(tmp_path, partial(FlusherProcess, tmp_path)) as start:
+        yield start
 
 
 def holdfast(*arguments: object, fault: str = "") -> subprocess.CompletedProcess[str]:

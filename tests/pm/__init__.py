@@ -1,0 +1,1 @@
+"""Persistent memory (DAX) in a QEMU guest whose power is cut: `make pm`."""

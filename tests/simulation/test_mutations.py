@@ -14,16 +14,24 @@ from tests.simulation.mutations import MUTATIONS, Mutation
 from tests.simulation.tier_mutations import TIER_MUTATIONS
 
 SECONDS_MAX = 1200
+_TIER_SEEDS_MAX = 3000
+_CASES = [
+    *(pytest.param("tests.simulation --json", bug, bug.seeds_max, id=bug.name) for bug in MUTATIONS.values()),
+    *(
+        pytest.param("tests.simulation.tiers", bug, _TIER_SEEDS_MAX, id=f"tier_{bug.name}")
+        for bug in TIER_MUTATIONS.values()
+    ),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS_MAX + 60)
-@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=lambda mutation: mutation.name)
-def test_the_bug_is_seen(mutation: Mutation) -> None:
+@pytest.mark.parametrize(("program", "mutation", "seeds_max"), _CASES)
+def test_the_bug_is_seen(program: str, mutation: Mutation, seeds_max: int) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "tests.simulation", "--json", "--mutation", mutation.name),
-            *("--first", "0", "--count", str(mutation.seeds_max), "--stop-at", "1"),
+            *(sys.executable, "-m", *program.split(), "--mutation", mutation.name),
+            *("--first", "0", "--count", str(seeds_max), "--stop-at", "1"),
         ],
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -54,3 +62,4 @@ def test_it_fits_the_source(mutation: Mutation) -> None:
 
 def test_there_are_enough_of_them() -> None:
     assert len(MUTATIONS) >= 10
+    assert len(TIER_MUTATIONS) >= 6

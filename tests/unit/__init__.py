@@ -1,0 +1,1 @@
+"""Mirrors the source, file by file: no network, no MPI, one process."""

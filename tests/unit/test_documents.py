@@ -192,3 +192,13 @@ def test_snippets_of_python_have_names_that_exist(page: str) -> None:
             if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 module = importlib.import_module(node.module)
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+def test_figures_of_the_readme_are_those_of_the_performance_page() -> None:
+    section = text("README.md").partition("## What a checkpoint costs")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|") and "---" not in line]
+    assert len(rows) > 3
+    measured = text("docs/performance.md").splitlines()
+    assert [row for row in rows if row not in measured] == [], "copy the rows after `make figures`"
+    (size,) = re.findall(r"state of ([\d.]+ GB)", section)
+    assert f"**{size} image, seconds" in text("docs/performance.md")

@@ -1,1 +1,7 @@
-"""The spot watch: who says that this machine will be taken away, and what the ranks then do together."""
+"""The spot watch: who says that this machine will be taken away, and what the ranks then do together.
+
+aws, azure, gcp (http, words) ─┐
+signals ───────────────────────┴► watch ─► link ══► stager: holdfast/emergency.py ══► appointments: save at step n
+
+base: what a source is.   opening: which of them are asked, and by which rank.
+"""

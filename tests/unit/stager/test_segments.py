@@ -82,6 +82,10 @@ def test_a_list_that_is_none_is_removed(tmp_path: Path) -> None:
     segments.close()
 
 
-def test_a_directory_that_cannot_be_used_hinders_nobody(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
+def test_a_directory_that_cannot_be_used_hinders_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_bytes(b"x")
     SegmentList(tmp_path / "file").close()
+    assert f"not looked after in {tmp_path / 'file'}" in caplog.text
+    assert (tmp_path / "file").read_bytes() == b"x"

@@ -195,3 +195,6 @@ def test_the_newest_price_of_each_zone(stub: Any) -> None:
 def test_ending_what_is_gone_already_is_no_error(stub: Any) -> None:
     stub.add_client_error("terminate_instances", "InvalidInstanceID.NotFound", "gone")
     ec2(stub).terminate(["i-1"])
+    stub.add_client_error("terminate_instances", "InvalidParameterValue", "another")
+    with pytest.raises(ConfigError, match="terminate i-1"):
+        ec2(stub).terminate(["i-1"])

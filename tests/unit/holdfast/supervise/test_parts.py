@@ -27,9 +27,10 @@ def test_tags_are_taken_off() -> None:
 
 @given(st.text(max_size=200))
 def test_no_line_is_too_strange(text: str) -> None:
-    parse_line(text)
-    parse_report(text)
-    parse_report(MARK + text)
+    assert text.endswith(parse_line(text).text)
+    assert text.startswith(MARK) or parse_report(text) is None
+    report = parse_report(MARK + text)
+    assert report is None or report.rank >= 0
 
 
 @pytest.mark.parametrize(
