@@ -27,7 +27,7 @@ from holdfast.slice_sets import (
     load_set,
     remove_set,
     remove_stale,
-    upload_attempt,
+    sweep_uploads,
 )
 from holdfast.storage.base import Store
 
@@ -85,7 +85,7 @@ class Slices:
             FencedError, StoreError: As `assemble_newest`.
         """
         self._tenure.check()
-        removed = self._store.sweep(lambda own: not _is_before(upload_attempt(own), attempt))
+        removed = sweep_uploads(self._store, attempt)
         removed += remove_stale(self._store, attempt)
         for what in removed:
             self._emit("swept", {"what": what})
@@ -129,7 +129,3 @@ class Slices:
     def _emit(self, event: str, fields: dict[str, object], *, step: int | None = None) -> None:
         if self._events is not None:
             self._events.emit(event, fields, step=step)
-
-
-def _is_before(attempt: int | None, present: int) -> bool:
-    return attempt is not None and attempt < present

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.chunkwork import patch_chunk, verify_chunk
 from holdfast.crc import combine, combine_all, crc32
@@ -31,9 +31,9 @@ from holdfast.publish import Times, build_manifest, choose_name
 from holdfast.ring import Source
 from holdfast.slice_sets import LoadedSet
 from holdfast.slices import Frame, frames_of
-from holdfast.storage.base import Store, Upload
+from holdfast.storage.base import Store
 
-__all__ = ["WRITE_ID_PREFIX", "Assembler", "assemble"]
+__all__ = ["WRITE_ID_PREFIX", "Assembler", "Parts", "assemble", "copy_out"]
 
 _log = logging.getLogger("holdfast.assembly")
 WRITE_ID_PREFIX = "assemble"  # of the uploads: what a dead one left is told from a flusher's, which may go on
@@ -43,6 +43,19 @@ _RECORD_BYTES_MAX = 1 << 16  # of one rank, in the manifest; it is input from ou
 
 Read = Callable[[int, int, memoryview], None]
 """Fill a view with the bytes of a rank's slice from an offset on."""
+
+
+class Parts(Protocol):
+    """What takes an image part by part: an upload, or an open file."""
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of every part but the last: a multiple of the chunk's."""
+        ...
+
+    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
+        """Write part `index`, whose bytes are `buffers` back to back."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,16 +209,7 @@ def assemble(
     layout, key = loaded.layout, loaded.found.order
     begun = time.monotonic()
     file, write_id = choose_name(store, key, ()), f"{WRITE_ID_PREFIX}-{uuid.uuid4().hex}"
-    assembler = Assembler(loaded, lambda rank: f"{store.url}/{loaded.found.name(rank).slice}")
-
-    def read(rank: int, offset: int, view: memoryview) -> None:
-        try:
-            store.read_into(loaded.found.name(rank).slice, offset, view)
-        except StoreMissing as error:
-            raise DamageError(
-                f"{key}: a slice went while it was read, so a newer step is complete: {error}"
-            ) from error
-
+    assembler, read = _assembler_of(store, loaded)
     check()
     upload = store.begin(file, nbytes=layout.image_bytes, chunk_bytes=layout.chunk_bytes, write_id=write_id)
     try:
@@ -238,7 +242,41 @@ def assemble(
     return manifest
 
 
-def _write_parts(upload: Upload, assembler: Assembler, read: Read) -> Generator[int, None, None]:
+def copy_out(
+    store: Store, loaded: LoadedSet, parts: Parts, *, progress: Callable[[int], None] | None = None
+) -> int:
+    """Give the parts of the portable file of a complete set to `parts`, in order; changes nothing in the store.
+
+    Blocks; memory is two parts. What was written counts only when this has returned.
+
+    Returns:
+        CRC-32 of the file.
+
+    Raises:
+        DamageError: A slice is not what was sealed, or went while it was read.
+        StoreError: The store failed.
+    """
+    assembler, read = _assembler_of(store, loaded)
+    with contextlib.closing(_write_parts(parts, assembler, read)) as written:
+        for nbytes in written:
+            if progress is not None:
+                progress(nbytes)
+    return assembler.finished().image_crc32
+
+
+def _assembler_of(store: Store, loaded: LoadedSet) -> tuple[Assembler, Read]:
+    def read(rank: int, offset: int, view: memoryview) -> None:
+        try:
+            store.read_into(loaded.found.name(rank).slice, offset, view)
+        except StoreMissing as error:
+            raise DamageError(
+                f"{loaded.found.order}: a slice went while it was read, so a newer step is complete: {error}"
+            ) from error
+
+    return Assembler(loaded, lambda rank: f"{store.url}/{loaded.found.name(rank).slice}"), read
+
+
+def _write_parts(upload: Parts, assembler: Assembler, read: Read) -> Generator[int, None, None]:
     """Write all parts; gives the bytes of each when it is written."""
     layout = assembler.layout
     if upload.part_bytes <= 0 or upload.part_bytes % layout.chunk_bytes:
@@ -274,7 +312,7 @@ def _write_parts(upload: Upload, assembler: Assembler, read: Read) -> Generator[
         yield written.result()
 
 
-def _write_part(upload: Upload, part: int, views: Sequence[memoryview], crc: int) -> int:
+def _write_part(upload: Parts, part: int, views: Sequence[memoryview], crc: int) -> int:
     upload.write_part(part, views, crc)
     return sum(view.nbytes for view in views)
 

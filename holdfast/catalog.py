@@ -117,8 +117,8 @@ class Catalog:
         if not of_step:
             if any(found.step == step for found in complete_sets(self.slices())):
                 raise StoreMissing(
-                    f"{self._store.url}: step {step} is there as slices, not as a file; run `holdfast assemble "
-                    f"{self._store.url}@{step}` first"
+                    f"{self._store.url}: step {step} is there as slices, not as a file; `holdfast pull` fetches it all "
+                    f"the same, `holdfast assemble {self._store.url}@{step}` makes a file of it"
                 )
             near = sorted({item.step for item in items}, key=lambda other: (abs(other - step), other))
             names = ", ".join(str(other) for other in sorted(near[:_NEAR_STEPS]))

@@ -42,7 +42,7 @@ from holdfast.sealed import seal, unseal
 from holdfast.slice_sets import find_sets
 from holdfast.storage.base import Store
 
-__all__ = ["Claim", "Identity", "newest_attempt", "note_attempt"]
+__all__ = ["Claim", "Identity", "may_live", "newest_attempt", "note_attempt"]
 
 _NAME = re.compile(r"\.holdfast/writer-(\d{6,18})\.json")
 _CRC_FIELD = "claim_crc32"
@@ -299,8 +299,29 @@ def newest_attempt(store: Store) -> int:
     return max([*_attempts(store), _highest_published(store)])
 
 
-def note_attempt(store: Store, attempt: int) -> None:
-    """Leave word that this attempt is taken, by a job that writes nothing to the store: later ones get higher numbers.
+def may_live(store: Store, before_attempt: int) -> str:
+    """Who took the newest attempt before this one, if that one may still be at work; empty if it has ended.
+
+    Never waits. In the same place its process is looked up, whatever its claim says: that of a job without a stager is
+    released from the first. Elsewhere a claim that is not released counts as alive.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    older = [attempt for attempt in _attempts(store) if attempt < before_attempt]
+    record = _read(store, older[-1]) if older else None
+    mine = Identity.of_this_process()
+    if record is None or record.identity == mine:
+        return ""
+    lives = record.identity.is_running() if mine.shares_place(record.identity) else not record.released
+    return f"process {record.pid} on {record.host} (attempt {record.attempt})" if lives else ""
+
+
+def note_attempt(store: Store, attempt: int) -> bool:
+    """Leave word that this attempt is taken, by a job that has no claim: later ones get higher numbers.
+
+    Returns:
+        Whether it is this call's; False if somebody else has taken it.
 
     Raises:
         StoreError: The store failed.
@@ -318,7 +339,7 @@ def note_attempt(store: Store, attempt: int) -> None:
         beat=0,
         released=True,
     )
-    store.create(_name(attempt), record.to_bytes())
+    return store.create(_name(attempt), record.to_bytes()) or _is_of(_read(store, attempt), record.write_id)
 
 
 def _name(attempt: int) -> str:

@@ -38,6 +38,7 @@ __all__ = [
     "remove_set",
     "remove_stale",
     "slice_write_id",
+    "sweep_uploads",
     "upload_attempt",
 ]
 
@@ -313,6 +314,23 @@ def remove_stale(store: Store, before_attempt: int) -> list[str]:
             store.delete(info.name)
             removed.append(info.name)
     return removed
+
+
+def sweep_uploads(store: Store, before_attempt: int) -> list[str]:
+    """Remove the unfinished uploads of slices of jobs before `before_attempt`: open multipart uploads, temporary files.
+
+    Only when these jobs are known to have ended or to be fenced. Uploads of this attempt and later ones, and those of
+    flushers, stay. Returns what was removed, in words.
+
+    Raises:
+        StoreError: The store failed; may be called again.
+    """
+
+    def is_kept(write_id: str) -> bool:
+        attempt = upload_attempt(write_id)
+        return attempt is None or attempt >= before_attempt
+
+    return store.sweep(is_kept)
 
 
 def complete_sets(sets: Sequence[SliceSet]) -> list[SliceSet]:

@@ -7,15 +7,19 @@ tiers               ─► Keeper    over both
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from collections.abc import Sequence
 
-from holdfast.claim import note_attempt
+from holdfast.claim import may_live, note_attempt
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.events import EventLog
+from holdfast.slice_sets import sweep_uploads
 from holdfast.storage import open_store
+from holdfast.storage.base import Store
+from trainer_side.agreeing import gather
 from trainer_side.alone import Alone
 from trainer_side.findings import newest_attempt
 from trainer_side.ledger import Ledger
@@ -34,17 +38,40 @@ def join(config: TrainerConfig) -> Link | Alone:
     """Meet the other ranks, and the stager if the job has one. Collective; main thread.
 
     Raises:
-        ConfigError: There is no stager, and no local tiers are set either.
+        ConfigError: There is no stager, and no local tiers are set either; or not the same ones on all ranks.
         PeerLost: Somebody did not come.
         HoldfastError: The stager could not start.
     """
-    if config.tiers:
-        from trainer_side.mpi import World  # starts MPI: not when somebody only imports this package
+    from trainer_side.mpi import World  # starts MPI: not when somebody only imports this package
 
-        world = World.join(config.start_seconds_max)
-        if world.stager is None:
-            return Alone(config, world)
-    return Link.join(config)
+    world = World.join(config.start_seconds_max)
+    alone = world.stager is None
+    compare(config, world.peers(), alone=alone)
+    return Alone(config, world) if alone and config.tiers else Link.join(config)
+
+
+def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
+    """See that all ranks have the same tiers, and with `alone` what else a stager would tell them. Collective.
+
+    One that has none would go on where the others wait for it.
+
+    Raises:
+        ConfigError: On every rank: which rank has which setting otherwise than rank 0.
+        PeerLost: A rank is gone.
+    """
+    if peers.all_agree(not config.tiers):
+        return
+    mine: dict[str, object] = {"tiers": list(config.tiers)}
+    if alone:
+        mine |= {"store": config.store, "chunk_bytes": config.chunk_bytes}
+    first, *others = [json.loads(said) for said in gather(peers, json.dumps(mine).encode())]
+    for rank, other in enumerate(others, 1):
+        for name in first:
+            if other[name] != first[name]:
+                raise ConfigError(
+                    f"trainer setting {name}: rank {rank} has {other[name] or 'none'}, rank 0 has "
+                    f"{first[name] or 'none'}; give all ranks the same"
+                )
 
 
 def open_keeper(config: TrainerConfig, link: Link | Alone, ledger: Ledger, events: EventLog) -> Keeper | None:
@@ -103,12 +130,29 @@ def _beside(link: Link, inventory: Inventory) -> int:
 
 
 def _alone(config: TrainerConfig, alone: Alone, tiers: Sequence[Tier], peers: Peers) -> int:
-    """One more than any tier of any rank, or the store, knows of; the store is told."""
+    """One more than any tier of any rank, or the store, knows of; the store is told.
+
+    With the store as a tier it is also cleared of what killed ranks of older attempts have left half sent.
+    """
     store = open_store(alone.store_url)
     attempt = 1 + newest_attempt(tiers, store, peers, without_store=config.restore_without_store)
     if peers.rank == 0:
         try:
-            note_attempt(store, attempt)
+            if note_attempt(store, attempt) and "store" in config.tiers:
+                _sweep(store, attempt)
         except HoldfastError as error:
-            _log.warning("attempt %d of this job is not written down in the store: %s", attempt, error)
+            _log.warning(
+                "attempt %d of this job is not written down in the store, or not cleared for it: %s",
+                attempt,
+                error,
+            )
     return attempt
+
+
+def _sweep(store: Store, attempt: int) -> None:
+    """Nobody else does it in a job without a stager. Whoever wrote before is fenced by this attempt, or looked up."""
+    if living := may_live(store, attempt):
+        _log.warning("what older attempts have left half sent stays in the store: %s may still write", living)
+        return
+    for what in sweep_uploads(store, attempt):
+        _log.info("removed what an older attempt left half sent: %s", what)

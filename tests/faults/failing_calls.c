@@ -1,7 +1,7 @@
 /* Lets chosen calls of the C library fail below one directory: LD_PRELOADed into a process that knows nothing of it.
 
    <FAILING_CALLS>/<call> holds "errno times delay_ms": while the file is there, the call fails with that errno (0: it does
-   not fail), `times` times (0: always), after a delay. The test writes and removes these files while the process runs.
+   not fail), `times` times (0: always), after a delay (-1: as long as the file is there: a device that hangs). The test writes and removes these files while the process runs.
    FAILING_BELOW is the directory; what is not below it is never touched. */
 
 #define _GNU_SOURCE
@@ -53,7 +53,11 @@ static int fails(enum call call) {
     if (fields != 3 || !known) return 0;
     if (atomic_exchange(&rule_of[call], status.st_ino) != status.st_ino) hits[call] = 0;
     if (times && atomic_fetch_add(&hits[call], 1) >= times) return 0;
-    if (delay_ms) {
+    while (delay_ms < 0 && access(path, F_OK) == 0) {
+        struct timespec pause = {0, 10000000L};
+        nanosleep(&pause, NULL);
+    }
+    if (delay_ms > 0) {
         struct timespec pause = {delay_ms / 1000, (long)(delay_ms % 1000) * 1000000L};
         nanosleep(&pause, NULL);
     }

@@ -99,6 +99,10 @@ class Calls:
         written.write_text(f"{number} {times} {delay_ms}")
         written.rename(self._rules / call)
 
+    def hang(self, call: str) -> None:
+        """Let `call` not return until `clear`."""
+        self.fail(call, 0, delay_ms=-1)
+
     def clear(self) -> None:
         """All is well again."""
         for rule in self._rules.iterdir():

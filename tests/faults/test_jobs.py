@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.failing_disk import Disk
+from tests.faults.failing_disk import Calls, Disk
 from tests.faults.flushing import wait_until
 from tests.faults.jobs import stepping
 from tests.integration.jobs import train
@@ -100,3 +100,36 @@ def test_training_goes_on_while_the_disk_is_full_and_what_was_staged_comes_out_w
     finally:
         disk.unmount()
         notes.unmount()
+
+
+def test_a_tier_whose_writes_do_not_return_costs_no_checkpoint_of_the_stager(tmp_path: Path) -> None:
+    """From the middle of the run on. Its area comes back in time for the next save, and leaving the block ends."""
+    disk, events = tmp_path / "disk", tmp_path / "events.jsonl"
+    disk.mkdir()
+    calls = Calls(tmp_path / "shim", disk)
+    env = {
+        **calls.environment,
+        "HOLDFAST_TIERS": f"file:{disk}",
+        "HOLDFAST_TIER_SECONDS_MAX": "1",
+        "HOLDFAST_ON_FULL": "wait",
+        "HOLDFAST_FULL_SECONDS_MAX": "20",
+        "HOLDFAST_EVENTS": str(events),
+    }
+    cluster = Cluster(tmp_path, str(tmp_path / "store"), env, script=train.__file__, stager=STAGER)
+    with cluster.start(RANKS, "8", "2", "4") as job:
+        paused = [cluster.out(1) / f"paused-{rank}" for rank in range(RANKS)]
+        wait_until(lambda: all(path.exists() for path in paused), job.output, 120)
+        calls.hang("pwrite")
+        (cluster.out(1) / "go-on").touch()
+        job.succeed(150)
+    cluster.wait_for_flusher()
+    assert job.output().count("HANGS AND TAKES NOTHING") == RANKS, job.output()
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    assert {line["step"] for line in lines if line["event"] == "durable"} == {1, 3, 5, 7}
+    # The first to see it tells the others that step 5 is void; that nothing more is begun there each sees by itself.
+    skipped = [line for line in lines if line["event"] == "skipped_tier"]
+    assert {line["cause"] for line in skipped if line["step"] == 7} == {"hangs"}
+    assert {(line["rank"], line["step"]) for line in skipped} == {
+        (rank, step) for rank in (0, 1) for step in (5, 7)
+    }
+    assert_nothing_left(cluster.runtime)

@@ -18,6 +18,7 @@ from tests.integration.jobs import guarded
 from tests.support.cluster import SMALL, Cluster, assert_nothing_left, wait_until
 from tests.support.job import Job
 from tests.support.s3_place import S3Place, plain_client
+from trainer_side.tiers.place import Place, RankLock
 
 pytestmark = [pytest.mark.mpi]
 RANKS = 2
@@ -94,6 +95,37 @@ def test_wrong_credentials(tmp_path: Path, swift_s3: S3Place) -> None:
         assert not client.list_objects_v2(Bucket=swift_s3.bucket).get("Contents")
     finally:
         client.close()
+
+
+# -- local tiers of one rank ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stager", [True, False], ids=["beside a stager", "alone"])
+def test_one_rank_without_tiers(tmp_path: Path, stager: bool) -> None:
+    env = {"HOLDFAST_TIERS": f"file:{tmp_path}", "HOLDFAST_STORE": str(tmp_path / "store")}
+    cluster = cluster_on(tmp_path, str(tmp_path / "store"), **env)
+    with cluster.start(RANKS, "untiered", "2", stager=stager) as job:
+        check_refused(cluster, job, 1, "ConfigError", ("setting tiers: rank 1 has none, rank 0 has [",))
+
+
+def test_a_tier_that_one_rank_cannot_use_ends_the_first_save_of_all(tmp_path: Path) -> None:
+    """Somebody else writes rank 1's slices there."""
+    store = str(tmp_path / "store")
+    place = Place(tmp_path / "tier", store)
+    place.make()
+    lock = RankLock(place, 1)
+    env = {"HOLDFAST_TIERS": f"file:{tmp_path / 'tier'}", "HOLDFAST_STORE": store}
+    cluster = cluster_on(tmp_path, store, **env)
+    try:
+        with cluster.start(RANKS, "plain", "2", stager=False) as job:
+            assert job.wait(SECONDS_MAX) != 0
+        for rank in said(cluster, 1):
+            assert rank["taken"] == [0], "training went on"
+            assert rank["error"]["class"] == "ConfigError"
+            assert "is writing the slices of rank 1" in rank["error"]["message"]
+        assert "rank 1: " in said(cluster, 1)[0]["error"]["message"]
+    finally:
+        lock.release()
 
 
 # -- two writers --------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """How the training ranks agree on what lies in their local tiers, without a stager: a thread per rank, rank 0 decides.
 
     lanes             sealed, skipped ─┐                         ┌─► on_verdict: tier.complete, tier.void
-    training thread   agree, make_room ┴► outbox ═ MPI ═► rank 0 ┤
-                                             Tally, Round        └─► answers to `agree`
+    training thread   agree, concur, … ┴► outbox ═ MPI ═► rank 0 ┤
+                                       Tally, Round, Muster      └─► answers to `agree`, `concur`
 
 No collective operation, no wait without a deadline, no spinning: a thread with nothing to do looks every 10 ms. Where
 rank 0 is silent nothing is decided: a slice without a verdict is kept, never called void, because rank 0 may have told
@@ -23,6 +23,7 @@ from holdfast.agreement import Round
 from holdfast.errors import HoldfastError, PeerLost
 from holdfast.session import pickle_reserve_bytes
 from holdfast.wire import Agreement, Proposal, decode, peer_error
+from trainer_side.tiers.muster import Muster
 from trainer_side.tiers.tally import Order, Tally, Verdict
 from trainer_side.tiers.words import Said, Word
 
@@ -58,7 +59,7 @@ class CouncilPort(Protocol):
 
 @dataclass(eq=False)
 class _Question:
-    """An open `agree`."""
+    """An open `agree` or `concur`. `answer`: None says that all are ready."""
 
     answered: threading.Event = field(default_factory=threading.Event)
     answer: Agreement | HoldfastError | None = None
@@ -73,6 +74,7 @@ class Council:
         on_verdict: Told every verdict, in the council's thread.
         agree_seconds_max: How long the slowest rank's layout is waited for.
         seal_seconds_max: How long the slowest rank's slice is waited for.
+        on_turn: Called in the council's thread again and again, also when nothing is decided any more.
         clock: Seconds that only go forward.
 
     Attributes:
@@ -89,10 +91,11 @@ class Council:
         on_verdict: Callable[[Verdict], None],
         agree_seconds_max: float,
         seal_seconds_max: float,
+        on_turn: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port, self._rank, self._ranks, self._clock = port, rank, ranks, clock
-        self._on_verdict = on_verdict
+        self._on_verdict, self._on_turn = on_verdict, on_turn
         self._agree_seconds_max, self._seal_seconds_max = agree_seconds_max, seal_seconds_max
         self.problem: HoldfastError | None = None
         self.new_pickle_reserve_bytes = 0
@@ -102,6 +105,7 @@ class Council:
         self._question: _Question | None = None
         self._tally = Tally(ranks, seconds_max=seal_seconds_max)  # of rank 0
         self._round = Round(ranks, agree_seconds_max, who="rank 0")
+        self._muster = Muster(ranks, agree_seconds_max)
         self._lost: frozenset[int] = frozenset()
         self._gone: set[int] = set()  # who has said BYE
         self._said_bye = False
@@ -125,17 +129,35 @@ class Council:
             StateError: The ranks hold different tensors: which rank, which tensor, expected, got.
             PeerLost: A rank did not answer in time.
         """
+        answer = self._ask(
+            Word(Said.PROPOSE, payload=proposal.to_frame(0)), "compare the layouts of all ranks"
+        )
+        assert answer is not None
+        return answer
+
+    def concur(self, error: HoldfastError | None) -> None:
+        """Say that this rank has prepared for the first layout, or why not. Collective; waits for the slowest rank.
+
+        Raises:
+            HoldfastError: `error`, or that of another rank, which it names.
+            PeerLost: A rank did not answer in time.
+        """
+        ready = Word(Said.READY) if error is None else Word(Said.READY, text=str(error), code=error.code)
+        try:
+            self._ask(ready, "hear whether all ranks are ready")
+        except HoldfastError as refused:
+            raise error or refused from None
+        assert error is None
+
+    def _ask(self, word: Word, what: str) -> Agreement | None:
         if self.problem is not None:
             raise self.problem
         question = self._question = _Question()
-        self._say(Word(Said.PROPOSE, payload=proposal.to_frame(0)))
+        self._say(word)
         limit = self._agree_seconds_max + _SLACK_SECONDS
         if not question.answered.wait(limit):
-            raise PeerLost(
-                f"rank {self._rank} waited {limit:g} s for rank 0 to compare the layouts of all ranks"
-            )
-        if not isinstance(question.answer, Agreement):
-            assert question.answer is not None
+            raise PeerLost(f"rank {self._rank} waited {limit:g} s for rank 0 to {what}")
+        if isinstance(question.answer, HoldfastError):
             raise question.answer
         return question.answer
 
@@ -165,6 +187,7 @@ class Council:
     def _run(self) -> None:
         while not self._may_leave():
             try:
+                self._on_turn()
                 busy = self._turn()
             except Exception as error:  # noqa: BLE001 - the tiers' threads go on; what is wrong is said
                 self._give_up(
@@ -195,8 +218,9 @@ class Council:
         now = self._clock()
         if self._rank == _ROOT:
             self._decide(self._tally.overdue(now))
-            if (error := self._round.overdue(now)) is not None:
-                self._tell_all(_refusal(error))
+            for error in (self._round.overdue(now), self._muster.overdue(now)):
+                if error is not None:
+                    self._tell_all(_refusal(error))
         elif (
             self._undecided
             and now - min(self._undecided.values()) > 2 * self._seal_seconds_max + _SLACK_SECONDS
@@ -230,6 +254,22 @@ class Council:
 
     def _hear(self, rank: int, word: Word) -> None:
         match word.said:
+            case Said.COMPLETE | Said.VOID:
+                self._on_verdict(Verdict(word.tier, word.order, word.said is Said.COMPLETE, word.text))
+                self._undecided.pop((word.tier, word.order), None)
+            case Said.AGREED:
+                self._answer(Agreement.from_frame(decode(word.payload)))
+            case Said.GO:
+                self._answer(None)
+            case Said.REFUSED:
+                self._answer(peer_error(word.code, word.text))
+            case Said.ROOM:
+                self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, word.nbytes)
+            case _:
+                self._hear_as_root(rank, word)
+
+    def _hear_as_root(self, rank: int, word: Word) -> None:
+        match word.said:
             case Said.SEALED:
                 self._decide(self._tally.sealed(rank, word.tier, word.order, word.text, self._clock()))
             case Said.SKIPPED:
@@ -240,20 +280,17 @@ class Council:
                     self._tell_all(Word(Said.AGREED, payload=answer.to_frame(0)))
                 elif answer is not None:
                     self._tell_all(_refusal(answer))
+            case Said.READY:
+                said = self._muster.ready(rank, word.code, word.text, self._clock())
+                if isinstance(said, HoldfastError):
+                    self._tell_all(_refusal(said))
+                elif said:
+                    self._tell_all(Word(Said.GO))
             case Said.BYE:
                 self._gone.add(rank)
                 self._decide(self._tally.lost(rank, "has ended"))
-            case Said.COMPLETE | Said.VOID:
-                self._on_verdict(Verdict(word.tier, word.order, word.said is Said.COMPLETE, word.text))
-                self._undecided.pop((word.tier, word.order), None)
-            case Said.AGREED:
-                self._answer(Agreement.from_frame(decode(word.payload)))
-            case Said.REFUSED:
-                self._answer(peer_error(word.code, word.text))
-            case Said.ROOM:
-                self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, word.nbytes)
 
-    def _answer(self, answer: Agreement | HoldfastError) -> None:
+    def _answer(self, answer: Agreement | HoldfastError | None) -> None:
         question, self._question = self._question, None
         if question is not None:
             question.answer = answer
@@ -271,8 +308,12 @@ class Council:
             return
         for rank in sorted(new):
             self._decide(self._tally.lost(rank, "is dead"))
-            if (error := self._round.lost(f"rank {rank} is dead")) is not None:
-                self._tell_all(_refusal(error))
+            for error in (
+                self._round.lost(f"rank {rank} is dead"),
+                self._muster.lost(f"rank {rank} is dead"),
+            ):
+                if error is not None:
+                    self._tell_all(_refusal(error))
 
     def _give_up(self, error: HoldfastError) -> None:
         if self.problem is not None:

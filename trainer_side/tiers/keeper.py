@@ -85,7 +85,12 @@ class Keeper:
         self._warned: set[str] = set()
         self._guard = threading.Lock()
         self._writers = config.tier_writers
-        self._lanes = [Lane(number, tier, rank, self._over) for number, tier in enumerate(tiers)]
+        self._call_seconds_max = config.tier_seconds_max
+        self._prepare_seconds_max = max(config.start_seconds_max, config.tier_seconds_max)
+        self._lanes = [
+            Lane(number, tier, rank, self._over, call_seconds_max=config.tier_seconds_max)
+            for number, tier in enumerate(tiers)
+        ]
         self.council = Council(
             port,
             rank=rank,
@@ -93,6 +98,7 @@ class Keeper:
             on_verdict=self._judge,
             agree_seconds_max=config.start_seconds_max,
             seal_seconds_max=config.tier_seconds_max,
+            on_turn=self._look,
         )
 
     @property
@@ -104,6 +110,11 @@ class Keeper:
     def is_direct(self) -> bool:
         """Whether slots of the first tier are the staging areas."""
         return self.tiers[0].nearness in _IN_MEMORY
+
+    @property
+    def is_prepared(self) -> bool:
+        """There is room for slices of some layout."""
+        return self._layout is not None
 
     @property
     def complete_step(self) -> int:
@@ -138,7 +149,7 @@ class Keeper:
         """
         for number, tier in enumerate(self.tiers):
             try:
-                tier.prepare(layout, self._rank)
+                self._prepare(number, tier, layout)
             except HoldfastError as error:
                 if self._layout is None:
                     raise
@@ -147,10 +158,19 @@ class Keeper:
                 continue
             self._out.pop(number, None)
             self._lanes[number].staff(self._writers or tier.writers)
-            if self._layout is None:
-                self._tell_what_was_found(number, tier)
             _log.info("rank %d: tier %s: %s", self._rank, tier.name, tier.how)
         self._layout, self._frames = layout, frames_of(layout, self._rank)
+
+    def _prepare(self, number: int, tier: Tier, layout: Layout) -> None:
+        """Not in the training thread: a device that hangs must not hold it."""
+
+        def prepare() -> None:
+            tier.prepare(layout, self._rank)
+            if self._layout is None:
+                self._tell_what_was_found(number, tier)
+
+        limit = self._prepare_seconds_max
+        self._lanes[number].ask("making room for slices", prepare, seconds_max=limit, late=lambda _: None)
 
     def begin(
         self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0
@@ -174,6 +194,8 @@ class Keeper:
                 reason = f"lost: {self.council.problem}"
             elif number in self._out:
                 reason = self._out[number]
+            elif hangs := self._lanes[number].hangs:
+                reason = hangs
             elif stager_lives and tier.nearness is Nearness.STORE:
                 reason = f"{_RESTS}: the stager brings it there"
             else:
@@ -197,10 +219,23 @@ class Keeper:
     def _slot(self, number: int, order: Order, wait_until: float) -> SliceWriter | None:
         while True:
             hopeless = self._is_idle_in(number) or time.monotonic() >= wait_until
-            writer = self.tiers[number].begin(*order)
+            writer = self._begin(number, order)
             if writer is not None or hopeless:
                 return writer
             time.sleep(_LOOK_SECONDS)
+
+    def _begin(self, number: int, order: Order) -> SliceWriter | None:
+        """Where it may cost a flush it is not made in the training thread: that one must not hang with the device."""
+        tier = self.tiers[number]
+        if tier.nearness is not Nearness.PM:
+            return tier.begin(*order)
+
+        def give_back(writer: SliceWriter | None) -> None:
+            if writer is not None:
+                writer.abandon()
+
+        what, limit = f"a slot for step {order[1]}", self._call_seconds_max
+        return self._lanes[number].ask(what, lambda: tier.begin(*order), seconds_max=limit, late=give_back)
 
     def _is_idle_in(self, number: int) -> bool:
         """No slot of this tier will become free by itself.
@@ -230,6 +265,15 @@ class Keeper:
             for number in range(len(self.tiers)):
                 self._skipped(number, (self.attempt, step), reason, counted=False)
 
+    def let_go(self, keeping: Keeping) -> None:
+        """Nothing may read its area any more, whatever a tier still does with it."""
+        for number in keeping.writers:
+            self._lanes[number].let_go(keeping, "hangs: the tier has not let go of what it was given")
+
+    def _look(self) -> None:
+        for lane in self._lanes:
+            lane.look()
+
     def close(self, seconds_max: float) -> None:
         """Wait until what is on its way is sealed and judged, then let go of the tiers. Safe to call twice."""
         if self._closed:
@@ -244,10 +288,10 @@ class Keeper:
                 lane.tier.close()
             else:
                 _log.error(
-                    "rank %d: tier %s was not done after waiting %g s at close; what is sealed in it stays",
+                    "rank %d: tier %s %s at close; what is sealed in it stays",
                     self._rank,
                     lane.tier.name,
-                    seconds_max,
+                    lane.hangs or f"was not done after waiting {seconds_max:g} s",
                 )
 
     # -- what lanes and council tell -----------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class Part:
         busy: Threads that are at work on it.
         given_up: Why it is not sealed; empty while it may be.
         sealing: A thread seals it.
+        orphaned: It is over for this lane; whatever the tier still does with it counts no more.
         begun_at: When its first frame was ready.
         written_bytes: Given to the tier so far.
     """
@@ -42,6 +43,7 @@ class Part:
         self.busy = 0
         self.given_up = ""
         self.sealing = False
+        self.orphaned = False
         self.begun_at = 0.0
         self.written_bytes = 0
 

@@ -6,17 +6,22 @@
 A tier that refuses a write loses that step, not the training: it is said once for each reason, counted, and told to the
 council. With a slot that is the staging area itself (strategy D) nothing may give the slot back to the tier before the
 link and the other lanes have let go of it: the next step would be copied over bytes that are being read.
+
+A call of the tier that does not return in time is a device that hangs: what is on its way there is given up, its area
+released, and the tier takes nothing until that call has returned. What the call still writes goes into a slot that is
+nobody's: it is given back when the call returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StoreError
 from trainer_side.tiers.base import Tier
 from trainer_side.tiers.keeping import Keeping, Part
 from trainer_side.tiers.tally import Verdict
@@ -28,6 +33,15 @@ _log = logging.getLogger("holdfast.trainer.tiers")
 _LOOK_SECONDS = 2e-3  # while bytes are being copied, or the link reads a slot
 _FRAMES_LOOKED_AT_MAX = 16  # for one that is ready; they get ready in about this order
 _SEAL = -1
+_T = TypeVar("_T")
+
+
+class _Call(NamedTuple):
+    """A call of the tier that has not returned. `limit`: by when it should have."""
+
+    what: str
+    begun: float
+    limit: float
 
 
 class Outcome(NamedTuple):
@@ -47,17 +61,30 @@ class Lane:
         number: Of the tier.
         tier: The tier.
         rank: This rank, for messages.
-        on_over: Told how each part ended, in one of the lane's threads, before the area is released.
+        on_over: Told how each part ended, in a thread of the lane or that of `look`, before the area is released.
+        call_seconds_max: How long one call of the tier may take.
     """
 
-    def __init__(self, number: int, tier: Tier, rank: int, on_over: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        tier: Tier,
+        rank: int,
+        on_over: Callable[[Outcome], None],
+        *,
+        call_seconds_max: float,
+    ) -> None:
         self.number, self.tier, self._rank, self._on_over = number, tier, rank, on_over
+        self._call_seconds_max = call_seconds_max
+        self._calls: dict[int, _Call] = {}  # by thread
+        self._hangs = ""
         self._changed = threading.Condition()
         self._parts: list[Part] = []
         self._slots_read: list[Keeping] = []  # whose slots here others may still read
         self._verdicts: list[Verdict] = []  # held back for them
         self._delivering = 0
         self._said = ""
+        self._orphans: list[Part] = []  # given up while the tier hung; their slots are to be given back
         self._closing = False
         self._threads: list[threading.Thread] = []
 
@@ -70,9 +97,99 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        """No slice is on its way, and no verdict to the tier."""
+        """No slice is on its way, and no verdict to the tier; or the tier hangs, and nothing is waited for."""
         with self._changed:
-            return not (self._parts or self._verdicts or self._delivering)
+            return bool(self._hangs) or not (self._parts or self._verdicts or self._delivering)
+
+    @property
+    def hangs(self) -> str:
+        """Why the tier takes nothing now: which call has not returned. Empty while it answers."""
+        return self._hangs
+
+    def look(self) -> None:
+        """See whether a call of the tier has been away for too long. Any thread, now and then."""
+        now = time.monotonic()
+        with self._changed:
+            late = next((call for call in self._calls.values() if now > call.limit), None)
+            if late is None:
+                back, self._hangs = self._hangs, ""
+            elif self._hangs:
+                return
+            else:
+                back = ""
+                self._hangs = (
+                    f"hangs: {late.what} has not returned for {now - late.begun:.3g} s, at most "
+                    f"{late.limit - late.begun:g} s are waited"
+                )
+        if late is not None:
+            _log.error(
+                "rank %d: tier %s HANGS AND TAKES NOTHING until it answers: %s",
+                self._rank,
+                self.tier.name,
+                self._hangs,
+            )
+            self._give_up(None, self._hangs)
+        elif back:
+            _log.warning("rank %d: tier %s answers again, and is used again", self._rank, self.tier.name)
+
+    def let_go(self, keeping: Keeping, reason: str) -> None:
+        """Release the area of this step, though a call of the tier may still read it. Any thread."""
+        self._give_up(keeping, reason)
+
+    def _give_up(self, keeping: Keeping | None, reason: str) -> None:
+        """Whoever has a part in hand gives back its slot when the tier lets go of it; nothing else waits for that."""
+        with self._changed:
+            parts = [part for part in self._parts if keeping is None or part.keeping is keeping]
+            self._parts = [part for part in self._parts if part not in parts]
+            for part in parts:
+                part.given_up = part.given_up or reason
+                if not part.sealing and not part.busy:
+                    self._orphans.append(part)
+                part.orphaned = True
+            self._changed.notify_all()
+        for part in parts:
+            self._say_over(part, part.given_up)
+
+    def ask(
+        self, what: str, call: Callable[[], _T], *, seconds_max: float, late: Callable[[_T], object]
+    ) -> _T:
+        """Make a call of the tier whose device may hang, without waiting for it any longer than that.
+
+        Args:
+            what: Of what, for messages.
+            call: The call.
+            seconds_max: How long it may take.
+            late: Gets what it returns after all.
+
+        Raises:
+            StoreError: It has not returned in time.
+            HoldfastError: What the call raised.
+        """
+        done, found, guard, waiting = threading.Event(), [], threading.Lock(), [True]
+        problems: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                with self._calling(what, seconds_max):
+                    answer = call()
+            except BaseException as error:  # noqa: BLE001 - raised by who waits
+                problems.append(error)
+            else:
+                with guard:
+                    found.append(answer)
+                    if not waiting[0]:
+                        late(answer)
+            done.set()
+
+        threading.Thread(target=make, name=f"holdfast-tier-{self.number}-ask", daemon=True).start()
+        if not done.wait(seconds_max):
+            with guard:
+                waiting[0] = bool(found)
+        if problems:
+            raise problems[0]
+        if not found:
+            raise StoreError(f"tier {self.tier.name} hangs: {what} has not returned for {seconds_max:g} s")
+        return found[0]
 
     def keep(self, keeping: Keeping) -> None:
         """Begin to write; its area is being filled."""
@@ -93,8 +210,11 @@ class Lane:
             self._changed.notify_all()
 
     def close(self, seconds_max: float) -> bool:
-        """Wait until all is sealed or given up, then end the threads. Whether it all ended in time."""
-        deadline = time.monotonic() + seconds_max
+        """Wait until all is sealed or given up, then end the threads. Whether it all ended in time.
+
+        A tier that hangs is not waited for.
+        """
+        deadline = time.monotonic() + (_LOOK_SECONDS if self._hangs else seconds_max)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -107,9 +227,10 @@ class Lane:
     def _run(self) -> None:
         while True:
             with self._changed:
-                verdicts = self._deliverable()
-                part, frame = self._next() if not verdicts else (None, 0)
-                if part is None and not verdicts:
+                orphan = self._orphans.pop() if self._orphans else None
+                verdicts = self._deliverable() if orphan is None else []
+                part, frame = self._next() if orphan is None and not verdicts else (None, 0)
+                if part is None and not verdicts and orphan is None:
                     if self._closing and not self._parts and not self._verdicts:
                         return
                     waits = self._parts or self._verdicts
@@ -117,6 +238,8 @@ class Lane:
                     continue
             for verdict in verdicts:
                 self._deliver(verdict)
+            if orphan is not None:
+                self._abandon(orphan)
             if part is None:
                 continue
             if frame == _SEAL:
@@ -155,8 +278,11 @@ class Lane:
         place = keeping.frames[frame]
         problem = ""
         try:
-            assert keeping.area is not None
-            part.writer.write(frame, keeping.area.view(place.offset, place.padded_bytes), keeping.sum(frame))
+            area = keeping.area
+            assert area is not None
+            crc = keeping.sum(frame)
+            with self._calling(f"the write of frame {frame} of step {keeping.step}"):
+                part.writer.write(frame, area.view(place.offset, place.padded_bytes), crc)
         except HoldfastError as error:
             problem = f"failed: {error}"
         except Exception as error:  # noqa: BLE001 - the thread must not die: every later step would wait for it
@@ -166,6 +292,8 @@ class Lane:
             part.busy -= 1
             part.written_bytes += place.padded_bytes
             part.given_up = part.given_up or problem
+            if part.orphaned and not part.busy:
+                self._orphans.append(part)
             self._changed.notify_all()
 
     def _finish(self, part: Part) -> None:
@@ -173,14 +301,17 @@ class Lane:
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
             if reason:
-                part.writer.abandon()
+                with self._calling(f"giving up step {keeping.step}"):
+                    part.writer.abandon()
             else:
                 record = {
                     **{k: v for k, v in dict(keeping.record).items() if isinstance(v, (str, int, float))},
                     "tier_seconds": seconds,
                     "job": keeping.job,
                 }
-                if not part.writer.seal(record):
+                with self._calling(f"the seal of step {keeping.step}"):
+                    sealed = part.writer.seal(record)
+                if not sealed:
                     reason = (
                         "superseded: a newer step is complete in this tier, or it was called void meanwhile"
                     )
@@ -198,14 +329,42 @@ class Lane:
                 self.tier.name,
                 reason,
             )
+        with self._changed:
+            if part.orphaned:  # it is said already that the step is not kept here
+                return
+            part.orphaned = True
+        self._say_over(part, reason)
+        with self._changed:
+            self._parts.remove(part)
+            self._changed.notify_all()
+
+    def _say_over(self, part: Part, reason: str) -> None:
+        """Tell how it ended, and release the area as far as this tier is concerned."""
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
-            self._on_over(Outcome(self.number, keeping, reason, part.written_bytes, seconds))
+            self._on_over(Outcome(self.number, part.keeping, reason, part.written_bytes, seconds))
         finally:
-            keeping.over_in(self.number, reason)
+            part.keeping.over_in(self.number, reason)
+
+    def _abandon(self, part: Part) -> None:
+        try:
+            with self._calling(f"giving up step {part.keeping.step}"):
+                part.writer.abandon()
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.error("rank %d: tier %s: %s", self._rank, self.tier.name, error)
+
+    @contextlib.contextmanager
+    def _calling(self, what: str, seconds_max: float | None = None) -> Iterator[None]:
+        """A call of the tier is on its way, in this thread."""
+        begun, me = time.monotonic(), threading.get_ident()
+        limit = self._call_seconds_max if seconds_max is None else seconds_max
+        with self._changed:
+            self._calls[me] = _Call(what, begun, begun + limit)
+        try:
+            yield
+        finally:
             with self._changed:
-                self._parts.remove(part)
-                self._changed.notify_all()
+                del self._calls[me]
 
     # -- verdicts ------------------------------------------------------------------------------------------------
 
@@ -231,10 +390,11 @@ class Lane:
     def _deliver(self, verdict: Verdict) -> None:
         attempt, step = verdict.order
         try:
-            if verdict.complete:
-                self.tier.complete(attempt, step)
-            else:
-                self.tier.void(attempt, step)
+            with self._calling(f"the verdict on step {step}"):
+                if verdict.complete:
+                    self.tier.complete(attempt, step)
+                else:
+                    self.tier.void(attempt, step)
         except Exception as error:  # noqa: BLE001 - as above
             _log.error("rank %d: tier %s: %s", self._rank, self.tier.name, error)
         finally:

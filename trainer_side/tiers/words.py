@@ -2,8 +2,10 @@
 
 to rank 0     SEALED, SKIPPED     tier, attempt, step; the layout's digest, or why
               PROPOSE             payload: a `Proposal`, as the stager would get it
+              READY               this rank has prepared for the first layout; or code and message of an error
               BYE                 nothing more comes
 to all        COMPLETE, VOID      tier, attempt, step
+              GO                  every rank is ready
               AGREED, REFUSED     payload: an `Agreement`; or code and message of an error
               ROOM                bytes that rank 0's pickle gets from now on
 """
@@ -28,6 +30,8 @@ class Said(StrEnum):
     SEALED = "sealed"
     SKIPPED = "skipped"
     PROPOSE = "propose"
+    READY = "ready"
+    GO = "go"
     BYE = "bye"
     COMPLETE = "complete"
     VOID = "void"

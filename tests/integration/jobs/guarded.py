@@ -1,9 +1,9 @@
 """A training loop that saves after every step, and says what its script was told when something is wrong.
 
 `python guarded.py OUT SCENARIO STEPS`. Scenarios: `plain`; `hold`: wait after the first step until OUT/go is there;
-`layouts`: rank 1 has another model; `numpy`, `numpy-rank-0`: an array in the state. Except with an
-array, each step waits until it is durable. Writes to OUT, per rank: how far it came, what it restored, and the error
-that ended it.
+`layouts`: rank 1 has another model; `untiered`: rank 1 has no local tiers; `numpy`, `numpy-rank-0`: an array in the
+state. Except with an array, each step waits until it is durable. Writes to OUT, per rank: how far it came, what it
+restored, and the error that ended it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def main() -> None:
         "durable": -1,
         "error": None,
     }
+    if scenario == "untiered" and rank == 1:
+        del os.environ["HOLDFAST_TIERS"]
     try:
         train(out, scenario, steps, rank, said)
     except HoldfastError as error:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from holdfast.claim import Claim, newest_attempt
+from holdfast.claim import Claim, Identity, _started, newest_attempt
 from holdfast.config import TrainerConfig
+from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
+from holdfast.slice_sets import SliceName, find_sets, slice_write_id
 from holdfast.storage import open_store
+from holdfast.storage.base import Store
+from tests.support.restoring import Ranks, ThreadPeers
 from tests.unit.trainer_side.tiers.ranks import Area, laid_out
 from trainer_side.alone import Alone
-from trainer_side.joining import _alone, _beside
+from trainer_side.joining import _alone, _beside, compare
 from trainer_side.link import Link
 from trainer_side.mpi import World
 from trainer_side.peers import LonePeers
@@ -48,6 +55,29 @@ class Together:
         said: bytes = self._shared.said
         self._shared.barrier.wait(60)
         return said
+
+
+@pytest.mark.parametrize(
+    ("alone", "other", "words"),
+    [
+        (False, {"tiers": ()}, r"tiers: rank 1 has none, rank 0 has \['memory'\]; give all ranks the same"),
+        (True, {"store": "/else"}, "store: rank 1 has /else, rank 0 has /run"),
+        (True, {"chunk_bytes": 8192}, "chunk_bytes: rank 1 has 8192, rank 0 has 4096"),
+    ],
+)
+def test_a_rank_that_is_set_otherwise_is_refused_on_every_rank(
+    alone: bool, other: dict[str, Any], words: str
+) -> None:
+    settings: dict[str, Any] = {"tiers": ("memory",), "store": "/run", "chunk_bytes": 4096}
+
+    def work(peers: ThreadPeers) -> bool:
+        config = TrainerConfig(**(settings | other if peers.rank == 1 else settings))
+        with pytest.raises(ConfigError, match=words):
+            compare(config, peers, alone=alone)
+        return True
+
+    assert all(Ranks(3).run(work))
+    Ranks(2).run(lambda peers: compare(TrainerConfig(**settings), peers, alone=alone))
 
 
 def _inventories(tiers: list[list[Tier]], errors: dict[int, ConfigError] | None = None) -> list[Any]:
@@ -109,6 +139,52 @@ def test_without_a_stager_the_attempt_is_above_tiers_and_store_and_the_store_is_
     store = open_store(alone.store_url)
     assert newest_attempt(store) == 9
     assert Claim.take(store).attempt == 10, "and a stager is not held up by it"
+
+
+def _half_sent(store: Store, attempt: int) -> None:
+    """What a rank leaves that is killed while its slice is on its way."""
+    nbytes = 12 << 20
+    name = SliceName(attempt, 5, 0, 1)
+    begun = store.begin(
+        name.slice, nbytes=nbytes, chunk_bytes=nbytes // 2, write_id=slice_write_id(name, "x")
+    )
+    part = bytes(begun.part_bytes)
+    begun.write_part(0, [memoryview(part)], crc32(part))
+
+
+@pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.s3)])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "directory":
+        return str(tmp_path / "store")
+    return str(request.getfixturevalue("swift_s3").url())
+
+
+@pytest.mark.parametrize("lives", [False, True], ids=["dead", "alive"])
+def test_what_older_attempts_left_half_sent_is_removed_unless_one_may_live(
+    store_url: str, lives: bool
+) -> None:
+    store = open_store(store_url)
+    store.write(
+        "slices/step-000000004-a002-r00000of00002.slice", b"of an incomplete set: restore may want it"
+    )
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        identity = replace(Identity.of_this_process(), pid=process.pid, started=_started(process.pid) or 0)
+        assert Claim.take(store, identity=identity).attempt == 3
+        if not lives:
+            process.kill()
+            process.wait()
+        for attempt in (2, 3, 4):
+            _half_sent(store, attempt)
+        config = TrainerConfig(tiers=["store"], store=store_url)
+        assert _alone(config, cast(Alone, SimpleNamespace(store_url=store_url)), [], LonePeers()) == 4
+        process.kill()
+    assert [found.attempt for found in find_sets(store.list())] == [2]
+    left = " ".join(store.sweep(lambda _: False))
+    assert {attempt: f"slice-a{attempt:03}-" in left for attempt in (2, 3, 4)} == {
+        2: lives,
+        3: lives,
+        4: True,
+    }
 
 
 def test_a_store_that_does_not_answer_is_passed_over_only_when_told_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.wire import Agreement, Proposal
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.tiers.council import Council
@@ -141,6 +141,46 @@ def test_ranks_with_other_tensors_are_refused_by_name() -> None:
         thread.join(60)
     assert str(errors[0]) == str(errors[1])
     assert "rank 1: tensor model/w: expected (float32 [4], replicated) as on rank 0" in str(errors[0])
+    ranks.close()
+
+
+def _concur(ranks: Ranks, errors: dict[int, HoldfastError]) -> list[HoldfastError | None]:
+    """What each rank hears."""
+    heard: list[HoldfastError | None] = [None] * len(ranks.councils)
+
+    def ask(rank: int) -> None:
+        try:
+            ranks.councils[rank].concur(errors.get(rank))
+        except HoldfastError as error:
+            heard[rank] = error
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(len(heard))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return heard
+
+
+def test_what_one_rank_cannot_do_all_hear_of(ranks: Ranks) -> None:
+    assert _concur(ranks, {}) == [None] * RANKS
+    mine = ConfigError("tier file:/x: no room")
+    heard = _concur(ranks, {1: mine})
+    assert heard[1] is mine
+    for other in (heard[0], heard[2]):
+        assert isinstance(other, ConfigError)
+        assert str(other) == "rank 1: tier file:/x: no room"
+    assert _concur(ranks, {}) == [None] * RANKS
+
+
+@pytest.mark.parametrize("how", ["late", "dead"])
+def test_a_rank_that_does_not_get_ready_is_named(how: str) -> None:
+    ranks = Ranks(2, agree_seconds_max=0.1 if how == "late" else 20.0)
+    if how == "dead":
+        threading.Timer(0.1, lambda: ranks.net.dead.add(1)).start()
+    with pytest.raises(PeerLost, match="rank 1"):
+        ranks.councils[0].concur(None)
     ranks.close()
 
 

@@ -22,6 +22,7 @@ from trainer_side.tiers.inventory import Inventory
 from trainer_side.tiers.keeper import Keeper, open_tiers
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.media import CachedFile
+from trainer_side.tiers.slot_files import SlotFiles
 
 RUN = "/run"
 NOTHING = ((), ())
@@ -309,8 +310,61 @@ def test_a_tier_that_is_too_small_is_refused_at_first_and_left_out_later(
     other = object.__new__(Keeper)
     other.tiers, other._layout, other._out = (rank.tiers[1],), None, {}
     other._rank = 0
+    other._lanes, other._prepare_seconds_max = rank.keeper._lanes[1:], 20.0
     with pytest.raises(ConfigError, match="too small"):
         fresh(other, rank.layout)
+
+
+def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
+    specs: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The area comes back, the step is kept where it can be, the next one is not even tried, and `close` ends."""
+    going, plain = threading.Event(), CachedFile.write
+    going.set()
+
+    def write(self: CachedFile, offset: int, view: memoryview) -> None:
+        assert going.wait(60)
+        plain(self, offset, view)
+
+    monkeypatch.setattr(CachedFile, "write", write)
+    rank = Rank(specs, tier_seconds_max=0.2)
+    rank.save(3)[0].released.wait(20)
+    until(lambda: rank.keeper.is_idle)
+    going.clear()
+    keeping, _ = rank.save(5)
+    assert keeping.released.wait(20)
+    assert (keeping.kept_in, keeping.lost_in[1].partition(":")[0]) == ({0}, "hangs")
+    assert caplog.text.count("HANGS AND TAKES NOTHING") == 1
+    until(lambda: rank.kept(0) == [5, 3])
+    keeping, _ = rank.save(7)
+    assert keeping.writers.keys() == {0}
+    assert keeping.released.wait(20)
+    assert rank.ledger.stats.skipped[f"{specs[1]}: hangs"] == 2
+    going.set()
+    until(lambda: not rank.keeper._lanes[1].hangs)
+    assert "answers again" in caplog.text
+    keeping, _ = rank.save(9)
+    assert keeping.released.wait(20)
+    assert keeping.kept_in == {0, 1}
+    until(lambda: rank.kept(1) == [9, 3])
+    assert rank.bytes_of(3, 1) == {3}
+    going.clear()
+    rank.save(11)
+    rank.keeper.close(60)
+    assert "hangs: the write of frame" in caplog.records[-1].message
+    going.set()
+
+
+def test_a_device_that_hangs_at_the_start_is_an_error_that_names_it(
+    specs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going = threading.Event()
+    monkeypatch.setattr(SlotFiles, "open", lambda *_: going.wait(60))
+    with pytest.raises(
+        StoreError, match=r"tier memory:.* hangs: making room for slices has not returned for 0.2 s"
+    ):
+        Rank(specs, tier_seconds_max=0.2, start_seconds_max=0.2)
+    going.set()
 
 
 def test_what_was_found_complete_stays_until_there_is_a_newer_one(specs: list[str]) -> None:
