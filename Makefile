@@ -78,11 +78,12 @@ chaos: $(READY) ## Run the kill matrix, every process killed at every stage; the
 	@$(BIN)/python -m tests.chaos.table
 
 .PHONY: lint
-lint: $(READY) ## Style, formatting, the import arrows, docker-compose.yml
+lint: $(READY) ## Style, formatting, the import arrows, docker-compose.yml and what it mounts
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
-	@$(BIN)/yamllint --strict docker-compose.yml
+	@$(BIN)/yamllint --strict docker-compose.yml infra/prometheus infra/grafana
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml
 
 .PHONY: types
 types: $(READY) ## mypy, strict, over source and tests

@@ -46,6 +46,12 @@ _log = logging.getLogger("holdfast.flusher")
 @click.option(
     "--events", type=click.Path(path_type=Path), help="File to append events to, one JSON line each."
 )
+@click.option(
+    "--metrics-port",
+    type=int,
+    help="Serve /metrics to Prometheus: the stager on this port, the flusher on the next.",
+)
+@click.option("--metrics-address", help="Address for that; by default this machine alone reaches it.")
 def flusher(**arguments: Any) -> None:
     """Own the ring of one run: write, publish, verify and prune its checkpoints.
 

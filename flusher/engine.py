@@ -343,6 +343,7 @@ class Engine:
             {
                 "attempt": key.attempt,
                 "file": manifest.file,
+                "image_bytes": manifest.image_bytes,
                 "pgt2_seconds": manifest.pgt2_seconds,
                 "record": manifest.record,
             },

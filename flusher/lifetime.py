@@ -30,6 +30,7 @@ from holdfast.events import EventLog
 from holdfast.faultpoint import Point, reach
 from holdfast.ipc import SOCKET_NAME, Listener
 from holdfast.manifest import Manifest
+from holdfast.metrics_page import serve_metrics
 from holdfast.ring import Ring
 from holdfast.runtime import runtime_directory
 from holdfast.slice_sets import is_slice_upload
@@ -90,6 +91,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         ring = held.enter_context(
             _ring(directory, config, tenure.attempt, found, lambda: service.leaves_ring)
         )
+        held.enter_context(serve_metrics(config, events, ring=ring, store=store))
         upkeep.catch_up()
         listener = Listener(directory / SOCKET_NAME)
         held.callback(listener.close)

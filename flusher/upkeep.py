@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 from flusher.retention import to_remove
@@ -56,7 +56,7 @@ class Upkeep:
         inbox: Gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
         verify: Whether to read back at all.
         keep_last: As the setting. `keep_every`: too.
-        events: The event log, for what becomes of slices.
+        events: The event log, for what is found and what becomes of slices.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Upkeep:
     ) -> None:
         self._store, self._tenure, self._inbox = store, tenure, inbox
         self._verify, self._keep_last, self._keep_every = verify, keep_last, keep_every
+        self._events = events
         self._way_is_free = threading.Event()
         self._way_is_free.set()
         self._stopped = False
@@ -124,8 +125,7 @@ class Upkeep:
     def catch_up(self) -> None:
         """Do what nobody lived to do: make a file of slices, and read back the newest ones that were not."""
         self._submit(self._assemble)
-        if self._verify:
-            self._submit(self._look_for_unread)
+        self._submit(self._look_for_unread)
 
     def attached(self, attempt: int) -> None:
         """A job of this attempt begins: those before it are over."""
@@ -180,11 +180,22 @@ class Upkeep:
                 except (DamageError, StoreMissing) as error:
                     _log.warning("not looked at for read-back: %s", error)
             found.sort(key=lambda manifest: manifest.order, reverse=True)
+            self._say_newest(found)
             for manifest in found[:_UNREAD_LOOKED_AT]:
-                if manifest.state is State.DURABLE:
+                if self._verify and manifest.state is State.DURABLE:
                     self.published(Key(manifest.attempt, manifest.step), manifest)
         except StoreError as error:
             _log.warning("what an earlier flusher left unread stays so: %s", error)
+
+    def _say_newest(self, found: Sequence[Manifest]) -> None:
+        """How far the run is as this flusher begins."""
+        good = next((manifest for manifest in found if manifest.state is not State.BAD), None)
+        if good is not None and self._events is not None:
+            self._events.emit(
+                "found",
+                {"attempt": good.attempt, "state": good.state.value, "created": good.created},
+                step=good.step,
+            )
 
     def stop(self) -> None:
         """Give up what waits and what runs: unread checkpoints stay durable."""

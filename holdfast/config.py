@@ -238,6 +238,9 @@ class _RingConfig(_RoleConfig):
         linger: Whether the flusher stays after the training has ended.
         writers: How many threads write parts; by default as many as suit the store (`holdfast.storage.parts_at_once`).
         runtime_dir: Where the ring, its journal and the socket live; wants to be in memory (tmpfs).
+        metrics_port: Port at which the stager serves `/metrics` to Prometheus; the flusher takes the next one. None:
+            neither does.
+        metrics_address: Address for both; those of other machines reach it only if it is not this machine's alone.
     """
 
     store: _StoreUrl
@@ -249,6 +252,8 @@ class _RingConfig(_RoleConfig):
     linger: bool = False
     writers: Annotated[int, Field(ge=1, le=64)] | None = None
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
+    metrics_port: Annotated[int, Field(ge=1, lt=65535)] | None = None
+    metrics_address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
 
     @field_validator("ring_bytes", mode="after")
     @classmethod

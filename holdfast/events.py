@@ -21,6 +21,8 @@ from holdfast.errors import ConfigError
 
 __all__ = ["EventLog"]
 
+_Listener = Callable[[str, Mapping[str, Any], int | None], None]
+
 _log = logging.getLogger("holdfast.events")
 _DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
 
@@ -46,6 +48,7 @@ class EventLog:
         self._path, self._fd = path, -1
         self._writing = threading.Lock()
         self._torn = False  # the last line that we wrote has no end
+        self._listeners: list[_Listener] = []
         try:
             self._open()
         except OSError as error:
@@ -71,6 +74,15 @@ class EventLog:
                 self._append(text.encode() + b"\n")
         except OSError as error:
             _log.warning("event not written: %s", error)
+        for listener in self._listeners:
+            try:
+                listener(event, fields or {}, step)
+            except Exception:  # noqa: BLE001 - who counts events must not end what they tell of
+                _log.warning("event %s was not counted", event, exc_info=True)
+
+    def listen(self, listener: _Listener) -> None:
+        """Call `listener(event, fields, step)` for each event from now on, in the thread that emits it."""
+        self._listeners.append(listener)
 
     def _open(self) -> None:
         if self._fd < 0 and self._path is not None:

@@ -17,6 +17,7 @@ from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.faultpoint import identify
+from holdfast.metrics_page import serve_metrics
 
 if TYPE_CHECKING:
     from stager.mpi import Port
@@ -58,6 +59,12 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
 @click.option(
     "--events", type=click.Path(path_type=Path), help="File to append events to, one JSON line each."
 )
+@click.option(
+    "--metrics-port",
+    type=int,
+    help="Serve /metrics to Prometheus: the stager on this port, the flusher on the next.",
+)
+@click.option("--metrics-address", help="Address for that; by default this machine alone reaches it.")
 def stager(**arguments: Any) -> None:
     """Receive the checkpoints of this MPI job. Add it to the mpirun line as one more program, once.
 
@@ -112,11 +119,12 @@ def _serve(port: Port, config: StagerConfig | None, problem: HoldfastError | Non
     events = EventLog(config.events, role="stager")
     service = Service(config, port, flusher, events=events)
     try:
-        events.emit(
-            "stager_ready", {"attempt": flusher.attempt, "ranks": port.ranks, "flusher_pid": flusher.pid}
-        )
-        service.run()
-        events.emit("stager_ended")
+        with serve_metrics(config, events):
+            events.emit(
+                "stager_ready", {"attempt": flusher.attempt, "ranks": port.ranks, "flusher_pid": flusher.pid}
+            )
+            service.run()
+            events.emit("stager_ended")
     finally:
         service.close()
         events.close()

@@ -190,6 +190,8 @@ def _arguments(config: StagerConfig) -> list[str]:
         *("--runtime-dir", str(config.runtime_dir)),
         "--verify" if config.verify else "--no-verify",
         "--linger" if config.linger else "--no-linger",
+        *(() if config.metrics_port is None else ("--metrics-port", str(config.metrics_port))),
+        *("--metrics-address", config.metrics_address),
     ]
     return arguments if config.events is None else [*arguments, "--events", str(config.events)]
 

@@ -1,4 +1,4 @@
-"""The trainers' part of `holdfast doctor`: torch, its devices, and memory that a device can copy into."""
+"""The trainers' part of `holdfast doctor`: torch, its devices, memory that a device can copy into, and notices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from collections.abc import Iterator
 import torch
 
 from holdfast.doctor import Finding, Plan, State
+from trainer_side.notice.check import metadata
 
-__all__ = ["devices"]
+__all__ = ["devices", "trainer"]
 
 _PINNED_BYTES = 64 << 20
+
+
+def trainer(plan: Plan) -> Iterator[Finding]:
+    """All that a training rank needs of its machine."""
+    yield from devices(plan)
+    yield from metadata(plan)
 
 
 def devices(_: Plan) -> Iterator[Finding]:

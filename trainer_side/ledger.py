@@ -10,24 +10,15 @@ right for the steps that have their verdict, and once all have one they name the
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+from holdfast.causes import cause_of
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer, TransferState
 
-__all__ = ["Ledger", "Stats", "cause_of"]
-
-_CAUSE = re.compile(r"(?:rank \d+: )?([a-z][a-z ]{0,30}): ")
-_CAUSES_OF_CODES = {
-    "busy": "no room at the stager",
-    "peer_lost": "a process was lost or late",
-    "state": "the ranks' states differ",
-    "store": "store",
-    "damage": "damage",
-}
+__all__ = ["Ledger", "Stats"]
 
 
 @dataclass
@@ -53,19 +44,6 @@ class Stats:
     wait_seconds: float = 0.0
     kept: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
-
-
-def cause_of(reason: str, code: str = "") -> str:
-    """The few words under which a refusal is counted.
-
-    Args:
-        reason: What was said; a rank's own begins with its cause and a colon.
-        code: The error code, if the stager gave one.
-    """
-    if code:
-        return _CAUSES_OF_CODES.get(code, code)
-    match = _CAUSE.match(reason)
-    return match[1] if match else "other"
 
 
 class Ledger:

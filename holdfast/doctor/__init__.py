@@ -86,9 +86,10 @@ def examine(plan: Plan) -> Iterator[Finding]:
 
 
 def _checks() -> Iterator[Check]:
-    from holdfast.doctor import machine, store
+    from holdfast.doctor import hosts, machine, store
 
     yield from (machine.python, machine.shared_memory, machine.limits, machine.clock, machine.network)
+    yield hosts.examine_hosts
     yield store.examine_store
     for point in sorted(entry_points(group=_GROUP), key=lambda point: point.name):
         try:

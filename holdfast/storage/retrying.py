@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import builtins
 import logging
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -68,6 +70,17 @@ class _Caller:
 
     def __init__(self, budget: RetryBudget, sleep: Callable[[float], None]) -> None:
         self._budget, self._sleep = budget, sleep
+        self._failures: Counter[str] = Counter()
+        self._counting = threading.Lock()
+
+    def failures(self) -> dict[str, int]:
+        with self._counting:
+            return dict(self._failures)
+
+    def _failed(self, what: str, state: tenacity.RetryCallState) -> None:
+        with self._counting:
+            self._failures[what] += 1
+        _log_failure(what, state)
 
     def __call__(self, what: str, call: Callable[[], _Result], budget: RetryBudget | None = None) -> _Result:
         limits = budget or self._budget
@@ -79,7 +92,7 @@ class _Caller:
             retry=tenacity.retry_if_exception(
                 lambda error: isinstance(error, StoreError) and error.retriable
             ),
-            before_sleep=lambda state: _log_failure(what, state),
+            before_sleep=lambda state: self._failed(what, state),
         )
         try:
             return retrying(call)
@@ -106,6 +119,10 @@ class Retrying:
     ) -> None:
         self._inner = inner
         self._call = _Caller(budget or RetryBudget(), sleep)
+
+    def failures(self) -> dict[str, int]:
+        """How often each call failed and was tried again, so far. Any thread."""
+        return self._call.failures()
 
     @property
     def inner(self) -> Store:

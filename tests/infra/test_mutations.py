@@ -85,6 +85,28 @@ MUTATIONS = {
         "modules/trainers",
         "a_trainer_reads_its_run_and_writes_nothing",
     ),
+    "slices that may be checkpoints": Mutation(
+        "modules/trainers/main.tf",
+        '["slices/*", ',
+        '["*", ',
+        "modules/trainers",
+        "slices_are_all_that_a_trainer_may_be_let_write",
+    ),
+    "slices of every run": Mutation(
+        "modules/trainers/main.tf",
+        '"${var.bucket_arn}/${local.run_prefix}/checkpoints/${path}"',
+        '"${var.bucket_arn}/${var.project}/*/checkpoints/${path}"',
+        "modules/trainers",
+        "slices_are_all_that_a_trainer_may_be_let_write",
+    ),
+    "slices written unless asked for": Mutation(
+        "modules/trainers/variables.tf",
+        'when the stager is lost. Off: what a spot node runs then cannot touch a checkpoint in the bucket at all."\n'
+        "  type        = bool\n  default     = false",
+        'when the stager is lost."\n  type        = bool\n  default     = true',
+        "modules/trainers",
+        "a_trainer_reads_its_run_and_writes_nothing",
+    ),
     "a trainer that reads every run": Mutation(
         "modules/trainers/main.tf",
         '"${var.bucket_arn}/${local.run_prefix}/*"',

@@ -15,12 +15,18 @@ from tests.support.job import HOLDFAST, environment
 from tests.support.s3_place import S3Place, plain_client
 
 pytestmark = [pytest.mark.mpi]
+# Tests ask this machine only: nobody listens there.
+NO_CLOUD = {
+    "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:9",
+    "GCE_METADATA_HOST": "127.0.0.1:9",
+    "HOLDFAST_AZURE_METADATA_URL": "http://127.0.0.1:9",
+}
 
 
 def doctor(*arguments: str, env: dict[str, str]) -> tuple[int, dict[str, Any]]:
     done = subprocess.run(
         [HOLDFAST, "doctor", "--json", "--ring-bytes", "64MiB", "--chunk-bytes", "1MiB", *arguments],
-        env=env,
+        env={**env, **NO_CLOUD},
         capture_output=True,
         text=True,
         check=False,
@@ -51,7 +57,7 @@ def test_without_mpirun_it_is_not_fit_and_says_what_to_install(tmp_path: Path) -
     arguments = ["doctor", "--json", "--ring-bytes", "64MiB", "--chunk-bytes", "1MiB"]
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), *arguments],
-        env={**environment(tmp_path / "runtime"), "PATH": str(tmp_path)},
+        env={**environment(tmp_path / "runtime"), **NO_CLOUD, "PATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,

@@ -16,9 +16,18 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-__all__ = ["AWS_ACTION", "AWS_REBALANCE", "AWS_TOKEN", "AZURE_EVENTS", "GCP_PREEMPTED", "FakeMetadata"]
+__all__ = [
+    "AWS_ACTION",
+    "AWS_REBALANCE",
+    "AWS_ROOT",
+    "AWS_TOKEN",
+    "AZURE_EVENTS",
+    "GCP_PREEMPTED",
+    "FakeMetadata",
+]
 
 AWS_TOKEN = "/latest/api/token"
+AWS_ROOT = "/latest/meta-data/"
 AWS_ACTION = "/latest/meta-data/spot/instance-action"
 AWS_REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 GCP_PREEMPTED = "/computeMetadata/v1/instance/preempted"
@@ -34,6 +43,7 @@ class FakeMetadata:
         action: What instance-action says; None: 404. `rebalance`: the same of the rebalance recommendation.
         preempted: What Google Cloud says. `events`: Azure's Scheduled Events.
         forced: Path → (status, body, headers), instead of what it would say.
+        silent: Paths whose questions it takes and never answers.
         hanging: Takes every question and answers none. `dripping`: answers a byte every 50 ms.
         asked: How often each path was asked for. `tokens`: how many were given out. `headers`: of the last question.
     """
@@ -45,6 +55,7 @@ class FakeMetadata:
         self.events: list[dict[str, Any]] = []
         self.machine = "trainer-0"
         self.forced: dict[str, tuple[int, str, dict[str, str]]] = {}
+        self.silent: set[str] = set()
         self.hanging = threading.Event()
         self.dripping = False
         self.asked: Counter[str] = Counter()
@@ -107,6 +118,7 @@ class FakeMetadata:
         """End it."""
         self._closing.set()
         self.hanging.clear()
+        self.silent.clear()
         self._server.shutdown()
         self._server.server_close()
 
@@ -123,9 +135,13 @@ class FakeMetadata:
         path = request.path.split("?")[0]
         self.headers[path] = {name.lower(): value for name, value in request.headers.items()}
         self.asked[path] += 1
-        if self.hanging.is_set():
+        if self.hanging.is_set() or path in self.silent:
             deadline = time.monotonic() + _HANG_SECONDS_MAX
-            while self.hanging.is_set() and time.monotonic() < deadline and not self._closing.is_set():
+            while (
+                (self.hanging.is_set() or path in self.silent)
+                and time.monotonic() < deadline
+                and not self._closing.is_set()
+            ):
                 time.sleep(0.02)
             request.close_connection = True
             return
@@ -157,10 +173,10 @@ class FakeMetadata:
             token = f"token-{self.tokens}"
             self.valid[token] = now + min(float(seconds), self._token_seconds_max)
             return 200, token, {}
-        if path in {AWS_ACTION, AWS_REBALANCE}:
+        if path in {AWS_ROOT, AWS_ACTION, AWS_REBALANCE}:
             if self.valid.get(headers.get("x-aws-ec2-metadata-token", ""), 0.0) <= now:
                 return 401, "", {}
-            said = self.action if path == AWS_ACTION else self.rebalance
+            said = {AWS_ROOT: "spot/", AWS_ACTION: self.action, AWS_REBALANCE: self.rebalance}[path]
             return (404, "", {}) if said is None else (200, said, {})
         if path == GCP_PREEMPTED:
             return (200, self.preempted, {}) if headers.get("metadata-flavor") == "Google" else (403, "", {})

@@ -21,6 +21,7 @@ __all__ = ["Aws"]
 _ENDPOINT = "http://169.254.169.254"
 _ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 _TOKEN_PATH = "/latest/api/token"  # noqa: S105 - the path is no secret
+_ROOT_PATH = "/latest/meta-data/"
 _ACTION_PATH = "/latest/meta-data/spot/instance-action"
 _REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
 _ACTIONS = ("terminate", "stop", "hibernate")
@@ -83,6 +84,13 @@ class Aws:
         except SourceError:
             return False
         return True
+
+    def answers_without_token(self) -> bool:
+        """Whether the server is there although it gave no token: its answers to PUT may take fewer hops."""
+        try:
+            return self._server.ask(_ROOT_PATH).status in {200, 401}
+        except SourceError:
+            return False
 
     def _get(self, path: str) -> str | None:
         if self._clock() >= self._token_ends:

@@ -17,12 +17,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from holdfast.causes import cause_of
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.events import EventLog
 from holdfast.layout import Layout
 from holdfast.slices import Frame, frames_of
-from trainer_side.ledger import Ledger, cause_of
+from trainer_side.ledger import Ledger
 from trainer_side.tiers.base import Nearness, SliceWriter, Tier
 from trainer_side.tiers.council import Council, CouncilPort
 from trainer_side.tiers.inventory import Inventory

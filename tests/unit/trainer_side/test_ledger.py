@@ -2,26 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from trainer_side.ledger import Ledger, cause_of
+from trainer_side.ledger import Ledger
 from trainer_side.transfer import Transfer, TransferState
-
-
-@pytest.mark.parametrize(
-    ("reason", "code", "cause"),
-    [
-        ("busy: the checkpoint before is still being sent", "", "busy"),
-        ("rank 12: busy: the checkpoint before is still being sent", "", "busy"),
-        ("rank 1: copy failed: no memory: none", "", "copy failed"),
-        ("steps 3, 4 are still being received", "busy", "no room at the stager"),
-        ("step 5: rank 1 is dead: it seems", "peer_lost", "a process was lost or late"),
-        ("something", "fenced", "fenced"),
-        ("Anything else", "", "other"),
-    ],
-)
-def test_causes(reason: str, code: str, cause: str) -> None:
-    assert cause_of(reason, code) == cause
 
 
 def test_a_step_that_another_rank_declined_is_not_saved() -> None:

@@ -99,6 +99,7 @@ def test_a_fleet_that_is_short_is_told_with_what_there_is(stub: Any) -> None:
     ("code", "status", "error", "words"),
     [
         ("AuthFailure", 401, ConfigError, "credentials"),
+        ("RequestExpired", 400, ConfigError, "this machine's clock"),
         ("UnauthorizedOperation", 403, ConfigError, "operator's role"),
         ("OptInRequired", 401, ConfigError, "region"),
         ("InvalidLaunchTemplateId.NotFound", 400, ConfigError, "terraform apply"),
