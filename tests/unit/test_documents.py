@@ -30,6 +30,7 @@ MADE = {
     ".fuzz/",
     ".holdfast/writer-NNNNNN.json",
     "run_prefix/cluster/",
+    "slices/",
     "terraform-output.json",
 }
 FILE = re.compile(r"\.?[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|sh|toml|yml|md|tf|c|json|pkl))")
