@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.config import TrainerConfig
+from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.layout import REPLICATED
 from holdfast.replicas import watched
@@ -96,7 +97,7 @@ class Planner:
         # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
         # each other; a rank that is still sending must wait for its buffer first, and not decline.
         self._agree(tree)
-        planned = self._renew(tree)
+        planned = self._renew_together(tree)
         taken = capture(tree, planned.skeleton)
         assert taken is not None
         return planned, taken
@@ -115,6 +116,21 @@ class Planner:
             # Rank 0 alone: the others have the new plan by now, so this one must come to it too, at a later step.
             self._pickle_reserve_bytes = before
             raise
+
+    def _renew_together(self, tree: Any) -> Plan:
+        """The first plan with local tiers: what one rank cannot do, all ranks hear of, and none trains on alone."""
+        if self._keeper is None or self._keeper.is_prepared:
+            return self._renew(tree)
+        try:
+            planned = self._renew(tree)
+        except Outgrown:
+            self._keeper.council.concur(None)
+            raise
+        except HoldfastError as error:
+            self._keeper.council.concur(error)
+            raise
+        self._keeper.council.concur(None)
+        return planned
 
     def _agree(self, tree: Any) -> None:
         proposed = table(self._state, tree, rank=self._link.rank, ranks=self._link.ranks)

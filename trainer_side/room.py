@@ -103,6 +103,10 @@ class Room:
         deadline = time.monotonic() + self._config.stager_seconds_max
         for before in late:
             if not before.released.wait(max(0.0, deadline - time.monotonic())):
+                if self._keeper is not None and before.keeping is not None:
+                    self._keeper.let_go(before.keeping)  # a device that hangs is no reason to end a training
+                if before.released.is_set():
+                    continue
                 raise self._link.problem or StateError(
                     f"rank {self._link.rank}: the tensors changed while the checkpoint of step {before.step} is still "
                     "being sent; it was given up, and MPI did not let go of it within "

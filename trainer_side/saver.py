@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 
+from holdfast.causes import cause_of
 from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.events import EventLog
 from holdfast.faultpoint import Point, reach
 from trainer_side.alone import Alone
 from trainer_side.copier import Copier, Job
 from trainer_side.fingerprint import Fingerprints
-from trainer_side.ledger import Ledger, cause_of
+from trainer_side.ledger import Ledger
 from trainer_side.link import Link, Transfer
 from trainer_side.planner import Plan, Planner
 from trainer_side.room import NoRoom, Place, Room

@@ -3,5 +3,6 @@
 aws, azure, gcp (http, words) ─┐
 signals ───────────────────────┴► watch ─► link ══► stager: holdfast/emergency.py ══► appointments: save at step n
 
-base: what a source is.   opening: which of them are asked, and by which rank.
+base: what a source is.
+check: of the cloud's server, for `holdfast doctor`.   opening: which of them are asked, and by which rank.
 """

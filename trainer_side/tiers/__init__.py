@@ -8,5 +8,6 @@ slot files   slot_tier    the tier         slots       which slot next, which mu
              slot_format  its bytes        slot_scan   found ones          place        where they lie
              media, pm, libpmem            what lies beneath
 the store    store, store_shelf, store_writer, store_parts                 as a tier, while there is no stager
-at start     opening, profile   from settings and the device to tiers      inventory    what all ranks' tiers hold
+at start     muster       whether every rank is ready (pure)
+             opening, profile   from settings and the device to tiers      inventory    what all ranks' tiers hold
 """

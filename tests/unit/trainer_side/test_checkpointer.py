@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.causes import cause_of
 from holdfast.config import TrainerConfig
 from holdfast.emergency import Word
 from holdfast.errors import ConfigError
@@ -19,7 +20,6 @@ from holdfast.layout import Layout
 from holdfast.notice import Notice, NoticeKind, Terms
 from holdfast.wire import Agreement, Proposal, Welcome
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.ledger import cause_of
 from trainer_side.link import Link
 from trainer_side.notice.appointments import Appointments
 from trainer_side.staging import Staging
