@@ -38,6 +38,7 @@ from holdfast.layout import REPLICATED
 from holdfast.notice import Notice
 from holdfast.replicas import watched
 from holdfast.storage import open_store
+from holdfast.supervise.report import tell
 from trainer_side import restore as restoring
 from trainer_side.alone import Alone
 from trainer_side.areas import Areas, Flight, areas_max
@@ -126,7 +127,7 @@ class Checkpointer:
         self._per_rank_reserve_bytes: dict[str, int] = {}
         self._warned: str = ""
         self.restored: restoring.Restored | None = None
-        self._closed = False
+        self._closed = self._stepped = False
         self._watching = open_watch(self._config, self._link.notice, rank=self._link.rank)
 
     # -- what a script uses --------------------------------------------------------------------------------------
@@ -196,6 +197,7 @@ class Checkpointer:
             self._keeper.restored((self.restored.attempt, self.restored.step))
         if self.restored is not None:
             self._link.appointments.restored(self.restored.step)
+        tell("restored", step=-1 if self.restored is None else self.restored.step)
         return 0 if self.restored is None else self.restored.step + 1
 
     def step(self, step: int) -> bool:
@@ -203,6 +205,9 @@ class Checkpointer:
 
         It is time after `every` steps, and at the step that the stager has named after a notice (docs/operations.md).
         """
+        if not self._stepped:
+            self._stepped = True
+            tell("stepped", step=step)
         appointments = self._link.appointments
         due = appointments.reach(step)
         every = appointments.every(self._every, step)
