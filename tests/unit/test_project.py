@@ -34,6 +34,7 @@ TARGETS = {
     "nfs",
     "infra",
     "pm",
+    "hosts",
     "ci",
     "clean",
 }
