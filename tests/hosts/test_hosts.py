@@ -1,7 +1,7 @@
 """Whole hosts are lost under `holdfast run`, which goes on by itself on the hosts that there are.
 
 Three trainers' hosts and a stager's, each with its own address, link (tbf), sshd, metadata service, memory and disk;
-the store is OpenStack Swift behind the same network. `make hosts` runs all; `make test` the first.
+the store is OpenStack Swift behind the same network. `make hosts` runs them.
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ from tests.support.s3_place import S3Place
 pytestmark = [pytest.mark.hosts, pytest.mark.mpi, pytest.mark.s3]
 
 _AT_LENGTH = "HOLDFAST_TEST_HOSTS" in os.environ
-_MINUTES = "takes minutes, and shows more of what the first test shows: make hosts"
 
 
 def at_length(test: Callable[..., None]) -> Callable[..., None]:
     """Left to `make hosts`."""
-    skipped: Callable[..., None] = pytest.mark.skipif(not _AT_LENGTH, reason=_MINUTES)(test)
+    skipped: Callable[..., None] = pytest.mark.skipif(not _AT_LENGTH, reason="takes minutes: make hosts")(
+        test
+    )
     limited: Callable[..., None] = pytest.mark.timeout(900)(skipped)
     return limited
 
 
+@at_length
 def test_death_without_notice(tmp_path: Path, network: Network, place: S3Place) -> None:
     """One host's power is cut, and an empty one takes its place."""
-    ranks = 3 if _AT_LENGTH else 2
-    names = [f"t{number + 1}" for number in range(ranks + 1)]
-    with cluster_of(tmp_path, network, place, trainers=ranks, spares=1) as cluster:
-        cluster.run(ranks)
-        cluster.boot(names[-1])
+    with cluster_of(tmp_path, network, place, spares=1) as cluster:
+        cluster.run(3)
+        cluster.boot("t4")
         cluster.until_paused()
-        cluster.offer("t1", *names[2:])
+        cluster.offer("t1", "t3", "t4")
         cluster.kill("t2")
         cluster.done()
-        start = resumed_at(cluster, ranks=ranks)
-        check_done_twice(cluster, start, ranks=ranks)
-        check_samples(cluster, start, (ranks, ranks))
+        start = resumed_at(cluster, ranks=3)
+        check_done_twice(cluster, start, ranks=3)
+        check_samples(cluster, start, (3, 3))
         cluster.assert_nothing_left()
-        if _AT_LENGTH:
-            keep(cluster, "death without notice, an empty host instead", start=start)
+        keep(cluster, "death without notice, an empty host instead", start=start)
 
 
 @at_length
