@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INFRA_PACKAGES := cloud-init
 PM_PACKAGES := qemu-system-x86 linux-image-cloud-amd64 busybox-static kmod cpio e2fsprogs libpmem1
+HOSTS_PACKAGES := openssh-server openssh-client iproute2
 NFS_PACKAGES := qemu-system-x86 nfs-ganesha nfs-ganesha-vfs linux-image-cloud-amd64 busybox-static kmod cpio
 PIP := $(BIN)/pip --disable-pip-version-check -qq
 
@@ -52,7 +53,7 @@ soak: $(READY) ## Run all tests at nightly size: 10,000 simulated schedules, 1,0
 	@$(BIN)/python -m tests.infra.toolbox --install
 	@HOLDFAST_TEST_SOAK=1 SIMULATION_SCHEDULES=10000 SIMULATION_TIER_LIVES=10000 TORN_SAVES=1000 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
-# Three targets install packages of the system (Debian, as root). Here cloud-init; Terraform itself is not in Debian.
+# Four targets install packages of the system (Debian, as root). Here cloud-init; Terraform itself is not in Debian.
 .PHONY: infra
 infra: $(READY) ## Test infra/ alone: Terraform, policies, user data; installs cloud-init (as root)
 	@apt-get install -y -qq --no-install-recommends $(INFRA_PACKAGES)
@@ -64,6 +65,15 @@ infra: $(READY) ## Test infra/ alone: Terraform, policies, user data; installs c
 nfs: $(READY) ## Cut the power of a machine that writes over NFSv4.1; installs QEMU and nfs-ganesha (as root)
 	@apt-get install -y -qq --no-install-recommends $(NFS_PACKAGES)
 	@HOLDFAST_TEST_NFS=1 $(BIN)/pytest -m nfs tests/nfs $(PYTEST)
+
+# And here: an ssh server, for hosts that are network namespaces.
+.PHONY: hosts
+hosts: $(READY) ## Lose whole hosts, with sshd and shaped links, under holdfast run; then make docs/hosts.md of it (as root)
+	@apt-get install -y -qq --no-install-recommends $(HOSTS_PACKAGES)
+	@$(BIN)/python -m tests.support.swift --install
+	@rm -rf build/hosts
+	@HOLDFAST_TEST_HOSTS=1 $(BIN)/pytest -m hosts tests/hosts $(PYTEST)
+	@$(BIN)/python -m tests.hosts.table
 
 .PHONY: pm
 pm: $(READY) ## Cut the power of a machine that writes to persistent memory; installs QEMU and libpmem (as root)

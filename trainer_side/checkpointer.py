@@ -26,6 +26,7 @@ from holdfast.errors import ConfigError, StateError
 from holdfast.events import EventLog
 from holdfast.notice import Notice
 from holdfast.storage import open_store
+from holdfast.supervise.report import tell
 from trainer_side import restore as restoring
 from trainer_side.areas import Areas
 from trainer_side.copier import Copier
@@ -120,7 +121,7 @@ class Checkpointer:
             events=self._events,
         )
         self.restored: restoring.Restored | None = None
-        self._closed = False
+        self._closed = self._stepped = False
         self._watching = open_watch(self._config, self._link.notice, rank=self._link.rank)
 
     @property
@@ -189,6 +190,7 @@ class Checkpointer:
             self._keeper.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
         if self.restored is not None:
             self._link.appointments.restored(self.restored.step)
+        tell("restored", step=-1 if self.restored is None else self.restored.step)
         return 0 if self.restored is None else self.restored.step + 1
 
     def step(self, step: int) -> bool:
@@ -196,6 +198,9 @@ class Checkpointer:
 
         It is time after `every` steps, and at the step that the stager has named after a notice (docs/operations.md).
         """
+        if not self._stepped:
+            self._stepped = True
+            tell("stepped", step=step)
         appointments = self._link.appointments
         due = appointments.reach(step)
         every = appointments.every(self._every, step)

@@ -284,7 +284,7 @@ def _mpirun(
 ) -> list[str]:
     from holdfast.launch import mpirun_command
     from holdfast.supervise.rank import STAGER, TRAINER
-    from holdfast.supervise.supervisor import ATTEMPT_VARIABLE
+    from holdfast.supervise.report import ATTEMPT_VARIABLE
 
     keeper = [sys.executable, "-m", "holdfast.supervise.rank"]
     settings = {**_settings(options["settings"]), "store": config.store, "events": str(events)}

@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from holdfast.supervise.hosts import Host, place
+from holdfast.supervise.resumption import Resumption
 from holdfast.supervise.verdict import INTERRUPTED, Cause, Death, Evidence, Verdict, judge
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Finish",
     "FlusherGone",
     "HostsSeen",
+    "Joined",
     "Kill",
     "Launch",
     "Limits",
@@ -42,8 +44,10 @@ __all__ = [
     "Note",
     "Noticed",
     "Phase",
+    "Restored",
     "Silence",
     "Staged",
+    "Stepped",
     "Stop",
     "Terminate",
     "Tick",
@@ -112,6 +116,24 @@ class Began(NamedTuple):
     host: str
 
 
+class Joined(NamedTuple):
+    """All processes of the job have met."""
+
+
+class Restored(NamedTuple):
+    """A rank has its state back; -1: there was none, the run begins."""
+
+    rank: int
+    step: int
+
+
+class Stepped(NamedTuple):
+    """A rank has taken its first step of this attempt."""
+
+    rank: int
+    step: int
+
+
 class Ended(NamedTuple):
     """A process of the job has ended, with an exit code or minus a signal."""
 
@@ -149,7 +171,7 @@ class Silence(NamedTuple):
 class Noticed(NamedTuple):
     """A rank was told that its host will be taken away."""
 
-    host: str
+    rank: int
 
 
 class FlusherGone(NamedTuple):
@@ -162,7 +184,22 @@ class Stop(NamedTuple):
     reason: str
 
 
-Event = Tick | HostsSeen | Began | Ended | Exited | Staged | Durable | Silence | Noticed | FlusherGone | Stop
+Event = (
+    Tick
+    | HostsSeen
+    | Began
+    | Joined
+    | Restored
+    | Stepped
+    | Ended
+    | Exited
+    | Staged
+    | Durable
+    | Silence
+    | Noticed
+    | FlusherGone
+    | Stop
+)
 
 
 class Look(NamedTuple):
@@ -216,6 +253,8 @@ class _Attempt:
     hosts: tuple[Host, ...] | None
     begun_at: float
     began: dict[int, str] = field(default_factory=dict)
+    restored: set[int] = field(default_factory=set)
+    stepped: set[int] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)
     silent_since: dict[int, float] = field(default_factory=dict)
     noticed: set[str] = field(default_factory=set)
@@ -259,6 +298,7 @@ class Core:
         self._restarts = self._same = 0
         self._mark = ""
         self._waiting_said = False
+        self._resumption = Resumption()
 
     def begin(self) -> list[Action]:
         """The first thing to do."""
@@ -287,30 +327,60 @@ class Core:
             case Tick():
                 return self._tick(now)
             case _:
-                self._of_attempt(event, now)
+                return self._of_attempt(event, now)
         return []
 
     # -- an attempt ------------------------------------------------------------------------------------------------
 
-    def _of_attempt(self, event: Event, now: float) -> None:
+    def _of_attempt(self, event: Event, now: float) -> list[Action]:
         attempt = self._attempt
         if attempt is None:
-            return
+            return []
         match event:
             case Began(rank, host):
                 attempt.began[rank] = host
-            case Ended(rank, status, exception):
-                by_us = self.phase is Phase.ENDING
-                attempt.deaths.append(Death(rank, status, exception, by_us))
-                if attempt.first_death_at is None and (status or rank == attempt.ranks):
-                    attempt.first_death_at = now
+            case Joined():
+                return self._reached("joined", "ranks and stager have met", {}, now)
+            case Restored(rank, step) if _last_of(attempt.restored, rank, attempt.ranks):
+                how = f"every rank has restored step {step}" if step >= 0 else "a new run"
+                return self._reached("restored", how, {"step": step}, now)
+            case Stepped(rank, step) if _last_of(attempt.stepped, rank, attempt.ranks):
+                return self._trains(attempt, step, now)
+            case Ended():
+                return self._died(attempt, event, now)
             case Silence(rank, over):
                 if over:
                     attempt.silent_since.pop(rank, None)
                 else:
                     attempt.silent_since.setdefault(rank, now)
-            case Noticed(host):
-                attempt.noticed.add(host)
+            case Noticed(rank):
+                attempt.noticed.add(attempt.began.get(rank, f"of rank {rank}"))
+        return []
+
+    def _died(self, attempt: _Attempt, event: Ended, now: float) -> list[Action]:
+        by_us = self.phase is Phase.ENDING
+        attempt.deaths.append(Death(event.rank, event.status, event.exception, by_us))
+        if attempt.first_death_at is not None or not (event.status or event.rank == attempt.ranks):
+            return []
+        attempt.first_death_at = now
+        if by_us or not event.status:
+            return []
+        self._resumption.lost(now)
+        name = "the stager" if event.rank == attempt.ranks else f"rank {event.rank}"
+        message = f"attempt {attempt.number}: {name} has ended with {event.status}"
+        fields = {"attempt": attempt.number, "rank": event.rank, "status": event.status}
+        return [Note("lost", message, fields)]
+
+    def _reached(self, mark: str, message: str, fields: Mapping[str, Any], now: float) -> list[Action]:
+        assert self._attempt is not None
+        self._resumption.reached(mark, now)
+        number = self._attempt.number
+        return [Note(mark, f"attempt {number}: {message}", {"attempt": number, **fields})]
+
+    def _trains(self, attempt: _Attempt, step: int, now: float) -> list[Action]:
+        phases = self._resumption.trained(now)
+        message = f"attempt {attempt.number}: training, step {step} is done, after {phases['seconds']:.1f} s"
+        return [Note("training", message, {"attempt": attempt.number, "step": step, **phases})]
 
     def _progress(self, step: int, now: float) -> None:
         if step <= self.newest_step:
@@ -367,6 +437,8 @@ class Core:
         assert self._attempt is not None
         if not self._stopping:
             self._attempt.given_up = reason
+            if self._attempt.first_death_at is None:
+                self._resumption.lost(now)
         self.phase, self._killed = Phase.ENDING, False
         # Who has lost a peer, or hears nothing, has nothing to save; only one that is told to stop has.
         gently = bool(self._stopping)
@@ -414,6 +486,7 @@ class Core:
             )
             return [Note("waiting", message, {"ranks": ranks}, loud=True), Look(limits.ranks - ranks)]
         self._attempt = _Attempt(self._next_attempt, ranks, placed, now)
+        self._resumption.reached("launched", now)
         self._next_attempt += 1
         self.phase = Phase.RUNNING
         names = None if placed is None else [f"{host.name}:{host.slots}" for host in placed]
@@ -437,6 +510,7 @@ class Core:
         attempt = self._attempt
         assert attempt is not None
         self._attempt = None
+        self._resumption.reached("ended", now)
         verdict = judge(
             Evidence(
                 attempt.ranks,
@@ -532,3 +606,11 @@ class Core:
     def _over(self, verdict: Verdict) -> list[Action]:
         self.phase = Phase.OVER
         return [Finish(verdict)]
+
+
+def _last_of(ranks: set[int], rank: int, count: int) -> bool:
+    """Note this rank; whether it was the last of `count` that was still to come."""
+    if rank in ranks or not 0 <= rank < count:
+        return False
+    ranks.add(rank)
+    return len(ranks) == count

@@ -1,7 +1,7 @@
 """What the processes of an attempt say: told apart by mpirun's tags, kept in a file each, searched for exceptions.
 
 mpirun --output tag ─► [1,3]<stderr>: text ─► attempt-002/rank-3.log     and on to our own stdout or stderr
-                       [1,3]<stderr>: <01>holdfast {"ended": …} ─► Began, Ended
+                       [1,3]<stderr>: <01>holdfast {"ended": …} ─► Began, Ended, Restored, Stepped
                        text of mpirun's own ─► attempt-002/mpirun.log
 """
 
@@ -14,10 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from holdfast.supervise.core import Began, Ended
-from holdfast.supervise.rank import MARK
+from holdfast.supervise.core import Began, Ended, Restored, Stepped
+from holdfast.supervise.report import MARK
 
-__all__ = ["Line", "Output", "exception_of", "parse_line"]
+__all__ = ["Line", "Output", "Report", "exception_of", "parse_line"]
+
+Report = Began | Ended | Restored | Stepped
 
 _TAG = re.compile(r"\[\d+,(\d+)\]<(stdout|stderr)>: ?")
 _LINE_BYTES_MAX = 1 << 20  # a progress bar that never ends its line
@@ -43,8 +45,8 @@ def parse_line(text: str) -> Line:
     return Line(int(match[1]), match[2], text[match.end() :])
 
 
-def parse_report(text: str) -> Began | Ended | None:
-    """What the process around a rank said (holdfast/supervise/rank.py); None if it is no such line."""
+def parse_report(text: str) -> Report | None:
+    """What a rank, or the process around it, said (holdfast/supervise/report.py); None if it is no such line."""
     if not text.startswith(MARK):
         return None
     try:
@@ -56,6 +58,8 @@ def parse_report(text: str) -> Began | Ended | None:
             return Began(rank, str(fields["host"])[:255])
         if kind == "ended" and type(fields["status"]) is int:
             return Ended(rank, fields["status"])
+        if kind in {"restored", "stepped"} and type(fields["step"]) is int:
+            return (Restored if kind == "restored" else Stepped)(rank, fields["step"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
@@ -93,8 +97,8 @@ class Output:
         self._tails: dict[int | None, deque[str]] = {}
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[Began | Ended]:
-        """Take what mpirun said; empty: that was all. Gives what the processes' keepers reported."""
+    def feed(self, data: bytes) -> list[Report]:
+        """Take what mpirun said; empty: that was all. Gives what was reported."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._rest and (not data or len(self._rest) > _LINE_BYTES_MAX):
             lines.append(self._rest)
@@ -125,7 +129,7 @@ class Output:
             file.close()
         self._files.clear()
 
-    def _with_exception(self, report: Began | Ended) -> Began | Ended:
+    def _with_exception(self, report: Report) -> Report:
         if isinstance(report, Ended) and report.status > 0:
             return report._replace(exception=exception_of(list(self._tails.get(report.rank, ()))))
         return report

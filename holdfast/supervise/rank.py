@@ -1,8 +1,6 @@
 """`python -m holdfast.supervise.rank ROLE COMMAND …`: runs one process of the job and says how it began and ended.
 
-    mpirun ── daemon ── this ── COMMAND        a line on stderr, which mpirun carries to the supervisor:
-                                               <01>holdfast {"began": {"rank": 3, "host": "spot-7", "pid": 4711}}
-                                               <01>holdfast {"ended": {"rank": 3, "status": -9}}
+    mpirun ── daemon ── this ── COMMAND        a line on stderr, which mpirun carries to the supervisor (report.py)
 
 With ULFM mpirun ends with 0 though a rank was killed, and never says which; without, it says only the first. So each
 process has one of these around it. SIGURG, which mpirun hands on to all processes of the job and which nobody else
@@ -13,30 +11,19 @@ Only the standard library: this runs in front of every rank.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from holdfast.supervise.leash import tie
+from holdfast.supervise.report import own_rank, say
 
-__all__ = ["MARK", "STAGER", "TRAINER"]
+__all__ = ["STAGER", "TRAINER"]
 
-MARK = "\x01holdfast "
 TRAINER, STAGER = "trainer", "stager"
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell has them
-
-
-def _say(kind: str, **fields: Any) -> None:
-    """One line, whatever the program has left on its last one."""
-    line = f"\n{MARK}{json.dumps({kind: fields}, separators=(',', ':'))}\n"
-    with contextlib.suppress(OSError):  # nobody reads it any more: mpirun is gone, and so are we in a moment
-        os.write(2, line.encode())
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes] | int:
@@ -55,11 +42,11 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes] | int:
 def main() -> None:
     """Run the command; end as it did."""
     role, command = sys.argv[1], sys.argv[2:]
-    rank = next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+    rank = own_rank()
     tie()
     started = _start(command)
     if isinstance(started, int):
-        _say("ended", rank=rank, status=started)
+        say("ended", rank=rank, status=started)
         sys.stderr.flush()
         os._exit(started)
 
@@ -71,9 +58,9 @@ def main() -> None:
     # mpirun gives these to the whole process group, so the command has them already.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
-    _say("began", rank=rank, host=os.uname().nodename, pid=started.pid)
+    say("began", rank=rank, host=os.uname().nodename, pid=started.pid)
     status = started.wait()
-    _say("ended", rank=rank, status=status)
+    say("ended", rank=rank, status=status)
     if status < 0:
         signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
         os.kill(os.getpid(), -status)

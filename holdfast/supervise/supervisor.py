@@ -44,14 +44,14 @@ from holdfast.supervise.core import (
 )
 from holdfast.supervise.hosts import Fleet, Host
 from holdfast.supervise.output import Output
+from holdfast.supervise.report import ATTEMPT_VARIABLE
 from holdfast.supervise.tail import Follower, meaning
 from holdfast.supervise.verdict import Verdict
 
-__all__ = ["ATTEMPT_VARIABLE", "Supervisor", "environment_of_job", "next_attempt"]
+__all__ = ["Supervisor", "environment_of_job", "next_attempt"]
 
 _log = logging.getLogger("holdfast.run")
 
-ATTEMPT_VARIABLE = "HOLDFAST_RUN_ATTEMPT"
 _SEGMENTS_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _TURN_SECONDS = 0.1
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.supervise.core import Durable, Event, Noticed, Silence, Staged
+from holdfast.supervise.core import Durable, Event, Joined, Noticed, Silence, Staged
 
 __all__ = ["Follower", "meaning"]
 
@@ -61,10 +61,12 @@ def meaning(said: dict[str, Any]) -> Event | None:
             case "flush_failed", "flusher":
                 return Durable(step, good=False)
         return None
-    rank, host = said.get("silent_rank"), said.get("host")
+    rank, told = said.get("silent_rank"), said.get("told_rank")
     match said.get("event"), role:
         case "rank_silent" | "rank_back" as event, "stager" if type(rank) is int:
             return Silence(rank, over=event == "rank_back")
-        case "notice", _ if isinstance(host, str):
-            return Noticed(host)
+        case "stager_ready", "stager":
+            return Joined()
+        case "notice", "stager" if type(told) is int and said.get("kind") == "terminate":
+            return Noticed(told)  # a host of which AWS recommends to leave it mostly lives on
     return None

@@ -160,6 +160,8 @@ def check_resumed(run: Run, reference: Path, cause: str) -> None:
         run.status()
     )
     check_continued(reference, run.cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    assert [(line["attempt"], line["step"]) for line in run.status("restored")] == [(1, -1), (2, SAVED)]
+    assert [(line["attempt"], line["step"]) for line in run.status("training")] == [(1, 0), (2, SAVED + 1)]
     run.assert_nothing_left()
 
 

@@ -66,7 +66,7 @@ use = egg:swift#{kind}
 _PROXY_CONF = """\
 [DEFAULT]
 swift_dir = {home}/etc
-bind_ip = 127.0.0.1
+bind_ip = {address}
 bind_port = {port}
 workers = 0
 user = {user}
@@ -157,12 +157,13 @@ class SwiftServer:
     Args:
         home: An empty folder for configuration, data and logs.
         commands: What `install` gave back.
+        address: Where its S3 interface listens.
     """
 
     access_key, secret_key = ACCESS_KEY, SECRET_KEY
 
-    def __init__(self, home: Path, commands: Path) -> None:
-        self._home, self._commands = home, commands
+    def __init__(self, home: Path, commands: Path, *, address: str = "127.0.0.1") -> None:
+        self._home, self._commands, self._address = home, commands, address
         self._ports = {kind: free_port() for kind in ("account", "container", "object", "proxy")}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._configure()
@@ -170,7 +171,7 @@ class SwiftServer:
     @property
     def endpoint(self) -> str:
         """URL of the S3 interface."""
-        return f"http://127.0.0.1:{self._ports['proxy']}"
+        return f"http://{self._address}:{self._ports['proxy']}"
 
     def start(self) -> None:
         """Start the processes and wait until the proxy answers.
@@ -228,7 +229,9 @@ class SwiftServer:
         (etc / "swift.conf").write_text(_SWIFT_CONF)
         for kind, port in self._ports.items():
             template = _PROXY_CONF if kind == "proxy" else _STORAGE_CONF
-            text = template.format(home=self._home, port=port, kind=kind, user=getpass.getuser())
+            text = template.format(
+                home=self._home, port=port, kind=kind, user=getpass.getuser(), address=self._address
+            )
             (etc / f"{kind}-server.conf").write_text(text)
         rings = [(kind, str(self._ports[kind]), kind) for kind in ("account", "container", "object")]
         arguments = [word for ring in rings for word in ring]
@@ -245,7 +248,7 @@ class SwiftServer:
             with contextlib.closing(socket.socket()) as probe:
                 if probe.connect_ex(("127.0.0.1", self._ports[kind])) != 0:
                     return False
-        connection = http.client.HTTPConnection("127.0.0.1", self._ports["proxy"], timeout=5)
+        connection = http.client.HTTPConnection(self._address, self._ports["proxy"], timeout=5)
         try:
             connection.request("GET", "/info")
             return connection.getresponse().status == 200

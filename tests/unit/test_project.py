@@ -33,6 +33,7 @@ TARGETS = {
     "nfs",
     "infra",
     "pm",
+    "hosts",
     "ci",
     "clean",
 }

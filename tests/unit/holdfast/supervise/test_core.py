@@ -19,6 +19,7 @@ from holdfast.supervise.core import (
     Finish,
     FlusherGone,
     HostsSeen,
+    Joined,
     Kill,
     Launch,
     Limits,
@@ -26,8 +27,10 @@ from holdfast.supervise.core import (
     Note,
     Noticed,
     Phase,
+    Restored,
     Silence,
     Staged,
+    Stepped,
     Stop,
     Terminate,
     Tick,
@@ -231,10 +234,57 @@ def test_a_host_with_a_notice_is_used_only_if_it_must_be() -> None:
 
 
 def test_a_notice_makes_a_crash_a_preemption() -> None:
-    story = Story().launch().tell(Noticed("h1")).end(BUG).wait().launch().tell(Noticed("h1")).end(BUG)
+    story = Story().launch().tell(Noticed(1)).end(BUG).wait().launch().tell(Noticed(1)).end(BUG)
     causes = [note.fields["cause"] for note in story.of(Note) if note.event == "ended"]
     assert causes == ["preempted", "preempted"]
     assert not story.of(Finish)
+
+
+def test_what_a_host_was_told_is_known_by_its_ranks() -> None:
+    story = Story().launch().tell(Noticed(1)).end(BUG)
+    (note,) = [note for note in story.of(Note) if note.event == "ended"]
+    assert "host h1 had a notice" in note.message
+
+
+def test_the_way_back_to_training_is_told_phase_by_phase() -> None:
+    story = Story(kill_seconds=5).launch()
+    story.tell(Joined(), seconds=1).tell(Restored(0, -1), Restored(1, -1), seconds=2)
+    story.tell(Stepped(0, 0), Stepped(0, 1), seconds=4)
+    assert not _told(story, "training"), "one rank alone does not train"
+    story.tell(Stepped(1, 0))
+    assert _told(story, "training")[-1] == {
+        "attempt": 1,
+        "step": 0,
+        "joined_seconds": 1.0,
+        "restored_seconds": 2.0,
+        "training_seconds": 4.0,
+        "seconds": 7.0,
+    }
+    story.tell(KILLED).tell(Exited(1), seconds=8).tell(HostsSeen(None)).wait()
+    assert _told(story, "lost") == [{"attempt": 1, "rank": 0, "status": -9}]
+    # A second loss on the way belongs to the first, and what it had reached is void.
+    story.launch().tell(Joined(), seconds=16).tell(
+        Ended(1, -9), Exited(1), HostsSeen(None), seconds=32
+    ).wait()
+    assert len(_told(story, "lost")) == 2
+    story.launch().tell(Restored(0, 3), Restored(1, 3), seconds=64).tell(Stepped(0, 4), Stepped(1, 4))
+    assert _told(story, "restored")[-1] == {"attempt": 3, "step": 3}
+    told = _told(story, "training")[-1]
+    assert set(told) >= {"ended_seconds", "launched_seconds", "restored_seconds", "training_seconds"}
+    assert "joined_seconds" not in told
+    parts = [value for name, value in told.items() if name.endswith("_seconds")]
+    assert sum(parts) == told["seconds"] > 8 + 16 + 32 + 64
+
+
+def test_a_silent_rank_is_lost_when_it_is_given_up() -> None:
+    story = Story(silent_seconds_max=30).launch().tell(Silence(1)).tell(Tick(), seconds=30)
+    story.end(status=-9).wait().launch().tell(Stepped(0, 1), Stepped(1, 1), seconds=7)
+    told = _told(story, "training")[-1]
+    assert told["seconds"] == told["ended_seconds"] + told["launched_seconds"] + 7
+
+
+def _told(story: Story, event: str) -> list[dict[str, Any]]:
+    return [dict(note.fields) for note in story.of(Note) if note.event == event]
 
 
 def test_the_verdict_does_not_wait_for_a_fleet_that_is_silent() -> None:
@@ -280,7 +330,10 @@ ANY = st.one_of(
     st.builds(Staged, STEP),
     st.builds(Durable, STEP, st.booleans()),
     st.builds(Silence, RANK, st.booleans()),
-    st.builds(Noticed, st.sampled_from("abc")),
+    st.builds(Noticed, RANK),
+    st.just(Joined()),
+    st.builds(Restored, RANK, STEP),
+    st.builds(Stepped, RANK, STEP),
     st.just(FlusherGone()),
     st.builds(Exited, st.sampled_from([0, 1, -9])),
     st.builds(Stop, st.just("SIGTERM came")),

@@ -9,11 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.emergency import Emergency, Said
 from holdfast.errors import ConfigError
-from holdfast.supervise.core import Began, Durable, Ended, Noticed, Silence, Staged
+from holdfast.notice import Notice, NoticeKind
+from holdfast.supervise.core import (
+    Began,
+    Durable,
+    Ended,
+    Joined,
+    Noticed,
+    Restored,
+    Silence,
+    Staged,
+    Stepped,
+)
 from holdfast.supervise.hosts import Host, HostFile, Slurm, place
-from holdfast.supervise.output import Line, Output, exception_of, parse_line, parse_report
-from holdfast.supervise.rank import MARK
+from holdfast.supervise.output import Line, Output, Report, exception_of, parse_line, parse_report
+from holdfast.supervise.report import MARK
 from holdfast.supervise.tail import Follower, meaning
 
 
@@ -38,6 +50,7 @@ def test_no_line_is_too_strange(text: str) -> None:
     [
         '{"ended": {"rank": -1, "status": 0}}',
         '{"ended": {"rank": 1}}',
+        '{"stepped": {"rank": 1, "step": "0"}}',
         '{"ended": 3}',
         "[]",
         '{"x": {"rank": 1}}',
@@ -47,12 +60,10 @@ def test_reports_that_are_none(said: str) -> None:
     assert parse_report(MARK + said) is None
 
 
-def feed(
-    tmp_path: Path, *lines: str, ranks: int = 2
-) -> tuple[Output, list[Began | Ended], list[tuple[str, str]]]:
+def feed(tmp_path: Path, *lines: str, ranks: int = 2) -> tuple[Output, list[Report], list[tuple[str, str]]]:
     relayed: list[tuple[str, str]] = []
     output = Output(tmp_path / "attempt", ranks, lambda stream, text: relayed.append((stream, text)))
-    found: list[Began | Ended] = []
+    found: list[Report] = []
     data = "".join(line + "\n" for line in lines).encode()
     for start in range(0, len(data), 7):  # in pieces, as a pipe gives them
         found += output.feed(data[start : start + 7])
@@ -63,6 +74,8 @@ def test_each_process_has_its_file_and_reports_are_not_shown(tmp_path: Path) -> 
     output, found, relayed = feed(
         tmp_path,
         f"[1,0]<stderr>: {MARK}" + json.dumps({"began": {"rank": 0, "host": "h", "pid": 1}}),
+        f"[1,0]<stderr>: {MARK}" + json.dumps({"restored": {"rank": 0, "step": -1}}),
+        f"[1,0]<stderr>: {MARK}" + json.dumps({"stepped": {"rank": 0, "step": 0}}),
         "[1,0]<stdout>: step 1",
         "[1,2]<stderr>: staged",
         "no tag",
@@ -73,7 +86,12 @@ def test_each_process_has_its_file_and_reports_are_not_shown(tmp_path: Path) -> 
         f"[1,1]<stderr>: {MARK}" + json.dumps({"ended": {"rank": 1, "status": 1}}),
     )
     output.close()
-    assert found == [Began(0, "h"), Ended(1, 1, "torch.OutOfMemoryError")]
+    assert found == [
+        Began(0, "h"),
+        Restored(0, -1),
+        Stepped(0, 0),
+        Ended(1, 1, "torch.OutOfMemoryError"),
+    ]
     assert ("stdout", "step 1") in relayed
     assert not any("ended" in text for _, text in relayed)
     files = {path.name: path.read_text() for path in (tmp_path / "attempt").iterdir()}
@@ -106,6 +124,14 @@ def test_the_event_log_is_followed_from_now_on(tmp_path: Path) -> None:
     assert [meaning(said) for said in follower.read()] == [Staged(2), Durable(2)]
 
 
+def _notice(kind: NoticeKind) -> dict[str, object]:
+    """The line that the stager writes when rank 1 has told it of a notice."""
+    emergency = Emergency(2, tuple)
+    said = emergency.noticed(1, Notice(kind, None, "aws", "a test"), 60.0, "rank 1 on host spot-1", 0.0)[0]
+    assert isinstance(said, Said)
+    return {"event": said.event, "role": "stager", **said.fields}
+
+
 @pytest.mark.parametrize(
     ("said", "event"),
     [
@@ -114,7 +140,9 @@ def test_the_event_log_is_followed_from_now_on(tmp_path: Path) -> None:
         ({"event": "rank_silent", "role": "stager", "silent_rank": 2}, Silence(2)),
         ({"event": "rank_back", "role": "stager", "silent_rank": 2}, Silence(2, over=True)),
         ({"event": "rank_silent", "role": "stager", "silent_rank": "2"}, None),
-        ({"event": "notice", "role": "trainer", "host": "spot-1"}, Noticed("spot-1")),
+        (_notice(NoticeKind.TERMINATE), Noticed(1)),
+        (_notice(NoticeKind.REBALANCE), None),
+        ({"event": "stager_ready", "role": "stager", "attempt": 1}, Joined()),
         ({"event": "staged", "role": "stager", "step": "3"}, None),
         ({}, None),
     ],

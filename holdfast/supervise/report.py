@@ -1,0 +1,40 @@
+"""What a process of the job tells the supervisor: a line on stderr, which mpirun carries there (output.py).
+
+    <01>holdfast {"began": {"rank": 3, "host": "spot-7", "pid": 4711}}       the process around a rank, rank.py
+    <01>holdfast {"ended": {"rank": 3, "status": -9}}                        the same
+    <01>holdfast {"restored": {"rank": 3, "step": 1200}}                     the rank itself, trainer_side
+    <01>holdfast {"stepped": {"rank": 3, "step": 1201}}                      the same, after its first step
+
+Only the standard library: this runs in front of every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import Any
+
+__all__ = ["ATTEMPT_VARIABLE", "MARK", "own_rank", "say", "tell"]
+
+ATTEMPT_VARIABLE = "HOLDFAST_RUN_ATTEMPT"
+MARK = "\x01holdfast "
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+
+
+def own_rank() -> int:
+    """This process's rank in the whole job; 0 outside one."""
+    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+
+
+def say(kind: str, **fields: Any) -> None:
+    """One line, whatever the program has left on its last one."""
+    line = f"\n{MARK}{json.dumps({kind: fields}, separators=(',', ':'))}\n"
+    with contextlib.suppress(OSError):  # nobody reads it any more: mpirun is gone, and so are we in a moment
+        os.write(2, line.encode())
+
+
+def tell(kind: str, *, step: int) -> None:
+    """From a training rank: it has come so far. Nothing where no `holdfast run` listens."""
+    if ATTEMPT_VARIABLE in os.environ:
+        say(kind, rank=own_rank(), step=step)

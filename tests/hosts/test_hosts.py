@@ -1,0 +1,119 @@
+"""Whole hosts are lost under `holdfast run`, which goes on by itself on the hosts that there are.
+
+Three trainers' hosts and a stager's, each with its own address, link (tbf), sshd, metadata service, memory and disk;
+the store is OpenStack Swift behind the same network. `make hosts` runs them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.checks import check_done_twice, check_same_bits, check_samples, resumed_at
+from tests.hosts.cluster import cluster_of
+from tests.hosts.network import Network
+from tests.hosts.times import keep
+from tests.support.s3_place import S3Place
+
+pytestmark = [pytest.mark.hosts, pytest.mark.mpi, pytest.mark.s3]
+
+_AT_LENGTH = "HOLDFAST_TEST_HOSTS" in os.environ
+
+
+def at_length(test: Callable[..., None]) -> Callable[..., None]:
+    """Left to `make hosts`."""
+    skipped: Callable[..., None] = pytest.mark.skipif(not _AT_LENGTH, reason="takes minutes: make hosts")(
+        test
+    )
+    limited: Callable[..., None] = pytest.mark.timeout(900)(skipped)
+    return limited
+
+
+@at_length
+def test_death_without_notice(tmp_path: Path, network: Network, place: S3Place) -> None:
+    """One host's power is cut, and an empty one takes its place."""
+    with cluster_of(tmp_path, network, place, spares=1) as cluster:
+        cluster.run(3)
+        cluster.boot("t4")
+        cluster.until_paused()
+        cluster.offer("t1", "t3", "t4")
+        cluster.kill("t2")
+        cluster.done()
+        start = resumed_at(cluster, ranks=3)
+        check_done_twice(cluster, start, ranks=3)
+        check_samples(cluster, start, (3, 3))
+        cluster.assert_nothing_left()
+        keep(cluster, "death without notice, an empty host instead", start=start)
+
+
+@at_length
+def test_notice_then_death(tmp_path: Path, network: Network, place: S3Place, reference: Path) -> None:
+    """The metadata service of one host says so before; what is saved because of it is not lost."""
+    with cluster_of(tmp_path, network, place, spares=1) as cluster:
+        cluster.run(3, pace_seconds=1)
+        cluster.boot("t4")
+        cluster.until("staged")
+        cluster.notice("t2", seconds=60)
+        saved = cluster.until("emergency_staged")["saved_step"]
+        cluster.offer("t1", "t3", "t4")
+        cluster.kill("t2")
+        cluster.done()
+        start = resumed_at(cluster, ranks=3)
+        assert start > saved
+        assert "t2" in cluster.events("notice")[0]["name"]
+        check_same_bits(cluster, reference, start)
+        check_samples(cluster, start, (3, 3))
+        cluster.assert_nothing_left()
+        keep(cluster, "notice, then death, an empty host instead", start=start)
+
+
+@at_length
+def test_link_down(tmp_path: Path, network: Network, place: S3Place) -> None:
+    """A host cannot be reached, and nobody replaces it: fewer ranks. When it is back, nothing is left on it."""
+    with cluster_of(tmp_path, network, place) as cluster:
+        cluster.run(3, ranks_min=2, pace_seconds=1)
+        cluster.until("durable")
+        cluster.vanish("t2")
+        cluster.done()
+        start = resumed_at(cluster, ranks=2)
+        check_samples(cluster, start, (3, 2))
+        cluster.host("t2").come_back()
+        cluster.assert_nothing_left()
+        keep(cluster, "link down, fewer ranks", start=start)
+
+
+@at_length
+def test_the_stagers_host_restarts(tmp_path: Path, network: Network, place: S3Place, reference: Path) -> None:
+    """Ring, flusher, mpirun and supervisor are gone with its memory: the same line again goes on from the store."""
+    with cluster_of(tmp_path, network, place) as cluster:
+        cluster.run(3, pace_seconds=1)
+        durable = cluster.until("durable")["step"]
+        cluster.kill("stager")
+        cluster.boot("stager")
+        cluster.run(3, pace_seconds=1)
+        cluster.done()
+        start = resumed_at(cluster, ranks=3)
+        assert start > durable
+        check_same_bits(cluster, reference, start)
+        check_samples(cluster, start, (3, 3))
+        cluster.assert_nothing_left()
+        keep(cluster, "the stager's host restarts", start=start)
+
+
+@at_length
+def test_more_ranks_afterwards(tmp_path: Path, network: Network, place: S3Place) -> None:
+    """It begins with the two hosts that there are; one dies, and two fresh ones come."""
+    with cluster_of(tmp_path, network, place, trainers=2, spares=2) as cluster:
+        cluster.run(3, ranks_min=2)
+        cluster.boot("t3", "t4")
+        cluster.until_paused()
+        cluster.offer("t1", "t3", "t4")
+        cluster.kill("t2")
+        cluster.done()
+        start = resumed_at(cluster, ranks=3)
+        check_samples(cluster, start, (2, 3))
+        cluster.assert_nothing_left()
+        keep(cluster, "death without notice, more ranks", start=start)
