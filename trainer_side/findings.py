@@ -24,7 +24,7 @@ from holdfast.wire import peer_error
 from trainer_side.agreeing import agree, gather
 from trainer_side.origins import Keeps
 from trainer_side.peers import Peers
-from trainer_side.sources import NEARNESS_OF_STORE, Candidate, Holder, Key, Stored
+from trainer_side.sources import NEARNESS_OF_RING, NEARNESS_OF_STORE, Candidate, Holder, Key, Stored
 from trainer_side.tiers.base import Kept, Nearness, Tier
 
 __all__ = ["Found", "Shelf", "find", "newest_attempt"]
@@ -35,7 +35,7 @@ _NEARNESS = {
     Nearness.PM: 1,
     Nearness.NVME: 2,
     Nearness.FILE: 3,
-    Nearness.RING: NEARNESS_OF_STORE - 1,
+    Nearness.RING: NEARNESS_OF_RING,
     Nearness.STORE: NEARNESS_OF_STORE + 1,
 }
 

@@ -26,7 +26,7 @@ from trainer_side.origins import Origin
 from trainer_side.peers import Peers
 from trainer_side.reading import Failure, Reading, Target, Use, read
 from trainer_side.received import check_entries, check_told, tell
-from trainer_side.sources import STORE, Candidate, Piece, Source, Unit, divide, pieces_of
+from trainer_side.sources import NEARNESS_OF_RING, STORE, Candidate, Piece, Source, Unit, divide, pieces_of
 
 __all__ = ["Rounds"]
 
@@ -58,11 +58,14 @@ class Rounds:
 
     @property
     def whole_in(self) -> frozenset[str]:
-        """Tiers that have every saved rank's slice, nothing of which turned out damaged. The same on every rank."""
+        """Tiers that have every saved rank's slice, nothing of which turned out damaged. The same on every rank.
+
+        The stager's ring is none: it keeps nothing, so nobody gives up a damaged slice because of it.
+        """
         damaged = self._broken | {source for _, source in self._failed}
         found: dict[str, set[int]] = {}
         for slice_rank, holders in self.candidate.slices.items():
-            for holder in holders:
+            for holder in (holder for holder in holders if holder.nearness != NEARNESS_OF_RING):
                 found.setdefault(holder.tier, set()).add(slice_rank)
         for holder in (holder for some in self.candidate.slices.values() for holder in some):
             if Source(holder.rank, holder.number) in damaged:

@@ -24,6 +24,7 @@ from holdfast.layout import Extent, Layout
 from trainer_side.described import Mapped
 
 __all__ = [
+    "NEARNESS_OF_RING",
     "NEARNESS_OF_STORE",
     "RING",
     "STORE",
@@ -43,6 +44,7 @@ __all__ = [
 
 STORE = -1  # in place of the number of a slice: the portable file
 RING = "ring"  # in place of the name of a job: whose slices in the ring are is known by attempt and step
+NEARNESS_OF_RING = 4
 NEARNESS_OF_STORE = 5  # a rank's own tiers are nearer; slices that lie in the store as well are farther
 
 

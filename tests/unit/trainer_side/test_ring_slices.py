@@ -53,6 +53,7 @@ def test_what_the_ring_has_costs_no_byte_of_the_store(
     _published(store, *((3, 5) if state == "durable" else (3,)))
     put_in_ring(ring, saved(5), range(CHUNKS), state="staged" if state == "staged" else "durable")
     results = _bring_back(store, LiveFetch(ring), 5, [[] for _ in range(ranks)])
+    assert RING not in results[0].whole_in, "it keeps nothing for long"
     assert store.requests == []
     assert all((one.manifest is not None) == (state == "durable") for one in results)
     assert all(set(one.sources) <= {RING} and not one.mended for one in results)
