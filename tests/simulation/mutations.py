@@ -22,16 +22,22 @@ __all__ = ["MUTATIONS", "Mutation", "apply", "install"]
 
 @dataclass(frozen=True)
 class Mutation:
-    """One bug. `edits`: (module, words there, words instead); `seeds_max`: within how many seeds it must be seen."""
+    """One bug. `edits`: (module, words there, words instead); `seeds_max`: within how many seeds it must be seen.
+
+    `first_seed`: where to begin, for one that few seeds show; all seeds before it would be played each time for nothing.
+    """
 
     name: str
     bug: str
     edits: tuple[tuple[str, str, str], ...]
     seeds_max: int = 400
+    first_seed: int = 0
 
 
-def _one(name: str, bug: str, module: str, old: str, new: str, seeds_max: int = 400) -> Mutation:
-    return Mutation(name, bug, ((module, old, new),), seeds_max)
+def _one(
+    name: str, bug: str, module: str, old: str, new: str, seeds_max: int = 400, first_seed: int = 0
+) -> Mutation:
+    return Mutation(name, bug, ((module, old, new),), seeds_max, first_seed)
 
 
 MUTATIONS = {
@@ -96,6 +102,7 @@ MUTATIONS = {
             "        self._memory[base + _CONTENT_OFFSET : base + _CONTENT_OFFSET + _CONTENT.size] = bytes(_CONTENT.size)\n",
             "",
             3000,
+            first_seed=280,
         ),
         _one(
             "recalled_unseen",
@@ -120,6 +127,7 @@ MUTATIONS = {
             "if (of_attempt, step) not in whole]",
             "if False]",
             3000,
+            first_seed=650,
         ),
         # -- the flusher's side
         _one(

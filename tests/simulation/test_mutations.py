@@ -31,7 +31,7 @@ def test_the_bug_is_seen(program: str, mutation: Mutation, seeds_max: int) -> No
     done = subprocess.run(
         [
             *(sys.executable, "-m", *program.split(), "--mutation", mutation.name),
-            *("--first", "0", "--count", str(seeds_max), "--stop-at", "1"),
+            *("--first", str(mutation.first_seed), "--count", str(seeds_max), "--stop-at", "1"),
         ],
         cwd=Path(__file__).parents[2],
         capture_output=True,

@@ -63,13 +63,14 @@ class Rank:
         if prepared:
             self.keeper.prepare(self.layout)
 
-    def begin(self, step: int) -> Keeping | None:
-        return self.keeper.begin(step, {"saved_at_unix": 1.0, "not": object()})
+    def begin(self, step: int, *, wait_seconds: float = 0.0) -> Keeping | None:
+        record = {"saved_at_unix": 1.0, "not": object()}
+        return self.keeper.begin(step, record, wait_until=time.monotonic() + wait_seconds)
 
     def save(
         self, step: int, *, link: threading.Event | None = None, frames: int | None = None
     ) -> tuple[Keeping, Area]:
-        keeping = self.begin(step)
+        keeping = self.begin(step, wait_seconds=60)
         assert keeping is not None
         memory = keeping.writers[0].memory if keeping.source_is_slot == 0 else None
         area = Area(self.layout, self.rank, memory)
@@ -327,8 +328,8 @@ def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
         plain(self, offset, view)
 
     monkeypatch.setattr(CachedFile, "write", write)
-    rank = Rank(specs, tier_seconds_max=0.2)
-    rank.save(3)[0].released.wait(20)
+    rank = Rank(specs, tier_seconds_max=2.0)  # what does return has so long for it
+    assert rank.save(3)[0].released.wait(20)
     until(lambda: rank.keeper.is_idle)
     going.clear()
     keeping, _ = rank.save(5)
