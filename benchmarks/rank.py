@@ -124,10 +124,16 @@ class _Rank:
     def _do_restore(self, order: dict[str, Any]) -> dict[str, Any]:
         from benchmarks.restoring import restore
 
-        self.meet()
         peer = self._peers.get("holdfast")
         checkpointer = getattr(peer, "checkpointer", None)
-        return restore(order["how"], self.workload, checkpointer, order["source"], compare=order["compare"])
+        return restore(
+            order["how"],
+            self.workload,
+            checkpointer,
+            order["source"],
+            compare=order["compare"],
+            meet=self.meet,
+        )
 
     def _do_verify(self, order: dict[str, Any]) -> dict[str, Any]:
         return {"compared_bytes": self._peers[order["peer"]].verify()}

@@ -23,9 +23,15 @@ __all__ = ["restore"]
 
 
 def restore(
-    how: str, workload: Workload, checkpointer: Checkpointer | None, source: str, *, compare: bool
+    how: str,
+    workload: Workload,
+    checkpointer: Checkpointer | None,
+    source: str,
+    *,
+    compare: bool,
+    meet: Callable[[], None],
 ) -> dict[str, float]:
-    """Seconds, by phase where the restorer says so.
+    """Seconds, by phase where the restorer says so. They begin when all ranks have come to `meet`.
 
     Raises:
         IncompleteError: A tensor is not what it was.
@@ -36,6 +42,7 @@ def restore(
         for _, value in leaves(workload.state_dict()):
             if isinstance(value, torch.Tensor):
                 value.zero_()
+    meet()
     begun = time.monotonic()
     if how == "holdfast":
         assert checkpointer is not None

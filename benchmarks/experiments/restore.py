@@ -35,6 +35,7 @@ def measure(options: Options) -> dict[str, Any]:
         begun = time.monotonic()
         rounds: list[dict[str, Any]] = []
         with options.running(shape, fresh=True) as cluster:
+            cluster.ask(do="memory")  # answered when the ranks have built model and optimizer
             built = time.monotonic()
             cluster.ask(do="prepare", peer="holdfast")  # joins and restores
             restored = time.monotonic()
