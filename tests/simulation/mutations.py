@@ -127,7 +127,6 @@ MUTATIONS = {
             "if (of_attempt, step) not in whole]",
             "if False]",
             3000,
-            first_seed=650,
         ),
         # -- the flusher's side
         _one(
