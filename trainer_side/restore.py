@@ -121,8 +121,8 @@ def _go_without(
         raise silent
     if not without_store:
         raise StoreError(
-            f"{silent}. The local tiers hold {newest.name} whole, but the store may hold a newer one. To go on from it "
-            "all the same, set restore_without_store = true"
+            f"{silent}. Nearer places (local tiers, the stager's ring) hold {newest.name} whole, but the store "
+            "may hold a newer one. To go on from it all the same, set restore_without_store = true"
         ) from silent
     job.tell(
         [f"THE STORE DOES NOT ANSWER: {silent}"], f"going on from {newest.name}, the newest of the tiers"
