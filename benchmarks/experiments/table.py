@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +22,7 @@ __all__ = ["RawTransfer", "grids", "measure", "medians"]
 
 _ROUNDS = 5
 _IDLE_SECONDS = 10.0
-_RAW = ("raw_mpi", "raw_direct")
+_RAW = ("raw_mpi", "raw_direct", "raw_both")
 _PHASES = (
     "save_seconds",
     "copy_seconds",
@@ -96,7 +97,7 @@ def measure(options: Options) -> dict[str, Any]:
                 with _raw(cluster) if number == 0 else contextlib.nullcontext() as raw:
                     for turned in range(count):
                         options.progress(f"round {turned + 1} of {count}: {', '.join(peers)}")
-                        order = turn(["holdfast", *peers, *(_RAW if raw else _RAW[1:])], turned)
+                        order = turn(["holdfast", *peers, *(_RAW if raw else ("raw_direct",))], turned)
                         figures = {peer: _figures(cluster, peer, raw, direct) for peer in order}
                         rounds.append(figures)
                 for peer in peers:
@@ -122,6 +123,14 @@ def _figures(cluster: Cluster, peer: str, raw: RawTransfer | None, direct: Direc
     if peer == "raw_mpi":
         assert raw is not None
         return {"done_seconds": raw.seconds()}
+    if peer == "raw_both":
+        assert raw is not None
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(direct.write, 2)
+            staged = raw.seconds()
+            done = writing.result()
+        cluster.quiet()
+        return {"staged_seconds": staged, "done_seconds": max(staged, done)}
     if peer == "raw_direct":
         by_threads = {threads: direct.write(threads) for threads in (1, 2)}
         best = min(by_threads, key=lambda threads: by_threads[threads])
@@ -197,6 +206,12 @@ def _ratio_grid(rounds: list[dict[str, dict[str, float]]]) -> Grid:
     for name, over, under in (
         ("staged: holdfast / raw MPI", ("holdfast", "staged_seconds"), ("raw_mpi", "done_seconds")),
         ("durable: holdfast / raw O_DIRECT", ("holdfast", "done_seconds"), ("raw_direct", "done_seconds")),
+        (
+            "staged: holdfast / both raw at once",
+            ("holdfast", "staged_seconds"),
+            ("raw_both", "staged_seconds"),
+        ),
+        ("durable: holdfast / both raw at once", ("holdfast", "done_seconds"), ("raw_both", "done_seconds")),
     ):
         value = ratio(rounds, over, under)
         if value is not None:

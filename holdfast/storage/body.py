@@ -12,6 +12,10 @@ from collections.abc import Sequence
 
 __all__ = ["ViewsBody"]
 
+# What an HTTP client asks for at once is 16 KiB, each of which costs a turn of Python and a system call. Not the whole
+# view: one call must end within the client's timeout (10 s), over a slow link too.
+_READ_BYTES_MIN = 1 << 20
+
 
 class ViewsBody:
     """Read-only, seekable. For one thread at a time.
@@ -45,14 +49,14 @@ class ViewsBody:
         return self._position
 
     def read(self, size: int = -1) -> memoryview:
-        """Up to `size` bytes as a view of the memory itself; fewer at the border of two buffers, none at the
-        end.
+        """Up to `size` bytes, or up to 1 MiB if that is more, as a view of the memory itself; fewer at the border of
+        two buffers, none at the end.
         """
         while self._current < len(self._views):
             view = self._views[self._current]
             inside = self._position - self._starts[self._current]
             if inside < view.nbytes:
-                piece = view[inside:] if size < 0 else view[inside : inside + size]
+                piece = view[inside:] if size < 0 else view[inside : inside + max(size, _READ_BYTES_MIN)]
                 self._position += piece.nbytes
                 return piece
             self._current += 1

@@ -262,10 +262,13 @@ def test_the_machines_limit_stands_beside_the_verdict() -> None:
     table = _table(0.01)
     for figures in table["rounds"]:
         figures["raw_direct"] = {"done_seconds": 0.5}
+        figures["raw_both"] = {"staged_seconds": 0.5, "done_seconds": 0.8}
     limits = {row[0]: row[4] for row in targets.grid({"table": table, "makespan": _makespan()}).rows}
     assert limits["PGT-2 against torch.save+fsync"] == "a raw write alone is 8.0 (8.0–8.0) times faster"
     assert limits["makespan, GPT-2, every 2 iterations"] == "a raw write takes 0.50 of the 0.4 s between two"
     assert limits["PGT-2 against MLC-base"] == ""
+    assert limits["PGT-2: bandwidth of raw O_DIRECT"] == "raw MPI and a raw write at once: 62 (62–62) %"
+    assert limits["interval at 5 % overhead, torch.save"].endswith("; a raw write takes 0.50 s")
 
 
 def test_every_target_names_an_experiment() -> None:
