@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from flusher.held import Held
 from flusher.jobs import Jobs
@@ -48,7 +49,7 @@ from holdfast.manifest import Manifest, State
 from holdfast.ring import Ring, SlotRecord, SlotState
 from holdfast.storage.base import Store
 
-__all__ = ["Engine", "Listener"]
+__all__ = ["Durable", "Engine", "Listener"]
 
 _log = logging.getLogger("holdfast.flusher")
 _CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
@@ -67,8 +68,8 @@ class Listener(Protocol):
         """These slots are FREE in the journal."""
         ...
 
-    def durable(self, key: Key, manifest: Manifest) -> None:
-        """Published; the manifest says all."""
+    def durable(self, key: Key, durable: Durable) -> None:
+        """Published."""
         ...
 
     def read_back(self, result: ReadBack) -> None:
@@ -78,6 +79,15 @@ class Listener(Protocol):
     def failed(self, key: Key, error: HoldfastError) -> None:
         """Given up; nothing of it is in the store."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """What a listener is told of a published checkpoint. Not its manifest: many of these are remembered."""
+
+    file: str
+    pgt2_seconds: float
+    record: dict[str, Any]  # the flusher's part of it
 
 
 class Engine:
@@ -117,7 +127,7 @@ class Engine:
         self._indexes: dict[str, LayoutIndex] = {}
         self._later = Later()
         self._held = Held(events)
-        self._ended: dict[Key, Manifest | HoldfastError] = {}
+        self._ended: dict[Key, Durable | HoldfastError] = {}
         self._opened: dict[Key, int] = {}  # how many chunks must be in the ring together
         self._discards: set[Key] = set()
         self._given_up: set[Key] = set()  # and the stager was told
@@ -163,8 +173,8 @@ class Engine:
         else:
             self._say_ended(key, ended)
 
-    def _say_ended(self, key: Key, ended: Manifest | HoldfastError) -> None:
-        if isinstance(ended, Manifest):
+    def _say_ended(self, key: Key, ended: Durable | HoldfastError) -> None:
+        if isinstance(ended, Durable):
             self._listener.durable(key, ended)
         else:
             self._listener.failed(key, ended)
@@ -177,7 +187,7 @@ class Engine:
             self._inbox.put(_LookedUp(key, error))
             return
         gone = PeerLost(f"{key}: was given up while no stager listened; the flusher's log says why")
-        self._inbox.put(_LookedUp(key, manifest or gone))
+        self._inbox.put(_LookedUp(key, _durable(manifest) if manifest else gone))
 
     def chunk(self, record: SlotRecord) -> None:
         """A slot is FULL. Raises `ProtocolError` when the journal does not say so."""
@@ -336,7 +346,8 @@ class Engine:
         manifest = self._jobs.manifests[key]
         self._ring.remove_checkpoint(*key)
         self._jobs.forget(key)
-        self._ends(key, manifest)
+        durable = _durable(manifest)
+        self._ends(key, durable)
         self._tell(Published(key))
         self._events.emit(
             "durable",
@@ -349,10 +360,10 @@ class Engine:
             },
             step=key.step,
         )
-        self._listener.durable(key, manifest)
+        self._listener.durable(key, durable)
         self._upkeep.published(key, manifest)
 
-    def _ends(self, key: Key, ended: Manifest | HoldfastError) -> None:
+    def _ends(self, key: Key, ended: Durable | HoldfastError) -> None:
         self._opened.pop(key, None)
         self._held.forget(key)
         self._ended[key] = ended
@@ -459,10 +470,15 @@ class _Retry:
         self.job, self.round_number, self.error = job, round_number, error
 
 
+def _durable(manifest: Manifest) -> Durable:
+    by_flusher = manifest.record.get("flusher")
+    return Durable(manifest.file, manifest.pgt2_seconds, by_flusher if isinstance(by_flusher, dict) else {})
+
+
 class _LookedUp:
     __match_args__ = ("key", "ended")
 
-    def __init__(self, key: Key, ended: Manifest | HoldfastError) -> None:
+    def __init__(self, key: Key, ended: Durable | HoldfastError) -> None:
         self.key, self.ended = key, ended
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flusher.engine import Engine
+from flusher.engine import Durable, Engine
 from flusher.instance import Instance
 from flusher.progress import Progress
 from flusher.recovery import recorded, remove_orphans, settle
@@ -29,7 +29,6 @@ from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolErr
 from holdfast.events import EventLog
 from holdfast.faultpoint import Point, reach
 from holdfast.ipc import SOCKET_NAME, Listener
-from holdfast.manifest import Manifest
 from holdfast.metrics_page import serve_metrics
 from holdfast.ring import Ring
 from holdfast.runtime import runtime_directory
@@ -210,8 +209,8 @@ class _Quiet:
     def freed(self, slots: tuple[int, ...]) -> None:
         pass
 
-    def durable(self, key: Key, manifest: Manifest) -> None:
-        _log.info("%s: recovered from the ring as %s", key, manifest.file)
+    def durable(self, key: Key, durable: Durable) -> None:
+        _log.info("%s: recovered from the ring as %s", key, durable.file)
 
     def read_back(self, result: ReadBack) -> None:
         pass

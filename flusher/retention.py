@@ -11,17 +11,42 @@ went wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from holdfast.manifest import Manifest, State
 
-__all__ = ["to_remove"]
+__all__ = ["Known", "to_remove"]
 
 
-def to_remove(manifests: Sequence[Manifest], *, keep_last: int, keep_every: int) -> list[Manifest]:
-    """The manifests of `manifests` that need not be kept, oldest first.
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is remembered of a checkpoint in the store. Not its manifest: that names every tensor, and a run may keep
+    all of its checkpoints.
+    """
+
+    attempt: int
+    step: int
+    file: str
+    state: State
+    write_id: str
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newer checkpoints have a higher one."""
+        return (self.attempt, self.step)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        """The same, of a manifest."""
+        return cls(manifest.attempt, manifest.step, manifest.file, manifest.state, manifest.write_id)
+
+
+def to_remove(known: Sequence[Known], *, keep_last: int, keep_every: int) -> list[Known]:
+    """Those of `known` that need not be kept, oldest first.
 
     Args:
-        manifests: All readable ones of the run, in any order.
+        known: All whose manifests are readable, in any order.
         keep_last: How many of the newest good ones to keep; 0 keeps all, bad ones too.
         keep_every: Keep good ones whose step this divides as well; 0 is off.
 
@@ -32,13 +57,13 @@ def to_remove(manifests: Sequence[Manifest], *, keep_last: int, keep_every: int)
         raise ValueError(f"keep_last and keep_every must not be negative, got {keep_last} and {keep_every}")
     if keep_last == 0:
         return []
-    newest_first = sorted(manifests, key=lambda manifest: manifest.order, reverse=True)
-    good = [manifest for manifest in newest_first if manifest.state is not State.BAD]
+    newest_first = sorted(known, key=lambda one: one.order, reverse=True)
+    good = [one for one in newest_first if one.state is not State.BAD]
     if not good:
         return []
-    kept = {manifest.file for manifest in good[:keep_last]}
-    kept.update(manifest.file for manifest in good if keep_every and manifest.step % keep_every == 0)
+    kept = {one.file for one in good[:keep_last]}
+    kept.update(one.file for one in good if keep_every and one.step % keep_every == 0)
     # A durable one is good until it is read back; until then this one is what a restore can be sure of.
-    kept.update([manifest.file for manifest in good if manifest.state is State.VERIFIED][:1])
-    kept.update(manifest.file for manifest in newest_first if manifest.order > good[0].order)
-    return [manifest for manifest in reversed(newest_first) if manifest.file not in kept]
+    kept.update([one.file for one in good if one.state is State.VERIFIED][:1])
+    kept.update(one.file for one in newest_first if one.order > good[0].order)
+    return [one for one in reversed(newest_first) if one.file not in kept]

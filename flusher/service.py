@@ -18,7 +18,7 @@ import signal
 import time
 from types import FrameType
 
-from flusher.engine import Engine
+from flusher.engine import Durable, Engine
 from flusher.recovery import settle, take_up
 from flusher.stager_desk import StagerDesk
 from flusher.steps import Key
@@ -29,7 +29,6 @@ from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.events import EventLog
 from holdfast.ipc import Listener
-from holdfast.manifest import Manifest
 from holdfast.ring import Ring
 from holdfast.storage import parts_at_once
 from holdfast.storage.base import Store
@@ -368,9 +367,9 @@ class _Relay:
         if self._service.desk is not None:
             self._service.desk.freed(slots)
 
-    def durable(self, key: Key, manifest: Manifest) -> None:
+    def durable(self, key: Key, durable: Durable) -> None:
         if self._service.desk is not None:
-            self._service.desk.durable(key, manifest)
+            self._service.desk.durable(key, durable)
 
     def read_back(self, result: ReadBack) -> None:
         if self._service.desk is not None:

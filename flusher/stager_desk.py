@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import os
 
-from flusher.engine import Engine
+from flusher.engine import Durable, Engine
 from flusher.steps import Key
 from flusher.upkeep import ReadBack
 from holdfast import ipc
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.faultpoint import Point, reach
 from holdfast.ipc import Channel, Message
-from holdfast.manifest import Manifest, State
+from holdfast.manifest import State
 from holdfast.ring import Ring, SlotState
 
 __all__ = ["StagerDesk"]
@@ -170,15 +170,15 @@ class StagerDesk:
         if self.welcomed:
             self.channel.send("freed", slots=list(slots))
 
-    def durable(self, key: Key, manifest: Manifest) -> None:
+    def durable(self, key: Key, durable: Durable) -> None:
         """As `flusher.engine.Listener`."""
         if self._concerns(key):
             self.channel.send(
                 "durable",
                 **key._asdict(),
-                file=manifest.file,
-                pgt2_seconds=manifest.pgt2_seconds,
-                record=manifest.record.get("flusher", {}),
+                file=durable.file,
+                pgt2_seconds=durable.pgt2_seconds,
+                record=durable.record,
             )
 
     def read_back(self, result: ReadBack) -> None:

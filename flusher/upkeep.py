@@ -2,8 +2,9 @@
 
 At the start, and when a job begins, it also looks after slices that ranks wrote to the store (flusher/slices.py).
 
-One thread, one checkpoint after the other. Reading back gives way: it waits between two reads while anything waits to
-be written, because the ring's chunks are wanted by the training and the verification by nobody in a hurry.
+One thread, one checkpoint after the other. Reading back gives way: it waits before each read while anything is being
+written, because the ring's chunks are wanted by the training and the verification by nobody in a hurry. But not for
+ever: a training that always writes would never have a checkpoint verified, and none removed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
-from flusher.retention import to_remove
+from flusher.retention import Known, to_remove
 from flusher.slices import Slices
 from flusher.steps import Key
 from flusher.tenure import Tenure
@@ -29,6 +30,7 @@ from holdfast.verify import verify_file
 __all__ = ["Pruned", "ReadBack", "Upkeep"]
 
 _log = logging.getLogger("holdfast.flusher")
+_GIVES_WAY_SECONDS_MAX = 2.0  # before each read
 _UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and restore checks what it reads
 
 
@@ -57,6 +59,7 @@ class Upkeep:
         verify: Whether to read back at all.
         keep_last: As the setting. `keep_every`: too.
         events: The event log, for what is found and what becomes of slices.
+        gives_way_seconds_max: How long one read waits for what is being written.
     """
 
     def __init__(
@@ -69,8 +72,10 @@ class Upkeep:
         keep_last: int,
         keep_every: int,
         events: EventLog | None = None,
+        gives_way_seconds_max: float = _GIVES_WAY_SECONDS_MAX,
     ) -> None:
         self._store, self._tenure, self._inbox = store, tenure, inbox
+        self._gives_way_seconds_max = gives_way_seconds_max
         self._verify, self._keep_last, self._keep_every = verify, keep_last, keep_every
         self._events = events
         self._way_is_free = threading.Event()
@@ -78,7 +83,10 @@ class Upkeep:
         self._stopped = False
         self._pending = 0
         self._lock = threading.Lock()
-        self._manifests: dict[str, Manifest] = {}  # known ones: nobody else writes them, so each is read once
+        self._known: dict[str, Known] = {}  # by manifest: nobody else writes them, so each is read once
+        self._newest: Manifest | None = (
+            None  # of those published; a manifest names every tensor, so not of all
+        )
         self._under_way: set[Key] = set()  # their manifests may be there, and are written once more
         self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
         self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
@@ -120,7 +128,9 @@ class Upkeep:
                 return
             self._waiting.add(manifest.write_id)
             self._pending += 1
-        self._workers.submit((0,), lambda: self._look_after(key, manifest))
+            self._newest = manifest
+        known = Known.of(manifest)
+        self._workers.submit((0,), lambda: self._look_after(key, known))
 
     def catch_up(self) -> None:
         """Do what nobody lived to do: make a file of slices, and read back the newest ones that were not."""
@@ -137,7 +147,7 @@ class Upkeep:
 
         def is_good(key: Key) -> bool:
             states = {State.VERIFIED} if self._verify else {State.VERIFIED, State.DURABLE}
-            return any(known.order == key and known.state in states for known in self._manifests.values())
+            return any(known.order == key and known.state in states for known in self._known.values())
 
         self._guarded(lambda: self._slices.ended(is_good), "slices not removed")
 
@@ -205,22 +215,49 @@ class Upkeep:
         with self._lock:
             self._pending = 0
 
-    def _look_after(self, key: Key, manifest: Manifest) -> None:
+    def _look_after(self, key: Key, known: Known) -> None:
+        name = manifest_name(known.file)
         try:
-            if manifest.write_id in self._removed:
+            if known.write_id in self._removed:
                 return
-            if self._verify:
+            self._known[name] = known
+            if self._is_behind():
+                self._guarded(self._prune, "old checkpoints not removed")
+                if known.write_id in self._removed:
+                    return
+            manifest = self._manifest(known)
+            if manifest is not None and self._verify:
                 manifest = self._read_back(key, manifest)
-            self._manifests[manifest_name(manifest.file)] = manifest
+                self._known[name] = Known.of(manifest)
             self._guarded(self._prune, "old checkpoints not removed")
-            if manifest.state is State.VERIFIED or not self._verify:
+            if manifest is not None and (manifest.state is State.VERIFIED or not self._verify):
                 self._guarded(lambda: self._slices.published(manifest), "slices of older jobs not removed")
         finally:
-            self._removed.discard(manifest.write_id)
+            self._removed.discard(known.write_id)
             with self._lock:
-                self._waiting.discard(manifest.write_id)
+                self._waiting.discard(known.write_id)
                 self._pending -= 1
             self._inbox.put(None)  # the loop looks whether all is done
+
+    def _is_behind(self) -> bool:
+        """Whether newer ones wait, and one is verified: what is not to be kept then goes without being read."""
+        with self._lock:
+            waits = self._pending > 1
+        return waits and self._verify and any(one.state is State.VERIFIED for one in self._known.values())
+
+    def _manifest(self, known: Known) -> Manifest | None:
+        """Its manifest, from the store when newer ones have come since. None: it is not looked at, and it was said."""
+        newest = self._newest
+        if newest is not None and newest.write_id == known.write_id:
+            return newest
+        found: list[Manifest] = []
+
+        def read() -> None:
+            name = manifest_name(known.file)
+            found.append(Manifest.from_bytes(self._store.read(name), source=name))
+
+        self._guarded(read, f"{known.file} not read back")
+        return found[0] if found and found[0].write_id == known.write_id else None
 
     def _read_back(self, key: Key, manifest: Manifest) -> Manifest:
         """Verify one file; the manifest as it now stands in the store."""
@@ -244,42 +281,39 @@ class Upkeep:
 
     def _is_of_another_write(self, name: str) -> bool:
         """Whether the manifest of this name is not the one that is known of it here."""
-        return self._write_ids.get(name, self._manifests[name].write_id) != self._manifests[name].write_id
+        return self._write_ids.get(name, self._known[name].write_id) != self._known[name].write_id
 
     def _prune(self) -> None:
         if self._keep_last == 0:
             return
         names = [info.name for info in self._store.list() if is_manifest_name(info.name)]
         for name in names:
-            if name not in self._manifests or self._is_of_another_write(name):
+            if name not in self._known or self._is_of_another_write(name):
                 try:
-                    self._manifests[name] = Manifest.from_bytes(self._store.read(name), source=name)
+                    self._known[name] = Known.of(Manifest.from_bytes(self._store.read(name), source=name))
                 except (DamageError, StoreMissing) as error:
                     _log.warning("not looked at for retention: %s", error)
-        self._manifests = {name: self._manifests[name] for name in names if name in self._manifests}
-        manifests = list(self._manifests.values())
-        old = to_remove(manifests, keep_last=self._keep_last, keep_every=self._keep_every)
+        self._known = {name: self._known[name] for name in names if name in self._known}
+        old = to_remove(list(self._known.values()), keep_last=self._keep_last, keep_every=self._keep_every)
         if not old:
             return
         self._tenure.check()
         removed: list[str] = []
-        for manifest in old:
-            name = manifest_name(manifest.file)
+        for one in old:
+            name = manifest_name(one.file)
             with self._lock:
                 # A step that is published again, by a later attempt, may have this name by now.
-                if any(key.step == manifest.step for key in self._under_way) or self._is_of_another_write(
-                    name
-                ):
+                if any(key.step == one.step for key in self._under_way) or self._is_of_another_write(name):
                     continue
-                if manifest.write_id in self._waiting:
-                    self._removed.add(manifest.write_id)
+                if one.write_id in self._waiting:
+                    self._removed.add(one.write_id)
                 self._write_ids.pop(name, None)
-            self._manifests.pop(name)
-            removed.append(manifest.file)
+            self._known.pop(name)
+            removed.append(one.file)
             # The manifest first: a file without one is no checkpoint, a manifest without its file would be a lie.
             self._store.delete(name)
             reach(Point.MANIFEST_DELETED)
-            self._store.delete(manifest.file)
+            self._store.delete(one.file)
         if removed:
             self._inbox.put(Pruned(tuple(removed)))
 
@@ -294,7 +328,7 @@ class Upkeep:
         return True
 
     def _wait(self) -> None:
-        self._way_is_free.wait()
+        self._way_is_free.wait(self._gives_way_seconds_max)
         if self._stopped:
             raise StoreError("the flusher ends; the rest was not read back")
 

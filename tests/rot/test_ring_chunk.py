@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flusher.engine import Engine
+from flusher.engine import Durable, Engine
 from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
@@ -24,7 +24,7 @@ from holdfast.catalog import Catalog
 from holdfast.errors import DamageError, HoldfastError
 from holdfast.events import EventLog
 from holdfast.layout_index import LayoutIndex
-from holdfast.manifest import Manifest, State, manifest_name
+from holdfast.manifest import State, manifest_name
 from holdfast.ring import Ring, SlotState
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import Image, from_torch_file, made_up
@@ -38,7 +38,7 @@ IMAGE = made_up(11, entries=7, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max
 
 class _Heard:
     def __init__(self) -> None:
-        self.durables: dict[Key, Manifest] = {}
+        self.durables: dict[Key, Durable] = {}
         self.read_backs: list[ReadBack] = []
         self.failures: dict[Key, HoldfastError] = {}
 
@@ -46,8 +46,8 @@ class _Heard:
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
-    def durable(self, key: Key, manifest: Manifest) -> None:
-        self.durables[key] = manifest
+    def durable(self, key: Key, durable: Durable) -> None:
+        self.durables[key] = durable
 
     def read_back(self, result: ReadBack) -> None:
         self.read_backs.append(result)

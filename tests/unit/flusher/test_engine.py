@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from flusher import held as held_module
-from flusher.engine import Engine
+from flusher.engine import Durable, Engine
 from flusher.recovery import settle, take_up
 from flusher.steps import Key
 from flusher.tenure import Tenure
@@ -20,7 +21,7 @@ from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.events import EventLog
-from holdfast.manifest import Manifest, State
+from holdfast.manifest import Manifest, State, manifest_name
 from holdfast.ring import Ring, SlotState
 from tests.support.images import Image, from_torch_file, made_up
 from tests.support.memory_store import MemoryStore
@@ -33,7 +34,7 @@ class Heard:
     """Remembers what the engine tells."""
 
     def __init__(self) -> None:
-        self.durables: dict[Key, Manifest] = {}
+        self.durables: dict[Key, Durable] = {}
         self.read_backs: list[ReadBack] = []
         self.failures: dict[Key, HoldfastError] = {}
         self.beginnings: list[tuple[Key, int]] = []
@@ -43,8 +44,8 @@ class Heard:
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
-    def durable(self, key: Key, manifest: Manifest) -> None:
-        self.durables[key] = manifest
+    def durable(self, key: Key, durable: Durable) -> None:
+        self.durables[key] = durable
 
     def read_back(self, result: ReadBack) -> None:
         self.read_backs.append(result)
@@ -105,6 +106,9 @@ class Rig:
             waits = self.engine.wait_seconds()
             self.inbox.wait(5.0 if waits is None else waits)
 
+    def manifest(self, file: str) -> Manifest:
+        return Manifest.from_bytes(self.store.read(manifest_name(file)), source=file)
+
     def all_free(self) -> bool:
         return all(self.ring.state(slot) is SlotState.FREE for slot in range(32))
 
@@ -138,6 +142,11 @@ IMAGE = made_up(1, entries=6, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max=
 LARGER = made_up(7, entries=10, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max=9000)
 KEY = Key(1, 5)
 FILE = "step-000000005.pt"
+
+
+def manifests_in_memory() -> int:
+    gc.collect()
+    return sum(type(one) is Manifest for one in gc.get_objects())
 
 
 class Failing:
@@ -300,9 +309,9 @@ def test_another_engine_goes_on_and_writes_no_part_again(
         assert rig.store.begun == 1
         assert rig.all_free()
         assert list((tmp_path / "ring").glob("flush-*")) == []
-        manifest = rig.heard.durables[KEY]
-        assert manifest.record["flusher"].get("parts_resumed", 0) == parts
-        assert manifest.record["flusher"]["parts_written"] == LARGER.layout.chunks - parts
+        record = rig.heard.durables[KEY].record
+        assert record.get("parts_resumed", 0) == parts
+        assert record["parts_written"] == LARGER.layout.chunks - parts
     finally:
         gate.set()
         old.stop()
@@ -403,6 +412,16 @@ def test_two_checkpoints_of_one_step_on_their_way_do_not_share_a_name(rig: Rig) 
     assert {m.file for m in rig.heard.durables.values()} == {FILE, "step-000000005-a002.pt"}
 
 
+def test_manifests_of_the_past_take_no_memory(rig: Rig) -> None:
+    """Each names every tensor; what became of a step is remembered for many steps."""
+    before = manifests_in_memory()
+    for step in range(5, 25):
+        rig.fill(IMAGE, step)
+        rig.drain()
+    assert len(rig.heard.durables) == 20
+    assert manifests_in_memory() - before <= 1
+
+
 def test_a_slot_that_is_not_full_is_refused(rig: Rig) -> None:
     with pytest.raises(ProtocolError, match="the journal says FREE"):
         rig.engine.chunk(rig.ring.record(3))
@@ -417,7 +436,8 @@ def test_recovery_publishes_what_is_whole_and_gives_up_the_rest_by_name(rig: Rig
     settle(rig.engine, rig.ring, "the stager ended")
     rig.drain()
     assert rig.store.objects[FILE] == IMAGE.final
-    assert rig.heard.durables[KEY].record["ranks"]["0"]["saved_at_unix"] == 1.0
+    assert rig.heard.durables[KEY].record["parts_written"] == IMAGE.layout.chunks
+    assert rig.manifest(FILE).record["ranks"]["0"]["saved_at_unix"] == 1.0
     assert "1 of" in str(rig.heard.failures[Key(1, 6)])
     assert "the stager ended" in str(rig.heard.failures[Key(1, 7)])
     assert rig.all_free()

@@ -6,26 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flusher.retention import to_remove
-from holdfast.manifest import Manifest, State, step_file_name
-from tests.support.checkpoints import manifest_of, zip_image
-
-TEMPLATE = manifest_of(zip_image({"data/0": b"x"}), step=0)
+from flusher.retention import Known, to_remove
+from holdfast.manifest import State, step_file_name
 
 
-def checkpoint(step: int, state: State = State.VERIFIED, attempt: int = 1) -> Manifest:
-    return TEMPLATE.model_copy(
-        update={
-            "step": step,
-            "state": state,
-            "attempt": attempt,
-            "file": step_file_name(step, attempt=attempt),
-        }
-    )
+def checkpoint(step: int, state: State = State.VERIFIED, attempt: int = 1) -> Known:
+    return Known(attempt, step, step_file_name(step, attempt=attempt), state, write_id="")
 
 
-def steps(manifests: list[Manifest]) -> list[int]:
-    return [manifest.step for manifest in manifests]
+def steps(several: list[Known]) -> list[int]:
+    return [one.step for one in several]
 
 
 runs = st.lists(
@@ -77,12 +67,12 @@ def test_negative_numbers_are_refused(keep_last: int, keep_every: int) -> None:
 
 
 @given(runs, st.integers(0, 6), st.integers(0, 7))
-def test_invariants(run: list[Manifest], keep_last: int, keep_every: int) -> None:
+def test_invariants(run: list[Known], keep_last: int, keep_every: int) -> None:
     removed = to_remove(run, keep_last=keep_last, keep_every=keep_every)
-    left = [manifest for manifest in run if manifest not in removed]
+    left = [one for one in run if one not in removed]
     good = sorted((m for m in run if m.state is not State.BAD), key=lambda m: m.order, reverse=True)
 
-    assert all(manifest in run for manifest in removed)
+    assert all(one in run for one in removed)
     assert [m.order for m in removed] == sorted(m.order for m in removed)
     assert all(m in left for m in good[:keep_last])
     assert len(removed) == 0 or keep_last > 0

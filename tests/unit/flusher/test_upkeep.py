@@ -21,17 +21,40 @@ from tests.support.restoring import publish
 SECONDS_MAX = 60
 
 
+def unread(root: Path, step: int) -> Manifest:
+    """A checkpoint that was just written."""
+    manifest = publish(root, step, {"x": torch.full((9,), float(step))})
+    durable = manifest.model_copy(update={"state": State.DURABLE})
+    (root / manifest_name(durable.file)).write_bytes(durable.to_bytes())
+    return durable
+
+
 class Rig:
     """Upkeep of a run that keeps one checkpoint, with two of them in it."""
 
-    def __init__(self, root: Path, held: contextlib.ExitStack, *, verify: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        held: contextlib.ExitStack,
+        *,
+        verify: bool,
+        gives_way_seconds_max: float = SECONDS_MAX,
+    ) -> None:
         self.root = root
-        self.old, self.new = (publish(root, step, {"x": torch.full((9,), float(step))}) for step in (1, 2))
+        self.old, self.new = (unread(root, step) for step in (1, 2))
         self.store, self.inbox = PosixStore(root), Inbox()
         held.callback(self.inbox.close)
         tenure = Tenure(self.store, 30.0)
         held.callback(tenure.end)
-        self.upkeep = Upkeep(self.store, tenure, self.inbox, verify=verify, keep_last=1, keep_every=0)
+        self.upkeep = Upkeep(
+            self.store,
+            tenure,
+            self.inbox,
+            verify=verify,
+            keep_last=1,
+            keep_every=0,
+            gives_way_seconds_max=gives_way_seconds_max,
+        )
         held.callback(self.upkeep.stop)
 
     def published(self, *manifests: Manifest) -> None:
@@ -105,3 +128,29 @@ def test_retention_does_not_take_a_step_for_the_one_that_had_its_name(
     rig.wait()
     assert not rig.is_listed(again), "now it is the older one of two"
     assert rig.is_listed(newest)
+
+
+def test_a_training_that_always_writes_has_its_checkpoints_verified_and_removed(
+    tmp_path: Path, held: contextlib.ExitStack
+) -> None:
+    rig = Rig(tmp_path / "run", held, verify=True, gives_way_seconds_max=0.01)
+    rig.upkeep.give_way(busy=True)
+    rig.published(rig.old, rig.new)
+    rig.wait()
+    assert not rig.is_listed(rig.old)
+    kept = Manifest.from_bytes(rig.store.read(manifest_name(rig.new.file)), source=rig.new.file)
+    assert kept.state is State.VERIFIED
+
+
+def test_what_newer_ones_have_made_needless_is_removed_unread_once_one_is_verified(
+    tmp_path: Path, held: contextlib.ExitStack
+) -> None:
+    rig = Rig(tmp_path / "run", held, verify=True)
+    rig.upkeep.give_way(busy=True)  # all are named before the first is read
+    newer = [unread(rig.root, step) for step in (3, 4, 5)]
+    rig.published(rig.old, rig.new, *newer)
+    rig.upkeep.give_way(busy=False)
+    rig.wait()
+    states = {item.key.step: item.state for item in rig.inbox.take() if isinstance(item, ReadBack)}
+    assert states == {1: State.VERIFIED, 5: State.VERIFIED}
+    assert [manifest.step for manifest in (rig.old, rig.new, *newer) if rig.is_listed(manifest)] == [5]
