@@ -218,12 +218,12 @@ class Upkeep:
     def _look_after(self, key: Key, known: Known) -> None:
         name = manifest_name(known.file)
         try:
-            if known.write_id in self._removed:
+            if self._is_removed(known):
                 return
             self._known[name] = known
             if self._is_behind():
                 self._guarded(self._prune, "old checkpoints not removed")
-                if known.write_id in self._removed:
+                if self._is_removed(known):
                     return
             manifest = self._manifest(known)
             if manifest is not None and self._verify:
@@ -238,6 +238,10 @@ class Upkeep:
                 self._waiting.discard(known.write_id)
                 self._pending -= 1
             self._inbox.put(None)  # the loop looks whether all is done
+
+    def _is_removed(self, known: Known) -> bool:
+        """Whether retention was faster."""
+        return known.write_id in self._removed
 
     def _is_behind(self) -> bool:
         """Whether newer ones wait, and one is verified: what is not to be kept then goes without being read."""

@@ -230,8 +230,8 @@ MUTATIONS = {
             "removed_comes_back",
             "a checkpoint that retention removed is read back, and its manifest written again",
             "flusher.upkeep",
-            "if manifest.write_id in self._removed:",
-            "if False:",
+            "return known.write_id in self._removed",
+            "return False",
             3000,
         ),
         _one(
@@ -239,7 +239,7 @@ MUTATIONS = {
             "retention deletes the file before its manifest",
             "flusher.upkeep",
             "            self._store.delete(name)\n",
-            "            self._store.delete(manifest.file)\n            self._store.delete(name)\n",
+            "            self._store.delete(one.file)\n            self._store.delete(name)\n",
         ),
         _one(
             "size_unchecked",
