@@ -76,7 +76,9 @@ class ResumableSampler:
         on_change: Literal["refuse", "next-epoch"] = "refuse",
     ) -> None:
         if length <= 0 or not 0 <= rank < ranks:
-            raise StateError(f"sampler: expected samples, and a rank below ranks; got {length=}, {rank=}, {ranks=}")
+            raise StateError(
+                f"sampler: expected samples, and a rank below ranks; got {length=}, {rank=}, {ranks=}"
+            )
         if on_change not in ("refuse", "next-epoch"):
             raise StateError(f"sampler: on_change is 'refuse' or 'next-epoch', got {on_change!r}")
         self._length, self._seed, self._rank, self._ranks = int(length), int(seed), rank, ranks
@@ -131,7 +133,9 @@ class ResumableSampler:
                 f"sampler: {type(loader).__name__} does not tell its batch size: follow(loader, batch_size)"
             )
         if batch_size is not None and found is not None and batch_size != found:
-            raise StateError(f"sampler: follow() was told batches of {batch_size}, the loader reads batches of {found}")
+            raise StateError(
+                f"sampler: follow() was told batches of {batch_size}, the loader reads batches of {found}"
+            )
         return self._following(loader, found or batch_size or 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,7 +178,9 @@ class ResumableSampler:
     def _batch_size(self, loader: Any) -> int | None:
         """Of the batches that `loader` reads; None if it does not tell."""
         if not getattr(loader, "in_order", True):
-            raise StateError("sampler: a loader with in_order=False gives batches in any order; leave in_order=True")
+            raise StateError(
+                "sampler: a loader with in_order=False gives batches in any order; leave in_order=True"
+            )
         reads = getattr(loader, "batch_sampler", None)
         if isinstance(reads, ReadAhead) and reads.sampler is self:
             return reads.batch_size
@@ -199,7 +205,10 @@ class ResumableSampler:
         if not isinstance(saved, dict) or not set(mine) <= set(saved):
             raise StateError(f"sampler: expected a dict with {', '.join(mine)}, the checkpoint has {saved!r}")
         found = _Position(saved["epoch"], saved["cursor"])
-        if not all(isinstance(number, int) and number >= 0 for number in found) or found.cursor > saved["length"]:
+        if (
+            not all(isinstance(number, int) and number >= 0 for number in found)
+            or found.cursor > saved["length"]
+        ):
             raise StateError(
                 f"sampler: epoch {found.epoch!r}, cursor {found.cursor!r} is no place in {saved['length']!r} samples"
             )
@@ -209,8 +218,8 @@ class ResumableSampler:
         said = "; ".join(f"{name}: expected {saved[name]!r}, got {mine[name]!r}" for name in changed)
         if self._on_change == "refuse":
             raise StateError(
-                f"sampler: this run does not have the data of the checkpoint: {said}; samples would be repeated or left "
-                "out. Use the same data set, seed and shuffle, or make the sampler with on_change='next-epoch' to "
+                f"sampler: this run does not have the data of the checkpoint: {said}; samples would be repeated or "
+                "left out. Use the same data set, seed and shuffle, or make the sampler with on_change='next-epoch' to "
                 f"leave the rest of epoch {found.epoch} and begin the next one with the new data"
             )
         left = max(0, saved["length"] - found.cursor)
@@ -228,7 +237,9 @@ class ResumableSampler:
         if not self._drop_last:
             epochs, cursor = divmod(position.cursor + global_batch, self._length)
             return position, _Position(position.epoch + epochs, cursor)
-        begin = position if position.cursor + global_batch <= self._length else _Position(position.epoch + 1, 0)
+        begin = (
+            position if position.cursor + global_batch <= self._length else _Position(position.epoch + 1, 0)
+        )
         return begin, _Position(begin.epoch, begin.cursor + global_batch)
 
     def _samples(self, batch_size: int, begin: _Position) -> list[tuple[int, int]]:

@@ -145,7 +145,7 @@ def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: i
         raise StateError(f"{name}: is PerRank in the state, but was not when it was saved")
     if value.same_ranks and len(blobs) != ranks:
         raise StateError(
-            f"{name}: expected {len(blobs)} ranks, as when it was saved, got {ranks}: what is shared out among the ranks "
+            f"{name}: expected {len(blobs)} ranks, as when it was saved, got {ranks}: what is shared out among them "
             f"would be repeated or left out; start {len(blobs)} ranks, or leave it out of the state to begin it anew"
         )
     if rank >= len(blobs):

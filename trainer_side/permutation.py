@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 __all__ = ["Permutation"]
 
-_ROUNDS = 24  # even, so that the halves end where they began; with 8 the orders of 5 samples are visibly not equally likely
+# Even, so that the halves end where they began. With 8 the orders of 5 samples are visibly not equally likely.
+_ROUNDS = 24
 _U64 = np.uint64
 
 
@@ -35,7 +36,9 @@ class Permutation:
         # The smallest square that holds all places, less the rows that it does not need: walking on is rare.
         self._rows = math.isqrt(length - 1) + 1
         self._columns = -(-length // self._rows)
-        self._keys = np.frombuffer(hashlib.shake_256(name.encode()).digest(8 * _ROUNDS), dtype="<u8").astype(_U64)
+        self._keys = np.frombuffer(hashlib.shake_256(name.encode()).digest(8 * _ROUNDS), dtype="<u8").astype(
+            _U64
+        )
 
     def at(self, first: int, count: int) -> list[int]:
         """What is at the places from `first` on."""
@@ -57,7 +60,7 @@ class Permutation:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each bit of the result depends on each bit of the value: the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Each bit of the result depends on each of the value: the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
     values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)
     return values ^ (values >> _U64(31))

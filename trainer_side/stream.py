@@ -1,7 +1,7 @@
 """A stream of samples that all ranks read together, for data that has no length and no index, but a `state_dict()`.
 
-    source:   a b c d │ e f g h │ …       rank 0 takes a b, rank 1 takes c d; then e f and g h
-                      ▲ its state_dict(): the same on every rank, whatever their number
+source:   a b c d │ e f g h │ …       rank 0 takes a b, rank 1 takes c d; then e f and g h
+                  ▲ its state_dict(): the same on every rank, whatever their number
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class ResumableStream:
     def _next(self) -> Any:
         if self._iterator is None:
             self._iterator = self._begun()
-        for _ in range(3):  # the end of this pass, and a source that was restored at its very end says so once more
+        for _ in range(
+            3
+        ):  # the end of this pass, and a source that was restored at its very end says so once more
             for sample in self._iterator:
                 return sample
             self._passes += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -51,9 +52,9 @@ def test_neighbours_part() -> None:
     """Of a long order: two places that follow each other have samples that are as far apart as by chance."""
     length = 100_000
     order = Permutation(length, "x").at(0, length)
-    rising = sum(first < second for first, second in zip(order, order[1:], strict=False))
+    rising = sum(first < second for first, second in itertools.pairwise(order))
     assert abs(rising - length / 2) < 5 * math.sqrt(length / 12)
-    distance = sum(abs(first - second) for first, second in zip(order, order[1:], strict=False)) / length
+    distance = sum(abs(first - second) for first, second in itertools.pairwise(order)) / length
     assert abs(distance / (length / 3) - 1) < 0.02
     fixed = sum(index == place for place, index in enumerate(order))
     assert fixed < 10
