@@ -200,18 +200,21 @@ class ResumableSampler:
             "order": _ORDER if self._shuffle else "as it is",
         }
 
-    def _found(self, saved: dict[str, Any]) -> _Position:
+    def _found(self, saved: Any) -> _Position:
+        """The place that a sampler's state names, if it is one in these data; else as `on_change` says."""
         mine = self._described(self._position)
         if not isinstance(saved, dict) or not set(mine) <= set(saved):
-            raise StateError(f"sampler: expected a dict with {', '.join(mine)}, the checkpoint has {saved!r}")
-        found = _Position(saved["epoch"], saved["cursor"])
-        if (
-            not all(isinstance(number, int) and number >= 0 for number in found)
-            or found.cursor > saved["length"]
-        ):
             raise StateError(
-                f"sampler: epoch {found.epoch!r}, cursor {found.cursor!r} is no place in {saved['length']!r} samples"
+                f"sampler: expected a dict with {', '.join(mine)}, the checkpoint has {saved!r}: it is not of a sampler "
+                "like this one; leave the sampler out of the state once to begin with epoch 0"
             )
+        place: tuple[Any, Any] = saved["epoch"], saved["cursor"]
+        if not all(isinstance(number, int) and number >= 0 for number in place) or place[1] > saved["length"]:
+            raise StateError(
+                f"sampler: epoch {place[0]!r}, cursor {place[1]!r} is no place in {saved['length']!r} samples; "
+                "take the checkpoint before"
+            )
+        found = _Position(*place)
         changed = [name for name in ("length", "seed", "order") if saved[name] != mine[name]]
         if not changed:
             return found

@@ -1,6 +1,6 @@
 """A training job that reads through a loader with workers and prefetch, for tests of which samples it trains on.
 
-`python data.py OUT STEPS EVERY SAMPLES BATCH [DIES_AT]`: after each step each rank writes a line with what it has
+`python data.py OUT STEPS EVERY SAMPLES BATCH DIES_AT`: after each step each rank writes a line with what it has
 trained on. Saves every EVERY steps. In the middle of step DIES_AT every rank sends itself SIGKILL, as soon as there is
 a checkpoint to come back to.
 """
@@ -49,10 +49,10 @@ class Noisy(torch.utils.data.Dataset[torch.Tensor]):
 
 def main() -> None:
     out = Path(sys.argv[1])
-    steps, every, samples, batch_size, dies_at = map(int, [*sys.argv[2:], -1][:5])
+    steps, every, samples, batch_size, dies_at = (int(word) for word in sys.argv[2:])
     torch.set_num_threads(1)
     # Workers look so often whether their rank is still there; mpirun ends when the last of them has.
-    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = _ALIVE_SECONDS
+    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = _ALIVE_SECONDS  # type: ignore[attr-defined]
     rank, ranks = init_torch_distributed("gloo")
     do_without_compiler()
     out.mkdir(parents=True, exist_ok=True)

@@ -297,7 +297,7 @@ def test_a_loader_that_nobody_follows_is_not_saved() -> None:
 
 def test_as_a_sampler_of_samples_it_is_refused() -> None:
     (sampler,) = _ranks(24, 1)
-    loader: DataLoader[int] = DataLoader(_Squares(), sampler=sampler, batch_size=4)  # type: ignore[arg-type]
+    loader: DataLoader[int] = DataLoader(_Squares(), sampler=sampler, batch_size=4)
     with pytest.raises(StateError, match=r"batch_sampler=sampler\.ahead"):
         next(iter(loader))
 

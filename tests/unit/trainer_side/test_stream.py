@@ -107,6 +107,14 @@ def test_workers_that_read_ahead(workers: int) -> None:
     assert drawn == [torch.rand(1).item() for _ in drawn]
 
 
+def test_a_place_that_is_loaded_holds_for_a_loop_that_has_begun() -> None:
+    stream = ResumableStream(_source(0), rank=0, ranks=1)
+    saved, batches = stream.state_dict(), stream.batches(4)
+    assert next(batches) == [0, 1, 2, 3]
+    stream.load_state_dict(saved)
+    assert next(batches) == [0, 1, 2, 3]
+
+
 def test_other_workers_are_refused() -> None:
     stream = ResumableStream(_source(2), rank=0, ranks=1)
     with pytest.raises(StateError, match="expected 1 workers, as when it was saved, got 2"):
