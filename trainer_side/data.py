@@ -205,8 +205,8 @@ class ResumableSampler:
         mine = self._described(self._position)
         if not isinstance(saved, dict) or not set(mine) <= set(saved):
             raise StateError(
-                f"sampler: expected a dict with {', '.join(mine)}, the checkpoint has {saved!r}: it is not of a sampler "
-                "like this one; leave the sampler out of the state once to begin with epoch 0"
+                f"sampler: expected a dict with {', '.join(mine)}, the checkpoint has {saved!r}; "
+                "give the sampler the name in the state with which it was saved, and the release of holdfast"
             )
         place: tuple[Any, Any] = saved["epoch"], saved["cursor"]
         if not all(isinstance(number, int) and number >= 0 for number in place) or place[1] > saved["length"]:

@@ -146,7 +146,7 @@ def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: i
     if value.same_ranks and len(blobs) != ranks:
         raise StateError(
             f"{name}: expected {len(blobs)} ranks, as when it was saved, got {ranks}: what is shared out among them "
-            f"would be repeated or left out; start {len(blobs)} ranks, or leave it out of the state to begin it anew"
+            f"would be repeated or left out; start {len(blobs)} ranks, or do without same_ranks if that does not matter"
         )
     if rank >= len(blobs):
         _log.warning(
