@@ -42,9 +42,9 @@ def _flat(steps: Iterable[list[int]]) -> list[int]:
 
 
 def _order(length: int, samples: int, **more: Any) -> list[int]:
-    """The epochs one after the other, as one rank takes them."""
+    """The epochs one after the other, as one rank takes them in one batch."""
     (sampler,) = _ranks(length, 1, **more)
-    return [batch[0] for batch in itertools.islice(sampler.batches(1), samples)]
+    return next(sampler.batches(samples)) if samples else []
 
 
 class _Prefetching:
