@@ -6,7 +6,9 @@ restore ◄── local tiers and store, shared out among the ranks            n
 
 Start with `checkpointer`, then read the way of one save.
 
-for the script   checkpointer, per_rank, rng, data, distributed
+for the script   checkpointer, per_rank, rng, distributed
+the data         data     which samples, and the cursor         permutation   the order of an epoch
+                 stream   samples without a number              seeded   augmentations
 a save           saver    from call to return                   planner   what is copied, as all ranks agreed
                  room     areas and slots, the wait for them    ledger    what became of each
 the state        state, outline, survey   its tensors, and who may change them
@@ -31,5 +33,15 @@ from trainer_side.data import ResumableSampler
 from trainer_side.distributed import init_torch_distributed
 from trainer_side.per_rank import PerRank
 from trainer_side.rng import RngState
+from trainer_side.seeded import SeededSamples
+from trainer_side.stream import ResumableStream
 
-__all__ = ["Checkpointer", "PerRank", "ResumableSampler", "RngState", "init_torch_distributed"]
+__all__ = [
+    "Checkpointer",
+    "PerRank",
+    "ResumableSampler",
+    "ResumableStream",
+    "RngState",
+    "SeededSamples",
+    "init_torch_distributed",
+]

@@ -112,7 +112,7 @@ def _differences(state: Mapping[str, Any], live: Mapping[str, Any], tree: Any) -
     return wrong, converted
 
 
-def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int) -> dict[str, Any]:
+def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks: int) -> dict[str, Any]:
     """Load every name of `state` from the tree. Training thread.
 
     Returns:
@@ -124,7 +124,7 @@ def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int) -> dic
     values: dict[str, Any] = {}
     for name, value in sorted(state.items(), key=lambda item: _turn(item[1])):
         if isinstance(value, PerRank):
-            _load_per_rank(name, value, tree[name], rank)
+            _load_per_rank(name, value, tree[name], rank=rank, ranks=ranks)
         elif isinstance(value, torch.Tensor):
             with torch.no_grad():
                 value.copy_(tree[name])  # of itself, where it was read in place: then torch copies nothing
@@ -140,9 +140,14 @@ def _turn(value: Any) -> int:
     return 2 if isinstance(inner, RngState) else int(isinstance(value, PerRank))
 
 
-def _load_per_rank(name: str, value: PerRank, blobs: Any, rank: int) -> None:
+def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: int) -> None:
     if not isinstance(blobs, list):
         raise StateError(f"{name}: is PerRank in the state, but was not when it was saved")
+    if value.same_ranks and len(blobs) != ranks:
+        raise StateError(
+            f"{name}: expected {len(blobs)} ranks, as when it was saved, got {ranks}: what is shared out among them "
+            f"would be repeated or left out; start {len(blobs)} ranks, or do without same_ranks if that does not matter"
+        )
     if rank >= len(blobs):
         _log.warning(
             "%s: the checkpoint is of %d ranks and has nothing for rank %d, which keeps what it has",

@@ -31,10 +31,12 @@ class PerRank:
 
     Args:
         value: An object with `state_dict()` and `load_state_dict()`, or tensors and plain values.
+        same_ranks: Refuse a checkpoint of another number of ranks: for what is shared out among them, such as shards of
+            data, where a rank more or less would repeat some or leave some out.
     """
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, *, same_ranks: bool = False) -> None:
+        self.value, self.same_ranks = value, same_ranks
 
     def snapshot(self) -> Any:
         """What is saved: the value's `state_dict()`, or the value itself."""

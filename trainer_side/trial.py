@@ -203,7 +203,7 @@ class Trial:
         values: dict[str, Any] = {}
         error: HoldfastError | None = None
         try:
-            values = load(job.state, self._structure.tree, rank=self._peers.rank)
+            values = load(job.state, self._structure.tree, rank=self._peers.rank, ranks=self._peers.ranks)
         except HoldfastError as refused:
             error = refused
         problem = agree(self._peers, error)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hosts.cluster import STEPS, Cluster
-from tests.integration.jobs.train import BATCH, SAMPLES
+from tests.integration.jobs.train import SAMPLES
 from tests.support.cluster import load, losses, same
 from trainer_side import ResumableSampler
 
@@ -50,23 +50,15 @@ def check_done_twice(cluster: Cluster, start: int, *, ranks: int, steps: int = 2
 
 def check_samples(cluster: Cluster, start: int, ranks: tuple[int, int]) -> None:
     """With any number of ranks before and after: what counts of both attempts took the epochs' orders one after the
-    other, each without a gap or a repetition, up to an end that does not fill a global batch.
+    other, without a gap or a repetition.
     """
-    taken: list[list[int]] = []
+    taken: list[int] = []
     for step in range(STEPS):
         attempt = 1 if step < start else 2
-        step_samples: list[int] = []
         for rank in range(ranks[attempt - 1]):
-            step_samples += _lines(cluster, attempt, rank)[step]["samples"]
-        taken.append(step_samples)
+            taken += _lines(cluster, attempt, rank)[step]["samples"]
     alone = ResumableSampler(SAMPLES, seed=_SEED, rank=0, ranks=1).batches(1)
-    order, done = [next(alone)[0] for _ in range(SAMPLES)], 0
-    for number, step_samples in enumerate(taken):
-        if done + len(step_samples) > SAMPLES:
-            assert SAMPLES - done < BATCH * max(ranks)
-            order, done = [next(alone)[0] for _ in range(SAMPLES)], 0
-        assert step_samples == order[done : done + len(step_samples)], f"step {number}"
-        done += len(step_samples)
+    assert taken == [next(alone)[0] for _ in taken]
 
 
 def _lines(cluster: Cluster, attempt: int, rank: int) -> dict[int, Any]:

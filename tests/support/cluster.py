@@ -50,6 +50,9 @@ class Cluster:
         env: Added to the environment of every process.
         script: The training script. It is called with its output directory and what `start` is given.
         stager: Settings of the stager, beside the store.
+
+    Attributes:
+        started: How many jobs were started so far.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Cluster:
         stager: Sequence[str] = SMALL,
     ) -> None:
         self.directory, self.store, self._env = directory, store, env
-        self._script, self._stager, self._started = script, stager, 0
+        self._script, self._stager, self.started = script, stager, 0
 
     def start(
         self,
@@ -77,9 +80,9 @@ class Cluster:
         """A fresh cluster: nothing is left of the one before but the store. With `runtime`: on that machine. `rewrite`
         changes the mpirun line; `env` is for this start alone.
         """
-        self._started += 1
-        name = f"cluster-{self._started}"
-        self.runtime = runtime or self.directory / f"runtime-{self._started}"
+        self.started += 1
+        name = f"cluster-{self.started}"
+        self.runtime = runtime or self.directory / f"runtime-{self.started}"
         return Job(
             ranks,
             [self._script, str(self.directory / name), *arguments],

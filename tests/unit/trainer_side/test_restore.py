@@ -536,6 +536,21 @@ def test_each_rank_gets_its_own_value_and_new_ranks_keep_theirs(
     assert ("nothing for rank 2" in caplog.text) == (ranks == 3)
 
 
+def test_what_is_shared_out_among_the_ranks_wants_as_many_again(tmp_path: Path) -> None:
+    publish(tmp_path, 0, {"own": blobs_of(["a", "b"])}, ranks=2)
+
+    def bring(peers: ThreadPeers) -> Any:
+        own = PerRank(None, same_ranks=True)
+        restore({"own": own}, CountingStore(tmp_path), peers, events=None)
+        return own.value
+
+    assert Ranks(2).run(bring) == ["a", "b"]
+    for ranks in (1, 3):
+        _, errors = Ranks(ranks).outcomes(bring)
+        assert [type(error) for error in errors] == [StateError] * ranks
+        assert f"own: expected 2 ranks, as when it was saved, got {ranks}" in str(errors[0])
+
+
 def test_plain_per_rank_values_are_replaced(tmp_path: Path) -> None:
     publish(tmp_path, 0, {"own": blobs_of([[1, 2, "c"]])})
     own = PerRank([0])

@@ -1,0 +1,68 @@
+"""A run whose loader has workers and prefetch is killed at random, twice, and goes on, at last with other ranks: each
+sample is trained on exactly once per epoch, by the steps that count.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.jobs import data
+from tests.support.cluster import Cluster, losses
+from trainer_side import ResumableSampler
+
+pytestmark = [pytest.mark.mpi]
+EVERY, SAMPLES, BATCH = 5, 53, 3  # an epoch is no whole number of batches, neither of 2 ranks nor of 1
+STEPS = 30  # of an attempt, at most
+
+_Lines = dict[int, list[Any]]
+
+
+def attempt(cluster: Cluster, ranks: int, *, steps: int, dies_at: int = -1) -> _Lines:
+    """What its ranks wrote, by step; of step `dies_at` there is nothing."""
+    arguments = map(str, (steps, EVERY, SAMPLES, BATCH, dies_at))
+    with cluster.start(ranks, *arguments, runtime=cluster.directory / "runtime") as job:
+        job.succeed(120)  # also when its ranks were killed: mpirun is told to go on
+        said = job.output()
+    lines = [losses(cluster.out(cluster.started) / f"trained-{rank}") for rank in range(ranks)]
+    assert all(set(of_rank) == set(lines[0]) for of_rank in lines), "not all ranks took the same steps"
+    assert max(lines[0]) + 1 == (steps if dies_at < 0 else dies_at), said
+    return {step: [of_rank[step] for of_rank in lines] for step in lines[0]}
+
+
+def test_each_sample_is_trained_on_once_per_epoch(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=data.__file__)
+    kills, first = [], 0
+    for _ in range(2):  # not just behind a save, so that there is something to do again
+        kills.append(
+            random.choice([step for step in range(first + EVERY, first + STEPS) if step % EVERY > 1])
+        )
+        first = kills[-1]
+    lines = [
+        attempt(cluster, 2, steps=first + STEPS, dies_at=kills[0]),
+        attempt(cluster, 2, steps=first + STEPS, dies_at=kills[1]),
+        attempt(cluster, 1, steps=first + STEPS),
+    ]
+    starts = [min(of_attempt) for of_attempt in lines]
+    assert starts[0] == 0 < starts[1] <= kills[0] < starts[2] <= kills[1], (starts, kills)
+    again = [step for step in lines[0] if step >= starts[1]]
+    assert [lines[0][step] for step in again] == [lines[1][step] for step in again], (
+        "as many ranks, other bits"
+    )
+    assert again, "nothing was done again: the test has shown nothing of the bits"
+    counted = [
+        step
+        for of_attempt, end in zip(lines, [*starts[1:], first + STEPS], strict=True)
+        for step in (of_attempt[number] for number in range(min(of_attempt), end))
+    ]
+    samples = [sample for step in counted for of_rank in step for sample in of_rank["samples"]]
+    epochs = [samples[begin : begin + SAMPLES] for begin in range(0, len(samples), SAMPLES)]
+    assert len(epochs) > 3
+    for epoch in epochs[:-1]:
+        assert Counter(epoch) == Counter(range(SAMPLES)), (starts, kills)
+    order = ResumableSampler(SAMPLES, seed=data.SEED, rank=0, ranks=1).batches(1)
+    assert samples == [next(order)[0] for _ in samples]
