@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from holdfast.catalog import Catalog, CatalogItem
 from holdfast.claim import newest_attempt as newest_of_store
@@ -23,13 +24,17 @@ from holdfast.storage.base import Store
 from holdfast.wire import peer_error
 from trainer_side.agreeing import agree, gather
 from trainer_side.origins import Keeps
+from trainer_side.patience import within
 from trainer_side.peers import Peers
 from trainer_side.sources import NEARNESS_OF_RING, NEARNESS_OF_STORE, Candidate, Holder, Key, Stored
 from trainer_side.tiers.base import Kept, Nearness, Tier
+from trainer_side.tiers.inventory import ask_kept
 
 __all__ = ["Found", "Shelf", "find", "newest_attempt"]
 
 _log = logging.getLogger("holdfast.restore")
+_T = TypeVar("_T")
+_SECONDS_MAX = 60.0  # where nobody says how long a tier or the store may take
 _NEARNESS = {
     Nearness.MEMORY: 0,
     Nearness.PM: 1,
@@ -79,10 +84,16 @@ class Found:
         return layout
 
 
-def find(tiers: Sequence[Keeps], peers: Peers) -> Found:
+def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_MAX) -> Found:
     """Ask every tier of every rank what it keeps. Collective.
 
-    A tier that fails, and a slice whose layout is not that of its seal, is left out and named: others may have it too.
+    A tier that fails or hangs, and a slice whose layout is not that of its seal, is left out and named: others may have
+    it too.
+
+    Args:
+        tiers: Of this rank.
+        peers: The ranks.
+        seconds_max: How long a tier may take to say it.
 
     Raises:
         PeerLost: A rank is gone.
@@ -91,7 +102,7 @@ def find(tiers: Sequence[Keeps], peers: Peers) -> Found:
     lost: list[str] = []
     for tier in tiers:
         try:
-            kept = tier.kept()
+            kept = ask_kept(tier, seconds_max)
         except (HoldfastError, OSError) as error:
             lost.append(f"rank {peers.rank}: {tier.name} cannot say what it keeps: {error}")
             continue
@@ -132,8 +143,15 @@ class Shelf:
         self.stored, self._items = stored, items
 
     @classmethod
-    def look(cls, store: Store | None, peers: Peers) -> tuple[Shelf, HoldfastError | None]:
+    def look(
+        cls, store: Store | None, peers: Peers, *, seconds_max: float = _SECONDS_MAX
+    ) -> tuple[Shelf, HoldfastError | None]:
         """List the store, on rank 0. Collective.
+
+        Args:
+            store: The run.
+            peers: The ranks.
+            seconds_max: For what is done with it afterwards; the list has half of it.
 
         Returns:
             What is there; and why nothing is known, where the store does not answer.
@@ -147,7 +165,7 @@ class Shelf:
         silent: HoldfastError | None = None
         if peers.rank == 0:
             try:
-                items = [] if store is None else list(Catalog(store).list())
+                items = [] if store is None else _in_time(_list, store, seconds_max / 2)
                 said = json.dumps(_stored(items)).encode()
             except StoreError as error:
                 silent, said = error, json.dumps({"code": error.code, "text": str(error)}).encode()
@@ -166,6 +184,21 @@ class Shelf:
         mine = self._items[number].manifest if peers.rank == 0 else None
         said = peers.broadcast(mine.to_bytes() if mine is not None else None)
         return mine or Manifest.from_bytes(said, source="the store (from rank 0)")
+
+
+def _list(store: Store) -> list[CatalogItem]:
+    return list(Catalog(store).list())
+
+
+def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:
+    try:
+        return within(lambda: ask(store), seconds_max, name="holdfast-store-ask")
+    except TimeoutError:
+        raise StoreError(
+            f"{store.url}: rank 0 waited {seconds_max:g} s to hear what it has; the store hangs: look at its mount, or at "
+            "the network to it",
+            retriable=True,
+        ) from None
 
 
 def _stored(items: Sequence[CatalogItem]) -> list[Stored]:
@@ -187,7 +220,12 @@ def _stored(items: Sequence[CatalogItem]) -> list[Stored]:
 
 
 def newest_attempt(
-    tiers: Sequence[Tier], store: Store | None, peers: Peers, *, without_store: bool = False
+    tiers: Sequence[Tier],
+    store: Store | None,
+    peers: Peers,
+    *,
+    without_store: bool = False,
+    seconds_max: float = _SECONDS_MAX,
 ) -> int:
     """The highest attempt that any tier of any rank, or the store, knows of; 0 on a new run. Collective.
 
@@ -198,16 +236,17 @@ def newest_attempt(
         store: The run; only rank 0 asks it.
         peers: The ranks.
         without_store: Whether the tiers alone may answer when the store does not.
+        seconds_max: How long the store, and each tier, may take to say it.
 
     Raises:
         StoreError: The store does not answer, and the tiers alone may not.
         PeerLost: A rank is gone.
     """
-    newest = max((holder.key.attempt for holder in find(tiers, peers).holders), default=0)
+    newest = max((holder.key.attempt for holder in find(tiers, peers, seconds_max=seconds_max).holders), default=0)
     said, error = 0, None
     if peers.rank == 0 and store is not None:
         try:
-            said = newest_of_store(store)
+            said = _in_time(newest_of_store, store, seconds_max)
         except StoreMissing:
             said = 0
         except StoreError as refused:

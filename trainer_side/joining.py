@@ -88,7 +88,9 @@ def open_keeper(config: TrainerConfig, link: Link | Alone, ledger: Ledger, event
 
     peers = link.peers
     tiers, error = _opened(config, link.store_url)
-    inventory = take_inventory(peers, tiers, error)
+    # A tier that hangs now is refused, as one that is too small: it would hold up the first save as well.
+    limit = min(config.start_seconds_max, config.tier_seconds_max)
+    inventory = take_inventory(peers, tiers, error, seconds_max=limit)
     attempt = _alone(config, link, tiers, peers) if isinstance(link, Alone) else _beside(link, inventory)
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
     keeper = Keeper(
@@ -135,7 +137,13 @@ def _alone(config: TrainerConfig, alone: Alone, tiers: Sequence[Tier], peers: Pe
     With the store as a tier it is also cleared of what killed ranks of older attempts have left half sent.
     """
     store = open_store(alone.store_url)
-    attempt = 1 + newest_attempt(tiers, store, peers, without_store=config.restore_without_store)
+    attempt = 1 + newest_attempt(
+        tiers,
+        store,
+        peers,
+        without_store=config.restore_without_store,
+        seconds_max=config.start_seconds_max,
+    )
     if peers.rank == 0:
         try:
             if note_attempt(store, attempt) and "store" in config.tiers:

@@ -5,6 +5,7 @@ Both say for each unit where it lies in them and what its CRC-32 must be; `train
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import DamageError, HoldfastError, StoreError
@@ -12,6 +13,7 @@ from holdfast.layout import Extent
 from holdfast.manifest import Manifest
 from holdfast.slices import frames_of
 from holdfast.storage.base import Store
+from trainer_side.patience import HANGING_SHARE
 from trainer_side.sources import Unit
 from trainer_side.tiers.base import Kept, Nearness
 
@@ -45,6 +47,11 @@ class Origin(Protocol):
     @property
     def request_bytes(self) -> int:
         """How much to ask for at once."""
+        ...
+
+    @property
+    def seconds_share(self) -> float:
+        """Which part of the time for restoring one request may take; then it hangs, and another source is asked."""
         ...
 
     def lying(self, unit: Unit) -> Lying:
@@ -84,7 +91,9 @@ class Keeps(Protocol):
 
 
 class StoredFile:
-    """A portable file."""
+    """A portable file. There is nothing behind it, so the time for restoring is the only limit."""
+
+    seconds_share = math.inf
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
@@ -115,6 +124,7 @@ class KeptSlice:
         self._frames = frames_of(kept.layout, kept.seal.rank)
         seal = kept.seal
         self.tier = tier.name
+        self.seconds_share = StoredFile.seconds_share if tier.nearness is Nearness.STORE else HANGING_SHARE
         whose = f"rank {seal.rank}'s slice of step {seal.step} (attempt {seal.attempt})"
         self.what = f"{tier.name}: {whose} in {kept.place} slot {kept.slot}"
 

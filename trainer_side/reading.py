@@ -5,7 +5,7 @@
 
 1. A window is touched once and used again for every run of its reader: store and tiers write into it past the page
    cache, and its bytes are checked and copied while they are still in the processor's cache. Never more than
-   `threads` such windows are in memory beside the tensors.
+   `threads` such windows are in memory beside the tensors, and those of threads that hang.
 2. The CRC-32 of a unit is that of its parts and of what lies between them, combined: no byte is summed twice.
 3. A unit that is read and checked is shared with the other ranks while the next ones are read. The turns go round the
    ranks (first unit of each, second unit of each, …), so each rank makes the same `share` calls in the same order.
@@ -13,6 +13,8 @@
    returned, and the ranks agree afterwards.
 5. What a tier cannot give does not stop the others: `trainer_side/rounds.py` reads it from elsewhere. What the store
    cannot give does.
+6. A request to a tier that does not return in time is a device that hangs: all that this rank wants of it is given up,
+   and other threads take the place of those that wait there. What these still bring stays in their windows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -33,7 +35,7 @@ import torch
 from holdfast.crc import combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, StoreError
 from holdfast.faultpoint import Point, reach
-from trainer_side.crew import start
+from trainer_side.crew import Crew
 from trainer_side.described import Mapped
 from trainer_side.origins import Origin
 from trainer_side.peers import Peers
@@ -47,6 +49,7 @@ _log = logging.getLogger("holdfast.restore")
 _SHARES_IN_FLIGHT = 64
 _READS_MAX = 2
 _POLL_SECONDS = 4e-3  # how long the exchange rests while this rank waits for its own next unit
+_LOOK_SECONDS = 50e-3  # how often a rank alone looks whether a request hangs
 _PAGE_BYTES = 4096
 
 
@@ -82,11 +85,16 @@ class Sum(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A unit that a tier could not give. `broken`: that slice gives nothing at all any more."""
+    """A unit that a tier could not give.
+
+    Attributes:
+        broken: That slice gives nothing at all any more. `hangs`: nor does any other slice in this tier of this rank.
+    """
 
     unit: Unit
     error: HoldfastError
     broken: bool
+    hangs: bool = False
 
 
 @dataclass
@@ -161,13 +169,13 @@ def read(
     Raises:
         PeerLost: A rank is gone.
     """
-    crew = _Crew(image, origins, targets)
+    crew = _Crew(image, origins, targets, seconds_max)
     own = [unit for unit in units if unit.reader == peers.rank]
     what = origins[own[0].number].what if own else ""
     outcome = Reading()
     begun = time.monotonic()
     deadline = begun + seconds_max
-    readings = dict(zip(own, start(crew.read, own, threads, "read"), strict=True))
+    readings = crew.start(own, threads)
     own_done, shared = begun, 0
     for unit in turns(units, peers.ranks):
         if unit.reader == peers.rank:
@@ -178,7 +186,7 @@ def read(
             shared += 1
             if shared % _SHARES_IN_FLIGHT == 0:
                 peers.finish(deadline + seconds_max - time.monotonic())
-    _settle(readings.values(), deadline, outcome, what)
+    _settle(readings, deadline, outcome, crew, what)
     outcome.seconds["read"] = own_done - begun
     outcome.bytes_read, outcome.sums, outcome.uses = crew.bytes_read, crew.sums, crew.uses()
     if peers.ranks > 1:
@@ -193,33 +201,51 @@ def _await(
     """Wait for one of this rank's units; the first error that no other source mends stays, and stops the readers."""
     if outcome.error is not None:
         return
-    try:
-        while peers.ranks > 1 and not reading.done() and time.monotonic() < deadline:
+    lost: HoldfastError | None = None
+    while not reading.done() and lost is None and time.monotonic() < deadline:
+        if peers.ranks > 1:
             peers.poll()
-            wait([reading], _POLL_SECONDS)
+        wait([reading], _POLL_SECONDS if peers.ranks > 1 else _LOOK_SECONDS)
+        lost = crew.look(unit)
+    try:
+        if lost is not None:
+            raise lost
         reading.result(max(0.0, deadline - time.monotonic()))
     except HoldfastError as error:
         if unit.number == STORE:
             outcome.error = error
         else:
-            outcome.failures.append(Failure(unit, error, not isinstance(error, DamageError)))
+            broken = not isinstance(error, DamageError)
+            outcome.failures.append(Failure(unit, error, broken, crew.hangs(unit)))
     except TimeoutError:
         outcome.error = _late(crew.name(unit))
     if outcome.error is not None:
         crew.stop()
 
 
-def _settle(readings: Iterable[Future[None]], deadline: float, outcome: Reading, what: str) -> None:
+def _settle(
+    readings: Mapping[Unit, Future[None]], deadline: float, outcome: Reading, crew: _Crew, what: str
+) -> None:
     """Wait until no reader writes any more: after damage the next candidate is read into the same memory."""
-    _, running = wait(readings, max(0.0, deadline - time.monotonic()))
-    if running:
-        outcome.error = _late(what)
+    for unit, reading in readings.items():
+        while not reading.done() and crew.look(unit) is None:
+            if time.monotonic() > deadline:
+                outcome.error = _late(what)
+                return
+            wait([reading], _LOOK_SECONDS)
 
 
 def _late(what: str) -> StoreError:
     return StoreError(
         f"{what}: not read within the time for restoring; is the store slow or hanging?", retriable=True
     )
+
+
+class _Request(NamedTuple):
+    """One that has not returned. `limit`: by when it should have."""
+
+    unit: Unit
+    limit: float
 
 
 class _Crew:
@@ -230,8 +256,14 @@ class _Crew:
         sums: The CRC-32 of each part in them, by its place in the image.
     """
 
-    def __init__(self, image: Mapped, origins: Mapping[int, Origin], targets: Mapping[int, Target]) -> None:
-        self._origins, self._targets = origins, targets
+    def __init__(
+        self,
+        image: Mapped,
+        origins: Mapping[int, Origin],
+        targets: Mapping[int, Target],
+        seconds_max: float,
+    ) -> None:
+        self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
         largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
         self._window_bytes = min(largest, image.chunk_bytes, image.image_bytes)
         self._windows = Windows(image, targets)
@@ -239,9 +271,53 @@ class _Crew:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._broken: dict[int, HoldfastError] = {}
+        self._requests: dict[int, _Request] = {}  # by thread
+        self._hanging: set[str] = set()  # tiers
+        self._lost: set[Unit] = set()  # whose reader hangs
         self._spans: dict[str, tuple[float, float, int]] = {}
         self.bytes_read = 0
         self.sums: dict[int, Sum] = {}
+
+    def start(self, own: Sequence[Unit], threads: int) -> dict[Unit, Future[None]]:
+        """Begin to read this rank's units, in order."""
+        self._readers = Crew(self.read, own, threads, "read")
+        return dict(zip(own, self._readers.futures, strict=True))
+
+    def look(self, unit: Unit) -> HoldfastError | None:
+        """See whether a request hangs, and send in others for those who wait for it. Why `unit` never comes, if so."""
+        now = time.monotonic()
+        with self._lock:
+            for late in [one for one in self._requests.values() if now > one.limit]:
+                self._give_up(late.unit)
+            stuck = {
+                thread: one
+                for thread, one in self._requests.items()
+                if self._origins[one.unit.number].tier in self._hanging
+            }
+            for thread, one in stuck.items():
+                del self._requests[thread]
+                self._lost.add(one.unit)
+            lost = self._broken[unit.number] if unit in self._lost else None
+        self._readers.relieve(len(stuck))
+        return lost
+
+    def _give_up(self, unit: Unit) -> None:
+        """Nothing more is asked of the tier that this unit is in; under the lock."""
+        origin = self._origins[unit.number]
+        if origin.tier in self._hanging:
+            return
+        self._hanging.add(origin.tier)
+        seconds = origin.seconds_share * self._seconds_max
+        error = StoreError(
+            f"{self.name(unit)}: nothing has come for {seconds:g} s, {origin.seconds_share:.0%} of "
+            f"restore_seconds_max = {self._seconds_max:g} s: the device hangs, and this rank asks it for nothing more; "
+            "see what the kernel says of it (dmesg), or take it out of tiers"
+        )
+        self._broken.update((number, error) for number, of in self._origins.items() if of.tier == origin.tier)
+
+    def hangs(self, unit: Unit) -> bool:
+        """Whether the tier that it is in does."""
+        return self._origins[unit.number].tier in self._hanging
 
     def stop(self) -> None:
         """Let the readers find nothing more to do."""
@@ -272,8 +348,6 @@ class _Crew:
             DamageError: Its CRC-32 is not the one that was written down for it, or the origin ends within it.
             StoreError: Store or tier failed.
         """
-        if unit.number in self._broken:
-            raise self._broken[unit.number]
         origin = self._origins[unit.number]
         lying = origin.lying(unit)
         begun = time.monotonic()
@@ -310,12 +384,24 @@ class _Crew:
         """
         window = self._window()
         view = window.memory[: run.nbytes]
+        me = threading.get_ident()
+        limit = time.monotonic() + origin.seconds_share * self._seconds_max
+        request = _Request(unit, limit)
+        with self._lock:
+            if unit.number in self._broken:
+                raise self._broken[unit.number]
+            self._requests[me] = request
         try:
             origin.read_into(run.offset, view)
         except StoreError as error:
             if unit.number != STORE:
-                self._broken[unit.number] = error
+                self._broken.setdefault(unit.number, error)
             raise
+        finally:
+            with self._lock:
+                late = self._requests.pop(me, None) is None
+        if late:  # given up while it hung: the targets may hold other bytes by now
+            raise self._broken[unit.number]
         reach(Point.RESTORE_READ)
         found: list[tuple[int, Sum]] = []
         position = 0

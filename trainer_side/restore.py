@@ -24,6 +24,7 @@ from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.events import EventLog
 from holdfast.storage.base import Store
 from trainer_side.findings import Shelf, find
+from trainer_side.patience import HANGING_SHARE
 from trainer_side.peers import Peers
 from trainer_side.ring_slices import Fetch, look
 from trainer_side.sources import Candidate, Passed, candidates
@@ -57,7 +58,8 @@ def restore(
         fetch: Asks the stager for what its ring still has; None without a stager.
         threads: Requests in flight from this rank.
         step: Only this step, and no other one if it is damaged.
-        seconds_max: For reading one checkpoint, and again for its exchange.
+        seconds_max: For reading one checkpoint, and again for its exchange. Of what a tier or the ring is asked for it
+            has a tenth to bring; then it counts as hanging, and the next source is asked.
         without_store: Where the store does not answer, take the newest that the tiers have, although the store may
             hold a newer one.
 
@@ -74,9 +76,9 @@ def restore(
     """
     begun = time.monotonic()
     held = look(fetch, peers)  # before the store: what becomes durable meanwhile is seen here or there
-    shelf, silent = Shelf.look(store, peers)
+    shelf, silent = Shelf.look(store, peers, seconds_max=seconds_max)
     ring = held.known(shelf.stored, peers)
-    found = find([*tiers, ring], peers)
+    found = find([*tiers, ring], peers, seconds_max=seconds_max * HANGING_SHARE)
     job = Job(state, store, peers, events, found, shelf, threads, seconds_max)
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     listed: Sequence[Candidate | Passed] = candidates(found.holders, shelf.stored)

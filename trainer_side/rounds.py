@@ -39,6 +39,7 @@ class Rounds:
         layout: Of its slices.
         origins: What this rank reads from, by number.
         manifest: The store's; None if it does not have this checkpoint.
+        hanging: Tiers that nothing is asked of any more, by rank and name, and why; the same on every rank. Added to.
         mended: What was damaged or gone and was read from elsewhere, each with its tier, place and rank; of all ranks.
         reading: What the last `read` did on this rank, all rounds together.
     """
@@ -50,6 +51,7 @@ class Rounds:
     peers: Peers
     threads: int
     seconds_max: float
+    hanging: dict[tuple[int, str], str] = field(default_factory=dict)
     mended: list[str] = field(default_factory=list)
     reading: Reading = field(default_factory=Reading)
     _failed: set[tuple[int, Source]] = field(default_factory=set)
@@ -62,7 +64,7 @@ class Rounds:
 
         The stager's ring is none: it keeps nothing, so nobody gives up a damaged slice because of it.
         """
-        damaged = self._broken | {source for _, source in self._failed}
+        damaged = self._unusable | {source for _, source in self._failed}
         found: dict[str, set[int]] = {}
         for slice_rank, holders in self.candidate.slices.items():
             for holder in (holder for holder in holders if holder.nearness != NEARNESS_OF_RING):
@@ -71,6 +73,14 @@ class Rounds:
             if Source(holder.rank, holder.number) in damaged:
                 found.pop(holder.tier, None)
         return frozenset(tier for tier, slices in found.items() if len(slices) == self.layout.ranks)
+
+    @property
+    def _unusable(self) -> set[Source]:
+        """Sources that give nothing any more."""
+        holders = (holder for some in self.candidate.slices.values() for holder in some)
+        return self._broken | {
+            Source(one.rank, one.number) for one in holders if (one.rank, one.tier) in self.hanging
+        }
 
     def ends(self) -> tuple[bytes, str | None]:
         """Head and tail of the image, back to back, checked; or why they cannot be had.
@@ -118,7 +128,7 @@ class Rounds:
                 self.peers.ranks,
                 chunk_bytes=self.layout.chunk_bytes,
                 failed=self._failed,
-                broken=self._broken,
+                broken=self._unusable,
             )
             if lost:
                 return {}, self._hopeless(left[lost[0]])
@@ -159,13 +169,22 @@ class Rounds:
         if self.peers.all_agree(not mine):
             return set()
         numbers = {unit: number for number, unit in enumerate(units)}
-        rows = [(numbers[failure.unit], failure.broken) for failure in mine]
+        rows = [
+            (
+                numbers[failure.unit],
+                failure.broken,
+                self.origins[failure.unit.number].tier if failure.hangs else "",
+            )
+            for failure in mine
+        ]
         said = gather(self.peers, json.dumps([rows, self._texts(mine)]).encode())
         failed: set[int] = set()
-        for answer in said:
+        for rank, answer in enumerate(said):
             rows_there, texts = json.loads(answer)
             self.mended += texts
-            for number, broken in rows_there:
+            for number, broken, hanging in rows_there:
+                if hanging:
+                    self.hanging.setdefault((rank, hanging), f"rank {rank}: {hanging} hangs")
                 failed.add(number)
                 unit = units[number]
                 source = Source(unit.reader, unit.number)
@@ -190,7 +209,7 @@ class Rounds:
         return texts
 
     def _hopeless(self, piece: Piece) -> str:
-        reasons = "; ".join(self.mended[-3:])
+        reasons = "; ".join(self.mended[-3:] or self.hanging.values())
         store = "the store does not have this step" if self.candidate.stored == STORE else "nor has the store"
         return str(
             DamageError(

@@ -70,7 +70,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Job:
-    """What does not change from candidate to candidate."""
+    """What does not change from candidate to candidate, and the tiers that hang, as `Rounds` has found them."""
 
     state: Mapping[str, Any]
     store: Store | None
@@ -80,6 +80,7 @@ class Job:
     shelf: Shelf
     threads: int
     seconds_max: float
+    hanging: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def tell(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
         """Name what is not used, once for all ranks in the log, and in each rank's events."""
@@ -167,7 +168,14 @@ class Trial:
         if self._manifest is not None and job.store is not None:
             origins[STORE] = StoredFile(job.store, self._manifest)
         self._rounds = Rounds(
-            candidate, layout, origins, self._manifest, self._peers, job.threads, job.seconds_max
+            candidate,
+            layout,
+            origins,
+            self._manifest,
+            self._peers,
+            job.threads,
+            job.seconds_max,
+            job.hanging,
         )
         return self._rounds.ends()
 

@@ -10,15 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, HoldfastError, StoreError
 from holdfast.wire import peer_error
 from trainer_side.agreeing import gather
+from trainer_side.patience import within
 from trainer_side.peers import Peers
-from trainer_side.tiers.base import Tier
+from trainer_side.tiers.base import Kept, Tier
 from trainer_side.tiers.tally import Order
 
-__all__ = ["Inventory", "take_inventory"]
+if TYPE_CHECKING:
+    from trainer_side.origins import Keeps
+
+__all__ = ["Inventory", "ask_kept", "take_inventory"]
+
+_SECONDS_MAX = 60.0  # where nobody says how long a tier may take
 
 
 @dataclass(frozen=True)
@@ -36,19 +43,43 @@ class Inventory:
     partial: tuple[tuple[Order, ...], ...]
 
 
-def take_inventory(peers: Peers, tiers: Sequence[Tier], error: HoldfastError | None = None) -> Inventory:
+def ask_kept(tier: Keeps, seconds_max: float) -> list[Kept]:
+    """What a tier keeps, if it says so in time.
+
+    Raises:
+        StoreError: It hangs.
+        HoldfastError: What it said.
+    """
+    try:
+        return within(tier.kept, seconds_max, name="holdfast-tier-kept")
+    except TimeoutError:
+        raise StoreError(
+            f"{tier.name} hangs: what it keeps has not come for {seconds_max:g} s; see what the kernel says of the device "
+            "(dmesg), mount it anew, or take it out of tiers"
+        ) from None
+
+
+def take_inventory(
+    peers: Peers,
+    tiers: Sequence[Tier],
+    error: HoldfastError | None = None,
+    *,
+    seconds_max: float = _SECONDS_MAX,
+) -> Inventory:
     """See the module.
 
     Args:
         peers: The ranks.
         tiers: Of this rank.
         error: Why it has none, if they could not be opened: then it is raised on every rank.
+        seconds_max: How long a tier may take to say what it keeps.
 
     Raises:
         ConfigError: The ranks' tiers differ; or what a tier said, on every rank.
+        StoreError: A device failed or hangs; on every rank.
         PeerLost: A rank is gone.
     """
-    said = [json.loads(text) for text in gather(peers, _mine(tiers, error))]
+    said = [json.loads(text) for text in gather(peers, _mine(tiers, error, seconds_max))]
     for rank, other in enumerate(said):
         if "error" in other:
             said_error = peer_error(*other["error"])
@@ -72,14 +103,14 @@ def take_inventory(peers: Peers, tiers: Sequence[Tier], error: HoldfastError | N
     return Inventory(max(attempts, default=0), tuple(complete), tuple(partial))
 
 
-def _mine(tiers: Sequence[Tier], error: HoldfastError | None) -> bytes:
+def _mine(tiers: Sequence[Tier], error: HoldfastError | None, seconds_max: float) -> bytes:
     if error is not None:
         return json.dumps({"error": [error.code, str(error)]}).encode()
     try:
         kept = [
             [
                 (one.seal.attempt, one.seal.step, one.seal.rank, one.seal.ranks, one.seal.layout_digest)
-                for one in tier.kept()
+                for one in ask_kept(tier, seconds_max)
             ]
             for tier in tiers
         ]

@@ -204,6 +204,7 @@ class Keeper:
                     writer = self._slot(number, order, wait_until)
                 except HoldfastError as error:
                     writer, reason = None, f"failed: {error}"
+                    self._say_failed(tier, step, error)
                 else:
                     reason = "busy: no slot is free"
                 if writer is not None:
@@ -328,9 +329,7 @@ class Keeper:
         if counted and cause != _RESTS:
             self._ledger.skipped(name, cause)
             with self._guard:
-                news = (
-                    f"{name}: {cause}" not in self._warned and cause != "failed"
-                )  # the lane has said that one
+                news = f"{name}: {cause}" not in self._warned and cause != "failed"  # that is said already
                 self._warned.add(f"{name}: {cause}")
             if news:
                 _log.warning(
@@ -338,6 +337,13 @@ class Keeper:
                 )
         if cause != "void":
             self.council.skipped(number, order, reason)
+
+    def _say_failed(self, tier: Tier, step: int, error: HoldfastError) -> None:
+        with self._guard:
+            news = str(error) not in self._warned
+            self._warned.add(str(error))
+        if news:
+            _log.error("rank %d: tier %s gives no slot for step %d: %s", self._rank, tier.name, step, error)
 
     def _judge(self, verdict: Verdict) -> None:
         if verdict.tier >= len(self._lanes):

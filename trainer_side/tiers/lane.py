@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 from holdfast.errors import HoldfastError, StoreError
+from trainer_side.patience import within
 from trainer_side.tiers.base import Tier
 from trainer_side.tiers.keeping import Keeping, Part
 from trainer_side.tiers.tally import Verdict
@@ -165,31 +166,17 @@ class Lane:
             StoreError: It has not returned in time.
             HoldfastError: What the call raised.
         """
-        done, found, guard, waiting = threading.Event(), [], threading.Lock(), [True]
-        problems: list[BaseException] = []
 
-        def make() -> None:
-            try:
-                with self._calling(what, seconds_max):
-                    answer = call()
-            except BaseException as error:  # noqa: BLE001 - raised by who waits
-                problems.append(error)
-            else:
-                with guard:
-                    found.append(answer)
-                    if not waiting[0]:
-                        late(answer)
-            done.set()
+        def make() -> _T:
+            with self._calling(what, seconds_max):
+                return call()
 
-        threading.Thread(target=make, name=f"holdfast-tier-{self.number}-ask", daemon=True).start()
-        if not done.wait(seconds_max):
-            with guard:
-                waiting[0] = bool(found)
-        if problems:
-            raise problems[0]
-        if not found:
-            raise StoreError(f"tier {self.tier.name} hangs: {what} has not returned for {seconds_max:g} s")
-        return found[0]
+        try:
+            return within(make, seconds_max, name=f"holdfast-tier-{self.number}-ask", late=late)
+        except TimeoutError:
+            raise StoreError(
+                f"tier {self.tier.name} hangs: {what} has not returned for {seconds_max:g} s"
+            ) from None
 
     def keep(self, keeping: Keeping) -> None:
         """Begin to write; its area is being filled."""

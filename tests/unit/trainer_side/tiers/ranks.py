@@ -75,7 +75,7 @@ class Area:
 
     def fill(self, value: int, *, frames: int | None = None) -> None:
         for frame in self.frames[:frames]:
-            self.memory[frame.offset : frame.offset + frame.nbytes] = bytes([value]) * frame.nbytes
+            self.memory[frame.offset : frame.offset + frame.nbytes] = bytes([value % 256]) * frame.nbytes
             self.ready.add(frame.offset)
 
     def view(self, offset: int, nbytes: int) -> memoryview:

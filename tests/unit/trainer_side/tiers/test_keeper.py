@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from trainer_side.tiers.inventory import Inventory
 from trainer_side.tiers.keeper import Keeper, open_tiers
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.media import CachedFile
+from trainer_side.tiers.pm import PmFile
 from trainer_side.tiers.slot_files import SlotFiles
 
 RUN = "/run"
@@ -366,6 +368,88 @@ def test_a_device_that_hangs_at_the_start_is_an_error_that_names_it(
     ):
         Rank(specs, tier_seconds_max=0.2, start_seconds_max=0.2)
     going.set()
+
+
+def test_an_area_comes_back_though_the_device_still_reads_it(
+    specs: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `save()` asks for it when tensors have changed their shapes: it may not wait for a call that hangs."""
+    going, writing, plain = threading.Event(), threading.Event(), CachedFile.write
+    going.set()
+
+    def write(self: CachedFile, offset: int, view: memoryview) -> None:
+        writing.set()
+        assert going.wait(60)
+        plain(self, offset, view)
+
+    monkeypatch.setattr(CachedFile, "write", write)
+    rank = Rank(specs[1:], tier_writers=1)
+    assert rank.save(3)[0].released.wait(20)
+    until(lambda: rank.keeper.is_idle)
+    going.clear()
+    writing.clear()
+    keeping, _ = rank.save(5)
+    assert writing.wait(20)
+    assert not keeping.released.is_set()
+    rank.keeper.let_go(keeping)
+    assert keeping.released.is_set(), "nobody may wait for the device here"
+    assert keeping.lost_in == {0: "hangs: the tier has not let go of what it was given"}
+    assert rank.ledger.stats.skipped == {f"{specs[1]}: hangs": 1}
+    assert rank.begin(6) is None, "its slot is the device's still, and the other one holds step 3"
+    going.set()
+    steps = itertools.count(7)
+    until(lambda: (again := rank.begin(next(steps))) is not None and not rank.keeper.drop(again, "busy: test"))
+    last = next(steps)
+    keeping, _ = rank.save(last)
+    assert keeping.released.wait(20)
+    assert keeping.kept_in == {0}
+    until(lambda: rank.keeper.is_idle)
+    assert (rank.kept(), rank.bytes_of(3), rank.bytes_of(last)) == ([last, 3], {3}, {last % 256})
+    assert "step 5 is not kept" in caplog.text
+    rank.keeper.close(60)
+
+
+def test_persistent_memory_that_hangs_gives_no_slot_and_holds_up_no_step(
+    specs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its slot is unsealed in `begin`, which the training thread calls: it goes on without, and later with it again."""
+    going, flushing, plain = threading.Event(), threading.Event(), PmFile.flush
+    going.set()
+
+    def flush(self: PmFile) -> None:
+        flushing.set()
+        assert going.wait(60)
+        plain(self)
+
+    monkeypatch.setattr(PmFile, "flush", flush)
+    (tmp_path / "pm").mkdir()
+    pm = f"pm:{tmp_path / 'pm'}"
+    rank = Rank([pm, specs[1]], tier_seconds_max=2.0)  # what does return has so long for it
+    for step in (3, 5):  # both slots are sealed: the next one has to be unsealed
+        assert rank.save(step)[0].released.wait(20)
+        until(lambda: rank.keeper.is_idle)
+    going.clear()
+    flushing.clear()
+    keeping = rank.begin(7)
+    assert flushing.is_set()
+    assert keeping is not None
+    assert keeping.writers.keys() == {1}
+    hangs = f"tier {pm} gives no slot for step 7: tier {pm} hangs: a slot for step 7 has not returned for 2 s"
+    assert hangs in caplog.text
+    rank.keeper.drop(keeping, "busy: of the test")
+    until(lambda: rank.keeper._lanes[0].hangs)
+    keeping = rank.begin(9)
+    assert keeping is not None
+    assert keeping.writers.keys() == {1}, "it is not even asked"
+    rank.keeper.drop(keeping, "busy: of the test")
+    going.set()
+    until(lambda: not rank.keeper._lanes[0].hangs)
+    keeping, _ = rank.save(11)  # in the slot that came too late for step 7, and was given back
+    assert keeping.released.wait(20)
+    assert keeping.kept_in == {0, 1}
+    until(lambda: rank.keeper.is_idle)
+    assert (rank.kept(), rank.bytes_of(5), rank.bytes_of(11)) == ([11, 5], {5}, {11})
+    rank.keeper.close(60)
 
 
 def test_what_was_found_complete_stays_until_there_is_a_newer_one(specs: list[str]) -> None:
