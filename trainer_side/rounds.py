@@ -56,7 +56,7 @@ class Rounds:
     reading: Reading = field(default_factory=Reading)
     _failed: set[tuple[int, Source]] = field(default_factory=set)
     _broken: set[Source] = field(default_factory=set)
-    _named: set[Source] = field(default_factory=set)
+    _named: set[int | str] = field(default_factory=set)
 
     @property
     def whole_in(self) -> frozenset[str]:
@@ -194,18 +194,19 @@ class Rounds:
         return failed
 
     def _texts(self, failures: Sequence[Failure]) -> list[str]:
-        """One text for each slice: the first of its frames, and how many more."""
-        of_source: dict[Source, list[Failure]] = {}
+        """One text for each slice, or for a tier that hangs: the first of its frames, and how many more."""
+        grouped: dict[int | str, list[Failure]] = {}
         for failure in failures:
-            of_source.setdefault(Source(failure.unit.reader, failure.unit.number), []).append(failure)
+            number = failure.unit.number
+            grouped.setdefault(self.origins[number].tier if failure.hangs else number, []).append(failure)
         texts = []
-        for source, some in of_source.items():
-            if source in self._named:
+        for what, some in grouped.items():
+            if what in self._named:
                 continue
-            self._named.add(source)
+            self._named.add(what)
             more = f"; and {len(some) - 1} more of its frames" if len(some) > 1 else ""
-            what, said = self.origins[source.number].what, str(some[0].error)
-            texts.append(f"rank {self.peers.rank}: {said if what in said else f'{what}: {said}'}{more}")
+            place, said = self.origins[some[0].unit.number].what, str(some[0].error)
+            texts.append(f"rank {self.peers.rank}: {said if place in said else f'{place}: {said}'}{more}")
         return texts
 
     def _hopeless(self, piece: Piece) -> str:
