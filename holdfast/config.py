@@ -163,7 +163,8 @@ class TrainerConfig(_RoleConfig):
     Attributes:
         start_seconds_max: How long to wait for the stager at start-up.
         stager_seconds_max: How long a silent stager is waited for before it counts as lost.
-        restore_seconds_max: How long reading one checkpoint may take, and again its exchange among ranks.
+        restore_seconds_max: How long reading one checkpoint may take, and again its exchange among ranks. A tier of
+            which a request takes a tenth of it hangs: the next source is asked.
         close_seconds_max: How long `close()` waits for what is under way to become durable.
         in_flight_max: How many checkpoints a rank may be sending at once, beside one that is sent and not yet staged.
             Each takes a staging area of the size of this rank's slice, from when it is first needed.

@@ -18,8 +18,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum call { PWRITE, FSYNC, OPEN, RENAME, FALLOCATE, PREADV, CALLS };
-static const char *const names[CALLS] = {"pwrite", "fsync", "open", "rename", "fallocate", "preadv"};
+enum call { PWRITE, FSYNC, OPEN, RENAME, FALLOCATE, PREAD, PREADV, CALLS };
+static const char *const names[CALLS] = {"pwrite", "fsync", "open", "rename", "fallocate", "pread", "preadv"};
 static atomic_long hits[CALLS];
 static _Atomic ino_t rule_of[CALLS];
 
@@ -74,6 +74,14 @@ static int fails(enum call call) {
     }
 DEFINE_PWRITE(pwrite, off_t)
 DEFINE_PWRITE(pwrite64, off64_t)
+
+#define DEFINE_PREAD(name, offset_type) \
+    ssize_t name(int fd, void *data, size_t count, offset_type offset) { \
+        if (fd_below(fd) && fails(PREAD)) return -1; \
+        return NEXT(name)(fd, data, count, offset); \
+    }
+DEFINE_PREAD(pread, off_t)
+DEFINE_PREAD(pread64, off64_t)
 
 #define DEFINE_PREADV(name, offset_type) \
     ssize_t name(int fd, const struct iovec *parts, int count, offset_type offset, int flags) { \
