@@ -24,7 +24,7 @@ back             restore, trial   one candidate after the other
                  findings, sources, origins   what there is, and where
                  rounds, reading, windows, received, crew   bytes into tensors, all of them checked
                  structure, described, nesting, loading     from the pickle to live objects
-                 agreeing, peers   what all ranks do together; patience   calls that may never return
+                 agreeing, peers   what all ranks do together   patience  calls that may never return
                  checks   the trainers' part of `holdfast doctor`
 """
 
