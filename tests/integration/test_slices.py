@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from holdfast.claim import Claim
+from holdfast.layout import CHUNK_BYTES
 from holdfast.manifest import Manifest, State, manifest_name
 from holdfast.slice_sets import SliceName, find_sets, layout_name
 from holdfast.slices import frames_of
@@ -29,11 +30,11 @@ from tests.support.store_slices import write_slices
 HOLDFAST = Path(sys.executable).with_name("holdfast")
 RANKS = 3
 SECONDS_MAX = 100
-PULL_AND_TELL = """
+RUN_AND_TELL = """
 import pathlib, re, sys
 from holdfast.cli import main
 try:
-    main(["pull", *sys.argv[1:]])
+    main(sys.argv[1:])
 finally:
     print(re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])
 """
@@ -192,24 +193,33 @@ def test_a_step_that_is_there_as_slices_alone_is_put_together_as_it_is_pulled(
     assert leftovers(run_dir) == []
 
 
-def test_pulling_slices_takes_no_memory_for_the_state(tmp_path: Path) -> None:
-    """Of a state of 96 MiB not a third more than of one of a megabyte."""
+@pytest.mark.parametrize(
+    ("command", "mebibytes", "chunk_bytes", "window_bytes"),
+    [("pull", 96, 1 << 20, 32 << 20), ("assemble", 200, CHUNK_BYTES, 64 << 20)],
+)
+def test_no_memory_is_taken_for_the_state(
+    tmp_path: Path, command: str, mebibytes: int, chunk_bytes: int, window_bytes: int
+) -> None:
+    """A file is made of slices through a window of a few chunks, whatever its size."""
     peaks = []
-    for mebibytes in (1, 96):
-        path, run_dir = tmp_path / f"{mebibytes}.pt", tmp_path / f"run-{mebibytes}"
-        torch.save({"w": torch.zeros(mebibytes << 18)}, path)
-        image = from_torch_file(path, chunk_bytes=1 << 20, ranks=RANKS)
+    for size in (1, mebibytes):
+        path, run_dir = tmp_path / f"{size}.pt", tmp_path / f"run-{size}"
+        torch.save({"w": torch.zeros(size << 18)}, path)
+        image = from_torch_file(path, chunk_bytes=chunk_bytes, ranks=RANKS)
         put(run_dir, image, attempt=1, step=5)
+        words = [str(run_dir), str(tmp_path / f"pulled-{size}.pt")][: 2 if command == "pull" else 1]
         # Not what wait4 says: that begins with what this process had when it forked.
         done = subprocess.run(
-            [sys.executable, "-c", PULL_AND_TELL, run_dir, tmp_path / f"pulled-{mebibytes}.pt"],
+            [sys.executable, "-c", RUN_AND_TELL, command, *words],
             capture_output=True,
             text=True,
             timeout=SECONDS_MAX,
             check=True,
         )
         peaks.append(int(done.stdout.splitlines()[-1]) << 10)
-    assert peaks[1] - peaks[0] < 32 << 20, peaks
+        if command == "assemble":
+            assert manifest_at(run_dir, "step-000000005.pt").state is State.VERIFIED
+    assert peaks[1] - peaks[0] < window_bytes, peaks
 
 
 def test_a_step_by_its_number_and_slices_that_are_kept(run_dir: Path, image: Image, tmp_path: Path) -> None:
