@@ -1,25 +1,30 @@
 """A restore as one rank does it, timed: into tensors that were zeroed before, and compared with what they were.
 
-holdfast reads its share and takes the rest from the other ranks. `torch.load` reads the whole file on every rank,
+holdfast reads its share and takes the rest from the other ranks, from the store or from what the stager's ring still has.
+`torch.load` reads the whole file on every rank,
 as scripts do, and `load_state_dict` copies it into the model and the optimizer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
 from benchmarks.complete import IncompleteError, leaves
 from benchmarks.workload import Workload
+from trainer_side.ring_slices import RingSlices
 
 if TYPE_CHECKING:
     from trainer_side import Checkpointer
 
-__all__ = ["restore"]
+__all__ = ["OURS", "RING", "restore"]
+
+OURS, RING = "holdfast", "holdfast, from the ring"
 
 
 def restore(
@@ -44,9 +49,10 @@ def restore(
                 value.zero_()
     meet()
     begun = time.monotonic()
-    if how == "holdfast":
+    if how in {OURS, RING}:
         assert checkpointer is not None
-        checkpointer.restore()
+        with _ring(checkpointer, asked=how == RING):
+            checkpointer.restore()
     else:
         loaders: dict[str, Callable[[str], Any]] = {
             "torch.load": lambda path: torch.load(path, weights_only=True),
@@ -58,13 +64,30 @@ def restore(
         workload.optimizer.load_state_dict(state["optimizer"])
     seconds = time.monotonic() - begun
     phases: dict[str, float] = {}
-    if how == "holdfast" and checkpointer is not None and checkpointer.restored is not None:
+    if how in {OURS, RING} and checkpointer is not None and checkpointer.restored is not None:
         phases = {f"{name}_seconds": value for name, value in checkpointer.restored.seconds.items()}
     after = _sums(workload) if compare else {}
     for path, value in before.items():
         if after.get(path) != value:
             raise IncompleteError(f"restore by {how}: {path} is not what it was")
     return {"seconds": seconds, **phases}
+
+
+@contextlib.contextmanager
+def _ring(checkpointer: Checkpointer, *, asked: bool) -> Iterator[None]:
+    """The stager is asked for what its ring has, or as if there were none; and all came from there, or nothing."""
+    link = checkpointer._link
+    if not asked:
+        link.fetch = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if not asked:
+            del link.fetch  # the instance's: the method is there again
+    restored = checkpointer.restored
+    assert restored is not None
+    if any((place == RingSlices.name) != asked for place in restored.sources):
+        raise IncompleteError(f"{RING if asked else OURS}: read from {', '.join(restored.sources)}")
 
 
 def _from_s3(url: str) -> Any:

@@ -35,7 +35,7 @@ EXPERIMENTS = {
     "scaling": "What grows with 2 to 32 ranks and with 10 to 10,000 tensors",
     "gate": "Layer-wise against coarse gate where copying takes longer than the computation",
     "steady": "Resident bytes over 200 checkpoints",
-    "restore": "From disk with a cold page cache, against torch.load; time to the first step",
+    "restore": "From disk with a cold page cache, against torch.load, and from the ring; time to the first step",
     "tiers": "Local tiers: bytes written per byte, speed beside the bare device, layouts",
     "tiered": "Training that saves into a local tier: slowdown, gate, recovery from each tier",
     "s3": "Durable and restore in an S3 server, against s3torchconnector and a bare multipart upload",

@@ -1,36 +1,41 @@
-"""From a disk whose page cache is cold, against torch.load; and how long a fresh cluster takes until its first
-step is done."""
+"""From a disk whose page cache is cold, against torch.load; from the stager's ring, against that disk; and how long a
+fresh cluster takes until its first step is done."""
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import turn
+from benchmarks.cluster import Cluster, turn
 from benchmarks.cold import forget
 from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
 from benchmarks.raw_direct import read_direct
+from benchmarks.restoring import OURS
+from benchmarks.restoring import RING as FROM_RING
 from benchmarks.spread import ratios, spread
 from holdfast.manifest import manifest_name
 
 __all__ = ["RAW", "WAYS", "grids", "measure"]
 
 _ROUNDS = 5
+_RING_BYTES = 2 << 30  # all of GPT-2's image; the fresh cluster has the stager's default
 RAW = "raw O_DIRECT read"
-WAYS = ("holdfast", "torch.load", "torch.load, mmap", RAW)
+WAYS = (OURS, "torch.load", "torch.load, mmap", RAW)
 
 
 def measure(options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=options.folder) as kept:
         shape = options.shape("gpt2", store=str(Path(kept) / "run"))
-        with options.running(shape) as cluster:
+        with options.running(dataclasses.replace(shape.fitted(), ring_bytes=_RING_BYTES)) as cluster:
             cluster.prepare("holdfast")
             manifest = cluster.manifests[-1]
             path = cluster.path(manifest.step)
-        files = (path, path.with_name(manifest_name(path.name)))
+            files = (path, path.with_name(manifest_name(path.name)))
+            rings = _ring_rounds(options, cluster, files)
         forget(*files)
         begun = time.monotonic()
         rounds: list[dict[str, Any]] = []
@@ -62,27 +67,36 @@ def measure(options: Options) -> dict[str, Any]:
         }
         options.clusters.close()  # before its store is removed
     return document(
-        "restore", options, shape, image_bytes=manifest.image_bytes, rounds=rounds, fresh_cluster=start
+        "restore",
+        options,
+        shape,
+        image_bytes=manifest.image_bytes,
+        rounds=rounds,
+        ring_rounds=rings,
+        fresh_cluster=start,
     )
+
+
+def _ring_rounds(options: Options, cluster: Cluster, files: tuple[Path, ...]) -> list[dict[str, Any]]:
+    """The checkpoint that the ring still has, from there and from the disk."""
+    cluster.restore(OURS, "", compare=False)  # what the update has changed is as it was
+    rounds = []
+    for number in range(options.rounds_of(_ROUNDS)):
+        figures = {}
+        for how in turn((OURS, FROM_RING), number):
+            forget(*files)
+            options.progress(f"round {number + 1}: {how}")
+            figures[how] = cluster.restore(how, "")
+        rounds.append(figures)
+    return rounds
 
 
 def grids(document: dict[str, Any]) -> list[Grid]:
     rounds = document["rounds"]
-    rows = []
-    ours = [figures["holdfast"]["seconds"] for figures in rounds]
-    for how in rounds[0]:
-        seconds = [figures[how]["seconds"] for figures in rounds]
-        times = "" if how == "holdfast" else ratios(seconds, ours).text(2)
-        rows.append(
-            (
-                how,
-                spread(seconds).text(3),
-                f"{document['image_bytes'] / 1e9 / spread(seconds).median:.2f}",
-                times,
-            )
-        )
     title = f"Restore of {document['image_bytes'] / 1e9:.2f} GB on two ranks, page cache cold"
-    result = [Grid(title, ("way", "seconds", "GB/s", "times as long as holdfast"), tuple(rows))]
+    result = [_ways(document, rounds, title)]
+    if rings := document.get("ring_rounds"):
+        result.append(_ways(document, rings, "The same, and from what the stager's ring still has"))
     phases = [name for name in rounds[0]["holdfast"] if name != "seconds"]
     result.append(
         Grid(
@@ -101,3 +115,14 @@ def grids(document: dict[str, Any]) -> list[Grid]:
             Grid("A fresh cluster, to the end of its first step", ("what", "seconds"), phases_of_start)
         )
     return result
+
+
+def _ways(document: dict[str, Any], rounds: list[dict[str, Any]], title: str) -> Grid:
+    rows = []
+    ours = [figures[OURS]["seconds"] for figures in rounds]
+    for how in rounds[0]:
+        seconds = [figures[how]["seconds"] for figures in rounds]
+        times = "" if how == OURS else ratios(seconds, ours).text(2)
+        speed = f"{document['image_bytes'] / 1e9 / spread(seconds).median:.2f}"
+        rows.append((how, spread(seconds).text(3), speed, times))
+    return Grid(title, ("way", "seconds", "GB/s", "times as long as holdfast"), tuple(rows))
