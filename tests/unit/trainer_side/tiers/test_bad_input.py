@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -136,8 +137,10 @@ def test_a_file_of_another_run_is_refused_and_kept(directory: Path) -> None:
     shutil.copyfile(theirs, ours)
     before = ours.read_bytes()
     tier = opened(directory)
-    with pytest.raises(ConfigError, match=r"of another run \(run\), expected kelp; it is left as it is"):
+    with pytest.raises(ConfigError) as caught:
         tier.prepare(image().layout, 0)
+    said = "it is of another run (run), expected kelp; it is left as it is: move it away, or choose another directory"
+    assert str(caught.value) == f"{ours}: {said}"
     assert tier.kept() == []
     assert ours.read_bytes() == before
 
@@ -162,8 +165,14 @@ def test_somebody_elses_is_refused(directory: Path, what: str) -> None:
     path = filled(directory)
     os.chown(path if what == "file" else path.parent, 12345, 12345)
     tier = opened(directory)
-    with pytest.raises(ConfigError, match="12345"):
+    said = {
+        "file": f"{path}: expected a regular file of uid 0, found uid 12345; remove it",
+        "directory": f"local tier {path.parent}: owner 12345, mode 0700; expected owner 0, mode 0700; remove it or choose "
+        "another directory",
+    }
+    with pytest.raises(ConfigError) as caught:
         tier.prepare(image().layout, 0)
+    assert said[what] in str(caught.value)
     if what == "file":
         assert tier.kept() == []
     else:
@@ -234,8 +243,11 @@ def test_a_full_file_system_is_a_setting_to_mend(tmp_path: Path) -> None:
         pytest.skip("may not mount here")
     try:
         tier = open_tier(f"memory:{mounted}/tier", RUN)
-        with pytest.raises(ConfigError, match=r"no room in .* bytes for 2 slots of "):
+        with pytest.raises(ConfigError) as caught:
             tier.prepare(image().layout, 0)
+        where = re.escape(str(Place(mounted / "tier", RUN).directory))
+        said = rf"no room in {where} \(.*\): rank 0 needs \d+ bytes for 2 slots of \d+, \d+ are free; make room, choose"
+        assert re.search(said, str(caught.value)), caught.value
         tier.close()
     finally:
         subprocess.run(["umount", mounted], check=True)
@@ -267,8 +279,12 @@ def test_the_lock_of_a_dead_process_is_none_and_that_of_a_living_one_is_named(di
     assert holder.stdout is not None
     holder.stdout.readline()
     tier = opened(directory)
-    with pytest.raises(ConfigError, match=f"process {holder.pid} is writing"):
+    with pytest.raises(ConfigError) as caught:
         tier.prepare(image().layout, 0)
+    assert (
+        f"process {holder.pid} is writing the slices of rank 0 of run kelp in {place.directory}; end it, or give"
+        in str(caught.value)
+    )
     holder.kill()
     holder.wait()
     holder.stdout.close()

@@ -138,7 +138,8 @@ def test_no_dax_falls_back_to_msync_and_says_so(
         monkeypatch.setattr(libpmem, "load", object)
     medium = PmFile(path)
     assert medium.how == "msync: the file system has no DAX"
-    assert "mount with -o dax" in caplog.text
+    assert f"{path}: the file system has no DAX; slices are kept there by an ordinary mapping" in caplog.text
+    assert "On persistent memory, mount with -o dax" in caplog.text
     assert medium.copy is ctypes.memmove
     medium.close()
 
