@@ -1,8 +1,8 @@
 """A restore as one rank does it, timed: into tensors that were zeroed before, and compared with what they were.
 
-holdfast reads its share and takes the rest from the other ranks, from the store or from what the stager's ring still has.
-`torch.load` reads the whole file on every rank,
-as scripts do, and `load_state_dict` copies it into the model and the optimizer.
+holdfast reads its share, from the store or from what the stager's ring still has, and takes the rest from the other
+ranks. `torch.load` reads the whole file on every rank, as scripts do, and `load_state_dict` copies it into
+the model and the optimizer.
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T
         return within(lambda: ask(store), seconds_max, name="holdfast-store-ask")
     except TimeoutError:
         raise StoreError(
-            f"{store.url}: rank 0 waited {seconds_max:g} s to hear what it has; the store hangs: look at its mount, or at "
-            "the network to it",
+            f"{store.url}: rank 0 waited {seconds_max:g} s to hear what it has; the store hangs: look at its mount, "
+            "or at the network to it",
             retriable=True,
         ) from None
 
@@ -242,7 +242,8 @@ def newest_attempt(
         StoreError: The store does not answer, and the tiers alone may not.
         PeerLost: A rank is gone.
     """
-    newest = max((holder.key.attempt for holder in find(tiers, peers, seconds_max=seconds_max).holders), default=0)
+    found = find(tiers, peers, seconds_max=seconds_max)
+    newest = max((holder.key.attempt for holder in found.holders), default=0)
     said, error = 0, None
     if peers.rank == 0 and store is not None:
         try:

@@ -12,7 +12,7 @@ from typing import TypeVar
 __all__ = ["HANGING_SHARE", "within"]
 
 _T = TypeVar("_T")
-HANGING_SHARE = 0.1  # of the time for restoring: a source that brings nothing for so long hangs, and the next is asked
+HANGING_SHARE = 0.1  # of the time for restoring: a source that brings nothing for so long hangs
 
 
 def within(

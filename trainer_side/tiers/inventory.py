@@ -54,8 +54,8 @@ def ask_kept(tier: Keeps, seconds_max: float) -> list[Kept]:
         return within(tier.kept, seconds_max, name="holdfast-tier-kept")
     except TimeoutError:
         raise StoreError(
-            f"{tier.name} hangs: what it keeps has not come for {seconds_max:g} s; see what the kernel says of the device "
-            "(dmesg), mount it anew, or take it out of tiers"
+            f"{tier.name} hangs: what it keeps has not come for {seconds_max:g} s; see what the kernel says of the "
+            "device (dmesg), mount it anew, or take it out of tiers"
         ) from None
 
 

@@ -95,7 +95,9 @@ def test_the_next_source_has_it(store: CountingStore, hanging: Hanging, after: s
     results, targets = bring_back(store, tiers, seconds_max=SECONDS_MAX, threads=THREADS)
     for result in assert_step(results, targets, 5):
         (named,) = result.mended
-        assert named.startswith("rank 0: nvme:/dead: rank 0's slice of step 5 (attempt 1) in dict slot 0: frame 0 ")
+        assert named.startswith(
+            "rank 0: nvme:/dead: rank 0's slice of step 5 (attempt 1) in dict slot 0: frame 0 "
+        )
         assert "nothing has come for 0.5 s, 10% of restore_seconds_max = 5 s: the device hangs" in named
         assert "nvme:/dead" not in result.sources
     assert (store.bytes_read > 0) == (after == "store")
@@ -128,7 +130,9 @@ def test_a_tier_that_hangs_holds_up_the_reading_of_no_other(store: CountingStore
     other = DictTier(Nearness.FILE).put(made, 1).put(older, 1, 0)
     results, targets = bring_back(None, [[hanging, other]], seconds_max=SECONDS_MAX, threads=2)
     for result in assert_step(results, targets, 4):
-        assert "step 5 (attempt 1): frame 0 of rank 0's slice cannot be read from any tier" in result.skipped[0]
+        assert (
+            "step 5 (attempt 1): frame 0 of rank 0's slice cannot be read from any tier" in result.skipped[0]
+        )
         assert "the device hangs" in result.skipped[0]
     assert hanging.asked <= 2, "the older step has cost another wait"
     hanging.answer()

@@ -167,8 +167,8 @@ def test_somebody_elses_is_refused(directory: Path, what: str) -> None:
     tier = opened(directory)
     said = {
         "file": f"{path}: expected a regular file of uid 0, found uid 12345; remove it",
-        "directory": f"local tier {path.parent}: owner 12345, mode 0700; expected owner 0, mode 0700; remove it or choose "
-        "another directory",
+        "directory": f"local tier {path.parent}: owner 12345, mode 0700; expected owner 0, mode 0700; remove it or "
+        "choose another directory",
     }
     with pytest.raises(ConfigError) as caught:
         tier.prepare(image().layout, 0)

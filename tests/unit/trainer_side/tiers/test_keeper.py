@@ -398,7 +398,9 @@ def test_an_area_comes_back_though_the_device_still_reads_it(
     assert rank.begin(6) is None, "its slot is the device's still, and the other one holds step 3"
     going.set()
     steps = itertools.count(7)
-    until(lambda: (again := rank.begin(next(steps))) is not None and not rank.keeper.drop(again, "busy: test"))
+    until(
+        lambda: (again := rank.begin(next(steps))) is not None and not rank.keeper.drop(again, "busy: test")
+    )
     last = next(steps)
     keeping, _ = rank.save(last)
     assert keeping.released.wait(20)
