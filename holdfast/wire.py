@@ -154,7 +154,7 @@ def encode(
     chunk: int = 0,
     flags: int = 0,
     arg: int = 0,
-    body: bytes = b"",
+    body: bytes | memoryview = b"",
 ) -> bytes:
     """The bytes of one control message.
 
@@ -174,7 +174,7 @@ def encode(
             raise ProtocolError(f"{kind.name}: {name} is {value}, expected 0 to {most}")
     header = _HEADER.pack(_MAGIC, VERSION, kind, attempt, step, chunk, flags, arg, len(body), 0)
     crc = crc32(body, crc32(header))
-    return header[:_CRC_OFFSET] + crc.to_bytes(4, "little") + body
+    return b"".join((header[:_CRC_OFFSET], crc.to_bytes(4, "little"), body))
 
 
 def decode(buffer: bytes | bytearray | memoryview) -> Frame:

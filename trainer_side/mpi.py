@@ -189,6 +189,9 @@ class Port:
         self._sending: list[tuple[MPI.Request, bytes]] = []
         self._payloads: dict[int, tuple[list[MPI.Request], memoryview]] = {}
         self._next_payload = 0
+        self._received = (
+            bytearray()
+        )  # for messages as they come: fresh memory for each large one costs more than its copy
         self._left = False
 
     @property
@@ -246,9 +249,11 @@ class Port:
                     raise ProtocolError(
                         f"stager: control message of {nbytes} bytes, expected at most {MAX_MESSAGE_BYTES}"
                     )
-                buffer = bytearray(nbytes)
-                self._comm.Recv([buffer, MPI.BYTE], self._stager, CONTROL_TAG)
-                messages.append(bytes(buffer))
+                if len(self._received) < nbytes:
+                    self._received = bytearray(nbytes)
+                view = memoryview(self._received)[:nbytes]
+                self._comm.Recv([view, MPI.BYTE], self._stager, CONTROL_TAG)
+                messages.append(bytes(view))
             self._sending = [(request, message) for request, message in self._sending if not request.Test()]
         except MPI.Exception as error:
             raise _lost(error) from error

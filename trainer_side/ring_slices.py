@@ -146,7 +146,7 @@ class RingSlices:
         position = 0
         for some in _together(spans):
             first = some[0].offset
-            data = self._bytes(kept, chunk, first - base, some[-1].end - first)
+            data = memoryview(self._bytes(kept, chunk, first - base, some[-1].end - first))
             for span in some:
                 view[position : position + span.nbytes] = data[span.offset - first : span.end - first]
                 self._blank(kept.layout, chunk, span, view[position : position + span.nbytes])

@@ -33,12 +33,14 @@ def measure(options: Options) -> dict[str, Any]:
     shape = options.shape("gpt2").fitted()
     runs: list[dict[str, Any]] = []
     with jobs.folders(options.folder) as folders:
-        for count, writers in _IN_FLIGHT:
-            plan = [_order(every) for every in _EVERY]
+        iterations = options.count(_ITERATIONS, 2)
+        for count, writers in _IN_FLIGHT[:: options.count(1, 2)]:
+            plan = [_order(every, iterations) for every in _EVERY]
             options.progress(f"nvme, N = {count}, p = {writers}")
             nvme = _nvme(folders, f"{count}-{writers}")
             runs.append(_run(options, shape, folders, nvme, plan, count=count, writers=writers))
-        gates = [_order(2, coarse=coarse) for coarse in (False, True, False, True)]
+        turns = (False, True) * options.count(2, 1)
+        gates = [_order(2, iterations, coarse=coarse) for coarse in turns]
         for tier, disk in (("memory", False), ("pm", False), ("file", True)):
             folder = (folders.scratch if disk else folders.runtime) / f"tier-{tier}"
             folder.mkdir()
@@ -53,9 +55,9 @@ def _nvme(folders: jobs.Folders, name: str) -> str:
     return f"nvme:{folder}"
 
 
-def _order(every: int, *, coarse: bool = False) -> dict[str, Any]:
+def _order(every: int, iterations: int, *, coarse: bool = False) -> dict[str, Any]:
     return {
-        "iterations": _ITERATIONS,
+        "iterations": iterations,
         "every": every,
         "seconds": _COMPUTE_SECONDS,
         "update": _UPDATE_SECONDS,
