@@ -60,6 +60,14 @@ class Ledger:
     @property
     def stats(self) -> Stats:
         """As of now."""
+        self._settle()
+        self._stats.causes = dict(self._causes.most_common())
+        with self._guard:
+            self._stats.kept, self._stats.skipped = dict(self._kept), dict(self._skipped)
+        return self._stats
+
+    def _settle(self) -> None:
+        """Enter what became of the steps that were begun, and forget those that have ended."""
         pending = []
         for transfer, keeping in self._pending:
             in_tiers = keeping is not None and not keeping.released.is_set()
@@ -73,13 +81,10 @@ class Ledger:
                 reason = next(iter(keeping.lost_in.values()), "") if alone and keeping else transfer.reason
                 self._leave_out(cause_of(reason, transfer.code), transfer.state)
         self._pending = pending
-        self._stats.causes = dict(self._causes.most_common())
-        with self._guard:
-            self._stats.kept, self._stats.skipped = dict(self._kept), dict(self._skipped)
-        return self._stats
 
     def begun(self, transfer: Transfer, keeping: Keeping | None = None) -> None:
         """A step is on its way to the stager, into local tiers, or both."""
+        self._settle()  # here too: a training need not ask for its stats
         self._stats.saved += 1
         self._pending.append((transfer, keeping))
 

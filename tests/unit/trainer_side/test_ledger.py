@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 from trainer_side.ledger import Ledger
 from trainer_side.transfer import Transfer, TransferState
 
@@ -22,3 +25,16 @@ def test_a_step_that_another_rank_declined_is_not_saved() -> None:
     stats = ledger.stats
     assert (stats.saved, stats.declined, stats.failed) == (1, 2, 1)
     assert ledger.summary() == "3 of 4 steps were not checkpointed: 2 busy, 1 a process was lost or late"
+
+
+def test_steps_that_have_ended_take_no_memory_though_nobody_asks_for_the_stats() -> None:
+    ledger, seen = Ledger(), []
+    for step in range(20):
+        transfer = Transfer(step, {})
+        seen.append(weakref.ref(transfer))
+        ledger.begun(transfer)
+        transfer.reach(TransferState.DURABLE)
+    del transfer
+    gc.collect()
+    assert sum(reference() is not None for reference in seen) == 1
+    assert ledger.stats.saved == 20
