@@ -3,7 +3,7 @@
     Cost (stall, staged, durable, places) ─► least interval that keeps a bound ─┐
     Hazard (losses per hour, price)       ─► interval that loses least ─────────┴─► Advice: steps, and one line why
 
-It lies in the leaf because two roles need the same answer: the trainer, which acts on it, and `holdfast simulate`, which
+It lies in the leaf because two need the same answer: the trainer, which acts on it, and `holdfast simulate`, which
 tries it out. Sources and what was rejected: docs/design/020-simulation.md.
 """
 

@@ -46,7 +46,9 @@ class Hazard:
             ConfigError: It is not more than 0.
         """
         if not mtbf_hours > 0:
-            raise ConfigError(f"mean time between interruptions: expected more than 0 hours, got {mtbf_hours}")
+            raise ConfigError(
+                f"mean time between interruptions: expected more than 0 hours, got {mtbf_hours}"
+            )
         return cls(1 / mtbf_hours, dollars_per_hour)
 
 

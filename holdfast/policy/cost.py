@@ -1,8 +1,8 @@
 """What one checkpoint costs a training, and what that comes to at an interval.
 
-    k iterations          stall                 with N places, each taken for `durable_seconds`, N checkpoints
-    ├────────────────────┼──────┤               cannot begin within less than that: who is quicker waits
-    └── cycle: max(k × iteration + stall, durable / N) ──┘
+k iterations          stall                 with N places, each taken for `durable_seconds`, N checkpoints
+├────────────────────┼──────┤               cannot begin within less than that: who is quicker waits
+└── cycle: max(k × iteration + stall, durable / N) ──┘
 """
 
 from __future__ import annotations

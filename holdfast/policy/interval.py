@@ -2,12 +2,13 @@
 
 **Bound.** PCcheck (ASPLOS 2025, section 3.4): with q = 1 + bound, a checkpoint every f* = ceil(T_w / (N q t))
 iterations of t seconds never waits for a place longer than the bound allows. CheckFreq (FAST 2021): the stall,
-spread over the interval, stays under the bound. Both are one condition on `Cost.overhead`, which only falls as the interval grows.
+spread over the interval, stays under the bound. Both are one condition on `Cost.overhead`, which only falls as the
+interval grows.
 
 **Loss.** Daly (FGCS 22, 2006): with losses that come at random, M seconds apart on average, work takes
-M e^(R/M) (e^((τ+δ)/M) − 1) / τ as long, τ being the work between two checkpoints and δ what one costs. Young (CACM 1974)
-and Daly's series are its approximations. R is the same for every τ and so does not move the minimum: neither do
-relaunch and restore, nor the time until a checkpoint is safe, which is lost at each loss whatever the interval.
+M e^(R/M) (e^((τ+δ)/M) − 1) / τ times as long, τ being the work between two checkpoints and δ what one costs. Young
+(CACM 17, 1974) and Daly's series are its approximations. R is the same for every τ and so does not move the minimum:
+neither do relaunch and restore, nor the time until a checkpoint is safe, which is lost at each loss, however long τ is.
 Time to durable counts where it makes the cycle longer than work and stall.
 """
 
@@ -61,9 +62,9 @@ def _cannot(cost: Cost, overhead_max: float, every_max: int, wanted: float) -> C
     can = cost.overhead(every_max)
     return ConfigError(
         f"an overhead of at most {overhead_max:.2%}: not to be had within {every_max} iterations of "
-        f"{cost.iteration_seconds:g} s: a checkpoint stalls for {cost.stall_seconds:g} s and is durable after "
-        f"{cost.durable_seconds:g} s, {cost.in_flight_max} at once. What can be: {can:.2%} every {every_max} iterations, "
-        f"or {overhead_max:.2%} every {math.ceil(wanted)}; allow one of the two"
+        f"{cost.iteration_seconds:g} s, since a checkpoint stalls for {cost.stall_seconds:g} s and is durable after "
+        f"{cost.durable_seconds:g} s, {cost.in_flight_max} at once. What can be: {can:.2%} every {every_max} "
+        f"iterations, or {overhead_max:.2%} every {math.ceil(wanted)}; allow one of the two"
     )
 
 
@@ -103,8 +104,8 @@ def best_interval(cost: Cost, mtbf_seconds: float, *, at_least: int = 1, every_m
     if not 1 <= at_least <= every_max:
         raise ConfigError(f"an interval from {at_least} to {every_max} iterations: there is none")
     iteration = cost.iteration_seconds
-    # The slowdown is the greater of one that only falls (waiting for a place) and one with a single minimum, so it has a
-    # single minimum: beside one of these two, or at a border.
+    # The slowdown is the greater of one that only falls (waiting for a place) and one with a single minimum,
+    # so it has a single minimum: beside one of these two, or at a border.
     crossing = (cost.durable_seconds / cost.in_flight_max - cost.stall_seconds) / iteration
     free = _optimum_seconds(cost.stall_seconds, mtbf_seconds) / iteration
     beside = {math.floor(place) + more for place in (crossing, free) for more in (0, 1)}

@@ -4,17 +4,17 @@
        ▲                                                                                                       │
        └───────────────────────── at once, or when enough have come ───────────────────────────────────────────┘
 
-Between two events nothing is decided, so a stretch is one formula (timeline.py); the loop is over events alone. Lanes are
-arrays of shape (strategy and interval, window).
+Between two events nothing is decided, so a stretch is one formula (timeline.py); the loop is over events alone.
+Lanes are arrays of shape (strategy and interval, window).
 
 Rules, which tests/unit/holdfast/simulate/reference.py walks through one by one:
  1. A loss of any machine, or of the stager's node where there is one, ends the job. What is not safe by then is lost.
- 2. With a stager, the newest staged checkpoint is what a relaunch continues from, and goes on into the store by itself; the
-    stager's loss leaves what is durable by then.
+ 2. With a stager, the newest staged checkpoint is what a relaunch continues from, and it goes on into the store by
+    itself; the stager's loss leaves what is durable by then.
  3. A notice makes one checkpoint, after the first iteration that ends at or after it. It counts if it is safe in time.
- 4. A relaunch takes `restart`, then restore: near while anything staged is in the stager, else from the store. It takes the
-    machines that are there, at most `nodes`, and an iteration takes nodes / machines as long. Machines that come later
-    join at the next relaunch.
+ 4. A relaunch takes `restart`, then restore: near while anything staged is in the stager, else from the store. It takes
+    the machines that are there, at most `nodes`, and an iteration takes nodes / machines as long. Machines that come
+    later join at the next relaunch.
  5. With fewer than `nodes_min` machines the job waits.
 """
 
@@ -62,7 +62,9 @@ class Job:
         if not 1 <= self.nodes_min <= self.nodes:
             raise ConfigError(f"nodes_min: expected 1 to {self.nodes} (nodes), got {self.nodes_min}")
         if self.iteration_us < 1:
-            raise ConfigError("iteration_seconds: expected at least a microsecond; was an iteration measured?")
+            raise ConfigError(
+                "iteration_seconds: expected at least a microsecond; was an iteration measured?"
+            )
         if self.restart_us < 0:
             raise ConfigError(f"restart_seconds: expected 0 or more, got {self.restart_us / 1e6:g}")
         if self.target is not None and self.target < 1:
@@ -185,19 +187,16 @@ class _Replay:
         trained = np.where(training, trained, 0)
         done = timeline.iterations(trained)
         self._finish(np.where(training, done, 0))
-        safe = np.where(training, timeline.begun(np.maximum(trained - self.safe_us, -1)), 0)
-        kept = safe * self.every
-        durable_us = self.start_us + timeline.begin(np.maximum(safe, 1)) + self.durable_us
-        kept, durable_us = self._noticed(timeline, trained, training, kept, durable_us)
+        kept, begun_us = self._kept(timeline, trained, training, self.safe_us)
+        in_store, _ = self._kept(timeline, trained, training, self.durable_us)
 
         # What an earlier launch left under way has come to the store by now, or is overtaken.
         self.floor = np.where(ended & (self.newest_us <= time), self.step, self.floor)
-        in_store = np.where(training, timeline.begun(np.maximum(trained - self.durable_us, -1)), 0) * self.every
-        self.floor = np.maximum(self.floor, np.where(in_store > 0, self.step + in_store, 0))
+        self.floor = np.where(in_store > 0, self.step + in_store, self.floor)
         at = self.step + done
         new = kept > 0
         self.step = np.where(new, self.step + kept, self.step)
-        self.newest_us = np.where(new, durable_us, self.newest_us)
+        self.newest_us = np.where(new, self.start_us + begun_us + self.durable_us, self.newest_us)
         self.near = self.near | new
         self.redone += np.where(ended, at - self.step, 0)
         self.interruptions += ended
@@ -211,20 +210,24 @@ class _Replay:
             self.newest_us = np.where(stager_lost, 0, self.newest_us)
             self.near = self.near & ~stager_lost
 
-    def _noticed(
-        self, timeline: Timeline, trained: Integers, training: Booleans, kept: Integers, durable_us: Integers
+    def _kept(
+        self, timeline: Timeline, trained: Integers, training: Booleans, takes_us: Integers
     ) -> tuple[Integers, Integers]:
-        """What a checkpoint after a notice adds to the iterations kept, and when the newest is durable."""
+        """Iterations of the newest checkpoint that was begun `takes_us` ago or earlier, 0 for none, and its begin."""
+        saves = np.where(training, timeline.begun(trained - takes_us), 0)
+        kept = saves * self.every
+        begun_us = timeline.begin(saves)
         if not self.lead_us.any():
-            return kept, durable_us
+            return kept, begun_us
         noticed = np.maximum(trained - self.lead_us, 0)
-        iteration = np.where(noticed > 0, timeline.iterations(np.maximum(noticed - 1, 0)), 0) + 1
+        iteration = timeline.iterations(np.maximum(noticed - 1, 0)) + 1
         begin = timeline.save_after(iteration)
-        better = training & (self.lead_us > 0) & (begin + self.safe_us <= trained) & (iteration > kept)
-        kept = np.where(better, iteration, kept)
-        return kept, np.where(better, self.start_us + begin + self.durable_us, durable_us)
+        better = training & (self.lead_us > 0) & (begin + takes_us <= trained) & (iteration > kept)
+        return np.where(better, iteration, kept), np.where(better, begin, begun_us)
 
-    def _launch(self, which: Booleans, time: Integers | np.int64, count: Integers, *, first: bool = False) -> None:
+    def _launch(
+        self, which: Booleans, time: Integers | np.int64, count: Integers, *, first: bool = False
+    ) -> None:
         """Launch those of `which` that have machines enough."""
         machines = np.minimum(count, self.job.nodes)
         ready = which & (machines >= self.job.nodes_min)

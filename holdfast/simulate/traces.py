@@ -29,6 +29,7 @@ Integers = NDArray[np.int64]
 
 _TRACE_BYTES_MAX = 256 << 20
 _NODES_MAX = 1_000_000
+_SECONDS_MAX = 1e10  # a little more than three hundred years, since 1970 or since the begin
 _COUNTS_HEAD = re.compile(r"\s*,\s*Time\s*,\s*GPUs\s*")
 _COUNT_ROW = re.compile(r"\d+\s*,\s*[^,]+,\s*[^,]+")
 _DATED_ROW = re.compile(r"\d{4}-\d\d-\d\d\s*,\s*\d\d:\d\d:\d\d\s*,\s*[^,]+")
@@ -112,8 +113,8 @@ class _Row:
             value = float(cell) * unit_seconds
         except ValueError:
             raise self.error("a time, a number") from None
-        if not (math.isfinite(value) and value >= 0):
-            raise self.error("a time that is not negative")
+        if not (math.isfinite(value) and 0 <= value <= _SECONDS_MAX):
+            raise self.error(f"a time from 0 to {_SECONDS_MAX:g} s")
         return value
 
 
@@ -129,7 +130,9 @@ def _reader(rows: list[_Row]) -> Callable[[list[_Row]], Iterator[_Point]]:
         return _dated
     if _NODE_ROW.fullmatch(first):
         return _nodes
-    raise rows[0].error("`,Time,GPUs`, `date, time, count` or `ms,add or remove,node`: the format is not known")
+    raise rows[0].error(
+        "`,Time,GPUs`, `date, time, count` or `ms,add or remove,node`: the format is not known"
+    )
 
 
 def _counts(rows: list[_Row]) -> Iterator[_Point]:
@@ -156,7 +159,9 @@ def _nodes(rows: list[_Row]) -> Iterator[_Point]:
         time, what, node = row.cells(_NODE_ROW, "milliseconds,add or remove,node")
         seconds = row.seconds(time, 0.001)
         if (what == "add") == (node in held):
-            raise row.error("a machine that was not added before" if what == "add" else "a machine that is held")
+            raise row.error(
+                "a machine that was not added before" if what == "add" else "a machine that is held"
+            )
         held.symmetric_difference_update({node})
         if len(held) > _NODES_MAX:
             raise row.error(f"at most {_NODES_MAX} machines at once")

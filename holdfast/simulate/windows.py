@@ -16,6 +16,9 @@ from holdfast.simulate.traces import Integers, Trace
 __all__ = ["Column", "Windows", "cut", "poisson", "stack"]
 
 
+_EVENTS_MAX = 1_000_000  # in a window; more is no training
+
+
 @dataclass(frozen=True)
 class Column:
     """One window.
@@ -151,6 +154,8 @@ def poisson(
         order = np.argsort(times, kind="stable")
         # So many at once that none is left: the next loss has nothing to take.
         counts = np.maximum(0, nodes + np.cumsum(change[order]))
+        # What comes in the same moment is there for a relaunch.
+        counts = counts[np.searchsorted(times[order], times[order], side="right") - 1]
         column = Column(
             nodes, times[order], (change[order] < 0).astype(np.int64), counts, np.zeros(len(times), np.int64)
         )
@@ -162,5 +167,11 @@ def _times(rng: np.random.Generator, mtbf_us: int | None, length_us: int) -> Int
     """Times of a Poisson process within `length_us`; none without a mean."""
     if mtbf_us is None:
         return np.zeros(0, dtype=np.int64)
-    number = int(rng.poisson(length_us / mtbf_us))
+    mean = length_us / mtbf_us
+    if mean > _EVENTS_MAX:
+        raise ConfigError(
+            f"losses {mtbf_us / 3.6e9:g} h apart for {length_us / 3.6e9:g} h: expected at most {_EVENTS_MAX} of them, "
+            f"got {mean:.3g}; take a longer mean or fewer iterations"
+        )
+    number = int(rng.poisson(mean))
     return np.sort(rng.integers(1, length_us, size=number, endpoint=True, dtype=np.int64))

@@ -24,7 +24,9 @@ def test_where_losses_are_frequent_the_bound_and_the_place_decide() -> None:
     advice = advise(_COST, Hazard.of_mtbf(0.01))
     assert advice.every == 18, "durable takes 9 s, so 18 iterations of 0.5 s less the 3 % that it may wait"
     assert advice.overhead <= 0.03
-    assert advise(_COST, Hazard.of_mtbf(0.01), overhead_max=0.5).every == 18, "sooner would only wait for the place"
+    assert advise(_COST, Hazard.of_mtbf(0.01), overhead_max=0.5).every == 18, (
+        "sooner would only wait for the place"
+    )
     assert advise(_COST, Hazard.of_mtbf(0.01), overhead_max=0.0021).every == 191, "0.2 s of stall in 95 s"
 
 
@@ -44,7 +46,9 @@ def test_every_step_reads_as_such() -> None:
     )
 
 
-@pytest.mark.parametrize(("per_hour", "dollars"), [(-1.0, None), (math.inf, None), (1.0, -1.0), (1.0, math.nan)])
+@pytest.mark.parametrize(
+    ("per_hour", "dollars"), [(-1.0, None), (math.inf, None), (1.0, -1.0), (1.0, math.nan)]
+)
 def test_a_hazard_that_is_none_is_refused(per_hour: float, dollars: float | None) -> None:
     with pytest.raises(ConfigError, match="expected 0 or more"):
         Hazard(per_hour, dollars)

@@ -41,7 +41,9 @@ def test_the_least_interval_is_the_least_that_keeps_the_bound(cost: Cost, bound:
     ("durable", "places", "bound", "every"),
     [(10.2, 1, 0.03, 10), (10.4, 1, 0.03, 11), (10.4, 2, 0.03, 6), (0.0, 1, 0.03, 1)],
 )
-def test_without_a_stall_it_is_pcchecks_formula(durable: float, places: int, bound: float, every: int) -> None:
+def test_without_a_stall_it_is_pcchecks_formula(
+    durable: float, places: int, bound: float, every: int
+) -> None:
     cost = Cost(1.0, 0.0, 0.0, durable, places)
     assert least_interval(cost, bound, every_max=100) == every
     assert every == max(1, math.ceil(durable / (places * (1 + bound) * 1.0)))

@@ -86,7 +86,9 @@ def test_it_comes_to_what_a_walk_from_iteration_to_iteration_comes_to(
 
 
 def useful(job: Job, strategy: Strategy, every: int, events: Column) -> int:
-    return int(replay(replace(job, target=None), [Lane(strategy, every)], stack([events], _LENGTH)).useful[0, 0])
+    return int(
+        replay(replace(job, target=None), [Lane(strategy, every)], stack([events], _LENGTH)).useful[0, 0]
+    )
 
 
 @given(jobs(), ways(), st.integers(1, 7), columns())
@@ -145,7 +147,7 @@ def one(strategy: Strategy, every: int, windows: Windows, job: Job = _JOB) -> di
 
 
 def test_without_a_loss_a_cycle_is_work_and_stall() -> None:
-    # Starts at 100; cycles of 10 iterations and 5 µs of stall: 8 of them end at 940, and 6 iterations fit in what is left.
+    # Starts at 100; cycles of 10 iterations and 5 µs of stall: 8 of them end at 940, and 6 iterations fit after them.
     got = one(_PLAIN, 10, losses())
     assert got == {"useful": 86, "redone": 0, "interruptions": 0, "training_us": 900, "finished_us": -1}
 
@@ -186,7 +188,9 @@ def test_a_notice_makes_a_checkpoint_if_it_is_safe_in_time() -> None:
 
 def test_who_has_no_place_waits() -> None:
     slow = replace(_PLAIN, safe_us=400, durable_us=400)
-    assert one(slow, 10, losses())["useful"] == 30, "saves at 200, 600, 1000: the third is begun in the last moment"
+    assert one(slow, 10, losses())["useful"] == 30, (
+        "saves at 200, 600, 1000: the third is begun in the last moment"
+    )
     assert one(replace(slow, in_flight_max=2), 10, losses())["useful"] == 50, "at 200, 305, 600, 705, 1000"
 
 
