@@ -91,8 +91,9 @@ def useful(job: Job, strategy: Strategy, every: int, events: Column) -> int:
     )
 
 
-@given(jobs(), ways(), st.integers(1, 7), columns())
+@given(jobs(), ways(), st.integers(1, 7), columns(stager_losses=False))
 def test_nobody_is_better_than_the_ideal(job: Job, strategy: Strategy, every: int, events: Column) -> None:
+    # The ideal has no stager to lose, and so no relaunch for it, which may find more machines than there were before.
     assert useful(job, strategy, every, events) <= useful(job, IDEAL, every, events)
 
 
