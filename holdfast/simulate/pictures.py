@@ -21,7 +21,7 @@ def draw_goodput(rows: Sequence[Goodput], name: str, folder: Path) -> Path:
     Raises:
         ConfigError: There is no matplotlib, or the folder cannot be written.
     """
-    series = {
+    series: dict[str, list[tuple[float, Spread]]] = {
         strategy: [(row.every, row.share) for row in rows if row.strategy.name == strategy]
         for strategy in dict.fromkeys(row.strategy.name for row in rows)
     }

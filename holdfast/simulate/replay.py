@@ -207,7 +207,6 @@ class _Replay:
             self.floor = np.where(stager_lost & (self.newest_us <= time), self.step, self.floor)
             self.redone += np.where(stager_lost, self.step - self.floor, 0)
             self.step = np.where(stager_lost, self.floor, self.step)
-            self.newest_us = np.where(stager_lost, 0, self.newest_us)
             self.near = self.near & ~stager_lost
 
     def _kept(

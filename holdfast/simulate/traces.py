@@ -197,5 +197,5 @@ def _trace(path: Path, head: _Row, points: list[_Point]) -> Trace:
         losses.append(gone)
     if not times[-1]:
         raise points[-1][0].error("a trace that lasts longer than no time at all")
-    as_array = (np.array(values, dtype=np.int64) for values in (times, counts, losses))
-    return Trace(path.name, *as_array, end_us=times[-1])
+    time_us, count_held, lost_then = (np.array(values, dtype=np.int64) for values in (times, counts, losses))
+    return Trace(path.name, time_us, count_held, lost_then, end_us=times[-1])

@@ -184,6 +184,7 @@ def test_the_stager_keeps_what_is_staged_until_it_is_lost_itself() -> None:
 def test_a_notice_makes_a_checkpoint_if_it_is_safe_in_time() -> None:
     # At 430 31 iterations are done, the last at 425. 45 µs before, the next to end is the 28th, at 390; free at 335.
     assert one(replace(_PLAIN, lead_us=45), 10, losses((430, 1, 4, 0)))["redone"] == 3
+    assert one(replace(_PLAIN, lead_us=40), 10, losses((430, 1, 4, 0)))["redone"] == 3, "at 390 itself"
     assert one(replace(_PLAIN, lead_us=29), 10, losses((430, 1, 4, 0)))["redone"] == 11, "it would need 30"
 
 
@@ -208,7 +209,7 @@ def test_the_moment_at_which_the_target_is_reached() -> None:
 )
 def test_a_job_that_is_none_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
-        replace(_JOB, **wrong)  # type: ignore[arg-type]
+        replace(_JOB, **wrong)
 
 
 def test_what_would_not_fit_is_refused_and_not_wrapped() -> None:
