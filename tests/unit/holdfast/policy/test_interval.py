@@ -39,7 +39,7 @@ def test_the_least_interval_is_the_least_that_keeps_the_bound(cost: Cost, bound:
 
 @pytest.mark.parametrize(
     ("durable", "places", "bound", "every"),
-    [(10.2, 1, 0.03, 10), (10.4, 1, 0.03, 11), (10.4, 2, 0.03, 6), (0.0, 1, 0.03, 1)],
+    [(10.2, 1, 0.03, 10), (102.9, 1, 0.03, 100), (10.4, 1, 0.03, 11), (10.4, 2, 0.03, 6), (0.0, 1, 0.03, 1)],
 )
 def test_without_a_stall_it_is_pcchecks_formula(
     durable: float, places: int, bound: float, every: int
