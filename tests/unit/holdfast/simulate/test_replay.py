@@ -189,7 +189,7 @@ def test_a_notice_makes_a_checkpoint_if_it_is_safe_in_time() -> None:
 
 
 def test_a_notice_waits_for_a_place_as_any_save_does() -> None:
-    # Saves at 200, 305, 410, 515, each for 100. Told at 430, the next iteration ends at 435, and the place is free at 510.
+    # Saves at 200, 305, 410, 515, each for 100. Told at 430, the next iteration ends at 435; a place is free at 510.
     slow = replace(_PLAIN, safe_us=100, durable_us=100, lead_us=150)
     assert one(slow, 10, losses((580, 1, 4, 0)))["redone"] == 46 - 30
     assert one(replace(slow, in_flight_max=2), 10, losses((580, 1, 4, 0)))["redone"] == 46 - 32
