@@ -3,6 +3,7 @@
     holdfast ls|inspect|verify|pull URL[@STEP]     tools, in holdfast/commands/; need neither torch nor MPI
     holdfast assemble URL[@STEP]                   makes a file of slices in the store; takes the run's claim
     holdfast doctor                                looks at a machine; the roles add what they need of it
+    holdfast simulate TRACE...                     replays preemptions, in holdfast/simulate/; needs no run at all
     holdfast run                                   a supervised job, in holdfast/supervise/
     holdfast cluster up|status|down                its machines on AWS, in holdfast/cluster/
     holdfast stager|flusher …                      roles, from the entry-point group `holdfast.commands`
@@ -38,6 +39,7 @@ _TOOLS = {
     "pull": "holdfast.commands.pull:pull",
     "assemble": "holdfast.commands.assemble:assemble_command",
     "doctor": "holdfast.commands.doctor:doctor",
+    "simulate": "holdfast.commands.simulate:simulate",
     "run": "holdfast.commands.run:run",
     "cluster": "holdfast.commands.cluster:cluster",
 }

@@ -1,0 +1,26 @@
+"""When to checkpoint: pure arithmetic on what was measured. No clock, no I/O.
+
+    Cost (stall, staged, durable, places) ─► least interval that keeps a bound ─┐
+    Hazard (losses per hour, price)       ─► interval that loses least ─────────┴─► Advice: steps, and one line why
+
+It lies in the leaf because two need the same answer: the trainer, which acts on it, and `holdfast simulate`, which
+tries it out. Sources and what was rejected: docs/design/020-simulation.md.
+"""
+
+from __future__ import annotations
+
+from holdfast.policy.advice import Advice, Hazard, advise
+from holdfast.policy.cost import Cost, best_in_flight
+from holdfast.policy.interval import best_interval, daly_seconds, least_interval, young_seconds
+
+__all__ = [
+    "Advice",
+    "Cost",
+    "Hazard",
+    "advise",
+    "best_in_flight",
+    "best_interval",
+    "daly_seconds",
+    "least_interval",
+    "young_seconds",
+]

@@ -1,0 +1,117 @@
+"""What one checkpoint costs a training, and what that comes to at an interval.
+
+k iterations          stall                 with N places, each taken for `durable_seconds`, N checkpoints
+├────────────────────┼──────┤               cannot begin within less than that: who is quicker waits
+└── cycle: max(k × iteration + stall, durable / N) ──┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from holdfast.errors import ConfigError
+
+__all__ = ["Cost", "best_in_flight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What was measured of a training and of its checkpoints.
+
+    Attributes:
+        iteration_seconds: Of one iteration without a checkpoint.
+        stall_seconds: What one checkpoint adds to the training thread's time (CST).
+        staged_seconds: From `save()` until the checkpoint survives the training's machines (PGT-1).
+        durable_seconds: From `save()` until it is in the store (PGT-2); its place is taken for so long.
+        in_flight_max: Places: how many may be under way at once.
+    """
+
+    iteration_seconds: float
+    stall_seconds: float
+    staged_seconds: float
+    durable_seconds: float
+    in_flight_max: int = 1
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.iteration_seconds) and self.iteration_seconds > 0):
+            raise ConfigError(
+                f"iteration_seconds: expected more than 0, got {self.iteration_seconds}; "
+                "was an iteration measured? Train a few without a checkpoint first"
+            )
+        for name in ("stall_seconds", "staged_seconds", "durable_seconds"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}: expected 0 or more, got {value}; measure it with `make bench`")
+        if self.staged_seconds > self.durable_seconds:
+            raise ConfigError(
+                f"staged_seconds {self.staged_seconds}: expected at most durable_seconds {self.durable_seconds}; "
+                "a checkpoint in the store survives the training's machines as well"
+            )
+        if self.in_flight_max < 1:
+            raise ConfigError(f"in_flight_max: expected at least 1, got {self.in_flight_max}")
+
+    @classmethod
+    def of_bandwidths(
+        cls,
+        *,
+        iteration_seconds: float,
+        stall_seconds: float,
+        image_bytes: int,
+        copy_bytes_per_second: float,
+        transfer_bytes_per_second: float,
+        flush_bytes_per_second: float,
+        in_flight_max: int = 1,
+    ) -> Self:
+        """From bandwidths: copy, transfer and flush overlap, so the slowest of them decides.
+
+        Raises:
+            ConfigError: A bandwidth or the size is not more than 0.
+        """
+        for name, value in (
+            ("image_bytes", image_bytes),
+            ("copy_bytes_per_second", copy_bytes_per_second),
+            ("transfer_bytes_per_second", transfer_bytes_per_second),
+            ("flush_bytes_per_second", flush_bytes_per_second),
+        ):
+            if not value > 0:
+                raise ConfigError(f"{name}: expected more than 0, got {value}")
+        staged = image_bytes / min(copy_bytes_per_second, transfer_bytes_per_second)
+        durable = max(staged, image_bytes / flush_bytes_per_second)
+        return cls(iteration_seconds, stall_seconds, staged, durable, in_flight_max)
+
+    def cycle_seconds(self, every: int) -> float:
+        """From the begin of one checkpoint to that of the next, `every` iterations apart."""
+        busy = every * self.iteration_seconds + self.stall_seconds
+        return max(busy, self.durable_seconds / self.in_flight_max)
+
+    def overhead(self, every: int) -> float:
+        """How much longer training takes with a checkpoint every `every` iterations: 0.03 is 3 %."""
+        return self.cycle_seconds(every) / (every * self.iteration_seconds) - 1
+
+
+def best_in_flight(durable_seconds: Mapping[int, float], *, places_max: int) -> int:
+    """How many checkpoints should be under way at once: the N with the least `T_w(N) / N` (PCcheck, section 3.4).
+
+    Args:
+        durable_seconds: T_w by N, measured with N of them at once. They share one device, so T_w grows with N.
+        places_max: What memory or store have room for.
+
+    Returns:
+        The least such N, where several are equal.
+
+    Raises:
+        ConfigError: None was measured that there is room for, or a time is not more than 0.
+    """
+    room = {places: seconds for places, seconds in durable_seconds.items() if 1 <= places <= places_max}
+    if not room:
+        raise ConfigError(
+            f"in_flight_max: expected a time measured for 1 to {places_max} at once, "
+            f"got times for {sorted(durable_seconds) or 'none'}"
+        )
+    wrong = [f"{seconds} for {places}" for places, seconds in room.items() if not 0 < seconds < math.inf]
+    if wrong:
+        raise ConfigError(f"durable_seconds: expected more than 0, got {', '.join(wrong)} at once")
+    return min(sorted(room), key=lambda places: room[places] / places)

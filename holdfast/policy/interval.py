@@ -1,0 +1,127 @@
+"""The interval, in iterations: the least that keeps a bound, and the one that loses least.
+
+**Bound.** PCcheck (ASPLOS 2025, section 3.4): with q = 1 + bound, a checkpoint every f* = ceil(T_w / (N q t))
+iterations of t seconds never waits for a place longer than the bound allows. CheckFreq (FAST 2021): the stall,
+spread over the interval, stays under the bound. Both are one condition on `Cost.overhead`, which only falls as the
+interval grows.
+
+**Loss.** Daly (FGCS 22, 2006): with losses that come at random, M seconds apart on average, work takes
+M e^(R/M) (e^((τ+δ)/M) − 1) / τ times as long, τ being the work between two checkpoints and δ what one costs. Young
+(CACM 17, 1974) and Daly's series are its approximations. R is the same for every τ and so does not move the minimum:
+neither do relaunch and restore, nor the time until a checkpoint is safe, which is lost at each loss, however long τ is.
+Time to durable counts where it makes the cycle longer than work and stall.
+"""
+
+from __future__ import annotations
+
+import math
+
+from holdfast.errors import ConfigError
+from holdfast.policy.cost import Cost
+
+__all__ = ["best_interval", "daly_seconds", "least_interval", "slowdown", "young_seconds"]
+
+_BISECTIONS = 200  # more than a double has bits
+
+
+def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
+    """The least number of iterations between two checkpoints at which the overhead is at most `overhead_max`.
+
+    Args:
+        cost: What was measured.
+        overhead_max: The bound; 0.03 is 3 %.
+        every_max: The longest interval that will do.
+
+    Raises:
+        ConfigError: No interval up to `every_max` keeps it; says what can be kept, and from which interval on.
+    """
+    if not 0 < overhead_max < math.inf:
+        raise ConfigError(f"overhead_max: expected more than 0, such as 0.03 for 3 %, got {overhead_max}")
+    if every_max < 1:
+        raise ConfigError(f"every_max: expected at least 1 iteration, got {every_max}")
+    iteration = cost.iteration_seconds
+    wanted = max(
+        cost.stall_seconds / (overhead_max * iteration),
+        cost.durable_seconds / (cost.in_flight_max * (1 + overhead_max) * iteration),
+        1.0,
+    )
+    if wanted > every_max + 1:
+        raise _cannot(cost, overhead_max, every_max, wanted)
+    every = math.ceil(wanted)
+    # The quotient was rounded, perhaps over a whole number: the overhead itself has the last word.
+    while every > 1 and cost.overhead(every - 1) <= overhead_max:
+        every -= 1
+    while cost.overhead(every) > overhead_max:
+        every += 1
+    if every > every_max:
+        raise _cannot(cost, overhead_max, every_max, every)
+    return every
+
+
+def _cannot(cost: Cost, overhead_max: float, every_max: int, wanted: float) -> ConfigError:
+    can = cost.overhead(every_max)
+    return ConfigError(
+        f"an overhead of at most {overhead_max:.2%}: not to be had within {every_max} iterations of "
+        f"{cost.iteration_seconds:g} s, since a checkpoint stalls for {cost.stall_seconds:g} s and is durable after "
+        f"{cost.durable_seconds:g} s, {cost.in_flight_max} at once. What can be: {can:.2%} every {every_max} "
+        f"iterations, or {overhead_max:.2%} every {math.ceil(wanted)}; allow one of the two"
+    )
+
+
+def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
+    """Work between two checkpoints by Young's first-order formula, sqrt(2 δ M)."""
+    return math.sqrt(2 * stall_seconds * mtbf_seconds)
+
+
+def daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
+    """Work between two checkpoints by Daly's series (2006); M where a checkpoint costs 2 M or more."""
+    if stall_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    ratio = stall_seconds / (2 * mtbf_seconds)
+    series = 1 + math.sqrt(ratio) / 3 + ratio / 9
+    return young_seconds(stall_seconds, mtbf_seconds) * series - stall_seconds
+
+
+def slowdown(cost: Cost, every: int, mtbf_seconds: float) -> float:
+    """How many times longer work takes, losses included, than without checkpoints and losses; R left out."""
+    work = every * cost.iteration_seconds
+    try:
+        return mtbf_seconds * math.expm1(cost.cycle_seconds(every) / mtbf_seconds) / work
+    except OverflowError:  # a cycle of hundreds of MTBFs: it never comes to an end
+        return math.inf
+
+
+def best_interval(cost: Cost, mtbf_seconds: float, *, at_least: int = 1, every_max: int) -> int:
+    """The interval from `at_least` to `every_max` iterations at which losses and checkpoints together cost least.
+
+    The exact minimum of Daly's complete model, not of its approximations, over whole iterations.
+
+    Raises:
+        ConfigError: The MTBF is not more than 0, or there is no interval to choose from.
+    """
+    if not 0 < mtbf_seconds < math.inf:
+        raise ConfigError(f"mtbf_seconds: expected more than 0, got {mtbf_seconds}")
+    if not 1 <= at_least <= every_max:
+        raise ConfigError(f"an interval from {at_least} to {every_max} iterations: there is none")
+    iteration = cost.iteration_seconds
+    # The slowdown is the greater of one that only falls (waiting for a place) and one with a single minimum,
+    # so it has a single minimum: beside one of these two, or at a border.
+    crossing = (cost.durable_seconds / cost.in_flight_max - cost.stall_seconds) / iteration
+    free = _optimum_seconds(cost.stall_seconds, mtbf_seconds) / iteration
+    beside = {math.floor(place) + more for place in (crossing, free) for more in (0, 1)}
+    candidates = sorted({min(max(every, at_least), every_max) for every in beside})
+    return min(candidates, key=lambda every: slowdown(cost, every, mtbf_seconds))
+
+
+def _optimum_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
+    """Where the derivative of Daly's complete model is 0: e^(x + δ/M) (1 − x) = 1 with x = τ/M, which has one root."""
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        x = (low + high) / 2
+        if x + stall_seconds / mtbf_seconds + math.log1p(-x) > 0:
+            low = x
+        else:
+            high = x
+        if not low < (low + high) / 2 < high:
+            break
+    return low * mtbf_seconds
