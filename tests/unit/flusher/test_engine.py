@@ -309,9 +309,9 @@ def test_another_engine_goes_on_and_writes_no_part_again(
         assert rig.store.begun == 1
         assert rig.all_free()
         assert list((tmp_path / "ring").glob("flush-*")) == []
-        record = rig.heard.durables[KEY].record
-        assert record.get("parts_resumed", 0) == parts
-        assert record["parts_written"] == LARGER.layout.chunks - parts
+        said = rig.heard.durables[KEY].record
+        assert said.get("parts_resumed", 0) == parts
+        assert said["parts_written"] == LARGER.layout.chunks - parts
     finally:
         gate.set()
         old.stop()
