@@ -81,7 +81,9 @@ class Record:
         """Whether all that can still be heard of have ended: mpirun then waits for hosts that do not answer."""
         ended = {death.rank for death in self.deaths}
         left = {rank: host for rank, host in self.began.items() if rank not in ended}
-        return bool(left) and all(rank in self.silent_since or host in self.gone for rank, host in left.items())
+        return bool(left) and all(
+            rank in self.silent_since or host in self.gone for rank, host in left.items()
+        )
 
     def reason_to_end(self, limits: Limits, now: float) -> str:
         """Why it cannot go on; empty if it can."""
