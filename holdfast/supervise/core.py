@@ -6,7 +6,7 @@
                   └────────────── mpirun has ended ──────────────────────────────▲│
                                                                                   └─► OVER
 
-    JUDGING      the hosts are looked at once more: whether one is gone decides between a preemption and a bug
+    JUDGING      the hosts are looked at once more, unless one is gone: that decides between a preemption and a bug
     PAUSING      random, doubled with each relaunch in a row that brought no newer step (patience.py)
 
 What was staged is not waited for: the next attempt takes it from the ring, which lives as long as the supervisor.
@@ -207,7 +207,7 @@ class Core:
         late = now >= self._until
         if not self._asked:
             return self._ask(now) if late else []
-        if not late and (self._killed or not attempt.only_lost_are_left()):
+        if not late and (self._killed or not attempt.waits_for_the_lost()):
             return []
         self._killed, self._until = True, now + self._limits.kill_seconds
         return [Kill()]
@@ -219,6 +219,8 @@ class Core:
     def _exited(self, status: int, now: float) -> list[Action]:
         assert self._attempt is not None
         self._attempt.mpirun_status = status
+        if self._attempt.gone:  # that decides it; a look would wait for them once more
+            return self._judge(now)
         self.phase, self._until = Phase.JUDGING, now + self._limits.look_seconds_max
         return [Look()]
 

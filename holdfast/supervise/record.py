@@ -77,13 +77,14 @@ class Record:
         self.missed = missed
         return not missed <= self.gone
 
-    def only_lost_are_left(self) -> bool:
-        """Whether all that can still be heard of have ended: mpirun then waits for hosts that do not answer."""
+    def waits_for_the_lost(self) -> bool:
+        """Whether mpirun, told to end, only waits for hosts that do not answer.
+
+        It hands on nothing more from any other host; the stager is here, and the last to be heard of.
+        """
         ended = {death.rank for death in self.deaths}
-        left = {rank: host for rank, host in self.began.items() if rank not in ended}
-        return bool(left) and all(
-            rank in self.silent_since or host in self.gone for rank, host in left.items()
-        )
+        lost = {rank for rank, host in self.began.items() if rank in self.silent_since or host in self.gone}
+        return self.ranks in ended and not lost <= ended
 
     def reason_to_end(self, limits: Limits, now: float) -> str:
         """Why it cannot go on; empty if it can."""

@@ -251,6 +251,7 @@ class Cluster:
         environment = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(REPOSITORY),
+            "HOME": "/mnt/home",  # what this machine's user has in his shell's files is not a host's
             "TMPDIR": "/mnt/tmp",
             "XDG_STATE_HOME": "/mnt/state",
             "OMP_NUM_THREADS": "1",

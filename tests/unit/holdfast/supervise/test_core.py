@@ -227,19 +227,25 @@ def test_a_verdict_waits_for_the_second_look_but_not_for_ever() -> None:
 
 @pytest.mark.parametrize("why", ["gone", "silent"])
 def test_who_waits_only_for_lost_hosts_is_killed_at_once(why: str) -> None:
-    """mpirun waits for the daemon of a host that will not answer; all others have ended."""
+    """mpirun waits for the daemon of a host that will not answer, and hands on nothing more of any other."""
     story = Story(3, 2, kill_seconds=5, silent_seconds_max=0)
     story.hosts = hosts("h0", "h1", "h2")
     story.launch()
     gone = HostsSeen(hosts("h0", "h2"))
     story.tell(*((gone, gone) if why == "gone" else (Silence(1), Tick())))
     assert story.of(Terminate) == [Terminate(gently=False)]
-    story.tell(Ended(0, -15), Ended(2, -15), Tick())
+    story.tell(Ended(0, -15), Tick())
     assert not story.of(Kill), "the stager has not ended yet"
     story.tell(Ended(3, -15), Tick(), Tick())
     assert len(story.of(Kill)) == 1
     story.tell(Tick(), seconds=5)
     assert len(story.of(Kill)) == 2
+    looks = len(story.of(Look))
+    story.tell(Exited(-9))
+    if why == "gone":
+        assert story.phase is Phase.PAUSING, "that it is gone decides it: no further look waits for it"
+    else:
+        assert len(story.of(Look)) == looks + 1
 
 
 def test_mpirun_that_can_still_end_by_itself_is_given_its_time() -> None:
