@@ -17,6 +17,7 @@ from holdfast.claim import Claim, Identity
 from holdfast.keeper import Keeper
 from holdfast.ring import Ring, SlotState
 from holdfast.storage import open_store
+from tests.support.cluster import wait_until
 from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file
 from tests.support.stager_client import FlusherProcess, StagerClient
@@ -503,11 +504,9 @@ def test_a_kept_flusher_does_not_leave_a_store_that_takes_nothing(
     blocked.mkdir(parents=True)
     stager = attach(flusher.directory)
     stager.save(image, 5)
-    until = time.monotonic() + 60
-    while not flusher.happened("flush_held"):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: bool(flusher.happened("flush_held")), 60, "nothing is held")
     stager.close()
+    wait_until(lambda: bool(flusher.happened("stager_gone")), 60, "the stager was not missed")
     again = attach(flusher.directory)
     blocked.rmdir()
     again.finish()
