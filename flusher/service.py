@@ -1,8 +1,9 @@
 """The flusher's event loop: one stager at a time, until there is nothing left to do.
 
-    wait for a stager ─► serve ──finish──────────► drain ─► drained ─► end, or wait for the next (linger)
+    wait for a stager ─► serve ──finish──────────► drain ─► drained ─► end, or wait for the next (linger, keeper)
                            └──stager gone─► dead ─► settle ─► drain ─► grace ─► end, or the next stager attaches
                                             └ alive: waited for until it is dead, or comes back
+    kept by `holdfast run` (holdfast/keeper.py): nothing ends it but SIGTERM, until the keeper is gone
     SIGTERM at any time ─► publish what is staged, leave the rest in the ring to the next flusher, end
 
 Draining is nothing special: the engine and the upkeep become idle. The loop sleeps in one `select` over the stager's
@@ -29,6 +30,7 @@ from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.events import EventLog
 from holdfast.ipc import Listener
+from holdfast.keeper import is_kept
 from holdfast.ring import Ring
 from holdfast.storage import parts_at_once
 from holdfast.storage.base import Store
@@ -43,6 +45,7 @@ _DYING_SECONDS = (
     0.2  # of a dead process the kernel may close the socket a moment before it lets go of the ring
 )
 _LAST_WORDS_SECONDS_MAX = 5.0
+_LOOK_FOR_KEEPER_SECONDS = 0.3
 
 
 class Service:
@@ -93,6 +96,7 @@ class Service:
         self._adopted = adopted
         self._drained_said = False
         self._look_again = False
+        self._kept = False  # in the last look: it would have ended
         self._terminating = False
         self.leaves_ring = False
         self._said_it_stands_still = False
@@ -161,7 +165,7 @@ class Service:
             self._desk.channel.send("drained")
             self._events.emit("drained")
             self._drained_said = True
-            if not self._config.linger:
+            if not self._config.linger and not self._is_kept():
                 return False
         self._watch_writable()
         return not (drained and self._is_over())
@@ -172,14 +176,22 @@ class Service:
             return True
         if self._desk is not None or self._config.linger or self._ends_at is None:
             return False
-        return time.monotonic() >= self._ends_at
+        return time.monotonic() >= self._ends_at and not self._is_kept()
+
+    def _is_kept(self) -> bool:
+        self._kept = is_kept(self._ring.directory)
+        return self._kept
 
     def _wait_seconds(self) -> float | None:
         if self._look_again:
             return 0.0
         waits = [self._engine.wait_seconds()]
+        if self._desk is None and self._kept:
+            waits.append(_LOOK_FOR_KEEPER_SECONDS)
         if self._desk is None and self._engine.held_error is not None:
-            waits.append(max(0.0, self._config.held_seconds_max - self._engine.held_seconds()) + 0.001)
+            left_seconds = self._config.held_seconds_max - self._engine.held_seconds()
+            if left_seconds > 0 or not self._kept:
+                waits.append(max(0.0, left_seconds) + 0.001)
         waiting = self._waits_for_old_stager or not self._config.linger
         if self._desk is None and self._ends_at is not None and waiting:
             left_seconds = self._ends_at - time.monotonic()
@@ -234,7 +246,7 @@ class Service:
             self._forget_channel(desk)
             desk.refuse(error)
             return
-        self._is_ours = self._waits_for_old_stager = False
+        self._is_ours = self._waits_for_old_stager = self._kept = False
         self._ends_at = None
         desk.welcome(resumed=resumed)
         told = {"pid": desk.channel.peer_pid, "attempt": self._ring.attempt, "resumed": resumed}
@@ -317,7 +329,7 @@ class Service:
         if error is None or (self._desk is not None and not self._terminating):
             return
         waited_seconds = self._engine.held_seconds()
-        if self._terminating or waited_seconds >= self._config.held_seconds_max:
+        if self._terminating or (waited_seconds >= self._config.held_seconds_max and not self._is_kept()):
             why = "told to end" if self._terminating else f"nothing succeeded for {waited_seconds:.0f} s"
             raise StoreError(
                 f"{error} ({why}). Nothing is lost: what is staged stays in {self._ring.directory}; once the store is "

@@ -8,6 +8,7 @@ the image      layout, layout_index   where every byte lies, and which rank send
 the transfer   wire       frames between trainers and stager      agreement, replicas   do all ranks hold the same?
                session, session_checkpoint, session_steps         the stager's view, as a pure state machine
 on the node    ring, journal   chunks in shared memory            ipc, runtime   stager and flusher; where it all lies
+               keeper     `holdfast run` wants the ring to stay
 in the store   storage/   POSIX, S3, fsspec    manifest, sealed, publish   what makes a checkpoint exist
                claim      one writer           catalog, verify    which there are, and are they good
 notices        notice, emergency, emergency_plan   all ranks save one step before a machine goes

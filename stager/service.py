@@ -21,6 +21,7 @@ from holdfast.agreement import Round
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.events import EventLog
+from holdfast.keeper import is_kept
 from holdfast.layout import Layout
 from holdfast.ring import Ring, SlotState
 from holdfast.session import Session
@@ -459,10 +460,16 @@ class Service:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """All trainers are gone: have the flusher make durable what is staged, and wait for it, whichever it is."""
+        """All trainers are gone: have the flusher make durable what is staged, and wait for it, whichever it is.
+
+        Unless some were lost and the ring is kept: the next attempt is waiting for us to end, and begins from the ring.
+        """
         told: Flusher | None = None
         deadline = self._clock() + _DRAIN_SECONDS_MAX
         while told is None or not self._drained:
+            is_settled = not (self._line.cut or self._session.may_stage)
+            if self.lost_ranks and is_settled and is_kept(self._line.flusher.ring.directory):
+                return
             # What is whole and only waits for the flusher's `began` is still to be staged: finish would end it.
             if told is not self._line.flusher and not self._line.cut and not self._session.may_stage:
                 told = self._line.flusher

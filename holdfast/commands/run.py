@@ -19,7 +19,7 @@ from holdfast.errors import ConfigError, FencedError, StoreMissing
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
-    from holdfast.supervise.core import Launch
+    from holdfast.supervise.actions import Launch
     from holdfast.supervise.hosts import Fleet
 
 __all__ = ["run"]
@@ -124,7 +124,8 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     130 it was told to end by SIGTERM or Ctrl-C.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     from holdfast.config import StagerConfig
-    from holdfast.supervise.core import Core, Limits
+    from holdfast.supervise.core import Core
+    from holdfast.supervise.limits import Limits
     from holdfast.supervise.supervisor import Supervisor, environment_of_job, next_attempt
 
     if options["min_ranks"] is not None and options["min_ranks"] > options["ranks"]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from holdfast.supervise.core import Began, Ended, Restored, Stepped
+from holdfast.supervise.events import Began, Ended, Restored, Stepped
 from holdfast.supervise.report import MARK
 
 __all__ = ["Line", "Output", "Report", "exception_of", "parse_line"]

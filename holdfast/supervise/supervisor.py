@@ -24,24 +24,11 @@ from typing import Any
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.runtime import make_private_directory, runtime_directory
+from holdfast.supervise.actions import Action, Finish, Kill, Launch, Look, Note, Terminate
 from holdfast.supervise.attempt import Attempt
-from holdfast.supervise.core import (
-    Action,
-    Core,
-    Event,
-    Exited,
-    Finish,
-    FlusherGone,
-    HostsSeen,
-    Kill,
-    Launch,
-    Look,
-    Note,
-    Phase,
-    Stop,
-    Terminate,
-    Tick,
-)
+from holdfast.supervise.core import Core
+from holdfast.supervise.events import Event, Exited, HostsSeen, Stop, Tick
+from holdfast.supervise.flusher import KeptFlusher
 from holdfast.supervise.hosts import Fleet, Host
 from holdfast.supervise.output import Output
 from holdfast.supervise.report import ATTEMPT_VARIABLE
@@ -101,7 +88,7 @@ class Supervisor:
         fleet: Where hosts come from.
         command: The mpirun line of an attempt.
         environment: For mpirun.
-        store: URL of the run, and `runtime_dir` of its ring: to see whether its flusher still works.
+        store: URL of the run, and `runtime_dir` of its ring, which is kept for the next attempt while this lives.
         logs: Directory for all that is written down.
         events: The event log that stager and flusher write.
         relay: Called with (stream, text) for each line of the job.
@@ -141,7 +128,12 @@ class Supervisor:
         self._verdict: Verdict | None = None
 
     def run(self) -> Verdict:
-        """Supervise. The verdict on the last attempt; whatever it says, no process of the job is left."""
+        """Supervise. The verdict on the last attempt; whatever it says, no process of the job is left.
+
+        Raises:
+            ConfigError: The runtime directory is not safely ours.
+        """
+        flusher = KeptFlusher(self._ring)
         before = {
             number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)
         }
@@ -150,8 +142,9 @@ class Supervisor:
             self._do(self._core.begin())
             while self._verdict is None:
                 self._turn()
-            self._wait_for_flusher()
+            self._wait_for(flusher)
         finally:
+            flusher.let_go()
             if self._attempt is not None:
                 self._attempt.kill()
                 self._attempt.sweep()
@@ -184,8 +177,6 @@ class Supervisor:
                 self._take(event)
         while not self._watch.seen.empty():
             self._take(HostsSeen(self._watch.seen.get()))
-        if self._core.phase is Phase.PUBLISHING and not self._flusher_lives():
-            self._take(FlusherGone())
         self._take(Tick())
 
     def _rest(self) -> None:
@@ -276,40 +267,19 @@ class Supervisor:
         _log.log(logging.WARNING if loud else logging.INFO, "%s", message)
         self._status.emit(event, {"message": message, **fields})
 
-    # -- the flusher -----------------------------------------------------------------------------------------------
-
-    def _flusher_lives(self) -> bool:
-        """Whether a process that serves this run is there. A ring alone is none: it waits for the next launch."""
-        try:
-            pid = int((self._ring / "flusher.pid").read_text().split()[0])
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, ValueError, IndexError):
-            return False
-        return state not in "ZX"
-
-    def _wait_for_flusher(self) -> None:
+    def _wait_for(self, flusher: KeptFlusher) -> None:
         """What is staged becomes durable, and the ring is given back, before this process says that all is over."""
+        flusher.let_go()
         deadline = self._clock() + self._drain_seconds_max
-        said = False
-        while self._flusher_lives():
+        if not flusher.ends_within(_TURN_SECONDS):
+            message = "waiting until the flusher has made all durable that was staged"
+            self._note("draining", message, {}, loud=False)
+        while not flusher.ends_within(_TURN_SECONDS):
             if self._signals or self._clock() > deadline:
-                self._note(
-                    "flusher_left",
-                    f"the flusher still works; it goes on by itself: {self._ring}",
-                    {},
-                    loud=True,
-                )
+                message = f"the flusher still works; it goes on by itself: {self._ring}"
+                self._note("flusher_left", message, {}, loud=True)
                 return
-            if not said:
-                said = True
-                self._note(
-                    "draining",
-                    "waiting until the flusher has made all durable that was staged",
-                    {},
-                    loud=False,
-                )
-            time.sleep(_TURN_SECONDS)
-        if (self._ring / "journal").exists():
+        if flusher.left_ring:
             message = (
                 f"a ring is left in {self._ring}: start the run again, or `holdfast flusher`, to publish it"
             )

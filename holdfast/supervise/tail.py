@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.supervise.core import Durable, Event, Joined, Noticed, Silence, Staged
+from holdfast.supervise.events import Durable, Event, Joined, Noticed, Silence, Staged
 
 __all__ = ["Follower", "meaning"]
 
@@ -58,8 +58,6 @@ def meaning(said: dict[str, Any]) -> Event | None:
                 return Staged(step)
             case "durable" | "recovered", "flusher":
                 return Durable(step)
-            case "flush_failed", "flusher":
-                return Durable(step, good=False)
         return None
     rank, told = said.get("silent_rank"), said.get("told_rank")
     match said.get("event"), role:

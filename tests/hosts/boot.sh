@@ -8,7 +8,7 @@ ip link set lo up
 ip addr replace 169.254.169.254/32 dev lo
 # Memory and disk of its own, empty whenever it boots.
 for place in /dev/shm /run /mnt; do mount -t tmpfs tmpfs "$place"; done
-mkdir -p /run/sshd /mnt/tmp
+mkdir -p /run/sshd /mnt/tmp /mnt/home
 mount --bind "$directory/names" /etc/hosts
 exec 3<&0
 "$python" -m tests.support.fake_metadata 169.254.169.254 80 <&3 &

@@ -65,16 +65,24 @@ class Cluster:
     Args:
         directory: For keys, logs and what the ranks write down: it stands for the person who looks on.
         network: What the hosts are wired to.
-        place: The store.
+        place: The store; None: a folder that all hosts have.
         trainers: Trainers' hosts t1, t2, … that are up from the start.
         spares: Further names; their hosts are up after `boot`.
         rate: Of each link.
     """
 
     def __init__(
-        self, directory: Path, network: Network, place: S3Place, *, trainers: int, spares: int, rate: str
+        self,
+        directory: Path,
+        network: Network,
+        place: S3Place | None,
+        *,
+        trainers: int,
+        spares: int,
+        rate: str,
     ) -> None:
-        self.directory, self.store, self.rate = directory, place.url(), rate
+        self.directory, self.rate = directory, rate
+        self.store = str(directory / "store") if place is None else place.url()
         self._network, self._place = network, place
         self._first = [f"t{number + 1}" for number in range(trainers)]
         names = [STAGER, *(f"t{number + 1}" for number in range(trainers + spares))]
@@ -201,6 +209,10 @@ class Cluster:
         """What stager and flusher have written down."""
         return _lines(self.directory / "logs" / "events.jsonl", event)
 
+    def restored_from(self) -> list[set[str]]:
+        """Where each rank of each attempt has read what it restored."""
+        return [set(line["sources"]) for line in _lines(self.directory / "trainers.jsonl", "restore")]
+
     def story(self) -> str:
         """All that is known, for the message of a test that failed."""
         said = self.directory / "said"
@@ -221,6 +233,8 @@ class Cluster:
             return [line for host in hosts for line in (*host.commands(), *_files(host, "/dev/shm"))]
 
         wait_until(lambda: not left(), 60, f"left behind: {left()}")
+        if self._place is None:
+            return
         client = plain_client()
         try:
             uploads = client.list_multipart_uploads(Bucket=self._place.bucket).get("Uploads", [])
@@ -237,13 +251,14 @@ class Cluster:
         environment = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(REPOSITORY),
+            "HOME": "/mnt/home",  # what this machine's user has in his shell's files is not a host's
             "TMPDIR": "/mnt/tmp",
             "XDG_STATE_HOME": "/mnt/state",
             "OMP_NUM_THREADS": "1",
             "HOLDFAST_WATCH": "aws",
             "HOLDFAST_WATCH_SECONDS": "1",
             "HOLDFAST_STAGER_SECONDS_MAX": "10",
-            **self._place.environment,
+            **(self._place.environment if self._place is not None else {}),
         }
         self._write_keys()
         self._write_settings(environment)
@@ -276,8 +291,9 @@ class Cluster:
         (directory / "names").write_text("127.0.0.1 localhost\n" + "".join(names))
         known = [f"{name} {(directory / f'host-{name}.pub').read_text()}" for name in hosts]
         (directory / "known_hosts").write_text("".join(known))
-        words = " ".join(f'"{name}={value}"' for name, value in environment.items())
         for name in hosts:
+            own = {} if name == STAGER else {"HOLDFAST_EVENTS": directory / "trainers.jsonl"}
+            words = " ".join(f'"{name}={value}"' for name, value in {**environment, **own}.items())
             text = _SSHD.format(directory=directory, name=name, environment=words)
             (directory / f"sshd-{name}").write_text(text)
 
@@ -286,7 +302,7 @@ class Cluster:
 def cluster_of(
     directory: Path,
     network: Network,
-    place: S3Place,
+    place: S3Place | None,
     *,
     trainers: int = 3,
     spares: int = 0,

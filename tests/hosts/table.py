@@ -24,8 +24,8 @@ OpenStack Swift's S3 behind the same network. Killing a host is cutting its wire
 goodbye. Its place is taken by an empty host.
 
 After each story: each sample was taken exactly once by the steps that count; with as many ranks before as after losses,
-samples and final state are, to the bit, those of a run that nothing happened to (in the first story: those of the
-steps that were done twice); no process, ring or segment is left on a host, no upload in the store.
+samples and final state are, to the bit, those of a run that nothing happened to (after a death without notice: those of
+the steps that were done twice); no process, ring or segment is left on a host, no upload in the store.
 
 Seconds after the loss at which each phase was reached:
 

@@ -1,7 +1,7 @@
 """Whole hosts are lost under `holdfast run`, which goes on by itself on the hosts that there are.
 
 Three trainers' hosts and a stager's, each with its own address, link (tbf), sshd, metadata service, memory and disk;
-the store is OpenStack Swift behind the same network. `make hosts` runs them.
+the store is OpenStack Swift behind the same network. `make hosts` runs them; `make test` has the first one alone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.checks import check_done_twice, check_same_bits, check_samples, resumed_at
-from tests.hosts.cluster import cluster_of
+from tests.hosts.cluster import EVERY, cluster_of
 from tests.hosts.network import Network
 from tests.hosts.times import keep
 from tests.support.s3_place import S3Place
 
-pytestmark = [pytest.mark.hosts, pytest.mark.mpi, pytest.mark.s3]
+pytestmark = [pytest.mark.hosts, pytest.mark.mpi]
+
+RING = "the stager's ring"
 
 _AT_LENGTH = "HOLDFAST_TEST_HOSTS" in os.environ
 
@@ -28,8 +30,24 @@ def at_length(test: Callable[..., None]) -> Callable[..., None]:
     skipped: Callable[..., None] = pytest.mark.skipif(not _AT_LENGTH, reason="takes minutes: make hosts")(
         test
     )
-    limited: Callable[..., None] = pytest.mark.timeout(900)(skipped)
+    limited: Callable[..., None] = pytest.mark.s3(pytest.mark.timeout(900)(skipped))
     return limited
+
+
+@pytest.mark.timeout(400)
+def test_the_only_trainer_dies(tmp_path: Path, network: Network) -> None:
+    """What a machine plays in well under a minute: one host's power is cut, and an empty one takes its place."""
+    with cluster_of(tmp_path, network, None, trainers=1, spares=1) as cluster:
+        cluster.run(1)
+        cluster.boot("t2")
+        cluster.until_paused()
+        cluster.offer("t2")
+        cluster.kill("t1")
+        cluster.done()
+        start = resumed_at(cluster, ranks=1)
+        check_done_twice(cluster, start, ranks=1)
+        assert cluster.restored_from() == [{RING}]
+        cluster.assert_nothing_left()
 
 
 @at_length
@@ -83,6 +101,25 @@ def test_link_down(tmp_path: Path, network: Network, place: S3Place) -> None:
         cluster.host("t2").come_back()
         cluster.assert_nothing_left()
         keep(cluster, "link down, fewer ranks", start=start)
+
+
+@at_length
+def test_all_trainers_are_gone(tmp_path: Path, network: Network, place: S3Place, reference: Path) -> None:
+    """All at once, as soon as a step is staged; empty hosts take their place, and get it from the stager's ring."""
+    with cluster_of(tmp_path, network, place, spares=3) as cluster:
+        cluster.run(3, pace_seconds=1)
+        cluster.boot("t4", "t5", "t6")
+        staged = cluster.until("staged", step=EVERY - 1)["step"]
+        cluster.offer("t4", "t5", "t6")
+        cluster.kill("t1", "t2", "t3")
+        cluster.done()
+        start = resumed_at(cluster, ranks=3)
+        assert start > staged
+        assert cluster.restored_from() == [{RING}] * 3
+        check_same_bits(cluster, reference, start)
+        check_samples(cluster, start, (3, 3))
+        cluster.assert_nothing_left()
+        keep(cluster, "all trainers gone, empty hosts instead", start=start)
 
 
 @at_length

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from holdfast.claim import Claim, Identity
+from holdfast.keeper import Keeper
 from holdfast.ring import Ring, SlotState
 from holdfast.storage import open_store
+from tests.support.cluster import wait_until
 from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file
 from tests.support.stager_client import FlusherProcess, StagerClient
@@ -466,10 +468,12 @@ def test_retention_keeps_the_last_and_every_kth(start: Start, attach: Attach, im
     assert flusher.visible() == kept
 
 
+@pytest.mark.parametrize("why", ["linger", "keeper"])
 def test_a_lingering_flusher_gives_the_next_job_its_own_attempt_and_overwrites_nothing(
-    start: Start, attach: Attach, tmp_path: Path, image: Image
+    start: Start, attach: Attach, tmp_path: Path, image: Image, why: str
 ) -> None:
-    flusher = start("--linger")
+    flusher = start(*(["--linger"] if why == "linger" else []))
+    keeper = Keeper(flusher.directory) if why == "keeper" else None
     stager = attach(flusher.directory)
     stager.save(image, 5)
     stager.finish()
@@ -483,7 +487,31 @@ def test_a_lingering_flusher_gives_the_next_job_its_own_attempt_and_overwrites_n
     again.finish()
     assert (flusher.store / "step-000000005.pt").read_bytes() == image.final
     assert (flusher.store / "step-000000005-a002.pt").read_bytes() == other.final
-    flusher.process.terminate()
+    if keeper is not None:
+        keeper.close()
+    else:
+        flusher.process.terminate()
+    assert flusher.wait() == 0
+    assert not flusher.directory.exists()
+
+
+def test_a_kept_flusher_does_not_leave_a_store_that_takes_nothing(
+    start: Start, attach: Attach, image: Image
+) -> None:
+    flusher = start("--held-seconds-max", "0.01")
+    keeper = Keeper(flusher.directory)
+    blocked = flusher.store / "step-000000005.json"
+    blocked.mkdir(parents=True)
+    stager = attach(flusher.directory)
+    stager.save(image, 5)
+    wait_until(lambda: bool(flusher.happened("flush_held")), 60, "nothing is held")
+    stager.close()
+    wait_until(lambda: bool(flusher.happened("stager_gone")), 60, "the stager was not missed")
+    again = attach(flusher.directory)
+    blocked.rmdir()
+    again.finish()
+    assert flusher.manifest(5)["state"] == "verified"
+    keeper.close()
     assert flusher.wait() == 0
 
 

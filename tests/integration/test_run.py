@@ -19,11 +19,13 @@ from holdfast.storage import open_store
 from tests.integration.jobs import buggy, supervised, train
 from tests.support.cluster import SMALL, Cluster, check_continued, load, wait_until
 from tests.support.events import read_events
-from tests.support.job import environment
+from tests.support.job import REPOSITORY, environment
 
 pytestmark = [pytest.mark.mpi]
 STEPS, EVERY, PAUSE_AT, SAVED = 14, 4, 9, 7
 SECONDS_MAX = 250.0
+FILE_BYTES_MAX = 16 << 10  # claims and manifests fit, parts do not
+RING = "the stager's ring"
 SETTINGS = [
     f"--set={name.removeprefix('--')}={value}" for name, value in zip(SMALL[::2], SMALL[1::2], strict=True)
 ]
@@ -33,7 +35,8 @@ class Run:
     """One `holdfast run` as a process of its own; nothing of it outlives the test."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.store = directory, str(directory / "store")
+        self.directory, self.folder = directory, directory / "store"
+        self.store = str(self.folder)
         self.logs, self.runtime = directory / "logs", directory / "runtime"
         self.cluster = Cluster(directory / "out", self.store, {}, script=train.__file__)
         self._said = directory / "said"
@@ -62,7 +65,7 @@ class Run:
                 line,
                 stdout=said,
                 stderr=said,
-                env=environment(self.runtime, **(env or {})),
+                env=environment(self.runtime, HOLDFAST_EVENTS=str(self.logs / "events.jsonl"), **(env or {})),
                 start_new_session=True,
             )
 
@@ -85,16 +88,28 @@ class Run:
         except subprocess.TimeoutExpired:
             pytest.fail(f"it did not end; it said:\n{self.said()}\n{self.status()}")
 
-    def pause(self, ranks: int = 2) -> None:
-        """Until every rank of the first attempt stands still, with a step in the store."""
+    def pause(self, level: str = "durable", *, ranks: int = 2) -> None:
+        """Until every rank of the first attempt stands still, with a step that is `durable`, or `staged`."""
 
         def ready() -> bool:
             assert self.process is not None
             assert self.process.poll() is None, self.said()
             paused = all((self.cluster.out(1) / f"paused-{rank}").exists() for rank in range(ranks))
-            return paused and (Path(self.store) / f"step-{SAVED:09d}.json").exists()
+            events = read_events(self.logs / "events.jsonl")
+            return paused and any((line["event"], line.get("step")) == (level, SAVED) for line in events)
 
         wait_until(ready, SECONDS_MAX, "the job did not come to its pause")
+
+    def flusher(self) -> psutil.Process:
+        """The one of this run, as soon as there is one."""
+        file = runtime_directory(self.store, self.runtime) / "flusher.pid"
+        wait_until(lambda: file.exists() and file.read_text() != "", SECONDS_MAX, "no flusher")
+        return psutil.Process(int(file.read_text()))
+
+    def restored_from(self) -> list[tuple[int, set[str]]]:
+        """Step and sources of each rank's restore."""
+        said = [line for line in read_events(self.logs / "events.jsonl") if line["event"] == "restore"]
+        return [(line["step"], set(line["sources"])) for line in said]
 
     def pid(self, rank: int) -> int:
         return int((self.cluster.out(1) / f"pid-{rank}").read_text())
@@ -125,7 +140,7 @@ class Run:
         assert not runtime_directory(self.store, self.runtime).exists()
         assert not list(self.runtime.glob("*-mpi-*"))
         assert not [
-            p for p in (Path(self.store) / ".holdfast").rglob("*") if p.is_file() and p.parent.name == "tmp"
+            p for p in (self.folder / ".holdfast").rglob("*") if p.is_file() and p.parent.name == "tmp"
         ]
 
     def close(self) -> None:
@@ -165,14 +180,35 @@ def check_resumed(run: Run, reference: Path, cause: str) -> None:
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize("mode", ["--ulfm", "--no-ulfm"])
-def test_a_job_whose_ranks_are_killed_goes_on_by_itself(run: Run, reference: Path, mode: str) -> None:
-    run.main_job(options=(mode,))
+def test_a_job_whose_ranks_are_killed_goes_on_by_itself(run: Run, reference: Path) -> None:
+    """All is durable, and the flusher's grace is over at once: the ring is there all the same."""
+    run.main_job(options=("--no-ulfm",), env={"HOLDFAST_GRACE_SECONDS": "0"})
     run.pause()
     for rank in range(2):
         os.kill(run.pid(rank), signal.SIGKILL)
     check_resumed(run, reference, "killed")
     assert "was killed by SIGKILL from outside" in run.said()
+    assert run.restored_from() == [(SAVED, {RING})] * 2
+
+
+def test_what_the_store_has_not_got_yet_is_restored_from_the_ring(run: Run, reference: Path) -> None:
+    """With ULFM, so the stager lives; it does not wait for the store once its ranks are lost."""
+    site = REPOSITORY / "tests" / "support" / "fsspec_site"
+    run.store = f"elsewhere://{run.folder}"
+    run.main_job(env={"PYTHONPATH": f"{site}{os.pathsep}{REPOSITORY}"})
+    flusher = run.flusher()
+    flusher.rlimit(psutil.RLIMIT_FSIZE, (FILE_BYTES_MAX, psutil.RLIM_INFINITY))
+    run.pause("staged")
+    for rank in range(2):
+        os.kill(run.pid(rank), signal.SIGKILL)
+    wait_until(lambda: bool(run.status("training")[1:]), SECONDS_MAX, "it did not go on")
+    assert not list(run.folder.glob("step-*.json"))
+    assert flusher.is_running(), "it is the same one all the time"
+    assert not run.status("ending"), "nobody had to end a stager that waited for the store"
+    flusher.kill()  # the next one has no such limit, and tries at once: this one waits longer each time
+    check_resumed(run, reference, "killed")
+    assert run.restored_from() == [(SAVED, {RING})] * 2
+    assert sorted(int(path.stem[5:]) for path in run.folder.glob("step-*.json")) == [3, 7, 11]
 
 
 @pytest.mark.soak
@@ -230,7 +266,7 @@ def test_fewer_hosts_fewer_ranks(run: Run) -> None:
     hosts = run.directory / "hosts"
     hosts.write_text("localhost slots=2\n127.0.0.1 slots=1\n")
     run.main_job(ranks=3, options=("--min-ranks", "2", "--hosts", str(hosts), "--poll-seconds", "600"))
-    run.pause(3)
+    run.pause(ranks=3)
     hosts.write_text("localhost slots=2\n")
     for rank in range(3):
         os.kill(run.pid(rank), signal.SIGKILL)
@@ -261,14 +297,14 @@ def test_sigterm_leaves_nothing(run: Run) -> None:
 
 @pytest.mark.soak
 def test_a_supervisor_that_is_killed_takes_its_job_with_it(run: Run, reference: Path) -> None:
+    """The flusher that it kept has nobody any more, and ends by itself."""
     run.main_job()
     run.pause()
     assert run.process is not None
     run.process.kill()
     run.process.wait()
-    wait_until(
-        lambda: not [line for line in run.living() if " flusher" not in line], 30, f"left: {run.living()}"
-    )
+    wait_until(lambda: not run.living(), 60, f"left: {run.living()}")
+    assert not runtime_directory(run.store, run.runtime).exists()
     run.main_job()
     assert run.wait() == 0, run.said()
     assert [line["attempt"] for line in run.status("launched")] == [1, 2]

@@ -8,34 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.supervise.core import (
-    Action,
+from holdfast.supervise.actions import Action, Finish, Kill, Launch, Look, Note, Terminate
+from holdfast.supervise.core import Core, Phase
+from holdfast.supervise.events import (
     Began,
-    Core,
     Durable,
     Ended,
     Event,
     Exited,
-    Finish,
-    FlusherGone,
     HostsSeen,
     Joined,
-    Kill,
-    Launch,
-    Limits,
-    Look,
-    Note,
     Noticed,
-    Phase,
     Restored,
     Silence,
     Staged,
     Stepped,
     Stop,
-    Terminate,
     Tick,
 )
 from holdfast.supervise.hosts import Host
+from holdfast.supervise.limits import Limits
 from holdfast.supervise.verdict import Cause
 
 
@@ -69,7 +61,6 @@ class Story:
 
     def wait(self) -> Story:
         """Until it wants to start again."""
-        self.tell(FlusherGone())
         for _ in range(100):
             self.tell(Tick(), seconds=1)
             if self.core.phase is not Phase.PAUSING:
@@ -91,18 +82,10 @@ KILLED, BUG = Ended(0, -9), Ended(1, 1, "ValueError")
 
 def test_killed_then_done() -> None:
     story = Story().launch().tell(Staged(5)).end(KILLED)
-    assert story.phase is Phase.PUBLISHING, "step 5 is staged only"
-    assert story.tell(Durable(5)).phase is Phase.PAUSING
+    assert story.phase is Phase.PAUSING, "step 5 is staged only, and the ring has it"
     story.wait().launch().end(Ended(0, 0), Ended(1, 0), Ended(2, 0), status=0)
     assert story.verdict.cause is Cause.DONE
     assert [launch.attempt for launch in story.of(Launch)] == [1, 2]
-
-
-def test_publishing_is_waited_for_but_not_for_ever() -> None:
-    story = Story(publish_seconds_max=60).launch().tell(Staged(5)).end(KILLED)
-    story.tell(Tick(), seconds=59)
-    assert story.phase is Phase.PUBLISHING
-    assert story.tell(Tick(), seconds=1).phase is Phase.PAUSING
 
 
 def test_the_same_crash_twice_without_progress_is_the_end() -> None:
@@ -201,13 +184,76 @@ def hosts(*names: str, slots: int = 1, noticed: str = "") -> tuple[Host, ...]:
 def test_a_host_that_is_gone_ends_the_attempt_and_the_rest_goes_on() -> None:
     story = Story(3, 2)
     story.hosts = hosts("a", "b", "c")
-    story.launch().tell(HostsSeen(hosts("a", "c")))
+    story.launch().tell(HostsSeen(hosts("a", "c")), HostsSeen(hosts("a", "c")))
     assert story.of(Terminate) == [Terminate(gently=False)]
     story.hosts = hosts("a", "c")
     story.end(status=-15).wait().launch()
     assert story.of(Launch)[-1].hosts == hosts("a", "c")
     assert story.of(Launch)[-1].ranks == 2
     assert any(note.fields.get("cause") == "preempted" for note in story.of(Note))
+
+
+def test_one_look_that_misses_a_host_ends_nothing() -> None:
+    """An ssh that fails once is tried again at once; from then on it counts from the beginning."""
+    story = Story(3, 2)
+    story.hosts = hosts("a", "b", "c")
+    story.launch()
+    for _ in range(3):
+        looks = len(story.of(Look))
+        story.tell(HostsSeen(hosts("a", "c")))
+        assert len(story.of(Look)) == looks + 1
+        story.tell(HostsSeen(hosts("a", "b", "c")))
+    assert not story.of(Terminate)
+    # Another host each time: none of them was missing twice.
+    story.tell(HostsSeen(hosts("a", "c")), HostsSeen(hosts("a", "b")))
+    assert not story.of(Terminate)
+    story.tell(HostsSeen(hosts("a", "b")))
+    assert story.of(Terminate)
+    assert "host c is gone" in story.of(Note)[-1].message
+
+
+def test_a_verdict_waits_for_the_second_look_but_not_for_ever() -> None:
+    story = Story(3, 2, look_seconds_max=30)
+    story.hosts = hosts("a", "b", "c")
+    story.launch().tell(BUG, Exited(1), HostsSeen(hosts("a", "c")))
+    assert story.phase is Phase.JUDGING
+    story.tell(HostsSeen(hosts("a", "c")))
+    assert _told(story, "ended")[-1]["cause"] == "preempted"
+    story = Story(3, 2, look_seconds_max=30)
+    story.hosts = hosts("a", "b", "c")
+    story.launch().tell(BUG, Exited(1), HostsSeen(hosts("a", "c"))).tell(Tick(), seconds=30)
+    assert _told(story, "ended")[-1]["cause"] == "crashed", "one look is no evidence"
+
+
+@pytest.mark.parametrize("why", ["gone", "silent"])
+def test_who_waits_only_for_lost_hosts_is_killed_at_once(why: str) -> None:
+    """mpirun waits for the daemon of a host that will not answer, and hands on nothing more of any other."""
+    story = Story(3, 2, kill_seconds=5, silent_seconds_max=0)
+    story.hosts = hosts("h0", "h1", "h2")
+    story.launch()
+    gone = HostsSeen(hosts("h0", "h2"))
+    story.tell(*((gone, gone) if why == "gone" else (Silence(1), Tick())))
+    assert story.of(Terminate) == [Terminate(gently=False)]
+    story.tell(Ended(0, -15), Tick())
+    assert not story.of(Kill), "the stager has not ended yet"
+    story.tell(Ended(3, -15), Tick(), Tick())
+    assert len(story.of(Kill)) == 1
+    story.tell(Tick(), seconds=5)
+    assert len(story.of(Kill)) == 2
+    looks = len(story.of(Look))
+    story.tell(Exited(-9))
+    if why == "gone":
+        assert story.phase is Phase.PAUSING, "that it is gone decides it: no further look waits for it"
+    else:
+        assert len(story.of(Look)) == looks + 1
+
+
+def test_mpirun_that_can_still_end_by_itself_is_given_its_time() -> None:
+    story = Story(lost_seconds_max=1, kill_seconds=5).launch().tell(KILLED).tell(Tick(), seconds=1)
+    story.tell(Ended(1, -15), Ended(2, -15), Tick())
+    assert not story.of(Kill)
+    story.tell(Tick(), seconds=5)
+    assert story.of(Kill)
 
 
 def test_too_few_hosts_are_waited_for_and_asked_for() -> None:
@@ -328,13 +374,12 @@ ANY = st.one_of(
     st.builds(Began, RANK, st.sampled_from("abc")),
     st.builds(Ended, RANK, st.sampled_from([0, 1, 2, -9, -11, -15]), st.sampled_from(["", "ValueError"])),
     st.builds(Staged, STEP),
-    st.builds(Durable, STEP, st.booleans()),
+    st.builds(Durable, STEP),
     st.builds(Silence, RANK, st.booleans()),
     st.builds(Noticed, RANK),
     st.just(Joined()),
     st.builds(Restored, RANK, STEP),
     st.builds(Stepped, RANK, STEP),
-    st.just(FlusherGone()),
     st.builds(Exited, st.sampled_from([0, 1, -9])),
     st.builds(Stop, st.just("SIGTERM came")),
 )
@@ -375,4 +420,5 @@ def test_any_order_of_events(events: list[tuple[Event, float]]) -> None:
             runs = False
             for action in core.handle(Exited(-9), now):
                 assert not isinstance(action, Launch)
+                over += isinstance(action, Finish)
     assert over == 1 or core.phase is Phase.RUNNING

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.emergency import Emergency, Said
 from holdfast.errors import ConfigError
 from holdfast.notice import Notice, NoticeKind
-from holdfast.supervise.core import (
+from holdfast.supervise.events import (
     Began,
     Durable,
     Ended,
@@ -136,7 +136,7 @@ def _notice(kind: NoticeKind) -> dict[str, object]:
     ("said", "event"),
     [
         ({"event": "staged", "role": "trainer", "step": 3}, None),
-        ({"event": "flush_failed", "role": "flusher", "step": 3}, Durable(3, good=False)),
+        ({"event": "flush_failed", "role": "flusher", "step": 3}, None),
         ({"event": "rank_silent", "role": "stager", "silent_rank": 2}, Silence(2)),
         ({"event": "rank_back", "role": "stager", "silent_rank": 2}, Silence(2, over=True)),
         ({"event": "rank_silent", "role": "stager", "silent_rank": "2"}, None),
