@@ -101,10 +101,10 @@ class Run:
         wait_until(ready, SECONDS_MAX, "the job did not come to its pause")
 
     def flusher(self) -> psutil.Process:
-        """The one of this run, as soon as there is one."""
-        file = runtime_directory(self.store, self.runtime) / "flusher.pid"
-        wait_until(lambda: file.exists() and file.read_text() != "", SECONDS_MAX, "no flusher")
-        return psutil.Process(int(file.read_text()))
+        """The one of this run, as soon as there is one with a ring."""
+        directory = runtime_directory(self.store, self.runtime)
+        wait_until((directory / "flusher.sock").exists, SECONDS_MAX, "no flusher")
+        return psutil.Process(int((directory / "flusher.pid").read_text()))
 
     def restored_from(self) -> list[tuple[int, set[str]]]:
         """Step and sources of each rank's restore."""

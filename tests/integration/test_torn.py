@@ -57,6 +57,7 @@ def _stamps(file: Path) -> set[float]:
     return stamps
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300 + SAVES)
 def test_no_checkpoint_mixes_two_steps(tmp_path: Path) -> None:
     files, events = _run(tmp_path, SAVES)

@@ -15,7 +15,13 @@ from tests.simulation.tier_mutations import TIER_MUTATIONS
 
 SECONDS_MAX = 1200
 _TIER_SEEDS_MAX = 3000
-_RARE = {"welcome_without_whole"}  # one seed in hundreds shows it, which takes minutes
+# One seed in hundreds shows it, which takes minutes.
+_RARE = {
+    "welcome_without_whole",
+    "removed_comes_back",
+    "remains_under_another_name",
+    "tier_found_record_not_flushed",
+}
 _CASES = [
     *(
         pytest.param(
@@ -28,7 +34,13 @@ _CASES = [
         for bug in MUTATIONS.values()
     ),
     *(
-        pytest.param("tests.simulation.tiers", bug, _TIER_SEEDS_MAX, id=f"tier_{bug.name}")
+        pytest.param(
+            "tests.simulation.tiers",
+            bug,
+            _TIER_SEEDS_MAX,
+            id=f"tier_{bug.name}",
+            marks=[pytest.mark.soak] if f"tier_{bug.name}" in _RARE else [],
+        )
         for bug in TIER_MUTATIONS.values()
     ),
 ]
