@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import mpi4py
 import numpy as np
 
+from holdfast.ending import FINALIZE_SECONDS_MAX, end_within
 from holdfast.errors import ConfigError, PeerLost
 from holdfast.layout import Extent
 from holdfast.wire import CONTROL_TAG, MAX_MESSAGE_BYTES, Role, data_tag, payload_messages
@@ -56,7 +57,7 @@ def _finalize() -> None:
         return
     except NotImplementedError:
         pass
-    MPI.Finalize()
+    end_within(FINALIZE_SECONDS_MAX, MPI.Finalize, "MPI_Finalize")
 
 
 atexit.register(_finalize)

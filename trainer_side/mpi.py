@@ -23,6 +23,7 @@ from typing import ClassVar
 import mpi4py
 import numpy as np
 
+from holdfast.ending import FINALIZE_SECONDS_MAX, end_within
 from holdfast.errors import ConfigError, PeerLost, ProtocolError
 from holdfast.wire import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, Role, data_tag, encode, payload_messages
 
@@ -83,7 +84,7 @@ def _finalize() -> None:
     except NotImplementedError:  # an MPI without fault tolerance: mpirun ends the job when a process dies
         if failed:
             return
-    MPI.Finalize()
+    end_within(FINALIZE_SECONDS_MAX, MPI.Finalize, "MPI_Finalize")
 
 
 atexit.register(_finalize)  # first registered, last called
