@@ -84,9 +84,8 @@ class Upkeep:
         self._pending = 0
         self._lock = threading.Lock()
         self._known: dict[str, Known] = {}  # by manifest: nobody else writes them, so each is read once
-        self._newest: Manifest | None = (
-            None  # of those published; a manifest names every tensor, so not of all
-        )
+        # Of the newest that was published, and not of all: a manifest names every tensor.
+        self._newest: Manifest | None = None
         self._under_way: set[Key] = set()  # their manifests may be there, and are written once more
         self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
         self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once

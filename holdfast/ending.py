@@ -34,5 +34,7 @@ def end_within(seconds_max: float, call: Callable[[], object], what: str) -> Non
     timer = threading.Timer(seconds_max, leave)
     timer.daemon = True
     timer.start()
-    call()
-    timer.cancel()
+    try:
+        call()
+    finally:
+        timer.cancel()

@@ -190,9 +190,8 @@ class Port:
         self._sending: list[tuple[MPI.Request, bytes]] = []
         self._payloads: dict[int, tuple[list[MPI.Request], memoryview]] = {}
         self._next_payload = 0
-        self._received = (
-            bytearray()
-        )  # for messages as they come: fresh memory for each large one costs more than its copy
+        # For messages as they come: fresh memory for each large one costs more than its copy.
+        self._received = bytearray()
         self._left = False
 
     @property
