@@ -107,6 +107,17 @@ def _listed(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+def _steps_or_auto(value: Any) -> Any:
+    """An interval; one message for both kinds."""
+    text = str(value).strip()
+    if text != "auto" and not text.isdecimal():
+        raise ValueError('0 or more steps, or "auto"')
+    return text if text == "auto" else int(text)
+
+
+_Every = Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)]
+
+
 class _RoleConfig(BaseSettings):
     """What the three have in common: the sources, their order, and errors that say where a value came
     from.
@@ -190,6 +201,13 @@ class TrainerConfig(_RoleConfig):
             metadata server answers, asked once); `sigterm`, `sigusr1`: signals to this process. Empty: nobody.
         watch_seconds: How often the metadata server is asked, by the first rank of each machine.
         watch_grace_seconds: How long after a watched signal the process is expected to be killed.
+        every: After how many steps `Checkpointer.step()` saves where the script does not say it; 0 leaves it to
+            `save()`; `auto`: it decides by what checkpoints cost (docs/interval.md). The same on every rank.
+        overhead_max: With `auto`: how much longer training may take for its checkpoints; 0.03 is 3 %.
+        every_seconds_max: With `auto`: the longest time between two checkpoints, whatever they cost.
+        mtbf_hours: With `auto`: how long training goes on between two interruptions, on average; the interval is then
+            the one that loses least of those that keep `overhead_max`. None: not known.
+        dollars_per_hour: With `auto`: what all machines cost, to say what a loss costs. None: not said.
         restore_without_store: Where the store does not answer, restore the newest step that local tiers have, although
             the store may hold a newer one.
     """
@@ -216,6 +234,11 @@ class TrainerConfig(_RoleConfig):
     watch: Annotated[tuple[_Watch, ...], BeforeValidator(_listed), NoDecode] = ()
     watch_seconds: _Seconds = 5.0
     watch_grace_seconds: _Seconds = 30.0
+    every: _Every = 0
+    overhead_max: Annotated[float, Field(gt=0, le=1)] = 0.03
+    every_seconds_max: _Seconds = 3600.0
+    mtbf_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    dollars_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     restore_without_store: bool = False
 
     @field_validator("tiers", mode="after")

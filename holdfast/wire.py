@@ -46,7 +46,7 @@ __all__ = [
     "to_json",
 ]
 
-VERSION = 5
+VERSION = 6
 CONTROL_TAG = 1
 _FIRST_DATA_TAG = 16
 _PIECES_APART_MAX = 64
@@ -86,6 +86,8 @@ class Kind(IntEnum):
     NOTICE = 10
     AT = 11
     FETCH = 12
+    WISH = 13
+    HERE = 14
     WELCOME = 32
     RESERVED = 33
     REFUSED = 34
@@ -97,6 +99,7 @@ class Kind(IntEnum):
     BEAT = 40
     SAVE_AT = 41
     FETCHED = 42
+    SAVE_EVERY = 43
 
     @property
     def from_stager(self) -> bool:
@@ -113,10 +116,10 @@ class Frame:
         attempt: Fencing epoch of the run; 0 before WELCOME.
         step: Training step of the checkpoint it is about.
         chunk: Chunk of the image.
-        flags: SENT: CRC-32 of the payload. SAVE_AT: what is said of the step (`holdfast.emergency.Word`). FETCH and
-            FETCHED: what is asked for (`holdfast.remains.Asked`).
-        arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT: number of the proposal.
-            FETCH: attempt of the checkpoint. FETCHED: 1 if it is there.
+        flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: what is said of the step (`holdfast.emergency.Word`,
+            `holdfast.pace.PaceWord`). FETCH and FETCHED: what is asked for (`holdfast.remains.Asked`).
+        arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of
+            the proposal. FETCH: attempt of the checkpoint. FETCHED: 1 if it is there.
         body: JSON, or what `kind` says.
     """
 

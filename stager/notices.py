@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 
 from holdfast import wire
 from holdfast.config import StagerConfig
-from holdfast.emergency import Appoint, Call, Emergency
+from holdfast.emergency import Call, Emergency
 from holdfast.emergency_plan import InFlight
 from holdfast.errors import ProtocolError
 from holdfast.events import EventLog
 from holdfast.notice import Notice
 from holdfast.wire import Frame, Kind
+from stager.saying import carry_out
 from stager.trainers import Trainers
 
 __all__ = ["Notices"]
@@ -98,18 +99,4 @@ class Notices:
         self._do(self._emergency.tick(self._clock()))
 
     def _do(self, calls: Sequence[Call]) -> None:
-        for call in calls:
-            if isinstance(call, Appoint):
-                self._trainers.send_all(
-                    wire.encode(
-                        Kind.SAVE_AT,
-                        attempt=self._attempt(),
-                        step=call.step,
-                        flags=call.word.value,
-                        arg=call.number,
-                        body=wire.to_json(call.body),
-                    )
-                )
-                continue
-            _log.log(logging.ERROR if call.loud else logging.WARNING, "%s", call.text)
-            self._events.emit(call.event, dict(call.fields))
+        carry_out(calls, Kind.SAVE_AT, self._trainers, self._events, attempt=self._attempt(), log=_log)

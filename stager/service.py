@@ -47,6 +47,7 @@ from holdfast.session_steps import (
     Staged,
     Tick,
 )
+from holdfast.status.said import RankSaid
 from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome
 from stager.actions import Actions
 from stager.fetches import Fetches
@@ -54,6 +55,7 @@ from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher, log_path, reap
 from stager.inheritance import Inheritance
 from stager.notices import Notices
+from stager.paces import Paces
 from stager.payloads import Payloads
 from stager.replay import replay
 from stager.trainers import Trainers
@@ -117,6 +119,7 @@ class Service:
             attempt=lambda: self._line.flusher.attempt,
             clock=clock,
         )
+        self._paces = Paces(self._trainers, events, attempt=lambda: self._line.flusher.attempt, clock=clock)
         self._actions = Actions(
             self._line, self._trainers, self._payloads, self._notices, events, clock=clock
         )
@@ -134,6 +137,10 @@ class Service:
     def lost_ranks(self) -> set[int]:
         """Trainers that died or were dropped, rather than left."""
         return self._trainers.lost
+
+    def ranks_said(self) -> list[RankSaid]:
+        """What is known of each rank, for `holdfast status`. From any thread."""
+        return self._trainers.said()
 
     def run(self) -> None:
         """Serve until every trainer has left, then let the flusher finish.
@@ -182,6 +189,7 @@ class Service:
             self._take(FlusherGone(self._line.cut))  # again: by now more may be known of why
         self._take(Tick())
         self._notices.tick()
+        self._paces.tick()
         self._answer(self._round.overdue(now))
         self._greet()
         self._beat()
@@ -219,6 +227,7 @@ class Service:
             )
             self._events.emit("rank_silent", {"silent_rank": rank, "name": name, "seconds": seconds})
             self._take(RankSilent(rank, name, seconds))
+            self._paces.silent(f"{name} has been silent")
 
     # -- trainers ------------------------------------------------------------------------------------------------
 
@@ -239,6 +248,8 @@ class Service:
                 )
             if frame.kind in {Kind.NOTICE, Kind.AT}:
                 self._notices.hear(rank, frame)
+            elif frame.kind in {Kind.WISH, Kind.HERE}:
+                self._paces.hear(rank, frame)
             elif frame.kind is Kind.FETCH:
                 self._fetches.hear(rank, frame)
             elif frame.kind is not Kind.BEAT:  # it was heard, which is all that says
@@ -267,10 +278,12 @@ class Service:
             case Kind.OFFER:
                 body = wire.json_body(frame, layout_digest=str)
                 self._actions.offered(frame.step)
+                self._trainers.spoke(rank, frame.step)
                 self._notices.offered(frame.step)
                 self._take(Offer(rank, frame.step, body.pop("layout_digest"), body), rank)
             case Kind.DECLINE:
                 reason = frame.body.decode(errors="replace")[:2000]
+                self._trainers.spoke(rank, frame.step)
                 self._notices.offered(frame.step)
                 self._take(Decline(rank, frame.step, reason, frame.arg), rank)
             case Kind.SENT:
@@ -337,6 +350,7 @@ class Service:
             _log.error("%s; what it had not sent is given up, the rest goes on", reason)
             self._events.emit("rank_lost", {"lost_rank": rank, "reason": reason})
         self._notices.left(rank, reason)  # first: what the session gives up for it is then not tried again
+        self._paces.left(reason, lost=loud)
         self._take(RankLost(rank, reason))
         self._answer(self._round.lost(reason))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast import wire
+from holdfast.status.said import RankSaid, RankState
 from holdfast.wire import Frame, Kind
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class _Heard:
     pid: int
     at: float
     silent: bool = False
+    step: int | None = None  # the newest that it has offered or declined
 
 
 class Trainers:
@@ -101,6 +103,20 @@ class Trainers:
         known.at, known.silent = self._listened_seconds, False
         return ended
 
+    def spoke(self, rank: int, step: int) -> None:
+        """A rank has offered or declined this step."""
+        known = self._known.get(rank)
+        if known is not None:
+            known.step = step
+
+    def said(self) -> list[RankSaid]:
+        """Every rank, for `holdfast status`. From any thread: what it looks at is replaced, or one word."""
+        known, present, lost = dict(self._known), set(self.present), set(self.lost)
+        return [
+            _said(rank, known.get(rank), rank in present, rank in lost, self._listened_seconds)
+            for rank in range(self.ranks)
+        ]
+
     def leave(self, rank: int, *, lost: bool) -> None:
         """Nothing more comes from this rank."""
         self.present.discard(rank)
@@ -132,3 +148,15 @@ class Trainers:
             if due and not (known is not None and known.silent):
                 self._port.send(rank, wire.encode(Kind.BEAT, attempt=attempt))
         return found
+
+
+def _said(rank: int, known: _Heard | None, is_present: bool, is_lost: bool, now: float) -> RankSaid:
+    state: RankState = "lost" if is_lost else "left"
+    if is_present:
+        state = "coming" if known is None else "silent" if known.silent else "here"
+    if known is None:
+        return RankSaid(rank=rank, state=state)
+    quiet_seconds = round(max(0.0, now - known.at), 3) if is_present else None
+    return RankSaid(
+        rank=rank, host=known.host, pid=known.pid, state=state, quiet_seconds=quiet_seconds, step=known.step
+    )

@@ -6,9 +6,10 @@ restore ◄── local tiers and store, shared out among the ranks            n
 
 Start with `checkpointer`, then read the way of one save.
 
-for the script   checkpointer, per_rank, rng, distributed
+for the script   checkpointer, per_rank, rng, distributed; in the loops of others: frameworks/
 the data         data     which samples, and the cursor         permutation   the order of an epoch
                  stream   samples without a number              seeded   augmentations
+how often        pace/    every="auto": profile, governor, schedule
 a save           saver    from call to return                   planner   what is copied, as all ranks agreed
                  room     areas and slots, the wait for them    ledger    what became of each
 the state        state, outline, survey   its tensors, and who may change them
@@ -26,6 +27,7 @@ back             restore, trial   one candidate after the other
                  structure, described, nesting, loading     from the pickle to live objects
                  agreeing, peers   what all ranks do together   patience  calls that may never return
                  checks   the trainers' part of `holdfast doctor`
+others           doors/   what `holdfast export` and `holdfast import` need torch for
 """
 
 from trainer_side.checkpointer import Checkpointer

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from holdfast.config import TrainerConfig
+from holdfast.drill import diary
 from holdfast.errors import ConfigError, StateError
 from holdfast.events import EventLog
 from holdfast.notice import Notice
@@ -34,6 +35,7 @@ from trainer_side.copy_engine import CopyEngine
 from trainer_side.joining import join, open_keeper
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.opening import open_watch
+from trainer_side.pace.pacer import Pacer, chosen, open_pacer
 from trainer_side.planner import Planner
 from trainer_side.room import Room
 from trainer_side.saver import Saver
@@ -53,11 +55,13 @@ class Checkpointer:
     All methods belong to the training thread.
 
     Args:
-        state: Names to objects with `state_dict()`/`load_state_dict()` (modules, optimizers, schedulers, samplers),
-            tensors, plain values, or `PerRank(...)` around what differs per rank. Parameters of modules and tensors of
-            optimizers are taken to be the same on every rank; all else is saved as rank 0 has it.
+        state: Names to objects with `state_dict()`/`load_state_dict()` (modules, optimizers, schedulers, samplers, what
+            torch.distributed.checkpoint calls Stateful), tensors, plain values, or `PerRank(...)` around what differs
+            per rank. Parameters of modules and tensors of optimizers, each under a name of its own, are taken to be the
+            same on every rank; all else is saved as rank 0 has it.
         config: Settings; by default `HOLDFAST_*` in the environment and `holdfast.toml`.
-        every: `step()` saves after every so many steps; 0 leaves it to `save()`.
+        every: `step()` saves after every so many steps; 0 leaves it to `save()`; `"auto"`: it decides by what
+            checkpoints cost (docs/interval.md). The same on every rank; by default the setting `every`.
 
     Raises:
         ConfigError: Wrong settings, or neither a stager in this MPI job nor local tiers.
@@ -67,22 +71,29 @@ class Checkpointer:
     """
 
     def __init__(
-        self, state: Mapping[str, Any], *, config: TrainerConfig | None = None, every: int = 0
+        self,
+        state: Mapping[str, Any],
+        *,
+        config: TrainerConfig | None = None,
+        every: int | Literal["auto"] | None = None,
     ) -> None:
         for name in list[object](state):
             if not (isinstance(name, str) and name and "/" not in name):
                 raise StateError(f"names in the state are non-empty strings without '/', got {name!r}")
-        if every < 0:
-            raise ConfigError(f"every: expected 0 or more steps, got {every}")
         self._state = dict(state)
-        self._every = every
         self._config = config or TrainerConfig()
+        fixed = chosen(every, self._config)
+        self._every = fixed or 0
         self._link = join(self._config)
         self._events = EventLog(self._config.events, role="trainer", rank=self._link.rank)
         self._link.events = self._events
         self._ledger = Ledger()
+        optimizers = [value for value in self._state.values() if isinstance(value, torch.optim.Optimizer)]
+        self._pacer: Pacer | None = None
+        if fixed is None:
+            self._pacer = open_pacer(self._config, self._link, self._events, optimizers)
         self._copier = Copier(
-            [value for value in self._state.values() if isinstance(value, torch.optim.Optimizer)],
+            optimizers,
             self._link,
             ledger=self._ledger,
             events=self._events,
@@ -123,6 +134,7 @@ class Checkpointer:
         self.restored: restoring.Restored | None = None
         self._closed = self._stepped = False
         self._watching = open_watch(self._config, self._link.notice, rank=self._link.rank)
+        diary.note("begins", True)
 
     @property
     def rank(self) -> int:
@@ -161,19 +173,27 @@ class Checkpointer:
         """What this rank has done so far."""
         return self._ledger.stats
 
-    def restore(self, *, step: int | None = None) -> int:
+    def restore(self, *, step: int | None = None, may_lack: Collection[str] = ()) -> int:
         """Bring the state back from the newest good checkpoint. Collective; before the first step.
 
         Args:
             step: A certain step instead of the newest.
+            may_lack: Names of the state that the checkpoint need not have: they stay as they are, and that is said. For
+                one that was imported, or for what is new in the script; the next save has them.
 
         Returns:
             The number of the step to run next: 0 on a new run, otherwise one more than the saved step.
 
         Raises:
+            ConfigError: `may_lack` names what is not in the state.
             DamageError: There are checkpoints, and none is good; names each with its reason.
             StateError: The checkpoint holds other names or shapes than this state.
         """
+        unknown = [name for name in may_lack if name not in self._state]
+        if isinstance(may_lack, str) or unknown:
+            raise ConfigError(
+                f"may_lack: expected names of the state ({', '.join(self._state)}), got {may_lack!r}"
+            )
         store = open_store(self._link.store_url)
         self.restored = restoring.restore(
             self._state,
@@ -185,6 +205,7 @@ class Checkpointer:
             step=step,
             seconds_max=self._config.restore_seconds_max,
             without_store=self._config.restore_without_store,
+            may_lack=may_lack,
         )
         if self._keeper is not None and self.restored is not None:
             self._keeper.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
@@ -201,12 +222,20 @@ class Checkpointer:
         if not self._stepped:
             self._stepped = True
             tell("stepped", step=step)
+        diary.note("step", step)
         appointments = self._link.appointments
         due = appointments.reach(step)
         every = appointments.every(self._every, step)
+        timely = bool(every and (step + 1) % every == 0)
+        if self._pacer is not None:
+            timely = self._pacer.reach(step, lambda usual: appointments.every(usual, step))
         if due is not None:
             self._events.emit("appointed", {"save": due.save, "reason": due.reason}, step=step)
-        return bool((due is not None and due.save) or (every and (step + 1) % every == 0)) and self.save(step)
+        wanted = timely or (due is not None and due.save)
+        saved = wanted and self.save(step)
+        if self._pacer is not None:
+            self._pacer.stepped(step, due=wanted, saved=saved)
+        return saved
 
     def save(self, step: int) -> bool:
         """Take a checkpoint of the state as it is now, after step `step`. Returns as soon as training may go on.
@@ -233,6 +262,8 @@ class Checkpointer:
         self._closed = True
         if self._watching is not None:
             self._watching.close()
+        if self._pacer is not None:
+            self._pacer.close()
         self._copier.close()
         try:
             if self._keeper is not None:

@@ -21,6 +21,7 @@ from holdfast.storage import open_store
 from holdfast.storage.base import Store
 from trainer_side.agreeing import gather
 from trainer_side.alone import Alone
+from trainer_side.distributed import refuse_other_launchers
 from trainer_side.findings import newest_attempt
 from trainer_side.ledger import Ledger
 from trainer_side.link import Link
@@ -38,13 +39,15 @@ def join(config: TrainerConfig) -> Link | Alone:
     """Meet the other ranks, and the stager if the job has one. Collective; main thread.
 
     Raises:
-        ConfigError: There is no stager, and no local tiers are set either; or not the same ones on all ranks.
+        ConfigError: There is no stager, and no local tiers are set either; or not the same ones on all ranks; or
+            the job was not started by mpirun.
         PeerLost: Somebody did not come.
         HoldfastError: The stager could not start.
     """
     from trainer_side.mpi import World  # starts MPI: not when somebody only imports this package
 
     world = World.join(config.start_seconds_max)
+    refuse_other_launchers(world.ranks)
     alone = world.stager is None
     compare(config, world.peers(), alone=alone)
     return Alone(config, world) if alone and config.tiers else Link.join(config)

@@ -31,10 +31,13 @@ from holdfast.events import EventLog
 from holdfast.faultpoint import identify
 from holdfast.layout import Layout
 from holdfast.notice import Notice
+from holdfast.pace import Wish
 from holdfast.remains import Asked
 from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome, peer_error
 from trainer_side.notice.appointments import Appointments
 from trainer_side.outgoing import Outgoing, Plan, StagerPort
+from trainer_side.pace.hearing import hear_pace
+from trainer_side.pace.schedule import Schedule
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 from trainer_side.verdicts import Silence, Verdicts
 
@@ -86,6 +89,7 @@ class Link:
         events: Event log; may be replaced before the first offer.
         problem: Why no checkpoint can be taken any more; None while all is well. Any thread.
         appointments: At which step this rank acts on a notice.
+        schedule: At which steps it saves, with `every="auto"`.
         staged_step: Newest step that is staged; -1 before the first. `durable_step`: that is durable. Any thread.
         goes_on_in: Local tiers in which checkpoints go on without a stager; empty where there are none.
         new_pickle_reserve_bytes: Room that rank 0's pickle was given after it had outgrown its reserve; 0 before.
@@ -109,6 +113,7 @@ class Link:
         self.events = events or EventLog(None, role="trainer", rank=rank)
         self.problem: HoldfastError | None = None
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
+        self.schedule = Schedule(auto=False, wait_seconds_max=config.stager_seconds_max)
         self.staged_step = self.durable_step = -1
         self.goes_on_in = ""
         self.new_pickle_reserve_bytes = 0
@@ -352,6 +357,11 @@ class Link:
                 notice.sentence(),
             )
 
+    def wish(self, wish: Wish) -> None:
+        """Ask the stager to bring all ranks to another interval; rank 0 only. Any thread."""
+        message = wire.encode(Kind.WISH, attempt=self.welcome.attempt, body=wire.to_json(wish.to_json()))
+        self._command(lambda: self._port.send(message) if self.problem is None else None)
+
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
         """Wait until what was offered is durable (or staged), say good-bye, end the thread. Safe to call twice.
 
@@ -474,6 +484,7 @@ class Link:
         self.events.emit("stager_lost", {"code": error.code, "message": str(error)})
         self.problem = error  # behind log and event: who sees the one has been told of the other
         self.appointments.end()
+        self.schedule.end()
         for active in list(self._active.values()):
             active.forget_sending()
             self._end(active, TransferState.FAILED, str(error), error.code)
@@ -507,6 +518,10 @@ class Link:
                 self._hear_verdict(frame)
             case Kind.SAVE_AT:
                 self._hear_save_at(frame)
+            case Kind.SAVE_EVERY:
+                answer = hear_pace(frame, self.schedule, self.appointments.step_seconds)
+                if answer is not None:
+                    self._port.send(answer)
             case Kind.FETCHED:
                 if not self._fetches:
                     raise ProtocolError(f"rank {self.rank}: the stager sent FETCHED, and nothing was asked")

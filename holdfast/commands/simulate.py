@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from holdfast.commands.examples import examples
 from holdfast.commands.output import console, json_option, plain, print_json
 from holdfast.errors import ConfigError
 
@@ -33,7 +34,15 @@ _AS_GIVEN = (
 )
 
 
-@click.command(short_help="Replay traces of preemptions: what would each way to checkpoint have come to?")
+@click.command(
+    short_help="Replay traces of preemptions: what would each way to checkpoint have come to?",
+    epilog=examples(
+        "holdfast simulate trace.csv                                            # goodput by interval",
+        "holdfast simulate trace.csv --lead-seconds 0,30,120                    # with notices",
+        "holdfast simulate trace.csv --spot-price 12 --on-demand-price 33       # and dollars",
+        "holdfast simulate --mtbf-hours 0.5,2,8 --nodes 8 --iterations 100000   # total time under made-up losses",
+    ),
+)
 @click.argument("traces", metavar="[TRACE]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--profile",
@@ -100,12 +109,6 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
     restores from the level that survives, work done again. Figures are the median of the windows, with the least and
     the greatest.
 
-    \b
-    holdfast simulate trace.csv                                            goodput by interval
-    holdfast simulate trace.csv --lead-seconds 0,30,120                    with notices
-    holdfast simulate trace.csv --spot-price 12 --on-demand-price 33       and dollars
-    holdfast simulate --mtbf-hours 0.5,2,8 --nodes 8 --iterations 100000   total time under made-up losses
-
     A trace is a file of counts (`,Time,GPUs` or `date, time, count`) or of machines (`ms,add,node`). The model, and
     what it leaves out, is in docs/design/020-simulation.md; how to use it, in docs/simulate.md.
 
@@ -114,7 +117,7 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
     "useful_per_hour", "redone", "interruptions", "training", "dollars"}], "advice": [{"strategy", "every", "overhead",
     "lost_seconds", "lost_dollars", "line"}]}], "totals": [{"strategy", "mtbf_hours", "every", "hours"}], "figures"}.
     Spreads are {"median", "least", "greatest"}; "profile" is a file for --profile.
-    """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
+    """
     # numpy and the studies are brought in only here: not for --help.
     from holdfast.commands.simulate_output import document, show_replayed, show_totals
     from holdfast.simulate.plan import Plan

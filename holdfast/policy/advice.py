@@ -12,7 +12,7 @@ from holdfast.errors import ConfigError
 from holdfast.policy.cost import Cost
 from holdfast.policy.interval import best_interval, least_interval
 
-__all__ = ["Advice", "Hazard", "advise"]
+__all__ = ["Advice", "Hazard", "advice_at", "advise"]
 
 _OVERHEAD_MAX = 0.03  # what PCcheck and CheckFreq aim at
 _EVERY_MAX = 1_000_000
@@ -103,6 +103,11 @@ def advise(
     if hazard.per_hour > 0:
         mtbf_seconds = _HOUR_SECONDS / hazard.per_hour
         every = best_interval(cost, mtbf_seconds, at_least=every, every_max=every_max)
+    return advice_at(cost, hazard, every, survives_staged=survives_staged)
+
+
+def advice_at(cost: Cost, hazard: Hazard, every: int, *, survives_staged: bool = True) -> Advice:
+    """What an interval comes to, whoever chose it. Arguments are those of `advise`."""
     safe_seconds = cost.staged_seconds if survives_staged else cost.durable_seconds
     lost_seconds = cost.cycle_seconds(every) / 2 + safe_seconds
     price = hazard.dollars_per_hour

@@ -120,12 +120,14 @@ class Profile(BaseModel):
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a profile.
+    """Read a profile: one by itself, or the one in a document of `holdfast simulate --json`.
 
     Raises:
         ConfigError: It cannot be read, or a value is missing or not what it should be; each is named with its place.
     """
     document = _json(path)
+    if isinstance(document, dict) and isinstance(document.get("profile"), dict):
+        document = document["profile"]
     try:
         return Profile.model_validate(document)
     except ValidationError as error:

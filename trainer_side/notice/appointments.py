@@ -66,6 +66,11 @@ class Appointments:
         self._factor, self._until_step = 1, -1
         self.notice: Notice | None = None
 
+    @property
+    def step_seconds(self) -> float | None:
+        """How long a step takes; None: not known yet. Any thread."""
+        return self._step_seconds
+
     def restored(self, step: int) -> None:
         """Training goes on after `step`."""
         with self._changed:

@@ -169,6 +169,42 @@ def test_deadlines_are_finite_and_above_zero(field: str, value: str, monkeypatch
         TrainerConfig()
 
 
+@pytest.mark.parametrize(("text", "every"), [("auto", "auto"), ("50", 50), ("0", 0), (" 7 ", 7)])
+def test_the_interval_is_a_number_or_auto(
+    text: str, every: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_EVERY", text)
+    assert TrainerConfig().every == every
+
+
+@pytest.mark.parametrize("value", ["sometimes", "-1", "2.5", "AUTO", "1e3"])
+def test_what_is_no_interval_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_EVERY", value)
+    with pytest.raises(
+        ConfigError, match=r'every: expected 0 or more steps, or "auto", got .* \(from HOLDFAST_EVERY'
+    ):
+        TrainerConfig()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("overhead_max", "0"),
+        ("overhead_max", "1.5"),
+        ("overhead_max", "-0.1"),
+        ("every_seconds_max", "0"),
+        ("mtbf_hours", "0"),
+        ("mtbf_hours", "inf"),
+        ("dollars_per_hour", "-1"),
+        ("dollars_per_hour", "nan"),
+    ],
+)
+def test_bounds_of_the_interval_are_checked(field: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"HOLDFAST_{field.upper()}", value)
+    with pytest.raises(ConfigError, match=f"{field}: expected"):
+        TrainerConfig()
+
+
 def test_the_ring_holds_at_least_eight_chunks() -> None:
     least = RING_CHUNKS_MIN * 16 * MIB
     assert StagerConfig.from_sources(store="s", ring_bytes=least).ring_chunks == RING_CHUNKS_MIN

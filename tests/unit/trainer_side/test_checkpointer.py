@@ -18,10 +18,14 @@ from holdfast.errors import ConfigError
 from holdfast.events import EventLog
 from holdfast.layout import Layout
 from holdfast.notice import Notice, NoticeKind, Terms
+from holdfast.pace import PaceWord, Wish
 from holdfast.wire import Agreement, Proposal, Welcome
+from trainer_side.alone import Alone
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.link import Link
 from trainer_side.notice.appointments import Appointments
+from trainer_side.pace.pacer import open_pacer
+from trainer_side.pace.schedule import Schedule
 from trainer_side.staging import Staging
 from trainer_side.transfer import Transfer, TransferState
 
@@ -44,7 +48,12 @@ class FakeLink:
         self.needed_pickle_bytes = 0
         self.layouts: list[Layout] = []
         self.appointments = Appointments(wait_seconds_max=SECONDS_MAX)
+        self.schedule = Schedule(auto=False, wait_seconds_max=SECONDS_MAX)
+        self.wishes: list[Wish] = []
         self.notices: list[Notice] = []
+
+    def wish(self, wish: Wish) -> None:
+        self.wishes.append(wish)
 
     def notice(self, notice: Notice) -> None:
         self.notices.append(notice)
@@ -260,6 +269,24 @@ def test_after_a_rebalance_the_interval_is_shorter_for_a_while(link: FakeLink) -
     rank.checkpointer._every = 8
     link.appoint(3, Terms(True, "there is no deadline", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 11))
     assert steps_begun(rank, range(33)) == [3, 5, 7, 9, 11, 15, 23, 31]
+
+
+def test_auto_saves_where_the_schedule_says_and_at_the_appointed_step(link: FakeLink) -> None:
+    rank = Rank(link, every="auto")
+    link.appoint(20, Terms(True, "there is time", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 40))
+    assert steps_begun(rank, range(70)) == [15, 20, 23, 31, 63]
+    link.schedule.heard(PaceWord.PROPOSED, 71, 1, {})
+    link.schedule.heard(PaceWord.APPOINTED, 71, 1, {"first": 73, "every": 10})
+    assert steps_begun(rank, range(70, 100)) == [73, 83, 93]
+
+
+def test_auto_without_a_stager_is_refused() -> None:
+    class Lone(Alone):
+        def __init__(self) -> None:
+            """There is no MPI."""
+
+    with pytest.raises(ConfigError, match='every="auto" needs a stager'):
+        open_pacer(TrainerConfig(), Lone(), EventLog(None, role="trainer"), [])
 
 
 def test_numbers_that_leave_steps_out_save_at_the_first_one_after(link: FakeLink) -> None:

@@ -16,9 +16,11 @@ from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.layout import REPLICATED, Entry, Layout
 from holdfast.notice import Notice, NoticeKind, Terms
+from holdfast.pace import Wish
 from holdfast.slices import area_bytes, frames_of
 from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome
 from trainer_side.link import Link, Transfer, TransferState
+from trainer_side.pace.schedule import Phase
 
 CHUNK = 4096
 LAYOUT = Layout(
@@ -531,4 +533,53 @@ def test_a_stager_that_says_nonsense_of_a_step_is_given_up(
     assert link.problem is not None
     link.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws"))
     assert "without the stager nobody brings the ranks to one step" in caplog.text
+    link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
+
+
+def test_an_interval_is_wished_for_promised_and_kept(link: Link, port: FakePort) -> None:
+    link.schedule.choose(auto=True)
+    link.wish(Wish(5, 3, "every 5 steps: because"))
+    until(lambda: port.of(Kind.WISH))
+    assert wire.json_body(port.of(Kind.WISH)[0]) == {"every": 5, "after": 3, "why": "every 5 steps: because"}
+    assert not link.schedule.reach(3)
+    port.say(Kind.SAVE_EVERY, step=5, arg=1)
+    until(lambda: port.of(Kind.HERE))
+    (answer,) = port.of(Kind.HERE)
+    assert (answer.step, answer.arg, answer.body) == (4, 1, b"{}")
+    assert not link.schedule.reach(4)
+    reached: list[bool] = []
+    waiting = threading.Thread(target=lambda: reached.append(link.schedule.reach(5)))
+    waiting.start()
+    assert waiting.is_alive()
+    body = wire.to_json({"first": 5, "every": 5})
+    with port.lock:
+        port.inbox.append(wire.encode(Kind.SAVE_EVERY, attempt=1, step=5, flags=1, arg=1, body=body))
+    waiting.join(SECONDS_MAX)
+    assert reached == [True]
+    assert (link.schedule.phase, link.schedule.every) == (Phase.PACED, 5)
+
+
+def test_a_script_with_its_own_interval_refuses_another(link: Link, port: FakePort) -> None:
+    port.say(Kind.SAVE_EVERY, step=0, arg=1)
+    until(lambda: port.of(Kind.HERE))
+    assert "it saves at its own steps" in wire.json_body(port.of(Kind.HERE)[0])["refusal"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "body"), [(9, b"{}"), (1, b"{}"), (0, b"[]"), (1, b'{"first": 5, "every": 0}')]
+)
+def test_a_stager_that_says_nonsense_of_an_interval_is_given_up(
+    port: FakePort, flags: int, body: bytes
+) -> None:
+    link = make(port)
+    link.schedule.choose(auto=True)
+    port.say(Kind.SAVE_EVERY, step=5, arg=1)
+    until(lambda: port.of(Kind.HERE))
+    waiting = threading.Thread(target=link.schedule.reach, args=(5,))
+    waiting.start()
+    with port.lock:
+        port.inbox.append(wire.encode(Kind.SAVE_EVERY, attempt=1, step=5, flags=flags, arg=1, body=body))
+    waiting.join(SECONDS_MAX)
+    assert not waiting.is_alive(), "training waits for an interval that nobody will confirm"
+    assert link.problem is not None
     link.close(wait_for=TransferState.STAGED, seconds_max=0.0)

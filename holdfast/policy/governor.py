@@ -1,0 +1,85 @@
+"""The governor: when another interval is worth changing to. Keeps still while what is measured only wavers.
+
+    Cost of the last checkpoints ─► advise ─► a quarter longer, twice in a row      ─► change
+                                              a quarter shorter, three times in a row ─► change
+                                              in between                             ─► nothing, and counted anew
+
+Longer comes sooner than shorter: what is too often slows the training now, what is too seldom is paid at a loss only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from holdfast.errors import ConfigError
+from holdfast.policy.advice import Advice, Hazard, advice_at, advise
+from holdfast.policy.cost import Cost
+
+__all__ = ["Change", "Governor"]
+
+_LONGER, _SHORTER = 1.25, 0.75  # a tenth more or less than the truth, twice, stays within
+_LONGER_TIMES, _SHORTER_TIMES = 2, 3
+_EVERY_MAX = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An interval to change to. `problem`: the bound cannot be kept, and what can; else empty."""
+
+    advice: Advice
+    problem: str = ""
+
+    def line(self) -> str:
+        """Why, in one line."""
+        return f"{self.advice.line()}; {self.problem}" if self.problem else self.advice.line()
+
+
+class Governor:
+    """See the module.
+
+    Args:
+        hazard: How often losses come.
+        overhead_max: What checkpoints may cost a training that nothing interrupts; 0.03 is 3 %.
+        every_seconds_max: The longest interval that will do. Where no such interval keeps `overhead_max` this one is
+            taken, and the change says so.
+    """
+
+    def __init__(self, hazard: Hazard, *, overhead_max: float, every_seconds_max: float) -> None:
+        if not 0 < overhead_max < math.inf:
+            raise ConfigError(f"overhead_max: expected more than 0, such as 0.03 for 3 %, got {overhead_max}")
+        if not 0 < every_seconds_max < math.inf:
+            raise ConfigError(f"every_seconds_max: expected more than 0 seconds, got {every_seconds_max}")
+        self._hazard, self._overhead_max, self._every_seconds_max = hazard, overhead_max, every_seconds_max
+        self._longer = self._shorter = 0
+
+    def consider(self, cost: Cost, current: int | None) -> Change | None:
+        """One more checkpoint was measured.
+
+        Args:
+            cost: Of the last few.
+            current: The interval that it chose before; None: none of its own holds, and any is better.
+
+        Returns:
+            What to change to; None: leave it.
+        """
+        change = self._advised(cost)
+        every = change.advice.every
+        if current is None:
+            return self._settle(change)
+        self._longer = self._longer + 1 if every >= max(current + 1, _LONGER * current) else 0
+        self._shorter = self._shorter + 1 if every <= min(current - 1, _SHORTER * current) else 0
+        if self._longer >= _LONGER_TIMES or self._shorter >= _SHORTER_TIMES:
+            return self._settle(change)
+        return None
+
+    def _settle(self, change: Change) -> Change:
+        self._longer = self._shorter = 0
+        return change
+
+    def _advised(self, cost: Cost) -> Change:
+        every_max = max(1, min(_EVERY_MAX, math.floor(self._every_seconds_max / cost.iteration_seconds)))
+        try:
+            return Change(advise(cost, self._hazard, overhead_max=self._overhead_max, every_max=every_max))
+        except ConfigError as error:
+            return Change(advice_at(cost, self._hazard, every_max), str(error))

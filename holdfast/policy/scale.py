@@ -1,0 +1,246 @@
+"""What a checkpoint comes to at a size that nobody has at hand: messages, journal, memory, and the stager's network.
+
+    Shape (ranks, image, chunk) ─► Load: what one checkpoint is made of
+    rates in and out, memory    ─► Ring: how large, and when all of it is staged
+    Machine                     ─► how often one stager can take a whole image
+
+Computed from the rules of docs/wire.md and docs/ring.md, not measured. A checkpoint comes into the stager whole and
+goes out whole. A network card does both at once, so the slower of card and store says how often there can be one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import ConfigError
+
+__all__ = [
+    "STAGERS",
+    "STAGERS_SOURCE",
+    "Load",
+    "Machine",
+    "Ring",
+    "Shape",
+    "best_ring",
+    "least_machine",
+    "machine",
+    "staged_seconds",
+    "stagers_needed",
+]
+
+_GIB = 1 << 30
+_BITS = 8
+_BESIDE_RING_BYTES = _GIB  # docs/operations.md: the processes and the system
+_JOURNAL_STATES = 3  # FILLING, FULL, FREE
+_JOURNAL_HEADER_BYTES, _JOURNAL_RECORD_BYTES = 4096, 8192  # docs/ring.md
+_MESSAGES_PER_RANK = 4  # OFFER, DONE, STAGED, DURABLE
+_MESSAGES_PER_FRAME = 2  # CREDIT, SENT
+_RING_CHUNKS_MIN = 8  # holdfast.config
+_PARTS_MAX = 10_000  # of a file in S3; a ring must hold one of them
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A job.
+
+    Attributes:
+        ranks: Trainers.
+        image_bytes: Of the whole checkpoint.
+        chunk_bytes: As set.
+        in_flight_max: Staging areas of each rank.
+    """
+
+    ranks: int
+    image_bytes: int
+    chunk_bytes: int = 16 << 20
+    in_flight_max: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "image_bytes", "chunk_bytes", "in_flight_max"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one checkpoint is made of.
+
+    Attributes:
+        slice_bytes: What a rank sends, and at once the size of one of its staging areas.
+        chunks: Of the image.
+        frames_max: What all ranks send: a chunk is one frame from each rank that has bytes in it. Slices follow each
+            other, so but for values with an owner a rank shares at most its first and its last chunk.
+        control_messages_max: To and from the stager, with nothing declined and nothing made anew.
+        journal_writes: Changes of state.
+        part_bytes_min: The least part of a file of that size in S3, in whole chunks.
+        rank_bytes: Staging areas of one rank.
+    """
+
+    slice_bytes: int
+    chunks: int
+    frames_max: int
+    control_messages_max: int
+    journal_writes: int
+    part_bytes_min: int
+    rank_bytes: int
+
+    @classmethod
+    def of(cls, shape: Shape) -> Load:
+        """Of a job of that shape."""
+        slice_bytes = -(-shape.image_bytes // shape.ranks)
+        chunks = -(-shape.image_bytes // shape.chunk_bytes)
+        frames = chunks + shape.ranks - 1
+        part_chunks = -(-shape.image_bytes // (_PARTS_MAX * shape.chunk_bytes))
+        return cls(
+            slice_bytes,
+            chunks,
+            frames,
+            _MESSAGES_PER_RANK * shape.ranks + _MESSAGES_PER_FRAME * frames,
+            _JOURNAL_STATES * chunks,
+            part_chunks * shape.chunk_bytes,
+            slice_bytes * shape.in_flight_max,
+        )
+
+
+# -- the ring --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """How large a ring.
+
+    Attributes:
+        ring_bytes: Whole chunks.
+        staged_seconds: From the first byte until a checkpoint is staged.
+        images: How many whole images it holds: 2, 1 or 0.
+        journal_bytes: Of its journal, in the same shared memory.
+    """
+
+    ring_bytes: int
+    staged_seconds: float
+    images: int
+    journal_bytes: int
+
+
+def staged_seconds(image_bytes: int, ring_bytes: int, in_rate: float, out_rate: float) -> float:
+    """How long an image takes to come in, bytes per second given: what finds no room waits for what goes out."""
+    return max(image_bytes / in_rate, (image_bytes - ring_bytes) / out_rate)
+
+
+def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: int) -> Ring:
+    """The ring for a stager with so much memory.
+
+    Twice the image: the next checkpoint comes while a slow store still takes the last, and a relaunch finds one whole.
+    Once: none waits for the store. Less: as much as there is room for, and what does not fit streams through.
+
+    Args:
+        shape: The job.
+        in_rate: Bytes per second into the stager.
+        out_rate: Bytes per second into the store.
+        memory_bytes: Of the stager's machine.
+
+    Raises:
+        ConfigError: A rate is not more than 0, or there is no room for the least ring; says what is needed.
+    """
+    for name, rate in (("into the stager", in_rate), ("into the store", out_rate)):
+        if not 0 < rate < math.inf:
+            raise ConfigError(f"bytes per second {name}: expected more than 0, got {rate:g}")
+    load, chunk = Load.of(shape), shape.chunk_bytes
+    room_chunks = (memory_bytes - _BESIDE_RING_BYTES - _JOURNAL_HEADER_BYTES) // (
+        chunk + _JOURNAL_RECORD_BYTES
+    )
+    least_chunks = max(_RING_CHUNKS_MIN, load.part_bytes_min // chunk)
+    if room_chunks < least_chunks:
+        raise ConfigError(
+            f"a stager with {memory_bytes} bytes of memory: expected room for a ring of {least_chunks} chunks of "
+            f"{chunk} bytes and 1 GiB beside it, at least {least_chunks * chunk + _BESIDE_RING_BYTES} bytes; take a "
+            "larger machine, or smaller chunks"
+        )
+    images = next((times for times in (2, 1) if times * load.chunks <= room_chunks), 0)
+    chunks = max(least_chunks, images * load.chunks if images else room_chunks)
+    seconds = staged_seconds(shape.image_bytes, chunks * chunk, in_rate, out_rate)
+    return Ring(chunks * chunk, seconds, images, _JOURNAL_HEADER_BYTES + chunks * _JOURNAL_RECORD_BYTES)
+
+
+# -- the stager's machine --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A type of machine.
+
+    Attributes:
+        name: As AWS has it.
+        gigabits: Per second, sustained, each way.
+        memory_bytes: Of the whole machine.
+    """
+
+    name: str
+    gigabits: int
+    memory_bytes: int
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second, each way."""
+        return self.gigabits * 1e9 / _BITS
+
+
+STAGERS_SOURCE = (
+    "AWS, Specifications for Amazon EC2 compute optimized instances; not tried out here: compare with "
+    "`aws ec2 describe-instance-types`"
+)
+# Only sizes whose bandwidth AWS states without "up to": that would be a burst (docs/operations.md).
+STAGERS = (
+    Machine("c7gn.4xlarge", 50, 32 * _GIB),
+    Machine("c7gn.8xlarge", 100, 64 * _GIB),
+    Machine("c7gn.12xlarge", 150, 96 * _GIB),
+    Machine("c7gn.16xlarge", 200, 128 * _GIB),
+)
+
+
+def machine(name: str) -> Machine:
+    """The machine of that name.
+
+    Raises:
+        ConfigError: It is not in the table.
+    """
+    for one in STAGERS:
+        if one.name == name:
+            return one
+    raise ConfigError(
+        f"stager type {name}: expected one of {', '.join(one.name for one in STAGERS)}; for another one give its "
+        "memory and its network instead"
+    )
+
+
+def stagers_needed(
+    image_bytes: int, interval_seconds: float, one: Machine, store_rate: float = math.inf
+) -> int:
+    """How many such machines take an image each interval; the store gives each of them `store_rate`.
+
+    A run has one stager. More than one says: not so often, or by another way.
+
+    Raises:
+        ConfigError: The interval is not more than 0.
+    """
+    if not 0 < interval_seconds < math.inf:
+        raise ConfigError(f"interval: expected more than 0 s, got {interval_seconds:g}")
+    return math.ceil(image_bytes / (interval_seconds * min(one.rate, store_rate)))
+
+
+def least_machine(
+    image_bytes: int,
+    interval_seconds: float,
+    store_rate: float = math.inf,
+    *,
+    among: Sequence[Machine] = STAGERS,
+) -> Machine | None:
+    """The smallest that takes an image each interval and has room for a ring of one; None: none of them.
+
+    Where none has that room, the smallest that is fast enough: the image streams through its ring.
+    """
+    fast = [one for one in among if stagers_needed(image_bytes, interval_seconds, one, store_rate) == 1]
+    roomy = [one for one in fast if one.memory_bytes - _BESIDE_RING_BYTES >= image_bytes]
+    return next(iter(roomy or fast), None)

@@ -1,0 +1,90 @@
+"""What the stager does about the interval: between the ranks' messages and the decisions of holdfast/retiming.py.
+
+WISH, HERE ────────┐               ┌─► SAVE_EVERY to every rank
+lost ranks, ticks ─┴─► Retiming ───┼─► one clear log line
+                                   └─► event log
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from holdfast import wire
+from holdfast.errors import ProtocolError
+from holdfast.events import EventLog
+from holdfast.pace import Wish
+from holdfast.retiming import Retiming, Saying
+from holdfast.wire import Frame, Kind
+from stager.saying import carry_out
+from stager.trainers import Trainers
+
+__all__ = ["Paces"]
+
+_log = logging.getLogger("holdfast.stager")
+
+_STEP_SECONDS_MAX = 1e6
+_REASON_CHARACTERS = 300
+
+
+class Paces:
+    """See the module. The loop's thread.
+
+    Args:
+        trainers: The ranks.
+        events: Event log.
+        attempt: The job's attempt now.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        trainers: Trainers,
+        events: EventLog,
+        *,
+        attempt: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._trainers, self._events, self._clock, self._attempt = trainers, events, clock, attempt
+        self._retiming = Retiming(trainers.ranks)
+
+    def hear(self, rank: int, frame: Frame) -> None:
+        """WISH or HERE of a rank.
+
+        Raises:
+            ProtocolError: The message does not hold what it should.
+        """
+        body = wire.json_body(frame)
+        if frame.kind is Kind.WISH:
+            if rank != 0:
+                raise ProtocolError(f"WISH from rank {rank}; only rank 0 measures")
+            self._do(self._retiming.wished(Wish.from_json(body), self._clock()))
+            return
+        seconds, refusal = body.get("step_seconds"), body.get("refusal", "")
+        if seconds is not None and not (
+            type(seconds) in {int, float} and math.isfinite(seconds) and 0 <= seconds < _STEP_SECONDS_MAX
+        ):
+            raise ProtocolError(f"HERE: step_seconds is {seconds!r:.80}, expected a number of seconds")
+        if not isinstance(refusal, str):
+            raise ProtocolError(f"HERE: refusal is {refusal!r:.80}, expected a text")
+        if refusal:
+            self._do(self._retiming.refused(rank, frame.arg, refusal[:_REASON_CHARACTERS]))
+        else:
+            self._do(self._retiming.here(rank, frame.arg, frame.step, seconds, self._clock()))
+
+    def silent(self, reason: str) -> None:
+        """What a rank has heard is not known for now."""
+        self._do(self._retiming.doubtful(reason))
+
+    def left(self, reason: str, *, lost: bool) -> None:
+        """Nothing more comes from a rank. `lost`: it has not said good-bye."""
+        self._do(self._retiming.left(reason, lost=lost))
+
+    def tick(self) -> None:
+        """Look at the deadline."""
+        self._do(self._retiming.tick(self._clock()))
+
+    def _do(self, calls: Sequence[Saying]) -> None:
+        carry_out(calls, Kind.SAVE_EVERY, self._trainers, self._events, attempt=self._attempt(), log=_log)

@@ -1,0 +1,38 @@
+"""What notices and intervals have the stager do: tell all ranks, or log it and write the event."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from holdfast import wire
+from holdfast.emergency import Appoint, Said
+from holdfast.events import EventLog
+from holdfast.retiming import Announce
+from holdfast.wire import Kind
+from stager.trainers import Trainers
+
+__all__ = ["carry_out"]
+
+
+def carry_out(
+    calls: Sequence[Appoint | Announce | Said],
+    kind: Kind,
+    trainers: Trainers,
+    events: EventLog,
+    *,
+    attempt: int,
+    log: logging.Logger,
+) -> None:
+    """Do `calls` in order; what goes to the ranks goes as `kind`. The stager's thread."""
+    for call in calls:
+        if isinstance(call, Said):
+            log.log(logging.ERROR if call.loud else logging.WARNING, "%s", call.text)
+            events.emit(call.event, dict(call.fields))
+            continue
+        body = wire.to_json(call.body)
+        trainers.send_all(
+            wire.encode(
+                kind, attempt=attempt, step=call.step, flags=call.word.value, arg=call.number, body=body
+            )
+        )

@@ -1,0 +1,45 @@
+"""A training job that finds its interval by itself: `python pacing.py OUT`; it ends when there is a file `stop` in OUT.
+
+The ranks meet in each step, as in any data-parallel training, so all of them end after the same one. Rank 0 writes
+each step into `step`. PACING_STEP_SECONDS is how long a step takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from trainer_side import Checkpointer, init_torch_distributed
+
+
+def main() -> None:
+    out, step_seconds = Path(sys.argv[1]), float(os.environ["PACING_STEP_SECONDS"])
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    rank, _ = init_torch_distributed("gloo")
+    torch.manual_seed(1)
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Checkpointer({"model": model, "optimizer": optimizer}, every="auto") as checkpointer:
+        step = checkpointer.restore()
+        going = torch.ones(1)
+        while going.item():
+            model(torch.ones(1, 256)).sum().backward()
+            time.sleep(step_seconds)
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step(step)
+            if rank == 0:
+                (out / "step").write_text(str(step))
+                going = torch.zeros(1) if (out / "stop").exists() else torch.ones(1)
+            torch.distributed.broadcast(going, 0)
+            step += 1
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""`every="auto"` in a real job: a store that becomes slow and quick again, mpirun, a stager, a flusher."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.catalog import Catalog
+from holdfast.storage import open_store
+from tests.integration.jobs import pacing
+from tests.integration.test_tiers import stager_of
+from tests.support.cluster import SMALL, Cluster, wait_until
+from tests.support.events import read_events
+from tests.support.job import REPOSITORY, Job
+from tests.support.throttled_site import sitecustomize  # noqa: F401 - registers the driver here, too
+
+pytestmark = [pytest.mark.mpi]
+
+RANKS, WAIT_SECONDS_MAX = 2, 120
+SITE = REPOSITORY / "tests" / "support" / "throttled_site"
+
+
+class Paced:
+    """A job that trains until it is told to stop, and what its processes write down meanwhile."""
+
+    def __init__(self, directory: Path, **settings: str) -> None:
+        self.slow, self.events_path = directory / "slow", directory / "events.jsonl"
+        env = {
+            "THROTTLED_BYTES_PER_SECOND": "1e9",
+            "THROTTLED_SECONDS": str(self.slow),
+            "PACING_STEP_SECONDS": "0.01",
+            "HOLDFAST_EVENTS": str(self.events_path),
+            "PYTHONPATH": f"{SITE}{os.pathsep}{REPOSITORY}",
+            **settings,
+        }
+        self.cluster = Cluster(
+            directory, f"throttled://{directory / 'store'}", env, script=pacing.__file__, stager=SMALL
+        )
+
+    def events(self, *names: str, rank: int | None = None) -> list[dict[str, Any]]:
+        return [
+            line
+            for line in read_events(self.events_path)
+            if line["event"] in names and (rank is None or line.get("rank") == rank)
+        ]
+
+    def wait_for(self, job: Job, count: int, *, longer: bool, than: int) -> dict[str, Any]:
+        """The first interval after the first `count` that is longer or shorter than that."""
+
+        def found() -> list[dict[str, Any]]:
+            assert job.process.poll() is None, job.output()
+            intervals = self.events("interval")[count:]
+            return [line for line in intervals if (line["every"] > than) == longer and line["every"] != than]
+
+        wait_until(lambda: bool(found()), WAIT_SECONDS_MAX, f"no other interval:\n{job.output()}")
+        return found()[0]
+
+    def train_until(self, job: Job, step: int) -> None:
+        path = self.cluster.out(1) / "step"
+
+        def there() -> bool:
+            assert job.process.poll() is None, job.output()
+            text = path.read_text() if path.exists() else ""
+            return bool(text) and int(text) >= step
+
+        wait_until(there, WAIT_SECONDS_MAX, job.output())
+
+    def stop(self, job: Job) -> str:
+        (self.cluster.out(1) / "stop").touch()
+        job.succeed(60)
+        return job.output()
+
+    def tried(self, rank: int) -> list[int]:
+        """The steps at which this rank saved, or was to."""
+        return sorted({line["step"] for line in self.events("save", "declined", rank=rank)})
+
+
+def test_a_slow_store_makes_the_interval_longer_and_a_quick_one_shorter_on_all_ranks_at_one_step(
+    tmp_path: Path,
+) -> None:
+    run = Paced(tmp_path)
+    with run.cluster.start(RANKS) as job:
+        first = run.wait_for(job, 0, longer=True, than=0)
+        run.slow.write_text("0.1")
+        slow = run.wait_for(job, 1, longer=True, than=2 * first["every"])
+        count = len(run.events("interval"))
+        run.slow.unlink()
+        relief = run.wait_for(job, count, longer=False, than=slow["every"])
+        run.train_until(job, relief["first_step"] + 3 * relief["every"])
+        said = run.stop(job)
+    run.cluster.wait_for_flusher()
+    intervals = run.events("interval")
+    tried = run.tried(0)
+    assert run.tried(1) == tried, "the ranks have saved at different steps"
+    assert tried[:2] == [15, 31]  # before any word
+    for line, following in zip(intervals, [*intervals[1:], None], strict=True):
+        end = tried[-1] + 1 if following is None else following["at_step"]
+        expected = [
+            step
+            for step in range(line["first_step"], end)
+            if (step - line["first_step"]) % line["every"] == 0
+        ]
+        assert [step for step in tried if line["at_step"] <= step < end] == expected
+        assert said.count(f"from step {line['at_step']} on {line['why']}") == 1
+    kept = [item.step for item in Catalog(open_store(run.cluster.store)).list()]
+    assert len(kept) > 3
+    assert set(kept) <= set(tried)
+    (profile,) = run.events("profile")
+    assert profile["rank"] == 0
+    assert profile["iterations"] >= 5
+    assert run.events("interval_kept", "interval_loose") == []
+
+
+@pytest.mark.soak
+def test_after_the_stagers_death_all_ranks_go_on_at_the_same_steps(tmp_path: Path) -> None:
+    run = Paced(tmp_path, HOLDFAST_TIERS="memory")
+    with run.cluster.start(RANKS) as job:
+        paced = run.wait_for(job, 0, longer=True, than=0)
+        run.train_until(job, paced["first_step"] + 2 * paced["every"])
+        os.kill(stager_of(run.cluster.runtime), signal.SIGKILL)
+        wait_until(lambda: len(run.events("stager_lost")) == RANKS, WAIT_SECONDS_MAX, job.output())
+        lost_at = int((run.cluster.out(1) / "step").read_text())
+        # What was appointed last may not have reached every rank: each goes on from what it has heard.
+        every = 1 << (max(line["every"] for line in run.events("interval")) - 1).bit_length()
+        run.train_until(job, lost_at + 4 * every)
+        (run.cluster.out(1) / "stop").touch()
+        job.wait(60)
+    after = [[step for step in run.tried(rank) if step > lost_at + 2] for rank in range(RANKS)]
+    for steps in after:
+        apart = steps[1] - steps[0]
+        assert apart.bit_count() == 1
+        assert steps == [step for step in range(steps[0], steps[-1] + 1) if (step + 1) % apart == 0]
+    assert set(after[0]) <= set(after[1]) or set(after[1]) <= set(after[0])
+    complete = {line["step"] for line in run.events("complete") if line["step"] > lost_at + 2}
+    assert complete, "nothing was complete in the tier without the stager"
+    assert complete <= set(after[0]) & set(after[1])

@@ -1,0 +1,137 @@
+"""The pacer over a real event log, optimizer and schedule; the stager is the test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError
+from holdfast.events import EventLog
+from holdfast.pace import PaceWord, Wish
+from trainer_side.pace.pacer import Pacer, chosen
+from trainer_side.pace.schedule import Schedule
+
+
+class Rank:
+    """Trains in steps of 0.1 s; what becomes of a checkpoint is said by the test."""
+
+    def __init__(self, path: Path, *, rank: int = 0, **settings: object) -> None:
+        self.now, self.step, self.wishes = 100.0, -1, list[Wish]()
+        self.path, self.events = path, EventLog(path, role="trainer", rank=rank)
+        self.schedule = Schedule(auto=True, wait_seconds_max=1)
+        self.parameter = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = torch.optim.SGD([self.parameter], lr=0.1)
+        config = TrainerConfig.model_validate(settings)
+        wish = self.wishes.append if rank == 0 else None
+        self.pacer = Pacer(self.schedule, wish, config, self.events, [self.optimizer], clock=lambda: self.now)
+        self.events.emit("plan", {"image_bytes": 2000, "slice_bytes": 1000, "in_flight_max": 1})
+
+    def train(self, steps: int = 1, *, durable: float | None = 0.2, stall: float = 0.001) -> list[int]:
+        """The steps at which it saved; `durable`: after how long each was; None: never."""
+        saved = []
+        for _ in range(steps):
+            self.parameter.grad = torch.zeros(3)
+            self.optimizer.step()
+            self.now += 0.1
+            self.step += 1
+            due = self.pacer.reach(self.step, lambda usual: usual)
+            self.pacer.stepped(self.step, due=due, saved=due)
+            if due:
+                saved.append(self.step)
+                times = {"cst_seconds": stall, "copy_seconds": 0.01, "slice_bytes": 1000}
+                self.events.emit("save", times, step=self.step)
+                if durable is not None:
+                    times |= {"staged_seconds": durable, "durable_seconds": durable}
+                    self.events.emit("staged", times, step=self.step)
+                    self.events.emit("durable", times, step=self.step)
+        return saved
+
+    def appoint(self) -> None:
+        """As the stager does with the newest wish."""
+        wish, step = self.wishes[-1], self.step + 1
+        self.schedule.heard(PaceWord.PROPOSED, step, step, {})
+        self.schedule.heard(
+            PaceWord.APPOINTED, step, step, {"first": wish.after + wish.every, "every": wish.every}
+        )
+
+    def written(self, event: str) -> list[dict[str, object]]:
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [line for line in lines if line["event"] == event]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+def test_it_profiles_wishes_and_does_what_is_appointed(path: Path) -> None:
+    rank = Rank(path, overhead_max=0.03, dollars_per_hour=36.0)
+    assert rank.train(31) == [15]
+    assert rank.wishes == [], "of the first checkpoint nothing is concluded"
+    assert rank.train(2) == [31]
+    (wish,) = rank.wishes
+    assert (wish.every, wish.after) == (2, 31)
+    assert wish.why == "every 2 steps: 0.5 % stall, expected loss 0.3 s or $0.00 per preemption"
+    (profile,) = rank.written("profile")
+    assert profile["iteration_seconds"] == pytest.approx(0.1)
+    assert profile["image_bytes"] == 2000
+    assert profile["update_seconds"] is not None
+    assert not rank.optimizer._optimizer_step_pre_hooks, "the gate has its hooks to itself again"
+    rank.appoint()
+    assert rank.train(6) == [33, 35, 37]
+    assert len(rank.wishes) == 1
+
+
+def test_a_slow_store_makes_it_longer_before_anything_is_durable_and_relief_shorter(path: Path) -> None:
+    rank = Rank(path)
+    rank.train(33)
+    rank.appoint()
+    rank.train(20)
+    before = len(rank.wishes)
+    rank.train(20, durable=None)
+    longer = rank.wishes[before]
+    assert longer.every > 3
+    slow = Rank(path)
+    slow.train(33, durable=5.0)
+    slow.appoint()
+    slow.train(200, durable=5.0)
+    assert {wish.every for wish in slow.wishes} == {49}
+    slow.train(400, durable=0.4)
+    assert slow.wishes[-1].every == 4
+
+
+def test_a_bound_that_cannot_be_kept_is_in_the_line(path: Path) -> None:
+    rank = Rank(path, overhead_max=0.001, every_seconds_max=2.0)
+    rank.train(33, stall=0.05)
+    assert rank.wishes[0].every == 20
+    assert "What can be" in rank.wishes[0].why
+
+
+def test_other_ranks_measure_nothing(path: Path) -> None:
+    rank = Rank(path, rank=1)
+    assert not rank.optimizer._optimizer_step_pre_hooks
+    assert rank.train(40) == [15, 31]
+    assert rank.wishes == []
+    assert rank.written("profile") == []
+
+
+@pytest.mark.parametrize(
+    ("every", "setting", "chosen_every"), [(None, 0, 0), (None, 7, 7), (5, 7, 5), (0, "auto", 0)]
+)
+def test_the_script_has_the_last_word(every: int | None, setting: int | str, chosen_every: int) -> None:
+    assert chosen(every, TrainerConfig.model_validate({"every": setting})) == chosen_every
+
+
+@pytest.mark.parametrize("every", ["auto", None])
+def test_auto_is_no_number(every: str | None) -> None:
+    assert chosen(every, TrainerConfig.model_validate({"every": "auto"})) is None
+
+
+@pytest.mark.parametrize("every", ["sometimes", -1, 2.5, ""])
+def test_what_is_no_interval_is_refused(every: object) -> None:
+    with pytest.raises(ConfigError, match='every: expected 0 or more steps, or "auto", got'):
+        chosen(every, TrainerConfig())  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""The profile, fed with times: medians, save iterations left out, the first checkpoint too."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.errors import StateError
+from trainer_side.pace.profile import Profile
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def profile(clock: Clock) -> Profile:
+    return Profile(clock)
+
+
+def train(profile: Profile, clock: Clock, *took: float) -> None:
+    for seconds in took:
+        clock.now += seconds
+        profile.begin()
+
+
+def checkpoint(
+    profile: Profile, clock: Clock, step: int, *, added: float, stall: float, durable: float
+) -> None:
+    """One that is on its way for a single iteration."""
+    profile.saved(step)
+    profile.copied(step, 1000, 0.5, stall)
+    train(profile, clock, 1.0 + added)
+    profile.staged(step, durable / 2)
+    profile.durable(step, durable)
+
+
+def test_what_is_measured_is_the_median_without_saves_and_without_the_first_checkpoint(
+    profile: Profile, clock: Clock
+) -> None:
+    train(
+        profile, clock, 30.0, *[1.0] * 6, 9.0
+    )  # from start-up to the first step; a page that was swapped in
+    checkpoint(profile, clock, 7, added=20.0, stall=20.0, durable=60.0)
+    assert not profile.complete
+    with pytest.raises(StateError, match="no checkpoint but the first"):
+        profile.cost()
+    train(profile, clock, 1.0)
+    checkpoint(profile, clock, 9, added=0.5, stall=0.25, durable=4.0)
+    cost = profile.cost()
+    assert cost.iteration_seconds == 1.0
+    assert cost.stall_seconds == pytest.approx(0.5), "that of another rank, which this one waited for"
+    assert (cost.staged_seconds, cost.durable_seconds, cost.in_flight_max) == (2.0, 4.0, 1)
+
+
+def test_one_that_was_slow_by_accident_does_not_count(profile: Profile, clock: Clock) -> None:
+    train(profile, clock, *[1.0] * 8)
+    for step, durable in enumerate((1.0, 4.0, 90.0, 5.0)):
+        checkpoint(profile, clock, step, added=0.0, stall=0.1, durable=durable)
+    assert profile.cost().durable_seconds == 5.0
+    checkpoint(profile, clock, 5, added=0.0, stall=0.1, durable=80.0)
+    assert profile.cost().durable_seconds == 80.0, "two of three are no accident"
+
+
+def test_one_that_is_still_on_its_way_counts_with_its_time_so_far(profile: Profile, clock: Clock) -> None:
+    train(profile, clock, *[1.0] * 8)
+    checkpoint(profile, clock, 0, added=0.0, stall=0.1, durable=1.0)
+    checkpoint(profile, clock, 1, added=0.0, stall=0.1, durable=2.0)
+    profile.saved(2)
+    train(profile, clock, *[1.0] * 30)
+    assert profile.busy
+    assert profile.cost().durable_seconds == 30.0
+    profile.ended(2)
+    assert profile.cost().durable_seconds == 2.0
+
+
+def test_nothing_measured_is_said(profile: Profile, clock: Clock) -> None:
+    with pytest.raises(
+        StateError, match=r"0 iterations without a checkpoint were measured, expected at least 5; call"
+    ):
+        profile.cost()
+    train(profile, clock, 1.0)
+    profile.declined()
+    train(profile, clock, 1.0)
+    assert profile.iterations == 0, "an iteration in which a save was declined has its stall as well"
+
+
+def test_the_table_has_every_figure(profile: Profile, clock: Clock) -> None:
+    profile.image_bytes, profile.slice_bytes = 3 << 20, 1 << 20
+    train(profile, clock, *[0.04] * 8)
+    profile.updated(0.002)
+    checkpoint(profile, clock, 0, added=0.0, stall=0.1, durable=1.0)
+    checkpoint(profile, clock, 1, added=0.0, stall=0.012, durable=2.0)
+    text = profile.table(5 << 20)
+    lines = [line.split()[:3] for line in text.splitlines()]
+    assert lines == [
+        ["iteration", "40.0", "ms"],
+        ["update", "2.0", "ms"],
+        ["stall", "960.0", "ms"],
+        ["copy", "0.00", "GB/s"],
+        ["staged", "1.00", "s"],
+        ["durable", "2.00", "s"],
+        ["image", "3.0", "MiB"],
+        ["host", "memory", "5.0"],
+    ]
+    assert profile.fields(1)["copy_bytes_per_second"] == 2000.0

@@ -1,0 +1,174 @@
+"""The pacer: what `Checkpointer.step()` asks with `every="auto"`. Rank 0 measures and wishes; every rank obeys.
+
+    events of this rank (save, staged, durable, declined, failed) ─► heard ─┐
+    step() ── reach ─► Schedule: is it time?                                ▼
+           └─ stepped ────────────────────────────────────────────► Profile ─► Governor ─► WISH
+
+What it needs to know is in the event log already, so nothing on the way of a save knows of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError
+from holdfast.events import EventLog
+from holdfast.pace import Wish
+from holdfast.policy import Governor, Hazard
+from trainer_side.alone import Alone
+from trainer_side.link import Link
+from trainer_side.pace.profile import Profile
+from trainer_side.pace.schedule import Phase, Schedule
+from trainer_side.pace.updates import Updates
+
+__all__ = ["AUTO", "Pacer", "chosen", "open_pacer"]
+
+AUTO = "auto"
+_log = logging.getLogger("holdfast.trainer.pace")
+_HEARD_MAX = 1000  # nobody takes them in where a script never calls `step()`
+_ENDED = frozenset({"durable", "declined", "failed"})
+
+
+def chosen(every: int | str | None, config: TrainerConfig) -> int | None:
+    """The interval that holds: the script's, or that of the settings; None: `auto`.
+
+    Raises:
+        ConfigError: It is neither `auto` nor a number of steps.
+    """
+    every = config.every if every is None else every
+    if every == AUTO:
+        return None
+    try:
+        steps = operator.index(every)  # type: ignore[arg-type]  # text is what may be wrong
+    except TypeError:
+        steps = -1
+    if steps < 0:
+        raise ConfigError(f'every: expected 0 or more steps, or "{AUTO}", got {every!r}')
+    return steps
+
+
+def open_pacer(
+    config: TrainerConfig, link: Link | Alone, events: EventLog, optimizers: Sequence[Optimizer]
+) -> Pacer:
+    """The pacer of this rank.
+
+    Raises:
+        ConfigError: The job has no stager.
+    """
+    if isinstance(link, Alone):
+        raise ConfigError(
+            f'every="{AUTO}" needs a stager, which brings all ranks to the same steps, and this job has none; add '
+            "`: -n 1 holdfast stager --store URL` to the mpirun line, or give a number of steps"
+        )
+    link.schedule.choose(auto=True)
+    return Pacer(link.schedule, link.wish if link.rank == 0 else None, config, events, optimizers)
+
+
+class Pacer:
+    """See the module. Training thread; what is heard of comes from any.
+
+    Args:
+        schedule: Knows when this rank saves.
+        wish: Takes a wish to the stager; None: another rank measures.
+        config: The bounds.
+        events: Of this rank.
+        optimizers: Whose steps are timed until the first checkpoint.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        wish: Callable[[Wish], None] | None,
+        config: TrainerConfig,
+        events: EventLog,
+        optimizers: Sequence[Optimizer],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._schedule, self._wish, self._events = schedule, wish, events
+        self._profile = Profile(clock)
+        price = config.dollars_per_hour
+        mtbf_hours = config.mtbf_hours
+        hazard = Hazard(0.0, price) if mtbf_hours is None else Hazard.of_mtbf(mtbf_hours, price)
+        self._governor = Governor(
+            hazard, overhead_max=config.overhead_max, every_seconds_max=config.every_seconds_max
+        )
+        self._due_step = -1
+        self._heard: deque[tuple[str, Mapping[str, Any], int | None]] = deque(maxlen=_HEARD_MAX)
+        self._updates = Updates(optimizers if wish is not None else ())
+        self._profiled = False
+        self._looks = 0  # times at which a checkpoint has shown something
+        if wish is not None:
+            events.listen(lambda event, fields, step: self._heard.append((event, fields, step)))
+
+    def reach(self, step: int, shorten: Callable[[int], int]) -> bool:
+        """Training has done `step`; whether it is time to save."""
+        if self._wish is not None:
+            self._profile.begin()
+            if (seconds := self._updates.take()) > 0:
+                self._profile.updated(seconds)
+            self._consider(self._wish)
+        due = self._schedule.reach(step, shorten)
+        if due:
+            self._due_step = step
+            self._updates.remove()
+        return due
+
+    def stepped(self, step: int, *, due: bool, saved: bool) -> None:
+        """`step()` ends: whether a checkpoint was to be taken in it, and was begun."""
+        if self._wish is None:
+            return
+        if due and self._profile.busy:
+            self._looks += 1  # the time is not yet known, but it is longer than the interval
+        if saved:
+            self._profile.saved(step)
+        elif due:
+            self._profile.declined()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._updates.remove()
+
+    def _consider(self, wish: Callable[[Wish], None]) -> None:
+        """Take in what was heard; look at the interval where a checkpoint has shown something."""
+        looks, self._looks = self._looks, 0
+        while self._heard:
+            event, fields, step = self._heard.popleft()
+            self._take(event, fields, -1 if step is None else step)
+            looks += event in _ENDED
+        if not (looks and self._profile.complete):
+            return
+        if not self._profiled:
+            self._profiled = True
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            self._events.emit("profile", self._profile.fields(peak_bytes))
+            _log.info("profile of this training:\n%s", self._profile.table(peak_bytes))
+        paced = self._schedule.phase is Phase.PACED
+        change = self._governor.consider(self._profile.cost(), self._schedule.every if paced else None)
+        if change is not None:
+            wish(Wish(change.advice.every, self._due_step, change.line()))
+
+    def _take(self, event: str, fields: Mapping[str, Any], step: int) -> None:
+        profile = self._profile
+        match event:
+            case "plan":
+                profile.image_bytes, profile.slice_bytes = fields["image_bytes"], fields["slice_bytes"]
+                profile.in_flight_max = fields["in_flight_max"]
+            case "save":
+                profile.copied(step, fields["slice_bytes"], fields["copy_seconds"], fields["cst_seconds"])
+            case "staged":
+                profile.staged(step, fields["staged_seconds"])
+            case "durable":
+                profile.durable(step, fields["durable_seconds"])
+            case "declined" | "failed":
+                profile.ended(step)

@@ -1,0 +1,190 @@
+"""What was measured of a training and of its checkpoints: the profile of CheckFreq (FAST 2021, section 4.2).
+
+    begin, begin, … ─► iterations without a save ─► median ─┐
+                       iterations with one ─► what they add ┤
+    copied, staged, durable ─► medians of the last ─────────┴─► Cost, table
+
+The first checkpoint does not count: in it the ranks agree on a layout, memory is taken, and the flusher begins.
+
+Pure: times come from the clock that is handed in. Only what training does anyway is measured, no checkpoint is taken
+for it. Medians, because one iteration in which a page was swapped in says nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from holdfast.errors import StateError
+from holdfast.policy import Cost
+
+__all__ = ["Profile"]
+
+_ITERATIONS = 64
+_ITERATIONS_MIN = 5
+_CLOCK_SECONDS = 1e-6  # an iteration that seems to take none
+_CHECKPOINTS = 3  # two of three that are slow are no accident
+
+
+class Profile:
+    """See the module. One thread.
+
+    Args:
+        clock: Seconds that only go forward.
+
+    Attributes:
+        image_bytes: Of the whole checkpoint; `slice_bytes`: of this rank's part. 0: not known yet.
+        in_flight_max: How many checkpoints may be on their way at once.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.image_bytes = self.slice_bytes = 0
+        self.in_flight_max = 1
+        self._begun_at: float | None = None
+        self._saved = False
+        self._first_step: int | None = None
+        self._first_counted = False  # in the iteration that has begun
+        self._iterations: deque[float] = deque(maxlen=_ITERATIONS)
+        self._added: deque[float] = deque(maxlen=_CHECKPOINTS)
+        self._updates: deque[float] = deque(maxlen=_ITERATIONS)
+        self._stalls: deque[float] = deque(maxlen=_CHECKPOINTS)
+        self._copies: deque[float] = deque(maxlen=_CHECKPOINTS)
+        self._staged: deque[float] = deque(maxlen=_CHECKPOINTS)
+        self._durable: deque[float] = deque(maxlen=_CHECKPOINTS)
+        self._on_way: dict[int, float] = {}  # step → since when
+
+    def begin(self) -> None:
+        """An iteration has ended, and the next one begins."""
+        now = self._clock()
+        if self._begun_at is not None:
+            took = now - self._begun_at
+            if not self._saved:
+                self._iterations.append(took)
+            elif self._iterations and not self._first_counted:
+                self._added.append(max(0.0, took - median(self._iterations)))
+        self._begun_at, self._saved, self._first_counted = now, False, False
+
+    def saved(self, step: int) -> None:
+        """In the iteration that has just begun a checkpoint of `step` is taken."""
+        self._saved = True
+        if self._first_step is None:
+            self._first_step, self._first_counted = step, True
+        self._on_way[step] = self._clock()
+
+    def declined(self) -> None:
+        """In the iteration that has just begun one was to be taken, and was not."""
+        self._saved = True
+
+    def updated(self, seconds: float) -> None:
+        """The optimizers' steps of an iteration took so long."""
+        self._updates.append(seconds)
+
+    def copied(self, step: int, nbytes: int, seconds: float, stall_seconds: float) -> None:
+        """So many bytes of this rank were copied for the checkpoint of `step`, which held training up so long (CST)."""
+        if step != self._first_step:
+            self._stalls.append(stall_seconds)
+            if nbytes > 0 and seconds > 0:
+                self._copies.append(nbytes / seconds)
+
+    def staged(self, step: int, seconds: float) -> None:
+        """The checkpoint of `step` was staged so long after its save (PGT-1)."""
+        if step != self._first_step:
+            self._staged.append(seconds)
+
+    def durable(self, step: int, seconds: float) -> None:
+        """That of `step` was durable so long after its save (PGT-2)."""
+        self._on_way.pop(step, None)
+        if step != self._first_step:
+            self._durable.append(seconds)
+
+    def ended(self, step: int) -> None:
+        """That of `step` was declined, or has failed."""
+        self._on_way.pop(step, None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is on its way to the store."""
+        return bool(self._on_way)
+
+    @property
+    def iterations(self) -> int:
+        """How many were measured, of those that count now."""
+        return len(self._iterations)
+
+    @property
+    def complete(self) -> bool:
+        """Whether a cost can be told: some iterations, and a checkpoint after the first one."""
+        return len(self._iterations) >= _ITERATIONS_MIN and bool(
+            self._stalls and self._staged and self._durable
+        )
+
+    def cost(self) -> Cost:
+        """What checkpoints cost now. One that is still on its way counts with the time that it has taken so far.
+
+        Raises:
+            StateError: Too little was measured; says what.
+        """
+        if len(self._iterations) < _ITERATIONS_MIN:
+            raise StateError(
+                f"{len(self._iterations)} iterations without a checkpoint were measured, expected at least "
+                f"{_ITERATIONS_MIN}; call Checkpointer.step() after each iteration"
+            )
+        if not self.complete:
+            raise StateError(
+                "no checkpoint but the first was measured until it was durable; wait for the next one"
+            )
+        stall = max(_middle(self._stalls), _middle(self._added))
+        staged, durable = _middle(self._staged), _middle(self._durable)
+        oldest = min(self._on_way.values(), default=None)
+        if oldest is not None:
+            durable = max(durable, self._clock() - oldest)
+        iteration = max(_CLOCK_SECONDS, median(self._iterations))
+        return Cost(iteration, stall, staged, max(staged, durable), self.in_flight_max)
+
+    def fields(self, host_peak_bytes: int) -> Mapping[str, Any]:
+        """The profile as an event has it."""
+        return {
+            "iterations": len(self._iterations),
+            "iteration_seconds": _middle(self._iterations),
+            "update_seconds": _middle(self._updates) if self._updates else None,
+            "stall_seconds": max(_middle(self._stalls), _middle(self._added)),
+            "copy_bytes_per_second": _middle(self._copies) if self._copies else None,
+            "staged_seconds": _middle(self._staged),
+            "durable_seconds": _middle(self._durable),
+            "image_bytes": self.image_bytes,
+            "slice_bytes": self.slice_bytes,
+            "host_peak_bytes": host_peak_bytes,
+        }
+
+    def table(self, host_peak_bytes: int) -> str:
+        """The profile for people, a line for each figure."""
+        said = self.fields(host_peak_bytes)
+        update, copy = said["update_seconds"], said["copy_bytes_per_second"]
+        rows = (
+            ("iteration", f"{1e3 * said['iteration_seconds']:.1f} ms", f"median of {said['iterations']}"),
+            ("update", "-" if update is None else f"{1e3 * update:.1f} ms", "optimizer.step(), of it"),
+            ("stall", f"{1e3 * said['stall_seconds']:.1f} ms", "that a checkpoint adds (CST)"),
+            (
+                "copy",
+                "-" if copy is None else f"{copy / 1e9:.2f} GB/s",
+                f"{_mib(self.slice_bytes)} of this rank",
+            ),
+            ("staged", f"{said['staged_seconds']:.2f} s", "safe from this machine (PGT-1)"),
+            ("durable", f"{said['durable_seconds']:.2f} s", "in the store (PGT-2)"),
+            ("image", _mib(self.image_bytes), "the whole checkpoint"),
+            ("host memory", _mib(host_peak_bytes), "most that this process had"),
+        )
+        return "\n".join(f"  {name:<12}{value:>14}   {what}" for name, value, what in rows)
+
+
+def _middle(values: Iterable[float]) -> float:
+    known = list(values)
+    return median(known) if known else 0.0
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
