@@ -1,0 +1,124 @@
+"""What a portable file holds beside its tensors, by path, without torch: for comparing two of them.
+
+    data.pkl ─► Unpickler that knows no class ─► tree of plain values and `Made` ─► {"scheduler/last_epoch": "12", …}
+
+Nothing of the pickle is ever run: each class and function it names becomes an inert `Made`, which keeps what it was
+called with.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.errors import DamageError
+
+__all__ = ["inside", "values_of"]
+
+_LENGTH_BYTES = 8  # before a `PerRank` value (docs/format.md, section 2)
+_ZIP = b"PK\x03\x04"
+
+
+class Made:
+    """Stands for whatever a pickle makes: what it is called, and what it was made of."""
+
+    name = ""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Made:
+        made = super().__new__(cls)
+        made.__dict__ = {"arguments": (*arguments, *named.items()), "state": [], "items": []}
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(self, *arguments: Any) -> Made:
+        """A pickle may call what another call has made."""
+        return Made(self, *arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"].append(state)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__dict__["items"].append((key, value))
+
+    def append(self, value: Any) -> None:
+        """For list-like classes."""
+        self.__dict__["items"].append(value)
+
+    def extend(self, values: Any) -> None:
+        """The same."""
+        self.__dict__["items"].extend(values)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return type("Made", (Made,), {"name": f"{module}.{name}"})
+
+    def persistent_load(self, pid: Any) -> Any:
+        return ("storage", *(getattr(part, "name", part) for part in pid[1:]))
+
+
+def values_of(pickled: bytes, *, source: str) -> dict[str, str]:
+    """The plain values of a data.pkl, by path; of tensors what they are, without their bytes.
+
+    Raises:
+        DamageError: It is no pickle.
+    """
+    try:
+        tree = _Unpickler(io.BytesIO(pickled)).load()
+        return dict(_leaves("", tree))
+    except Exception as error:  # whatever a damaged pickle raises
+        raise DamageError(f"{source}: data.pkl cannot be read: {type(error).__name__}: {error}") from error
+
+
+def inside(blob: bytes) -> dict[str, str] | None:
+    """What a `PerRank` value, kept as a tensor of bytes, holds: plain values, storages; None if it is none."""
+    size = int.from_bytes(blob[:_LENGTH_BYTES], "little")
+    body = blob[_LENGTH_BYTES : _LENGTH_BYTES + size]
+    if not body.startswith(_ZIP) or len(body) != size:
+        return None
+    try:
+        with zipfile.ZipFile(io.BytesIO(body)) as archive:
+            data = {name.partition("/")[2]: name for name in archive.namelist()}
+            tree = _Unpickler(io.BytesIO(archive.read(data["data.pkl"]))).load()
+            storages = {
+                name.removeprefix("data/"): str(archive.getinfo(full).CRC)
+                for name, full in data.items()
+                if name.startswith("data/")
+            }
+            return dict(_leaves("", tree, storages))
+    except Exception:  # noqa: BLE001 - then it is compared as the bytes that it is
+        return None
+
+
+def _leaves(path: str, value: Any, storages: dict[str, str] | None = None) -> Iterator[tuple[str, str]]:
+    if isinstance(value, tuple) and value[:1] == ("storage",) and storages is not None:
+        yield path, f"storage of CRC {storages.get(str(value[2]))}"  # named by the tensor that holds it
+        return
+    parts: list[tuple[str, Any]]
+    if isinstance(value, dict):
+        parts = [(str(key), one) for key, one in value.items()]
+    elif isinstance(value, list | tuple):
+        parts = [(str(index), one) for index, one in enumerate(value)]
+    elif isinstance(value, Made):
+        yield f"{path}()", value.name
+        kept = value.__dict__
+        if value.name.startswith("torch._utils._rebuild"):  # a tensor: its path, not the way it is made
+            yield path, "; ".join(text for _, text in _leaves("", list(kept["arguments"]), storages))
+            return
+        items = kept["items"]
+        pairs = all(isinstance(item, tuple) and len(item) == 2 for item in items)
+        parts = [(f"({index})", one) for index, one in enumerate(kept["arguments"])]
+        parts += [(f".{index}", one) for index, one in enumerate(kept["state"])]
+        parts += [(str(item[0]), item[1]) for item in items] if pairs else list(enumerate(items))  # type: ignore[arg-type]
+    else:
+        yield path, value.name if isinstance(value, type) and issubclass(value, Made) else repr(value)
+        return
+    if not parts:
+        yield path, f"empty {type(value).__name__}"
+    for name, one in parts:
+        yield from _leaves(f"{path}/{name}" if path else str(name), one, storages)
