@@ -64,6 +64,9 @@ class SlotState(IntEnum):
     FULL = 2
 
 
+_STATES = tuple(SlotState)
+
+
 class Source(NamedTuple):
     """One sender's frame in a chunk: its rank, and the CRC-32 it stated for its bytes."""
 
@@ -187,11 +190,10 @@ class Journal:
         """
         if not 0 <= slot < self.header.ring_chunks:
             raise ProtocolError(f"{self._source}: slot {slot}, the ring has {self.header.ring_chunks}")
-        (word,) = _STATE.unpack_from(self._memory, HEADER_BYTES + slot * RECORD_BYTES)
-        try:
-            return SlotState(word)
-        except ValueError:
-            raise ProtocolError(f"{self._source}: record {slot}: state {word}, expected 0, 1 or 2") from None
+        word: int = _STATE.unpack_from(self._memory, HEADER_BYTES + slot * RECORD_BYTES)[0]
+        if word >= len(_STATES):
+            raise ProtocolError(f"{self._source}: record {slot}: state {word}, expected 0, 1 or 2")
+        return _STATES[word]
 
     def record(self, slot: int) -> SlotRecord:
         """The record of one slot, every field checked.

@@ -30,6 +30,7 @@ from prometheus_client.registry import Collector
 from holdfast import __version__
 from holdfast.causes import cause_of
 from holdfast.errors import ProtocolError
+from holdfast.publish import stall_seconds_of
 from holdfast.ring import Ring, SlotState
 
 __all__ = ["Metrics", "RingChunks", "StoreRetries"]
@@ -37,10 +38,12 @@ __all__ = ["Metrics", "RingChunks", "StoreRetries"]
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a time beside each counter, which nobody here asks for
 
 _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0)
 _OUTCOMES = {
     "stager": ("staged", "declined", "failed"),
     "flusher": ("durable", "verified", "bad", "verify_failed", "flush_failed"),
 }
+_SAVED_KEPT = 64  # of checkpoints that may still be read back
 _LEVELS = {"stager": ("staged",), "flusher": ("durable", "verified")}
 
 
@@ -93,12 +96,20 @@ class Metrics:
             ["level"],
             registry=registry,
         )
+        self._newest_saved = Gauge(
+            "holdfast_newest_saved_timestamp_seconds",
+            "Unix time of save() of the newest checkpoint of this level: work since then would be lost; 0: none.",
+            ["level"],
+            registry=registry,
+        )
         for outcome in _OUTCOMES[role]:
             self._checkpoints.labels(outcome)
         for level in _LEVELS[role]:
             self._bytes.labels(level)
             self._newest_time.labels(level)
+            self._newest_saved.labels(level)
         self._newest: dict[str, tuple[int, int]] = {}
+        self._saved: dict[tuple[int, int], float] = {}  # attempt, step → when it was saved
         if role == "stager":
             self._count_peers()
         else:
@@ -132,6 +143,12 @@ class Metrics:
         )
         held.set_function(lambda: len(self._held))
         self._attached = Gauge("holdfast_stager_attached", "1 while a stager is attached.", registry=registry)
+        self._stall = Histogram(
+            "holdfast_stall_seconds",
+            "Seconds for which a checkpoint held up the training thread of its slowest rank.",
+            buckets=_STALL_SECONDS,
+            registry=registry,
+        )
         self._pruned = Counter("holdfast_pruned", "Checkpoints that retention removed.", registry=registry)
 
     def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
@@ -146,15 +163,19 @@ class Metrics:
         self._bytes.labels(event).inc(fields["image_bytes"])
         seconds = fields["pgt1_seconds" if event == "staged" else "pgt2_seconds"]
         self._seconds.labels(f"to_{event}").observe(seconds)
-        self._reaches(event, fields.get("attempt", 0), step, self._clock())
+        now = self._clock()
+        self._reaches(event, fields.get("attempt", 0), step, now, saved_at_unix=now - seconds)
         if event == "durable":
             self._held.discard(step)
+            stalls = stall_seconds_of(fields.get("record"))
+            if stalls:
+                self._stall.observe(max(stalls.values()))
 
     def _is_read_back(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         self._checkpoints.labels(event).inc()
         self._seconds.labels("read_back").observe(fields["seconds"])
         if event == "verified":
-            self._reaches(event, fields["attempt"], step, self._clock())
+            self._reaches(event, fields["attempt"], step, self._clock(), saved_at_unix=None)
 
     def _ends_badly(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         self._checkpoints.labels(event).inc()
@@ -165,16 +186,23 @@ class Metrics:
 
     def _is_found(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:  # noqa: ARG002
         for level in ("durable", "verified") if fields["state"] == "verified" else ("durable",):
-            self._reaches(
-                level, fields["attempt"], step, datetime.fromisoformat(fields["created"]).timestamp()
-            )
+            created = datetime.fromisoformat(fields["created"]).timestamp()
+            self._reaches(level, fields["attempt"], step, created, saved_at_unix=created)
 
-    def _reaches(self, level: str, attempt: int, step: int | None, at_unix: float) -> None:
+    def _reaches(
+        self, level: str, attempt: int, step: int | None, at_unix: float, *, saved_at_unix: float | None
+    ) -> None:
         order = (attempt, step or 0)
         if order >= self._newest.get(level, (0, 0)):  # an older one may be read back after a newer one
             self._newest[level] = order
             self._newest_step.labels(level).set(order[1])
             self._newest_time.labels(level).set(at_unix)
+            if saved_at_unix is None:  # it was durable before
+                saved_at_unix = self._saved.get(order, at_unix)
+            self._saved[order] = saved_at_unix
+            self._newest_saved.labels(level).set(saved_at_unix)
+            while len(self._saved) > _SAVED_KEPT:
+                del self._saved[min(self._saved)]
 
     def _is_held(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:  # noqa: ARG002
         if event == "flush_held":

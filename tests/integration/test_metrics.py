@@ -86,6 +86,13 @@ def test_what_a_scrape_counts_is_what_the_event_log_has(tmp_path: Path) -> None:
         durable_at = max(float(str(line["time"])) for line in lines if line["event"] == "durable")
         newest_at = value(flusher, "holdfast_newest_timestamp_seconds", level="durable")
         assert abs(newest_at - durable_at) < 5  # two readings of the clock around one write
+        assert (
+            durable_at - 60
+            < value(flusher, "holdfast_newest_saved_timestamp_seconds", level="durable")
+            < durable_at
+        )
+        assert value(flusher, "holdfast_stall_seconds_count") == 2
+        assert value(flusher, "holdfast_stall_seconds_sum") > 0
         pgt2_seconds = sum(line["pgt2_seconds"] for line in lines if line["event"] == "durable")  # type: ignore[misc]
         assert value(flusher, "holdfast_stage_seconds_sum", stage="to_durable") == pytest.approx(pgt2_seconds)
         chunks = {s.labels["state"]: s.value for s in flusher["holdfast_ring_chunks"].samples}

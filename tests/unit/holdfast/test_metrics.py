@@ -43,6 +43,33 @@ def test_the_newest_is_that_of_the_highest_attempt_and_step() -> None:
     assert value(metrics, "holdfast_checkpoint_bytes_total", outcome="durable") == 200
 
 
+def test_what_a_kill_would_lose_is_counted_from_the_save() -> None:
+    now = [1000.0]
+    stager, flusher = (
+        Metrics("stager", "r", clock=lambda: now[0]),
+        Metrics("flusher", "r", clock=lambda: now[0]),
+    )
+    assert value(flusher, "holdfast_newest_saved_timestamp_seconds", level="durable") == 0
+    stager.hear("staged", {"image_bytes": 1, "pgt1_seconds": 3.0}, 5)
+    assert value(stager, "holdfast_newest_saved_timestamp_seconds", level="staged") == 997.0
+    flusher.hear("durable", durable(pgt2_seconds=8.0), 5)
+    now[0] = 2000.0
+    flusher.hear("durable", durable(pgt2_seconds=9.0), 7)
+    flusher.hear("verified", {"attempt": 1, "seconds": 1.0}, 5)
+    assert value(flusher, "holdfast_newest_saved_timestamp_seconds", level="durable") == 1991.0
+    assert value(flusher, "holdfast_newest_saved_timestamp_seconds", level="verified") == 992.0
+
+
+def test_the_stall_is_that_of_the_slowest_rank_and_a_record_may_be_anything() -> None:
+    metrics = Metrics("flusher", "r")
+    ranks = {"0": {"cst_seconds": 0.25}, "1": {"cst_seconds": 0.5}, "2": {"cst_seconds": "long"}, "x": 3}
+    metrics.hear("durable", durable(record={"ranks": ranks}), 5)
+    for record in (None, 7, {"ranks": [1]}):
+        metrics.hear("durable", durable(record=record), 6)
+    assert value(metrics, "holdfast_stall_seconds_sum") == 0.5
+    assert value(metrics, "holdfast_stall_seconds_count") == 1
+
+
 def test_causes_are_counted_beside_the_outcomes() -> None:
     metrics = Metrics("stager", "r")
     metrics.hear("declined", {"reason": "rank 1: busy: the checkpoint before is still being sent"}, 1)

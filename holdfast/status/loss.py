@@ -1,0 +1,115 @@
+"""What a kill right now would lose: steps, seconds, dollars. Pure arithmetic on what is known of a run.
+
+    work ──────────saved────────────saved──────────now
+                     │ newest durable │ newest staged
+                     │                └── trainers killed: this work is done again
+                     └── trainers and the stager's node killed: this, too
+
+Work since `save()` of the newest safe checkpoint is lost, or since the job began, if that was later: what was lost
+before it began is not lost once more. Seconds are wall time and exact. Ranks tell no step but those that they save, so
+the steps since are reckoned from the pace of the last saves; then they are estimates, and said to be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Known", "Lost", "Point", "lost_with_node", "lost_with_trainers"]
+
+_HOUR_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A checkpoint, and when its `save()` was."""
+
+    attempt: int
+    step: int
+    saved_at_unix: float
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the loss follows from.
+
+    Attributes:
+        now_unix: Now.
+        running_since_unix: When the job's stager was ready; None: no job runs.
+        staged: The newest that the ring or the store has whole. `durable`: the newest that the store has.
+        newest: The newest that a rank has saved, whatever became of it.
+        step_seconds: Wall time of a step, by the last saves; None: not known yet.
+        dollars_per_hour: Of all machines; None: not given.
+    """
+
+    now_unix: float
+    running_since_unix: float | None
+    staged: Point | None = None
+    durable: Point | None = None
+    newest: Point | None = None
+    step_seconds: float | None = None
+    dollars_per_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What is lost.
+
+    Attributes:
+        steps: None where nobody knows.
+        is_estimate: The steps since the newest save are reckoned, not told.
+        dollars: None without a price.
+        since_step: Training would go on from here; None: from the beginning.
+    """
+
+    steps: int | None
+    is_estimate: bool
+    seconds: float
+    dollars: float | None
+    since_step: int | None
+
+
+def lost_with_trainers(known: Known) -> Lost:
+    """All training ranks are killed; the stager's node stays."""
+    return _lost(known, known.staged, 0.0)
+
+
+def lost_with_node(known: Known) -> Lost:
+    """They are, and the stager's node with its ring."""
+    staged, durable, since = known.staged, known.durable, known.running_since_unix
+    earlier_seconds = 0.0
+    # What an earlier job has staged and this one goes on from is in the ring alone until it is durable.
+    if staged is not None and _is_newer(staged, durable) and (since is None or staged.saved_at_unix <= since):
+        earlier_seconds = 0.0 if durable is None else max(0.0, staged.saved_at_unix - durable.saved_at_unix)
+    return _lost(known, durable, earlier_seconds)
+
+
+def _lost(known: Known, safe: Point | None, earlier_seconds: float) -> Lost:
+    seconds = earlier_seconds
+    if known.running_since_unix is not None:
+        begun = (
+            known.running_since_unix if safe is None else max(known.running_since_unix, safe.saved_at_unix)
+        )
+        seconds += max(0.0, known.now_unix - begun)
+    steps, is_estimate = _steps(known, safe)
+    price = known.dollars_per_hour
+    dollars = None if price is None else seconds * price / _HOUR_SECONDS
+    return Lost(steps, is_estimate, seconds, dollars, None if safe is None else safe.step)
+
+
+def _steps(known: Known, safe: Point | None) -> tuple[int | None, bool]:
+    reached, safe_step = known.newest or known.staged, -1 if safe is None else safe.step
+    if known.running_since_unix is None:
+        reached = known.staged
+    if reached is None:
+        return (0, False) if known.running_since_unix is None else (None, True)
+    steps, is_estimate = reached.step - safe_step, False
+    if known.running_since_unix is not None:
+        is_estimate = True
+        began = max(reached.saved_at_unix, known.running_since_unix)
+        if known.step_seconds:
+            steps += int(max(0.0, known.now_unix - began) / known.step_seconds)
+    return max(0, steps), is_estimate
+
+
+def _is_newer(point: Point, other: Point | None) -> bool:
+    return other is None or (point.attempt, point.step) > (other.attempt, other.step)

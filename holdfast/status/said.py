@@ -1,0 +1,155 @@
+"""What a stager or flusher says of itself to `holdfast status`: one document, bounded, checked by who reads it.
+
+Times are Unix seconds, named `*_at_unix`; None where this process does not know. Whoever reads it ignores fields that
+it does not know, so either side may be of a newer version.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.errors import ProtocolError
+
+__all__ = [
+    "LINES_MAX",
+    "RANKS_MAX",
+    "TEXT_CHARACTERS_MAX",
+    "CheckpointSaid",
+    "Line",
+    "RankSaid",
+    "RankState",
+    "Said",
+    "checkpoint_said",
+    "read_said",
+]
+
+CHECKPOINTS_MAX = 64
+LINES_MAX = 16
+RANKS_MAX = 64
+TEXT_CHARACTERS_MAX = 300
+_CAUSES_MAX = 32
+_COMPLAINT_CHARACTERS_MAX = 1000
+
+_Whole = Annotated[int, Field(ge=0, lt=2**62)]
+_TIME_MAX = 1e11  # three thousand years: beyond it is no time of anything
+_Number = Annotated[float, Field(ge=0, le=_TIME_MAX, allow_inf_nan=False)]
+_Seconds = _Number
+_Text = Annotated[str, Field(max_length=4 * TEXT_CHARACTERS_MAX)]
+
+RankState = Literal["coming", "here", "silent", "left", "lost"]
+
+
+class _Words(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class CheckpointSaid(_Words):
+    """One checkpoint, as far as this process knows.
+
+    Attributes:
+        saved_at_unix: The first rank's `save()`.
+        stall_seconds: The longest that a rank's training thread was held up by it.
+        read_back: `verified`, `bad`, or `verify_failed`, once it was read back.
+        held: Why it waits for the store; empty if it does not.
+        failed: Why it came to nothing; empty if it did not.
+    """
+
+    attempt: _Whole
+    step: _Whole
+    image_bytes: _Whole | None = None
+    saved_at_unix: _Number | None = None
+    staged_at_unix: _Number | None = None
+    durable_at_unix: _Number | None = None
+    pgt1_seconds: _Seconds | None = None
+    pgt2_seconds: _Seconds | None = None
+    stall_seconds: _Seconds | None = None
+    read_back: Literal["", "verified", "bad", "verify_failed"] = ""
+    read_back_at_unix: _Number | None = None
+    held: _Text = ""
+    failed: _Text = ""
+
+
+class RankSaid(_Words):
+    """One training rank.
+
+    Attributes:
+        state: `coming` until it has said hello.
+        quiet_seconds: Since it was heard last.
+        step: The newest step that it has offered or declined.
+        stall_seconds: What its newest known checkpoint cost its training thread.
+    """
+
+    rank: _Whole
+    host: _Text = ""
+    pid: _Whole = 0
+    state: RankState = "here"
+    quiet_seconds: _Seconds | None = None
+    step: _Whole | None = None
+    stall_seconds: _Seconds | None = None
+
+
+class Line(_Words):
+    """Something that happened, for people."""
+
+    at_unix: _Number
+    event: _Text
+    step: _Whole | None = None
+    text: _Text = ""
+
+
+class Said(_Words):
+    """All that one process says.
+
+    Attributes:
+        run: URL of the run.
+        attempt: 0: none yet.
+        since_unix: When it was ready.
+        ranks_total: How many there are; `ranks` has the worst of them.
+        checkpoints: Newest last.
+        not_taken: Causes of declined and failed steps, counted. `declined`: the last of them, newest last.
+        stager_attached: Of a flusher: whether a stager is.
+        work_ended_at_unix: Of a flusher without a stager: when the last one went.
+    """
+
+    version: Literal[1] = 1
+    role: Literal["stager", "flusher"]
+    run: _Text
+    pid: _Whole
+    attempt: _Whole = 0
+    since_unix: _Number
+    now_unix: _Number
+    ranks_total: _Whole = 0
+    ranks: Annotated[tuple[RankSaid, ...], Field(max_length=RANKS_MAX)] = ()
+    checkpoints: Annotated[tuple[CheckpointSaid, ...], Field(max_length=CHECKPOINTS_MAX)] = ()
+    not_taken: Annotated[dict[str, _Whole], Field(max_length=_CAUSES_MAX)] = Field(default_factory=dict)
+    declined: Annotated[tuple[Line, ...], Field(max_length=LINES_MAX)] = ()
+    notices: Annotated[tuple[Line, ...], Field(max_length=LINES_MAX)] = ()
+    problems: Annotated[tuple[Line, ...], Field(max_length=LINES_MAX)] = ()
+    stager_attached: bool | None = None
+    work_ended_at_unix: _Number | None = None
+
+
+def checkpoint_said(attempt: int, step: int, **known: Any) -> CheckpointSaid:
+    """One checkpoint; of what is known of it from outside, what can be true."""
+    try:
+        return CheckpointSaid(attempt=attempt, step=step, **known)
+    except ValidationError as error:
+        wrong = {detail["loc"][0] for detail in error.errors(include_url=False, include_input=False)}
+        return CheckpointSaid(
+            attempt=attempt, step=step, **{name: value for name, value in known.items() if name not in wrong}
+        )
+
+
+def read_said(document: Any, source: str) -> Said:
+    """Check what came over the socket.
+
+    Raises:
+        ProtocolError: naming `source` and the field.
+    """
+    try:
+        return Said.model_validate(document)
+    except (ValidationError, RecursionError) as error:
+        why = str(error)[:_COMPLAINT_CHARACTERS_MAX]
+        raise ProtocolError(f"{source}: says what this version does not understand: {why}") from error
