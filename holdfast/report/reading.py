@@ -1,0 +1,168 @@
+"""Event logs, line by line: any bytes in, checked events out. What cannot be read is counted, never guessed.
+
+Logs of several machines are put in the order of their times; each machine has its own clock, and no more is known.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from holdfast.errors import ConfigError
+
+__all__ = ["TIME_MAX", "Event", "Log", "number", "read_line", "read_logs", "text", "whole"]
+
+LINE_BYTES_MAX = 1 << 24  # a line with the times of ten thousand ranks
+TIME_MAX = 1e11  # three thousand years
+_NUMBER_MAX = 1e15
+_WHOLE_MAX = 2**62
+_TEXT_CHARACTERS_MAX = 1000
+_STATUS_LOGS = ("status.jsonl", "events.jsonl")
+_TOP = frozenset({"time", "event", "role", "rank", "step"})
+# Of a trainer these repeat what `save` and `staged` have said but for one number: of long runs they are most of a log.
+_KEPT_OF_DURABLE = frozenset({"durable_seconds", "saved_at_unix"})
+
+
+class Event(NamedTuple):
+    """One line. `fields` has what the event says of its own: numbers that are some, texts that are not too long."""
+
+    time: float
+    event: str
+    role: str
+    rank: int | None
+    step: int | None
+    fields: Mapping[str, Any]
+
+
+@dataclass
+class Log:
+    """All lines of all files.
+
+    Attributes:
+        events: In the order of their times.
+        files: Where they come from.
+        unreadable: Lines that are no event, such as one that a full disk has cut.
+        running: Files whose last line has no end: somebody was still writing, or was killed in the middle of it.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    unreadable: int = 0
+    running: list[str] = field(default_factory=list)
+
+
+def read_logs(paths: Iterable[Path]) -> Log:
+    """Read event logs; of a directory, as `holdfast run` leaves one, its status.jsonl and events.jsonl.
+
+    Raises:
+        ConfigError: A file is not there, or cannot be read.
+    """
+    log = Log()
+    for path in paths:
+        for file in _files(path):
+            try:
+                with file.open("rb") as lines:
+                    _read(lines, file, log)
+            except OSError as error:
+                raise ConfigError(
+                    f"--events {file}: cannot be read: {error.strerror}; name an event log (setting `events`), or the "
+                    "log directory of `holdfast run`"
+                ) from error
+            log.files.append(str(file))
+    log.events.sort(key=lambda event: event.time)
+    return log
+
+
+def _files(path: Path) -> list[Path]:
+    try:
+        if not path.is_dir():
+            return [path]
+        found = [path / name for name in _STATUS_LOGS if (path / name).exists()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--events {path}: cannot be used: {error}") from error
+    if not found:
+        raise ConfigError(
+            f"--events {path}: neither status.jsonl nor events.jsonl is in it; name the file itself"
+        )
+    return found
+
+
+def _read(lines: IO[bytes], path: Path, log: Log) -> None:
+    while line := lines.readline(LINE_BYTES_MAX):
+        is_whole = line.endswith(b"\n")
+        if not is_whole and len(line) == LINE_BYTES_MAX:  # the rest of it is no line either
+            while (rest := lines.readline(LINE_BYTES_MAX)) and not rest.endswith(b"\n"):
+                pass
+            log.unreadable += 1
+            continue
+        if not line.strip():
+            continue
+        event = read_line(line)
+        if event is not None:
+            log.events.append(event)
+        else:
+            log.unreadable += 1
+        if not is_whole:
+            log.running.append(str(path))
+
+
+def read_line(line: bytes) -> Event | None:
+    """The event that a line tells; None if it tells none."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict):
+        return None
+    time, event = number(said.get("time"), TIME_MAX), said.get("event")
+    if time is None or not isinstance(event, str) or not event:
+        return None
+    role, rank, step = text(said.get("role")), whole(said.get("rank")), whole(said.get("step"), least=-1)
+    kept = _KEPT_OF_DURABLE if role == "trainer" and event == "durable" else None
+    fields = {
+        name: good
+        for name, value in said.items()
+        if (name not in _TOP or (name == "rank" and role == "supervisor"))
+        and (kept is None or name in kept)
+        and (good := _good(value)) is not None
+    }
+    return Event(
+        time, text(event), role, rank, step if step is None or step >= 0 else None, fields | _step(said, role)
+    )
+
+
+def _step(said: Mapping[str, Any], role: str) -> dict[str, int]:
+    """A supervisor's -1 means: a new run."""
+    step = whole(said.get("step"), least=-1) if role == "supervisor" else None
+    return {} if step is None else {"step": step}
+
+
+def _good(value: Any) -> Any:
+    if isinstance(value, bool | dict | list):
+        return value  # whoever looks into one checks what is in it
+    if isinstance(value, str):
+        return text(value)
+    return whole(value, least=-_WHOLE_MAX) if isinstance(value, int) else number(value, least=-_NUMBER_MAX)
+
+
+def number(value: Any, most: float = _NUMBER_MAX, *, least: float = 0.0) -> float | None:
+    """`value` as a number, if it is one within bounds."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        return None  # not a number is in no bounds
+    return float(value) if math.isfinite(value) else None
+
+
+def whole(value: Any, *, least: int = 0) -> int | None:
+    """`value` as a whole number, if it is one within bounds."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _WHOLE_MAX:
+        return None
+    return value
+
+
+def text(value: Any) -> str:
+    """`value` if it is a text, and not all of it if it is long; else nothing."""
+    return value[:_TEXT_CHARACTERS_MAX] if isinstance(value, str) else ""
