@@ -25,6 +25,7 @@ from holdfast.chunkwork import patch_chunk, verify_chunk
 from holdfast.crc import combine, combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreMissing
 from holdfast.faultpoint import Point, reach
+from holdfast.layout import Layout
 from holdfast.layout_index import LayoutIndex
 from holdfast.manifest import Key, Manifest, manifest_name
 from holdfast.publish import Times, build_manifest, choose_name
@@ -33,7 +34,18 @@ from holdfast.slice_sets import LoadedSet
 from holdfast.slices import Frame, frames_of
 from holdfast.storage.base import Store
 
-__all__ = ["WRITE_ID_PREFIX", "Assembler", "Parts", "assemble", "copy_out"]
+__all__ = [
+    "WRITE_ID_PREFIX",
+    "Assembler",
+    "ChunkFinisher",
+    "Finished",
+    "Image",
+    "Parts",
+    "Read",
+    "assemble",
+    "copy_out",
+    "publish_image",
+]
 
 _log = logging.getLogger("holdfast.assembly")
 WRITE_ID_PREFIX = "assemble"  # of the uploads: what a dead one left is told from a flusher's, which may go on
@@ -77,7 +89,7 @@ class _Patch:
 
 
 @dataclass(frozen=True)
-class _Finished:
+class Finished:
     """What a manifest says of an image."""
 
     key: Key
@@ -85,6 +97,98 @@ class _Finished:
     image_crc32: int
     chunk_crc32s: tuple[int, ...]
     entry_crc32s: tuple[int, ...]
+
+
+class Image(Protocol):
+    """An image whose chunks can be made, in order."""
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout."""
+        ...
+
+    def senders(self, chunk: int) -> tuple[int, ...]:
+        """The ranks that have something of a chunk."""
+        ...
+
+    def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:
+        """Put what `rank` has of `chunk` in its place. Any thread."""
+        ...
+
+    def finish_chunk(self, memory: memoryview) -> int:
+        """Fill the CRC fields of the next chunk, all of whose frames are there; its CRC-32."""
+        ...
+
+    def finished(self) -> Finished:
+        """What the manifest says, after the last chunk."""
+        ...
+
+
+class ChunkFinisher:
+    """Fills the CRC fields of an image's chunks, which come in order, and keeps the sums.
+
+    Args:
+        key: The checkpoint.
+        layout: The image.
+    """
+
+    def __init__(self, key: Key, layout: Layout) -> None:
+        self._key, self._layout = key, layout
+        self.index = LayoutIndex(layout)
+        self._chunk_crcs: list[int] = []
+        self._entry_crcs = [0] * len(layout.entries)
+
+    @property
+    def chunk(self) -> int:
+        """The next one."""
+        return len(self._chunk_crcs)
+
+    def finish(self, memory: memoryview, sources: tuple[Source, ...]) -> int:
+        """Fill the CRC fields of the next chunk.
+
+        Args:
+            memory: All of its bytes.
+            sources: Each sender, and the CRC-32 of its frame.
+
+        Returns:
+            The CRC-32 of the chunk as it is then.
+
+        Raises:
+            DamageError: A frame has another CRC-32.
+        """
+        chunk = self.chunk
+        crcs = list(verify_chunk(memory, _Verify(self._key, chunk, sources, self.index)))
+        segments = self._layout.segments(chunk)
+        for segment, crc in zip(segments, crcs, strict=True):
+            if segment.entry is not None:
+                self._entry_crcs[segment.entry] = combine(
+                    self._entry_crcs[segment.entry], crc, segment.nbytes
+                )
+        if self.index.fields[chunk]:
+            values = tuple(
+                (
+                    part.offset,
+                    self._entry_crcs[part.entry].to_bytes(4, "little")[part.first : part.first + part.nbytes],
+                )
+                for part in self.index.fields[chunk]
+            )
+            touched = self.index.patched[chunk]
+            verified = tuple(crcs[number] for number in touched)
+            for number, crc in patch_chunk(
+                memory, _Patch(self._key, chunk, values, touched, verified, self.index)
+            ):
+                crcs[number] = crc
+        total = combine_all((crc, segment.nbytes) for segment, crc in zip(segments, crcs, strict=True))
+        self._chunk_crcs.append(total)
+        return total
+
+    def finished(self) -> Finished:
+        """What the manifest says, after the last chunk."""
+        assert self.chunk == self._layout.chunks
+        image_crc = combine_all(
+            (crc, self._layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(self._chunk_crcs)
+        )
+        return Finished(self._key, self.index, image_crc, tuple(self._chunk_crcs), tuple(self._entry_crcs))
 
 
 class Assembler:
@@ -98,14 +202,12 @@ class Assembler:
     def __init__(self, loaded: LoadedSet, where: Callable[[int], str]) -> None:
         self.layout, self._where = loaded.layout, where
         self._key = loaded.found.order
-        self._index = LayoutIndex(loaded.layout)
+        self._finisher = ChunkFinisher(self._key, loaded.layout)
         self._seals = loaded.seals
         self._frames: tuple[dict[int, tuple[int, Frame]], ...] = tuple(
             {frame.chunk: (number, frame) for number, frame in enumerate(frames_of(loaded.layout, rank))}
             for rank in range(loaded.layout.ranks)
         )
-        self._chunk_crcs: list[int] = []
-        self._entry_crcs = [0] * len(loaded.layout.entries)
 
     def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:
         """Put what `rank` has of `chunk` in its place, checked. Any thread.
@@ -129,7 +231,7 @@ class Assembler:
                 raise DamageError(
                     f"{self._where(rank)}: bytes {frame.offset} to {frame.offset + frame.nbytes} (chunk {chunk} of "
                     f"{self._key} from rank {rank}): CRC-32 {found:#010x}, the rank sealed {expected:#010x}; they hold "
-                    f"{self._index.contents(chunk, rank)}. Nothing is published of it; take another step"
+                    f"{self._finisher.index.contents(chunk, rank)}. Nothing is published of it; take another step"
                 )
         if not whole:
             at = 0
@@ -143,43 +245,16 @@ class Assembler:
 
     def finish_chunk(self, memory: memoryview) -> int:
         """Fill the CRC fields of the next chunk, all of whose frames are there; its CRC-32."""
-        chunk = len(self._chunk_crcs)
+        chunk = self._finisher.chunk
         sources = tuple(
             Source(rank, self._seals[rank].frame_crc32s[self._frames[rank][chunk][0]])
             for rank in self.senders(chunk)
         )
-        crcs = list(verify_chunk(memory, _Verify(self._key, chunk, sources, self._index)))
-        segments = self.layout.segments(chunk)
-        for segment, crc in zip(segments, crcs, strict=True):
-            if segment.entry is not None:
-                self._entry_crcs[segment.entry] = combine(
-                    self._entry_crcs[segment.entry], crc, segment.nbytes
-                )
-        if self._index.fields[chunk]:
-            values = tuple(
-                (
-                    part.offset,
-                    self._entry_crcs[part.entry].to_bytes(4, "little")[part.first : part.first + part.nbytes],
-                )
-                for part in self._index.fields[chunk]
-            )
-            touched = self._index.patched[chunk]
-            verified = tuple(crcs[number] for number in touched)
-            for number, crc in patch_chunk(
-                memory, _Patch(self._key, chunk, values, touched, verified, self._index)
-            ):
-                crcs[number] = crc
-        total = combine_all((crc, segment.nbytes) for segment, crc in zip(segments, crcs, strict=True))
-        self._chunk_crcs.append(total)
-        return total
+        return self._finisher.finish(memory, sources)
 
-    def finished(self) -> _Finished:
+    def finished(self) -> Finished:
         """What the manifest says, after the last chunk."""
-        assert len(self._chunk_crcs) == self.layout.chunks
-        image_crc = combine_all(
-            (crc, self.layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(self._chunk_crcs)
-        )
-        return _Finished(self._key, self._index, image_crc, tuple(self._chunk_crcs), tuple(self._entry_crcs))
+        return self._finisher.finished()
 
 
 def assemble(
@@ -206,14 +281,60 @@ def assemble(
         FencedError: The run is another's.
         StoreError: The store failed.
     """
-    layout, key = loaded.layout, loaded.found.order
+    assembler, read = _assembler_of(store, loaded)
+    manifest = publish_image(
+        store,
+        loaded.found.order,
+        assembler,
+        read,
+        check=check,
+        progress=progress,
+        times=_times(loaded),
+        record={"ranks": {str(seal.rank): _small(seal.record) for seal in loaded.seals}},
+        writer="assembly",
+    )
+    _log.info("%s: put together from %d slices as %s", loaded.found.order, len(loaded.seals), manifest.file)
+    return manifest
+
+
+def publish_image(
+    store: Store,
+    key: Key,
+    image: Image,
+    read: Read,
+    *,
+    check: Callable[[], None],
+    progress: Callable[[int], None] | None,
+    times: Times,
+    record: Mapping[str, Any],
+    writer: str,
+) -> Manifest:
+    """Publish an image as a portable file, and then its manifest. Blocks; memory is two parts of the upload.
+
+    Args:
+        store: The run.
+        key: What it is published as.
+        image: The image.
+        read: Handed on to `image.read_frame`.
+        check: Sees that the run is still ours, before each part and each visible act; raises `FencedError` if not.
+        progress: Called from the calling thread with the bytes newly written.
+        times: When it was staged and durable.
+        record: What the manifest tells people.
+        writer: Key in the record under which the time of this call stands.
+
+    Returns:
+        The manifest, as it stands in the store: durable, not read back.
+
+    Raises:
+        DamageError, BusyError, FencedError, StoreError: As `assemble`.
+    """
+    layout = image.layout
     begun = time.monotonic()
     file, write_id = choose_name(store, key, ()), f"{WRITE_ID_PREFIX}-{uuid.uuid4().hex}"
-    assembler, read = _assembler_of(store, loaded)
     check()
     upload = store.begin(file, nbytes=layout.image_bytes, chunk_bytes=layout.chunk_bytes, write_id=write_id)
     try:
-        with contextlib.closing(_write_parts(upload, assembler, read)) as parts:
+        with contextlib.closing(_write_parts(upload, image, read)) as parts:
             for nbytes in parts:
                 check()
                 if progress is not None:
@@ -227,18 +348,17 @@ def assemble(
     reach(Point.IMAGE_NAMED)
     check()
     manifest = build_manifest(
-        assembler.finished(),
+        image.finished(),
         run=store.url.rstrip("/").rpartition("/")[2],
         file=file,
         write_id=write_id,
-        times=_times(loaded),
-        record={"ranks": {str(seal.rank): _small(seal.record) for seal in loaded.seals}},
-        writer="assembly",
+        times=times,
+        record=record,
+        writer=writer,
         writer_record={"seconds": round(time.monotonic() - begun, 6)},
     )
     store.write(manifest_name(file), manifest.to_bytes())
     reach(Point.IMAGE_LISTED)
-    _log.info("%s: put together from %d slices as %s", key, len(loaded.seals), file)
     return manifest
 
 
@@ -276,9 +396,9 @@ def _assembler_of(store: Store, loaded: LoadedSet) -> tuple[Assembler, Read]:
     return Assembler(loaded, lambda rank: f"{store.url}/{loaded.found.name(rank).slice}"), read
 
 
-def _write_parts(upload: Parts, assembler: Assembler, read: Read) -> Generator[int, None, None]:
+def _write_parts(upload: Parts, image: Image, read: Read) -> Generator[int, None, None]:
     """Write all parts; gives the bytes of each when it is written."""
-    layout = assembler.layout
+    layout = image.layout
     if upload.part_bytes <= 0 or upload.part_bytes % layout.chunk_bytes:
         raise ProtocolError(
             f"the store wants parts of {upload.part_bytes} bytes, no multiple of {layout.chunk_bytes}"
@@ -298,12 +418,12 @@ def _write_parts(upload: Parts, assembler: Assembler, read: Read) -> Generator[i
             extents = {chunk: layout.chunk_extent(chunk) for chunk in chunks}
             places = {chunk: memory[at.offset - base : at.end - base] for chunk, at in extents.items()}
             reads = [
-                readers.submit(assembler.read_frame, chunk, rank, places[chunk], read)
+                readers.submit(image.read_frame, chunk, rank, places[chunk], read)
                 for chunk in chunks
-                for rank in assembler.senders(chunk)
+                for rank in image.senders(chunk)
             ]
             _wait_all(reads)
-            crcs = [(assembler.finish_chunk(places[chunk]), places[chunk].nbytes) for chunk in chunks]
+            crcs = [(image.finish_chunk(places[chunk]), places[chunk].nbytes) for chunk in chunks]
             reach(Point.SLICES_READ)
             if written is not None:
                 yield written.result()

@@ -1,11 +1,17 @@
 """The `holdfast` command: finds the subcommands, and turns every error into one message and an exit code.
 
     holdfast ls|inspect|verify|pull URL[@STEP]     tools, in holdfast/commands/; need neither torch nor MPI
+    holdfast export|import                         from and to files of other tools; torch comes by entry point
     holdfast assemble URL[@STEP]                   makes a file of slices in the store; takes the run's claim
+    holdfast status [RUN]                          watches a run on this machine, in holdfast/status/
+    holdfast report RUN                            what happened in a run, as a page; in holdfast/report/
     holdfast doctor                                looks at a machine; the roles add what they need of it
     holdfast simulate TRACE...                     replays preemptions, in holdfast/simulate/; needs no run at all
+    holdfast tune [TRACE]                          settings with their reasons, from what was measured
     holdfast run                                   a supervised job, in holdfast/supervise/
+    holdfast drill                                 the same, killed at random points, in holdfast/drill/
     holdfast cluster up|status|down                its machines on AWS, in holdfast/cluster/
+    holdfast completion bash|zsh|fish              what a shell needs to complete all this
     holdfast stager|flusher …                      roles, from the entry-point group `holdfast.commands`
 
 Commands are imported only when named (or all of them for --help). A role whose dependency is not installed
@@ -37,11 +43,18 @@ _TOOLS = {
     "inspect": "holdfast.commands.inspect:inspect",
     "verify": "holdfast.commands.verify:verify",
     "pull": "holdfast.commands.pull:pull",
+    "export": "holdfast.commands.export:export",
+    "import": "holdfast.commands.import_state:import_state",
     "assemble": "holdfast.commands.assemble:assemble_command",
+    "status": "holdfast.commands.status:status",
+    "report": "holdfast.commands.report:report",
     "doctor": "holdfast.commands.doctor:doctor",
     "simulate": "holdfast.commands.simulate:simulate",
+    "tune": "holdfast.commands.tune:tune",
     "run": "holdfast.commands.run:run",
+    "drill": "holdfast.commands.drill:drill",
     "cluster": "holdfast.commands.cluster:cluster",
+    "completion": "holdfast.commands.completion:completion",
 }
 _EXTRA_OF_PACKAGE = {"trainer_side": "trainer", "stager": "stager", "flusher": "flusher"}
 _INTERRUPTED_EXIT_CODE = 130  # what a shell gives a command that ended by SIGINT

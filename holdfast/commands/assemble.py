@@ -6,28 +6,26 @@ claim ─► newest complete set ─► file ─► manifest ─► read back �
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import click
 
-from holdfast.assembly import WRITE_ID_PREFIX, assemble
+from holdfast.assembly import assemble
 from holdfast.catalog import Catalog
-from holdfast.claim import Claim
+from holdfast.commands.claimed import claimed, read_back
+from holdfast.commands.examples import examples
 from holdfast.commands.output import console, json_option, plain, print_json, progress_bar
 from holdfast.commands.target import TARGET, Target
-from holdfast.errors import DamageError, StoreError, StoreMissing
+from holdfast.errors import DamageError, StoreMissing
 from holdfast.faultpoint import identify
-from holdfast.manifest import Manifest, State, manifest_name
+from holdfast.manifest import Manifest, State
 from holdfast.slice_sets import SliceSet, complete_sets, find_sets, load_set, remove_set
 from holdfast.storage.base import Store
-from holdfast.verify import verify_file
 
 __all__ = ["assemble_command"]
 
 _log = logging.getLogger("holdfast.cli")
-_HEARTBEAT_SECONDS = 5.0
 
 
 class _Outcome(NamedTuple):
@@ -35,7 +33,14 @@ class _Outcome(NamedTuple):
     removed: list[str]
 
 
-@click.command("assemble", short_help="Make a checkpoint of slices that ranks wrote to the store themselves.")
+@click.command(
+    "assemble",
+    short_help="Make a checkpoint of slices that ranks wrote to the store themselves.",
+    epilog=examples(
+        "holdfast assemble s3://bucket/run",
+        "holdfast assemble s3://bucket/run@1000 --keep-slices",
+    ),
+)
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.option("--keep-slices", is_flag=True, help="Leave the slices where they are.")
 @json_option
@@ -58,12 +63,8 @@ def assemble_command(as_json: bool, target: Target, keep_slices: bool) -> None:
     if _chosen(catalog, target.step) is None:  # before the claim: looking must not need it
         _say(store, _Outcome(None, []), as_json=as_json)
         return
-    claim = Claim.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
-    try:
-        store.sweep(lambda own: not own.startswith(f"{WRITE_ID_PREFIX}-"))
-        outcome = _run(catalog, target, _watch(claim), keep_slices=keep_slices, quiet=as_json)
-    finally:
-        claim.release()
+    with claimed(store) as (_, check):
+        outcome = _run(catalog, target, check, keep_slices=keep_slices, quiet=as_json)
     _say(store, outcome, as_json=as_json)
     if outcome.manifest is not None and outcome.manifest.state is State.BAD:
         raise DamageError(f"{outcome.manifest.note}; the slices are kept, run it again")
@@ -84,7 +85,7 @@ def _run(
             _log.warning("not used: %s", error)
             continue
         if manifest.state is not State.VERIFIED:
-            manifest = _read_back(store, manifest, check, quiet=quiet)
+            manifest = read_back(store, manifest, check, quiet=quiet)
         break
     else:
         raise DamageError(f"{store.url}: no complete set of slices can be used; the log above says why")
@@ -130,35 +131,6 @@ def _assemble(store: Store, found: SliceSet, check: Callable[[], None], *, quiet
     loaded = load_set(store, found)
     with progress_bar(f"step {found.step}", loaded.layout.image_bytes, hidden=quiet) as advance:
         return assemble(store, loaded, check=check, progress=advance)
-
-
-def _read_back(store: Store, manifest: Manifest, check: Callable[[], None], *, quiet: bool) -> Manifest:
-    with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
-        report = verify_file(store, manifest, progress=advance)
-    state = State.VERIFIED if report.ok else State.BAD
-    note = "" if report.ok else report.summary()
-    done = manifest.model_copy(update={"state": state, "note": note[:4096]})
-    check()
-    store.write(manifest_name(manifest.file), done.to_bytes())
-    return done
-
-
-def _watch(claim: Claim) -> Callable[[], None]:
-    """A check of the claim that beats as well, when it is time."""
-    beaten = [time.monotonic()]
-
-    def check() -> None:
-        if time.monotonic() - beaten[0] < _HEARTBEAT_SECONDS:
-            claim.check()
-            return
-        beaten[0] = time.monotonic()
-        try:
-            claim.beat()
-        except StoreError as error:
-            _log.warning("no heartbeat: %s", error)
-            claim.check()
-
-    return check
 
 
 def _say(store: Store, outcome: _Outcome, *, as_json: bool) -> None:

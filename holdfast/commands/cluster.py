@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from holdfast.commands.examples import examples
 from holdfast.commands.output import console, json_option, print_json, seconds, table
 from holdfast.errors import BusyError, ConfigError
 
@@ -42,7 +43,14 @@ _ON_DEMAND_PRICE = click.option(
 )
 
 
-@click.group(short_help="Raise, show and end a run's machines on AWS.")
+@click.group(
+    short_help="Raise, show and end a run's machines on AWS.",
+    epilog=examples(
+        "terraform output -json > terraform-output.json",
+        "holdfast cluster up --nodes 8 --types c7i.4xlarge,c6i.4xlarge --hostfile hosts",
+        "holdfast cluster down",
+    ),
+)
 def cluster() -> None:
     """Raise, show and end the machines of one run on AWS.
 
@@ -50,7 +58,13 @@ def cluster() -> None:
     """
 
 
-@cluster.command(short_help="Raise the cluster: all trainers or none, and the stager.")
+@cluster.command(
+    short_help="Raise the cluster: all trainers or none, and the stager.",
+    epilog=examples(
+        "holdfast cluster up --nodes 8 --types c7i.4xlarge,c6i.4xlarge --hostfile hosts",
+        "holdfast cluster up --nodes 8 --nodes-min 4 --types g6.xlarge --on-demand-max 2 --budget-per-hour 20",
+    ),
+)
 @_FILE
 @click.option("--nodes", type=click.IntRange(1), required=True, help="Training nodes.")
 @click.option("--nodes-min", type=click.IntRange(1), help="So few will do. Default: --nodes.")
@@ -69,7 +83,13 @@ def cluster() -> None:
 @click.option(
     "--hostfile", type=click.Path(path_type=Path), help="Write the trainers there, as mpirun reads it."
 )
-@click.option("--wait-seconds-max", type=click.FloatRange(0), default=600.0, show_default=True)
+@click.option(
+    "--wait-seconds-max",
+    type=click.FloatRange(0),
+    default=600.0,
+    show_default=True,
+    help="How long machines may take to come up.",
+)
 @json_option
 def up(as_json: bool, path: Path, **options: Any) -> None:
     """Raise the cluster, or what is missing of it. May be interrupted, and run again.
@@ -129,7 +149,10 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     out.print("or by hand:", mpirun, sep="\n  ", markup=False, soft_wrap=True)
 
 
-@cluster.command(short_help="Nodes, ages, prices, what was taken.")
+@cluster.command(
+    short_help="Nodes, ages, prices, what was taken.",
+    epilog=examples("holdfast cluster status", "holdfast cluster status --budget-per-hour 20 --json"),
+)
 @_FILE
 @_BUDGET
 @_STAGER_PRICE
@@ -179,9 +202,18 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
         raise BusyError(f"the cluster costs {standing.per_hour:.2f} USD per hour, the budget is {limit:.2f}")
 
 
-@cluster.command(short_help="End every machine of the run, and look that none is left.")
+@cluster.command(
+    short_help="End every machine of the run, and look that none is left.",
+    epilog=examples("holdfast cluster down", "holdfast cluster down --from other/terraform-output.json"),
+)
 @_FILE
-@click.option("--wait-seconds-max", type=click.FloatRange(0), default=600.0, show_default=True)
+@click.option(
+    "--wait-seconds-max",
+    type=click.FloatRange(0),
+    default=600.0,
+    show_default=True,
+    help="How long machines may take to end.",
+)
 @json_option
 def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
     """End every machine with the run's tags, wait, and look for anything that is left: instances, volumes, interfaces,

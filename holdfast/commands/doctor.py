@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from holdfast.commands.examples import examples
 from holdfast.commands.output import console, json_option, print_json, table
 from holdfast.config import RING_CHUNKS_MIN, default_runtime_dir, parse_size
 from holdfast.doctor import Finding, Plan, State, examine
@@ -18,7 +19,14 @@ __all__ = ["doctor"]
 _STYLE = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
 
 
-@click.command(short_help="Check this machine, its MPI and the store before a run.")
+@click.command(
+    short_help="Check this machine, its MPI and the store before a run.",
+    epilog=examples(
+        "holdfast doctor                                        # this machine",
+        "holdfast doctor --store s3://bucket/run                # and the store, as the flusher will use it",
+        "holdfast doctor --hostfile hosts --store s3://b/run    # and the network between two hosts",
+    ),
+)
 @click.option(
     "--store", help="URL of the run to be: a path, or s3://bucket/run. Without it no store is looked at."
 )
@@ -46,15 +54,10 @@ def doctor(
 
     Leaves nothing behind. Takes about ten seconds.
 
-    \b
-    holdfast doctor                                  this machine
-    holdfast doctor --store s3://bucket/run          and the store, as the flusher will use it
-    holdfast doctor --hostfile hosts --store URL     and the network between two hosts
-
     Exit code 0: fit, perhaps with warnings; 2: something must be mended first, and it says what.
 
     JSON: {"fit": bool, "findings": [{"check", "state": "ok|warn|fail|skipped", "seen", "fix"}]}.
-    """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
+    """
     plan = Plan(
         store=store,
         runtime_dir=(runtime_dir or default_runtime_dir()).absolute(),

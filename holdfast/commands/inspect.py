@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.commands.examples import examples
 from holdfast.commands.output import age, console, json_option, plain, print_json, seconds, size, table
 from holdfast.commands.target import TARGET, Target
 from holdfast.manifest import Manifest
@@ -20,7 +21,13 @@ _SECONDS_MAX = 1e15
 _NUMBER_MAX = 10**300
 
 
-@click.command(short_help="Show what one checkpoint holds: summary, tensors, phases.")
+@click.command(
+    short_help="Show what one checkpoint holds: summary, tensors, phases.",
+    epilog=examples(
+        "holdfast inspect s3://bucket/run",
+        "holdfast inspect s3://bucket/run@1000 --all",
+    ),
+)
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.option("--all", "show_all", is_flag=True, help=f"Show all rows, not only {_ROWS_SHOWN} of each table.")
 @json_option

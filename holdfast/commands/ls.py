@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from holdfast.catalog import CatalogItem
+from holdfast.commands.examples import examples
 from holdfast.commands.output import age, console, json_option, plain, print_json, seconds, size, table
 from holdfast.commands.target import URL, Target
 from holdfast.errors import StoreMissing
@@ -15,7 +16,13 @@ from holdfast.slice_sets import SliceSet
 __all__ = ["ls"]
 
 
-@click.command(short_help="List the checkpoints of a run, newest first.")
+@click.command(
+    short_help="List the checkpoints of a run, newest first.",
+    epilog=examples(
+        "holdfast ls s3://bucket/run",
+        "holdfast ls /mnt/run --json | jq '.checkpoints[0].step'",
+    ),
+)
 @click.argument("target", metavar="URL", type=URL)
 @json_option
 def ls(as_json: bool, target: Target) -> None:

@@ -31,7 +31,17 @@ from rich.table import Table
 from holdfast.errors import HoldfastError
 from holdfast.manifest import Manifest
 
-__all__ = ["age", "console", "json_option", "plain", "print_json", "progress_bar", "seconds", "size", "table"]
+__all__ = [
+    "age",
+    "console",
+    "json_option",
+    "plain",
+    "print_json",
+    "progress_bar",
+    "seconds",
+    "size",
+    "table",
+]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNIT = 1024

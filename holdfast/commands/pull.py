@@ -1,16 +1,14 @@
 """`holdfast pull URL[@STEP] DEST`: copy the portable file here, checked as it comes.
 
-store ─► buffer ─► CRC of each chunk against the manifest ─► .DEST.<random>.part ─► fsync ─► rename
+store ─► buffer ─► CRC of each chunk against the manifest ─► .DEST.….part, kept over a death ─► fsync ─► rename
   └ a step that is there as slices alone: put together on the way, each frame checked against its seal
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,20 +17,30 @@ import click
 from holdfast import crc
 from holdfast.assembly import copy_out
 from holdfast.catalog import Catalog
+from holdfast.commands.examples import examples
 from holdfast.commands.output import console, json_option, print_json, progress_bar
+from holdfast.commands.partial import partial
+from holdfast.commands.place import place, unwritable, write_whole
 from holdfast.commands.target import TARGET, Target
-from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
+from holdfast.errors import DamageError, StoreMissing
 from holdfast.manifest import Manifest, step_file_name
 from holdfast.slice_sets import SliceSet, complete_sets, load_set
 from holdfast.storage.base import Store
 
-__all__ = ["pull"]
+__all__ = ["pull", "pull_file"]
 
 _log = logging.getLogger("holdfast.cli")
 _BUFFER_BYTES = 16 * 1024 * 1024
+_READS_MAX = 2  # a chunk that came wrong may have changed on its way only
 
 
-@click.command(short_help="Copy a checkpoint here as one file that torch.load reads.")
+@click.command(
+    short_help="Copy a checkpoint here as one file that torch.load reads.",
+    epilog=examples(
+        "holdfast pull s3://bucket/run .              # the newest good one, under its own name",
+        "holdfast pull s3://bucket/run@1000 step.pt",
+    ),
+)
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Replace DEST if it is there.")
@@ -46,7 +54,10 @@ def pull(as_json: bool, target: Target, destination: Path, force: bool) -> None:
     A step that ranks wrote to the store as slices, and of which there is no file, is put together as it comes; nothing
     changes in the store. Without @STEP it is so only where the run has no file at all.
 
-    JSON: {"url", "step", "file", "destination", "nbytes", "crc32"}.
+    An interrupted copy is kept beside DEST as a hidden file .part; the same command again fetches only what is missing,
+    and reads what is there once more, to check it. One of slices begins anew.
+
+    JSON: {"url", "step", "file", "destination", "nbytes", "crc32", "kept_bytes"}.
     """
     catalog = target.catalog()
     try:
@@ -57,15 +68,41 @@ def pull(as_json: bool, target: Target, destination: Path, force: bool) -> None:
             raise
         _pull_slices(catalog, sets, destination, force=force, as_json=as_json)
         return
-    path = _place(destination, manifest.file, force=force)
-    with progress_bar(manifest.file, manifest.image_bytes, hidden=as_json) as advance:
-        _write(path, manifest.image_bytes, lambda fd: _stream(catalog.store, manifest, fd, advance))
+    path = place(destination, manifest.file, force=force)
+    kept_bytes = pull_file(catalog.store, manifest, path, quiet=as_json)
     names: dict[str, str | int] = {
         "url": catalog.store.url,
         "step": manifest.step,
         "file": manifest.file,
     }
-    _say(names, path, manifest.image_bytes, manifest.image_crc32, as_json=as_json)
+    _say(names, path, manifest.image_bytes, manifest.image_crc32, kept_bytes=kept_bytes, as_json=as_json)
+
+
+def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> int:
+    """Copy the file of `manifest` to `path`, checked as it comes. What an earlier call fetched is not fetched again.
+
+    Returns:
+        How many bytes were here already.
+
+    Raises:
+        BusyError: Another process is fetching it to the same place.
+        DamageError: It is not what was written.
+        StoreError: The store failed, or the file cannot be written. What has come is kept.
+    """
+    kept_bytes = 0
+    with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
+        try:
+            with partial(path, manifest.image_crc32, manifest.image_bytes) as fd:
+                kept_bytes = _kept(fd, manifest)
+                advance(kept_bytes)
+                try:
+                    _stream(store, manifest, fd, kept_bytes // manifest.chunk_bytes, advance)
+                except DamageError:
+                    os.truncate(fd, 0)
+                    raise
+        except OSError as error:
+            raise unwritable(path, manifest.image_bytes, error) from error
+    return kept_bytes
 
 
 def _pull_slices(
@@ -75,7 +112,7 @@ def _pull_slices(
     store = catalog.store
     for found in sets:
         file = step_file_name(found.step)
-        path = _place(destination, file, force=force)
+        path = place(destination, file, force=force)
         sums: list[int] = []
         try:
             loaded = load_set(store, found)
@@ -86,7 +123,7 @@ def _pull_slices(
                     parts = _FileParts(fd, loaded.layout.chunk_bytes)  # noqa: B023 - called at once
                     sums.append(copy_out(store, loaded, parts, progress=advance))  # noqa: B023
 
-                _write(path, nbytes, fill)
+                write_whole(path, nbytes, fill)
         except DamageError as error:
             if found is sets[-1]:
                 raise
@@ -96,11 +133,16 @@ def _pull_slices(
         return
 
 
-def _say(names: Mapping[str, str | int], path: Path, nbytes: int, crc32: int, *, as_json: bool) -> None:
+def _say(
+    names: Mapping[str, str | int], path: Path, nbytes: int, crc32: int, *, as_json: bool, kept_bytes: int = 0
+) -> None:
     if as_json:
-        print_json({**names, "destination": str(path), "nbytes": nbytes, "crc32": crc32})
-    else:
-        console().print(f"{path}: step {names['step']}, {nbytes} bytes, all good", markup=False)
+        told = {"destination": str(path), "nbytes": nbytes, "crc32": crc32, "kept_bytes": kept_bytes}
+        print_json({**names, **told})
+        return
+    kept = f", of which {kept_bytes} were here already" if kept_bytes else ""
+    said = f"{path}: step {names['step']}, {nbytes} bytes{kept}, all good"
+    console().print(said, markup=False)
 
 
 class _FileParts:
@@ -115,71 +157,63 @@ class _FileParts:
             _write_all(self._fd, buffer)
 
 
-def _place(destination: Path, file_name: str, *, force: bool) -> Path:
-    """Where the file goes. Raises `ConfigError` when it cannot, before anything is read."""
-    try:
-        path = destination / file_name if destination.is_dir() else destination
-        if not path.parent.is_dir():
-            raise ConfigError(f"{path}: its directory {path.parent} does not exist; make it first")
-        if path.is_dir():
-            raise ConfigError(f"{path}: is a directory; name a file in it")
-        if path.exists() and not force:
-            raise ConfigError(f"{path}: is already there; --force replaces it")
-    except OSError as error:  # a name that is too long, a directory that may not be entered
-        raise ConfigError(f"{destination}: cannot be used: {error.strerror}") from error
-    return path
-
-
-def _write(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
-    """Have the file at `path` filled by way of a temporary name beside it."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            fill(fd)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        temporary.rename(path)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-    except OSError as error:
-        raise StoreError(
-            f"{path}: cannot be written: {error.strerror} ({nbytes} bytes are needed)"
-        ) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):  # renamed, or never made
-            temporary.unlink()
-
-
-def _stream(store: Store, manifest: Manifest, fd: int, advance: Callable[[int], None]) -> None:
-    buffer = memoryview(mmap.mmap(-1, max(1, min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes))))
-    image_crc32 = 0
-    offset = 0
+def _kept(fd: int, manifest: Manifest) -> int:
+    """How many bytes at the begin of the file are what they should be: whole chunks, or all. The rest is cut off."""
+    buffer = memoryview(bytearray(min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes)))
+    nbytes = os.fstat(fd).st_size
     for chunk, expected in enumerate(manifest.chunk_crc32s):
-        begin, chunk_crc32 = offset, 0
-        end = min(begin + manifest.chunk_bytes, manifest.image_bytes)
-        while offset < end:
-            part = buffer[: min(len(buffer), end - offset)]
-            store.read_into(manifest.file, offset, part)
-            chunk_crc32 = crc.crc32(part, chunk_crc32)
-            _write_all(fd, part)
-            offset += len(part)
-            advance(len(part))
-        if chunk_crc32 != expected:
+        begin, end = _extent(manifest, chunk)
+        offset, found = begin, 0
+        while offset < min(end, nbytes):
+            got = os.preadv(fd, [buffer[: min(len(buffer), end - offset)]], offset)
+            if not got:
+                break
+            found = crc.crc32(buffer[:got], found)
+            offset += got
+        if offset < end or found != expected:
+            os.truncate(fd, begin)
+            return begin
+    os.truncate(fd, manifest.image_bytes)
+    return manifest.image_bytes
+
+
+def _stream(store: Store, manifest: Manifest, fd: int, first: int, advance: Callable[[int], None]) -> None:
+    """Fetch the chunks from `first` on."""
+    buffer = memoryview(mmap.mmap(-1, max(1, min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes))))
+    for chunk, expected in list(enumerate(manifest.chunk_crc32s))[first:]:
+        begin, end = _extent(manifest, chunk)
+        found = 0
+        for _ in range(_READS_MAX):
+            offset, found = begin, 0
+            while offset < end:
+                part = buffer[: min(len(buffer), end - offset)]
+                store.read_into(manifest.file, offset, part)
+                found = crc.crc32(part, found)
+                os.lseek(fd, offset, os.SEEK_SET)
+                _write_all(fd, part)
+                offset += len(part)
+            if found == expected:
+                break
+        else:
             raise DamageError(
                 f"{store.url}/{manifest.file}: chunk {chunk} (bytes {begin}-{end - 1}): "
-                f"expected CRC-32 {expected:08x}, got {chunk_crc32:08x}; "
+                f"expected CRC-32 {expected:08x}, got {found:08x}; "
                 "`holdfast verify` names the tensors, `holdfast ls` other steps"
             )
-        image_crc32 = crc.combine(image_crc32, chunk_crc32, end - begin)
+        advance(end - begin)
+    image_crc32 = crc.combine_all(
+        (expected, _extent(manifest, chunk)[1] - _extent(manifest, chunk)[0])
+        for chunk, expected in enumerate(manifest.chunk_crc32s)
+    )
     if image_crc32 != manifest.image_crc32:
         raise DamageError(
             f"{manifest.file}: expected CRC-32 {manifest.image_crc32:08x}, got {image_crc32:08x}"
         )
+
+
+def _extent(manifest: Manifest, chunk: int) -> tuple[int, int]:
+    begin = chunk * manifest.chunk_bytes
+    return begin, min(begin + manifest.chunk_bytes, manifest.image_bytes)
 
 
 def _write_all(fd: int, data: memoryview) -> None:

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from holdfast.commands.examples import examples
 from holdfast.errors import ConfigError, FencedError, StoreMissing
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 
 @click.command(
     short_help="Run a training job, and start it again after a preemption.",
+    epilog=examples(
+        "holdfast run -n 8 --store s3://bucket/run -- python train.py",
+        "holdfast run -n 16 --min-ranks 8 --hosts hosts --store /mnt/nfs/run -- python train.py",
+        "holdfast run -n 8 --set keep_last=5 --set ring_bytes=8GiB --store s3://bucket/run -- python train.py",
+    ),
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
 @click.option("-n", "--ranks", type=click.IntRange(1), required=True, help="Training ranks that are wanted.")
@@ -113,16 +119,13 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 def run(command: tuple[str, ...], **options: Any) -> int:
     """Run COMMAND as a training job with a stager beside it, until it is done.
 
-    \b
-    holdfast run -n 8 --store s3://bucket/run -- python train.py
-
     Start it on the stager's machine, which is not taken away. When ranks or their hosts are lost the job is started
     again on the hosts that are there, and goes on from the newest checkpoint. The same crash twice in a row without a
     newer checkpoint is a bug: then it stops, and shows the end of that rank's log.
 
     Exit codes: 0 the job is done; else that of the process that crashed; 9 hosts or ranks were lost too often;
     130 it was told to end by SIGTERM or Ctrl-C.
-    """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
+    """
     from holdfast.config import StagerConfig
     from holdfast.supervise.core import Core
     from holdfast.supervise.limits import Limits

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
 
 from holdfast.catalog import Catalog
 from holdfast.errors import ConfigError
@@ -70,6 +71,15 @@ class _TargetType(_ParamType):
                 f"expected the URL of a run, got a step of it: {value}; leave @{target.step} out"
             )
         return target
+
+    def shell_complete(
+        self,
+        ctx: click.Context,  # noqa: ARG002 - click's signature
+        param: click.Parameter,  # noqa: ARG002
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        """Directories: a run is mostly one, and asking a store would take its time."""
+        return [CompletionItem(incomplete, type="dir")]
 
 
 TARGET = _TargetType(with_step=True)

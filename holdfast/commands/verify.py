@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from holdfast.catalog import Catalog
+from holdfast.commands.examples import examples
 from holdfast.commands.output import console, json_option, plain, print_json, progress_bar
 from holdfast.commands.target import TARGET, Target
 from holdfast.errors import ConfigError, DamageError
@@ -18,7 +19,13 @@ __all__ = ["verify"]
 _FAULTS_SHOWN = 20
 
 
-@click.command(short_help="Read a checkpoint back and check every byte of it.")
+@click.command(
+    short_help="Read a checkpoint back and check every byte of it.",
+    epilog=examples(
+        "holdfast verify s3://bucket/run@1000",
+        "holdfast verify /mnt/run --all --threads 8",
+    ),
+)
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.option("--all", "check_all", is_flag=True, help="Check all checkpoints of the run.")
 @click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Readers at once.")

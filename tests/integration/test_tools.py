@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +152,34 @@ def test_pull_does_not_replace_unless_told(run_dir: Path, bare: dict[str, str], 
     assert target.read_text() == "precious"
     assert holdfast("pull", run_dir, target, "--force", env=bare).returncode == 0
     assert target.read_bytes() == (run_dir / "step-000000020.pt").read_bytes()
+
+
+def test_export_without_torch_says_what_to_install(
+    run_dir: Path, bare: dict[str, str], tmp_path: Path
+) -> None:
+    result = holdfast("export", run_dir, tmp_path / "x.pt", "--to", "torch", env=bare)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "x.pt").read_bytes() == (run_dir / "step-000000020.pt").read_bytes()
+    result = holdfast("export", run_dir, tmp_path / "x.safetensors", "--to", "safetensors", env=bare)
+    assert result.returncode == 2
+    assert "torch is not installed; run: pip install 'holdfast[trainer]'" in result.stderr
+    assert holdfast("import", "--help", env=bare).returncode == 0
+
+
+def test_pull_shows_on_a_terminal_how_far_it_is(run_dir: Path, bare: dict[str, str], tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    command = [str(HOLDFAST), "pull", str(run_dir), str(tmp_path / "x.pt")]
+    env = {**bare, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=theirs) as process:
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError), open(ours, "rb", buffering=0) as terminal:  # noqa: PTH123 - EIO is its end
+            while piece := terminal.read(4096):
+                said += piece
+        assert process.stdout is not None
+        assert b"all good" in process.stdout.read()
+    assert b"step-000000020.pt" in said
+    assert b"kB" in said or b"KiB" in said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -350,6 +351,78 @@ def test_pull_names_the_chunk_and_leaves_what_was_there(
     assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
 
 
+class Breaking(MemoryStore):
+    """Gives so many chunks of a file, then fails; notes where it was read."""
+
+    def __init__(self, reads: int) -> None:
+        super().__init__()
+        self.reads = reads
+        self.offsets: list[int] = []
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        if len(self.offsets) == self.reads:
+            raise StoreError("the line is cut")
+        super().read_into(name, offset, buffer)
+        self.offsets.append(offset)
+
+
+@pytest.fixture(name="cut")
+def _cut(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Breaking:
+    """A store from which two chunks of step 1 have come; they lie in the only file of `tmp_path`."""
+    store = Breaking(2)
+    monkeypatch.setattr("holdfast.storage.open_store", lambda _: store)
+    add_small(store, 1)
+    code, _, err = run("pull", "memory://run", tmp_path / "x.pt")
+    assert code == StoreError.exit_code
+    assert "the same command again fetches the rest" in err
+    store.offsets.clear()
+    store.reads = -1
+    return store
+
+
+def test_pull_goes_on_behind_what_has_come(cut: Breaking, run: Any, tmp_path: Path) -> None:
+    (part,) = tmp_path.iterdir()
+    assert part.read_bytes() == small_image()[: 2 * CHUNK_BYTES]
+    code, out, _ = run("pull", "memory://run", tmp_path / "x.pt")
+    assert (code, cut.offsets[0]) == (0, 2 * CHUNK_BYTES)
+    assert f"of which {2 * CHUNK_BYTES} were here already" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
+    assert (tmp_path / "x.pt").read_bytes() == small_image()
+
+
+@pytest.mark.parametrize(("flipped", "kept"), [(0, 0), (CHUNK_BYTES, 1), (2 * CHUNK_BYTES + 7, 2)])
+def test_pull_believes_nothing_of_what_has_come(
+    cut: Breaking, run: Any, tmp_path: Path, flipped: int, kept: int
+) -> None:
+    (part,) = tmp_path.iterdir()
+    content = bytearray(part.read_bytes() + bytes(100))  # and a piece that did not come whole
+    content[flipped] ^= 1
+    part.write_bytes(content)
+    assert run("pull", "memory://run", tmp_path / "x.pt")[0] == 0
+    assert cut.offsets[0] == kept * CHUNK_BYTES
+    assert (tmp_path / "x.pt").read_bytes() == small_image()
+
+
+def test_pull_of_another_checkpoint_begins_anew_and_clears_away(
+    cut: Breaking, run: Any, tmp_path: Path
+) -> None:
+    add_small(cut, 2)
+    assert run("pull", "memory://run", tmp_path / "x.pt")[0] == 0
+    assert cut.offsets[0] == 0
+    assert (tmp_path / "x.pt").read_bytes() == small_image(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
+
+
+def test_two_pulls_to_one_place_do_not_mix(cut: Breaking, run: Any, tmp_path: Path) -> None:
+    (part,) = tmp_path.iterdir()
+    with part.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code, _, err = run("pull", "memory://run", tmp_path / "x.pt")
+        assert code == BusyError.exit_code
+        assert "another process is fetching this file" in err
+        assert cut.offsets == []
+
+
 def test_pull_where_nothing_can_be_written(store: MemoryStore, run: Any, tmp_path: Path) -> None:
     add_small(store, 1)
     code, _, err = run("pull", "memory://run", f"{tmp_path}/{'x' * 300}")
@@ -370,6 +443,7 @@ def test_pull_json(store: MemoryStore, run: Any, tmp_path: Path) -> None:
         "file": manifest.file,
         "destination": str(tmp_path / manifest.file),
         "nbytes": manifest.image_bytes,
+        "kept_bytes": 0,
         "crc32": manifest.image_crc32,
     }
     assert (tmp_path / manifest.file).read_bytes() == small_image(1)

@@ -1,0 +1,146 @@
+"""Where a tool puts a file or a folder on this machine: there completely, or not at all.
+
+place ─► .NAME.<random>.part ─► filled ─► fsync ─► rename
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import ConfigError, StoreError
+
+__all__ = ["place", "place_folder", "sync_directory", "unwritable", "write_folder", "write_whole"]
+
+
+def place(destination: Path, file_name: str, *, force: bool) -> Path:
+    """Where the file goes: `destination`, or in it if that is a directory.
+
+    Raises:
+        ConfigError: It cannot go there; said before anything is read.
+    """
+    try:
+        path = destination / file_name if destination.is_dir() else destination
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path}: its directory {path.parent} does not exist; make it first")
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a directory; name a file in it")
+        if path.exists() and not force:
+            raise ConfigError(f"{path}: is already there; --force replaces it")
+    except OSError as error:  # a name that is too long, a directory that may not be entered
+        raise ConfigError(f"{destination}: cannot be used: {error.strerror}") from error
+    return path
+
+
+def place_folder(destination: Path, mark: str, *, force: bool) -> Path:
+    """Where a folder goes.
+
+    Args:
+        destination: Its name.
+        mark: A file that folders of its kind have: no other one is replaced.
+        force: Replace one of its kind.
+
+    Raises:
+        ConfigError: It cannot go there; said before anything is read.
+    """
+    path = Path(os.path.abspath(destination))  # noqa: PTH100 - `.` has no name to rename to
+    try:
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path}: its directory {path.parent} does not exist; make it first")
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path}: is a file; name a folder")
+        if path.is_dir() and any(path.iterdir()):
+            if not (path / mark).exists():
+                raise ConfigError(f"{path}: holds other things (there is no {mark} in it); name a new folder")
+            if not force:
+                raise ConfigError(f"{path}: is already there; --force replaces it")
+    except OSError as error:
+        raise ConfigError(f"{destination}: cannot be used: {error.strerror}") from error
+    return path
+
+
+def write_whole(path: Path, nbytes: int, fill: Callable[[int], None]) -> None:
+    """Have the file at `path` filled by way of a temporary name beside it.
+
+    Args:
+        path: Its name.
+        nbytes: What it will take, for the message.
+        fill: Writes to a file descriptor.
+
+    Raises:
+        StoreError: It cannot be written.
+    """
+    temporary = _temporary(path)
+    try:
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fill(fd)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.rename(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise unwritable(path, nbytes, error) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # renamed, or never made
+            temporary.unlink()
+
+
+def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
+    """Have the folder at `path` filled by way of a temporary name beside it; what is in it is made durable.
+
+    A folder that is there already is replaced: for a moment there is none of the name.
+
+    Args:
+        path: Its name.
+        nbytes: What it will take, for the message.
+        fill: Writes files into an empty folder.
+
+    Raises:
+        StoreError: It cannot be written.
+    """
+    temporary, old = _temporary(path), _temporary(path)
+    try:
+        temporary.mkdir()
+        fill(temporary)
+        for file in temporary.iterdir():
+            _sync(file, os.O_RDONLY)
+        sync_directory(temporary)
+        if path.exists():
+            path.rename(old)
+        temporary.rename(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise unwritable(path, nbytes, error) from error
+    finally:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        for gone in (temporary, old):
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def unwritable(path: Path, nbytes: int, error: OSError) -> StoreError:
+    """What to raise for an error of the system at `path`."""
+    return StoreError(f"{path}: cannot be written: {error.strerror or error} ({nbytes} bytes are needed)")
+
+
+def sync_directory(directory: Path) -> None:
+    """Make names in a directory durable."""
+    _sync(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")

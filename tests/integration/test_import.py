@@ -1,0 +1,66 @@
+"""A training that saved with torch.save moves to holdfast: imported, and a real job goes on from it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.catalog import Catalog
+from holdfast.storage import open_store
+from tests.integration.jobs import train
+from tests.support.cluster import Cluster, load, same
+from tests.support.job import HOLDFAST, environment
+from trainer_side import ResumableSampler
+
+pytestmark = [pytest.mark.mpi]
+
+
+def old_file(path: Path, *, steps: int) -> Path:
+    """What a script like tests/integration/jobs/train.py might have saved before it knew holdfast."""
+    torch.manual_seed(5)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(train.FEATURES, 64),
+        torch.nn.BatchNorm1d(64),
+        torch.nn.GELU(),
+        torch.nn.Dropout(0.3),
+        torch.nn.Linear(64, train.FEATURES),
+    )
+    model = torch.nn.ModuleDict({"module": net})  # named as DistributedDataParallel names it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    sampler = ResumableSampler(train.SAMPLES, seed=3, rank=0, ranks=2)
+    batches = sampler.batches(train.BATCH)
+    for _ in range(steps):
+        next(batches)
+        optimizer.zero_grad()
+        net(torch.randn(train.BATCH, train.FEATURES)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": sampler}
+    torch.save({"epoch": 1, **{name: value.state_dict() for name, value in state.items()}}, path)
+    return path
+
+
+def test_a_job_goes_on_from_what_torch_saved(tmp_path: Path) -> None:
+    file = old_file(tmp_path / "old.pt", steps=3)
+    cluster = Cluster(tmp_path, str(tmp_path / "store"), {"TRAIN_MAY_LACK": "rng"}, script=train.__file__)
+    command = [HOLDFAST, "import", str(file), cluster.store, "--step", "2", "--drop", "epoch"]
+    subprocess.run(command, env=environment(tmp_path / "runtime"), check=True)
+    with cluster.start(2, "6", "3") as job:
+        job.succeed(120)
+        said = job.output()
+    cluster.wait_for_flusher()
+    assert "not in the checkpoint, so it stays as it is: 'rng'" in said
+    saved = load(file)
+    for rank in range(2):
+        assert load(cluster.out(1) / f"final-{rank}.pt")["start"] == 3
+        restored = load(cluster.out(1) / f"restored-{rank}.pt")
+        for name in ("model", "optimizer", "scheduler", "data"):
+            assert same(restored[name], saved[name]), (rank, name)
+    items = Catalog(open_store(cluster.store)).list()
+    assert [(item.step, item.state) for item in items] == [(5, "verified"), (2, "verified")]
+    assert "rng" in load(tmp_path / "store" / "step-000000005.pt"), "from now on it is there"

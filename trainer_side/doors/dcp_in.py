@@ -1,0 +1,155 @@
+"""Reads a folder of torch.distributed.checkpoint, of any number of ranks, as a tree: all of it in memory.
+
+DCP unpickles its `.metadata` and each plain value without restriction. Here the first may hold DCP's own records and
+nothing else, and values are read with `weights_only=True`: nothing in the folder is run.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from holdfast.errors import ConfigError, DamageError, HoldfastError, StateError
+
+__all__ = ["read_dcp"]
+
+_METADATA = ".metadata"
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+def read_dcp(folder: Path) -> dict[str, Any]:
+    """The state.
+
+    Raises:
+        ConfigError: There is no such checkpoint in the folder.
+        DamageError: It is not readable.
+        StateError: It holds what is not read here.
+    """
+    if not (folder / _METADATA).is_file():
+        raise ConfigError(
+            f"{folder}: is a folder without {_METADATA}, so no checkpoint of torch.distributed.checkpoint"
+        )
+    state: dict[str, Any] = {}
+    try:
+        reader = _Reader(folder, _metadata_of(folder))
+        _load_state_dict(state, storage_reader=reader, planner=_Planner(), no_dist=True)  # type: ignore[no-untyped-call]
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise _explained(folder, cause) from error
+    except (
+        pickle.PickleError,
+        RuntimeError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        EOFError,
+    ) as error:
+        raise _explained(folder, error) from error
+    _number(state)
+    return state
+
+
+def _explained(folder: Path, error: BaseException) -> BaseException:
+    if isinstance(error, HoldfastError | OSError):
+        return error
+    if isinstance(error, pickle.UnpicklingError):
+        cause = str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
+        return StateError(
+            f"{folder}: holds what is not read without running code ({cause}); where you trust it, dcp.load it, and "
+            "save its tensors and plain values anew"
+        )
+    return DamageError(f"{folder}: not a checkpoint that DCP reads: {error}")
+
+
+class _RecordsOnly(pickle.Unpickler):
+    """Makes records of DCP and dtypes; refuses all else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = name in _RECORDS.get(module, ())
+        if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            raise pickle.UnpicklingError(f"{module}.{name} in {_METADATA}")
+        return super().find_class(module, name)
+
+
+def _metadata_of(folder: Path) -> Metadata:
+    with (folder / _METADATA).open("rb") as file:
+        metadata = _RecordsOnly(file).load()
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{_METADATA} holds a {type(metadata).__name__}")
+    for info in metadata.storage_data.values():
+        name = PurePosixPath(info.relative_path)
+        if name.is_absolute() or ".." in name.parts:
+            raise ValueError(f"{_METADATA} leads out of the folder, to {name}")
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    return metadata
+
+
+class _Reader(FileSystemReader):
+    """DCP's own, with metadata that was read already."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._read = metadata
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """The metadata."""
+        return self._read
+
+
+class _Planner(_EmptyStateDictLoadPlanner):
+    """Makes the state of what the metadata names; values are read with weights_only."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Put a plain value in its place."""
+        loaded = torch.load(value, map_location="cpu", weights_only=True)
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+def _number(tree: Any) -> None:
+    """Give the parameters of optimizers their numbers back: DCP makes text of every key."""
+    if not isinstance(tree, dict):
+        return
+    state, groups = tree.get("state"), tree.get("param_groups")
+    if isinstance(state, dict) and isinstance(groups, list):
+        numbers = {
+            str(one): one
+            for group in groups
+            if isinstance(group, dict)
+            for one in group.get("params", ())
+            if isinstance(one, int)
+        }
+        tree["state"] = {numbers.get(key, key): value for key, value in state.items()}
+    for value in tree.values():
+        _number(value)

@@ -1,0 +1,150 @@
+"""Opens what another tool has written, and makes of it the state that a `Checkpointer` will be asked to restore.
+
+file ─► torch.save, in zip format     torch.load(weights_only=True, mmap=True): code in it is refused
+     ├► safetensors                   safetensors_in
+     └► folder of DCP                 dcp_in
+tree ─► names: under, renamed, dropped ─► can it be saved? ─► Import
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.errors import ConfigError, DamageError, StateError
+from holdfast.manifest import Key
+from trainer_side.doors.dcp_in import read_dcp
+from trainer_side.doors.publishing import StateImage, plan_state
+from trainer_side.doors.safetensors_in import read_safetensors
+from trainer_side.nesting import refuse_deep_tuples
+from trainer_side.state import tensor_paths
+
+__all__ = ["Import", "open_foreign"]
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_NAMES_SHOWN = 8
+
+
+class Import:
+    """A state that was read, ready to be published. See `holdfast.commands.doors.Foreign`.
+
+    Args:
+        kind: What it was read from.
+        tree: The state.
+
+    Raises:
+        StateError: It cannot be saved; names the path.
+    """
+
+    def __init__(self, kind: str, tree: Mapping[str, Any]) -> None:
+        self.kind, self._tree = kind, tree
+        self._skeleton = plan_state(tree)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names at the top of the state."""
+        return list(self._tree)
+
+    @property
+    def tensors(self) -> int:
+        """How many there are."""
+        return len(tensor_paths(self._tree))
+
+    @property
+    def image_bytes(self) -> int:
+        """Size of the checkpoint's file."""
+        return self._skeleton.layout.image_bytes
+
+    def image(self, key: Key) -> StateImage:
+        """The image to publish as this checkpoint."""
+        return StateImage(key, self._tree, self._skeleton)
+
+
+def open_foreign(
+    path: Path, *, under: str | None, renamed: Mapping[str, str], dropped: Sequence[str]
+) -> Import:
+    """Open a file or folder; for `holdfast import`.
+
+    Args:
+        path: The file or folder.
+        under: Put all of it under this name of the state.
+        renamed: Names at the top to the names of the state.
+        dropped: Names at the top that are left out.
+
+    Raises:
+        ConfigError: It cannot be read, or there is no such name.
+        DamageError: It is none of the formats.
+        StateError: It holds what `torch.load(weights_only=True)` does not take, or has no names.
+    """
+    try:
+        kind, tree, name = _read(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    under = name if under is None else under
+    if under is not None:
+        tree = {under: tree}
+    return Import(kind, _named(tree, str(path), renamed, dropped))
+
+
+def _read(path: Path) -> tuple[str, Any, str | None]:
+    """The format, the tree, and the name that it goes under by itself."""
+    if path.is_dir():
+        return "dcp", read_dcp(path), None
+    with path.open("rb") as file:
+        magic = file.read(16)
+    if magic[:4] == _ZIP_MAGIC:
+        return "torch", _read_torch(path), None
+    if magic[8:9] == b"{":
+        return "safetensors", *read_safetensors(path)
+    raise DamageError(
+        f"{path}: begins with {magic[:4]!r}, so it is neither a torch file in zip format (torch.load and torch.save it "
+        "once more if it is an older one) nor a safetensors file"
+    )
+
+
+def _read_torch(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            refuse_deep_tuples(file, str(path))
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        cause = str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
+        raise StateError(
+            f"{path}: holds what torch.load(weights_only=True) does not take ({cause}); where you trust the file, load "
+            "it with weights_only=False, and save its state_dict()s, tensors and plain values anew"
+        ) from error
+    except (RuntimeError, ValueError, EOFError, KeyError, AttributeError, TypeError) as error:
+        raise DamageError(f"{path}: not a file that torch reads: {error}") from error
+
+
+def _named(tree: Any, what: str, renamed: Mapping[str, str], dropped: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        raise StateError(
+            f"{what}: holds a {type(tree).__name__}, expected a dict of names; --under model puts it under a name"
+        )
+    unknown = [name for name in (*renamed, *dropped) if name not in tree]
+    if unknown:
+        raise ConfigError(f"{what}: there is no {unknown[0]!r} in it; it has {_few(tree)}")
+    named: dict[Any, Any] = {
+        renamed.get(name, name): value for name, value in tree.items() if name not in dropped
+    }
+    if len(named) + len(dropped) < len(tree) or not named:
+        raise ConfigError(
+            f"{what}: after --rename and --drop, two names are one or none is left: {_few(named)}"
+        )
+    wrong = [name for name in named if not isinstance(name, str) or not name or "/" in name]
+    if wrong:
+        raise StateError(
+            f"{what}: the name {wrong[0]!r} cannot stand at the top of a state (non-empty text without '/'); "
+            "--under model puts all of it under one name"
+        )
+    return named
+
+
+def _few(names: Mapping[Any, Any]) -> str:
+    shown = ", ".join(map(repr, list(names)[:_NAMES_SHOWN]))
+    return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")

@@ -1,0 +1,96 @@
+"""A tree as the image of a checkpoint of one rank: its chunks are made when they are asked for.
+
+    tree ─► skeleton: layout, literals      each chunk: literals, pickle, bytes of tensors from where they lie
+
+The tensors may lie in a mapped file: then memory is what the publisher's parts take, and what the kernel lends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.assembly import ChunkFinisher, Finished, Read
+from holdfast.crc import crc32
+from holdfast.layout import CHUNK_BYTES, Extent, Layout
+from holdfast.manifest import Key
+from holdfast.ring import Source
+from trainer_side.doors.contents import bytes_of
+from trainer_side.skeleton import Skeleton, capture, plan
+from trainer_side.state import classify
+from trainer_side.table import table
+
+__all__ = ["StateImage", "plan_state"]
+
+_RANK = 0  # the one that has it all
+
+
+def plan_state(tree: Mapping[str, Any]) -> Skeleton:
+    """Lay out a state that one rank holds.
+
+    Raises:
+        StateError: Something in it cannot be saved, or not be loaded with `weights_only=True`; names its path.
+    """
+    return plan(
+        tree,
+        classify(tree, tree),
+        rank=_RANK,
+        ranks=1,
+        chunk_bytes=CHUNK_BYTES,
+        pickle_reserve_bytes=table(tree, tree, rank=_RANK, ranks=1).pickle_bytes,
+        per_rank_reserve_bytes={},
+    )
+
+
+class StateImage:
+    """The image of a tree. See `holdfast.assembly.Image`.
+
+    Args:
+        key: What it is published as.
+        tree: The state; its tensors must stay as they are.
+        skeleton: What `plan_state` gave for it.
+    """
+
+    def __init__(self, key: Key, tree: Mapping[str, Any], skeleton: Skeleton) -> None:
+        taken = capture(tree, skeleton)
+        assert taken is not None, "the plan is of this tree"
+        self._tree, self._skeleton, self._taken = tree, skeleton, taken
+        self._finisher = ChunkFinisher(key, skeleton.layout)
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout."""
+        return self._skeleton.layout
+
+    def senders(self, chunk: int) -> tuple[int, ...]:  # noqa: ARG002 - as of an image of several ranks
+        """The one rank."""
+        return (_RANK,)
+
+    def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:  # noqa: ARG002
+        """Make the whole chunk. Any thread."""
+        extent = self.layout.chunk_extent(chunk)
+        self._skeleton.write_literals(extent, memory)
+        for segment in self.layout.segments(chunk):
+            if segment.entry is not None:
+                begin = segment.offset - extent.offset
+                inside = segment.offset - self.layout.entries[segment.entry].offset
+                self._write(
+                    segment.entry, Extent(inside, segment.nbytes), memory[begin : begin + segment.nbytes]
+                )
+
+    def finish_chunk(self, memory: memoryview) -> int:
+        """Fill the CRC fields of the next chunk; its CRC-32."""
+        return self._finisher.finish(memory, (Source(_RANK, crc32(memory)),))
+
+    def finished(self) -> Finished:
+        """What the manifest says, after the last chunk."""
+        return self._finisher.finished()
+
+    def _write(self, entry: int, part: Extent, out: memoryview) -> None:
+        content = self._taken.contents.get(entry)
+        if content is not None:
+            out[:] = content[part.offset : part.end]
+            return
+        source = self._taken.sources[entry]
+        assert source is not None, "one rank has every storage"
+        out[:] = bytes_of(source.data_ptr + part.offset, part.nbytes)
