@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Never, TypeVar
 
 import torch
 
+from holdfast.drill import diary
 from holdfast.errors import StateError
 from trainer_side.permutation import Permutation
 from trainer_side.rng import apart
@@ -104,6 +105,7 @@ class ResumableSampler:
         while True:
             begin, end = self._span(batch_size, self._position)
             self._position = end
+            self._note(batch_size, begin)
             yield [index for _, index in self._samples(batch_size, begin)]
 
     def ahead(self, batch_size: int, *, epochs: bool = False) -> ReadAhead:
@@ -172,8 +174,15 @@ class ResumableSampler:
                     f"sampler: a loader was followed from {tuple(expected)} (epoch, cursor), but the sampler is at "
                     f"{tuple(self._position)}: begin follow() after restore(), and let one loop alone take samples"
                 )
-            expected = self._position = self._span(batch_size, expected)[1]
+            begin, expected = self._span(batch_size, expected)
+            self._position = expected
+            self._note(batch_size, begin)
             yield batch
+
+    def _note(self, batch_size: int, begin: _Position) -> None:
+        """For `holdfast drill`: which samples the loop gets."""
+        place = begin.cursor + self._rank * batch_size
+        diary.note("samples", [begin.epoch, place, batch_size, self._length])
 
     def _batch_size(self, loader: Any) -> int | None:
         """Of the batches that `loader` reads; None if it does not tell."""
@@ -271,6 +280,11 @@ class ReadAhead(torch.utils.data.Sampler[Any]):
     def __init__(self, sampler: ResumableSampler, batch_size: int, *, epochs: bool) -> None:
         self.sampler, self.batch_size, self._epochs = sampler, batch_size, epochs
         sampler._span(batch_size, _Position(0, 0))  # a wrong size is named here, and not by a loader's worker
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches that the samples of an epoch fill; at least one."""
+        return max(1, self.sampler._length // (self.sampler._ranks * self.batch_size))
 
     def __iter__(self) -> _Reader:
         return _Reader(self.sampler, self.batch_size, epochs=self._epochs)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer_side.split_step import StepArguments, has_closure, split_step, why_not_split
+from trainer_side.split_step import StepArguments, split_step, why_not_split, with_gradients
 
 __all__ = ["Gate"]
 
@@ -155,11 +155,12 @@ class Gate:
             self._order_changed = True
         if not self._closed:
             return None
-        if id(optimizer) in self._coarse or has_closure((args, kwargs)):
+        if id(optimizer) in self._coarse:
             self.wait()
             return None
+        arguments, computed = with_gradients((args, kwargs))
         if self._held is not None and not self._held:
-            return None  # all is copied, or was never to be: nothing to look up for each parameter
+            return arguments if computed else None  # all is copied, or was never to be: nothing to look up
         places: dict[int, tuple[int, ...]] = {}  # looked up once a step: the answer does not change within it
 
         def held(parameter: torch.Tensor) -> bool:
@@ -178,7 +179,8 @@ class Gate:
                 enough = max(1, len(waited_for) // _PIECES)
                 self._wait(lambda: self._held is not None and len(waited_for - self._held) >= enough)
 
-        return split_step(optimizer, (args, kwargs), held=held, wait_for_more=wait_for_more)
+        rest = split_step(optimizer, arguments, held=held, wait_for_more=wait_for_more)
+        return arguments if rest is None and computed else rest
 
     # Traced into a compiled step, the waiting would be done once, at compile time.
     _hook._torchdynamo_disable = True  # type: ignore[attr-defined]

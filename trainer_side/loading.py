@@ -9,7 +9,7 @@ Random states come last: whatever another object's `load_state_dict` draws must 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,8 +51,22 @@ def live_trees(state: Mapping[str, Any]) -> dict[str, Any]:
     return trees
 
 
-def check(state: Mapping[str, Any], live: Mapping[str, Any], tree: Any, step: int) -> None:
+def check(
+    state: Mapping[str, Any],
+    live: Mapping[str, Any],
+    tree: Any,
+    step: int,
+    *,
+    may_lack: Collection[str] = (),
+) -> None:
     """See that the checkpoint fits the state, before anything is changed.
+
+    Args:
+        state: As the script gave it.
+        live: What `live_trees` gave for it.
+        tree: What was saved.
+        step: Its step, for messages.
+        may_lack: Names that the checkpoint need not have.
 
     Raises:
         StateError: A name is missing in the checkpoint, a tensor has another shape, or an object cannot be loaded.
@@ -61,11 +75,17 @@ def check(state: Mapping[str, Any], live: Mapping[str, Any], tree: Any, step: in
         raise StateError(
             f"step {step}: the file holds a {type(tree).__name__}, not the state of a Checkpointer"
         )
-    missing = sorted(set(state) - set(tree))
+    lacking = sorted(set(state) - set(tree))
+    missing = [name for name in lacking if name not in may_lack]
     if missing:
         raise StateError(
             f"step {step}: the checkpoint has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, tree))}; "
-            "give the Checkpointer the names with which it was saved"
+            "give the Checkpointer the names with which it was saved, or let what is new stay as it is with "
+            f"restore(may_lack={missing!r})"
+        )
+    if lacking:
+        _log.warning(
+            "step %d: not in the checkpoint, so it stays as it is: %s", step, ", ".join(map(repr, lacking))
         )
     mute = [name for name, value in state.items() if _savable(value) and not _loadable(value)]
     if mute:
@@ -113,7 +133,7 @@ def _differences(state: Mapping[str, Any], live: Mapping[str, Any], tree: Any) -
 
 
 def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks: int) -> dict[str, Any]:
-    """Load every name of `state` from the tree. Training thread.
+    """Load every name of `state` that the tree has. Training thread.
 
     Returns:
         The plain values, which cannot be set in place.
@@ -123,6 +143,8 @@ def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks:
     """
     values: dict[str, Any] = {}
     for name, value in sorted(state.items(), key=lambda item: _turn(item[1])):
+        if name not in tree:  # it may lack that, `check` has seen
+            continue
         if isinstance(value, PerRank):
             _load_per_rank(name, value, tree[name], rank=rank, ranks=ranks)
         elif isinstance(value, torch.Tensor):
@@ -142,7 +164,10 @@ def _turn(value: Any) -> int:
 
 def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: int) -> None:
     if not isinstance(blobs, list):
-        raise StateError(f"{name}: is PerRank in the state, but was not when it was saved")
+        raise StateError(
+            f"{name}: is PerRank in the state, but was not when it was saved; a file from elsewhere is imported "
+            f"without it (holdfast import --drop {name}), and restored with may_lack={[name]!r}"
+        )
     if value.same_ranks and len(blobs) != ranks:
         raise StateError(
             f"{name}: expected {len(blobs)} ranks, as when it was saved, got {ranks}: what is shared out among them "

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["StepArguments", "has_closure", "split_step", "why_not_split"]
+__all__ = ["StepArguments", "split_step", "why_not_split", "with_gradients"]
 
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -111,10 +111,23 @@ def _makes_state(optimizer: Optimizer) -> bool:
     )
 
 
-def has_closure(arguments: StepArguments) -> bool:
-    """Whether the step computes gradients itself: then no part of it may come before them."""
+def with_gradients(arguments: StepArguments) -> tuple[StepArguments, bool]:
+    """Compute the gradients now, where the step has a closure that would: no part of it may come before them.
+
+    The optimizers for which `why_not_split` says nothing begin with just that, once.
+
+    Returns:
+        Arguments with a closure in its place that gives the loss again, and True; else as they were, and False.
+    """
     args, kwargs = arguments
-    return any(argument is not None for argument in (*args[1:], kwargs.get("closure")))
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return arguments, False
+    with torch.enable_grad():
+        loss = closure()
+    if len(args) > 1:
+        return ((args[0], lambda: loss, *args[2:]), kwargs), True
+    return (args, {**kwargs, "closure": lambda: loss}), True
 
 
 def _plain_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:

@@ -5,7 +5,7 @@ each step's loss and samples, and at the end the state. After step PAUSE_AT the 
 is a file `go-on` in OUT. TRAIN_WIDTH in
 the environment makes the state larger: 420 bytes for each unit. TRAIN_STAGED_SECONDS_MAX is how long a save waits
 for the one before to be staged, or with TRAIN_WAITS_FOR=kept until every rank has it in a local tier.
-TRAIN_STEP_SECONDS is added to each step.
+TRAIN_STEP_SECONDS is added to each step. TRAIN_MAY_LACK names what the first checkpoint need not have.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
         "rng": PerRank(RngState()),
     }
     with Checkpointer(state, every=every) as checkpointer, (out / f"losses-{rank}").open("a") as losses:
-        start = checkpointer.restore()
+        start = checkpointer.restore(may_lack=os.environ.get("TRAIN_MAY_LACK", "").split())
         if start:
             torch.save(_flat(state), out / f"restored-{rank}.pt")
         saved = -1

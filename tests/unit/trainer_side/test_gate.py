@@ -233,24 +233,57 @@ def test_an_optimizer_that_may_couple_parameters_waits_for_all_and_says_so(
     assert parameter.tolist() == [0.0] * 4
 
 
-def test_a_step_with_a_closure_waits_for_all() -> None:
-    _, optimizer = _layers(2)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_computes_gradients_once_and_its_step_waits_layer_by_layer(by_name: bool) -> None:
+    parameters, optimizer = _layers(2)
+    expected, plain = _layers(2)
+    for parameter in expected:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    plain.step()
+    before = [parameter.detach().clone() for parameter in parameters]
     gate = Gate([optimizer])
     gate.close()
-    gate.hold([])
+    gate.hold(_addresses(optimizer, parameters[1]))
     calls: list[bool] = []
+    losses: list[Any] = []
 
     def closure() -> float:
-        calls.append(gate.closed)
-        return 1.0
+        calls.append(gate.closed and torch.is_grad_enabled())
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 3.0)
+        return 1.5
 
-    thread = threading.Thread(target=lambda: optimizer.step(closure))
+    def step() -> None:
+        losses.append(optimizer.step(closure=closure) if by_name else optimizer.step(closure))
+
+    thread = threading.Thread(target=step)
     thread.start()
-    time.sleep(0.05)
-    assert calls == []
+    _until(lambda: torch.equal(parameters[0], expected[0]))
+    assert torch.equal(parameters[1], before[1]), "it was still being copied"
     gate.open()
     thread.join(60)
-    assert calls == [False]
+    assert torch.equal(parameters[1], expected[1])
+    assert calls == [True]
+    assert losses == [1.5]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_closure_is_called_once_where_nothing_is_held(closed: bool) -> None:
+    (parameter,), optimizer = _layers(1)
+    gate = Gate([optimizer])
+    if closed:
+        gate.close()
+        gate.hold([])
+    before = parameter.detach().clone()
+    calls: list[float] = []
+
+    def closure() -> float:
+        calls.append(0.5)
+        return 0.5
+
+    assert optimizer.step(closure) == 0.5
+    assert calls == [0.5]
+    assert not torch.equal(parameter, before)
 
 
 def test_optimizers_that_step_in_backward_give_the_order_of_updates() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from tests.support.cluster import same
-from trainer_side.split_step import StepArguments, has_closure, split_step, why_not_split
+from trainer_side.split_step import StepArguments, split_step, why_not_split, with_gradients
 
 STEPS = 4
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -219,12 +219,25 @@ def test_optimizers_that_may_couple_their_parameters_are_refused_by_name() -> No
     assert not why_not_split(Renamed(parameters, lr=0.1))
 
 
-def test_a_closure_is_seen() -> None:
+def test_a_closure_is_called_before_the_step_and_its_loss_is_the_step_s() -> None:
     parameters, optimizer = make("SGD", {"lr": 0.1})
-    seen = []
-    optimizer.register_step_pre_hook(lambda one, args, kwargs: seen.append(has_closure((args, kwargs))))
+    seen: list[bool] = []
+
+    def early(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments:
+        arguments, computed = with_gradients((args, kwargs))
+        seen.append(computed)
+        return arguments
+
+    optimizer.register_step_pre_hook(early)
     gradients_for("SGD", parameters, 0)
-    optimizer.step()
-    optimizer.step(lambda: 1.0)
-    optimizer.step(closure=lambda: 1.0)
+    calls: list[float] = []
+
+    def closure() -> float:
+        calls.append(len(calls) + 1.0)
+        return calls[-1]
+
+    assert optimizer.step() is None
+    assert optimizer.step(closure) == 1.0
+    assert optimizer.step(closure=closure) == 2.0
     assert seen == [False, True, True]
+    assert calls == [1.0, 2.0]

@@ -445,6 +445,7 @@ def test_persistent_memory_that_hangs_gives_no_slot_and_holds_up_no_step(
     assert hangs in caplog.text
     rank.keeper.drop(keeping, "busy: of the test")
     until(lambda: rank.keeper._lanes[0].hangs)
+    until(lambda: rank.keeper._lanes[1].idle)  # and the other tier has its slot of step 7 back
     keeping = rank.begin(9)
     assert keeping is not None
     assert keeping.writers.keys() == {1}, "it is not even asked"

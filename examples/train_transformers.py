@@ -1,0 +1,121 @@
+"""Trains a small network on scikit-learn's digits with Hugging Face's Trainer and holdfast's checkpoints.
+
+    mpirun --with-ft ulfm -n 2 python examples/train_transformers.py --every 20 : -n 1 holdfast stager --store URL
+
+Run the same line again after a kill: it goes on where the newest good checkpoint ends, bit for bit. What holdfast needs
+is marked with `holdfast:` below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from trainer_side import init_torch_distributed
+from trainer_side.frameworks.transformers import HoldfastCallback
+
+SEED = 7
+
+
+class Digits(nn.Module):
+    """Two layers, with batch norm and dropout; loss and logits as Trainer wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(64, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Dropout(0.3), nn.Linear(48, 10)
+        )
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(pixels)
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Images(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Some of the digits."""
+
+    def __init__(self, first: int, end: int) -> None:
+        pixels, labels = load_digits(return_X_y=True)
+        self._pixels, self._labels = (
+            torch.as_tensor(pixels[first:end]).float() / 16,
+            torch.as_tensor(labels[first:end]),
+        )
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"pixels": self._pixels[index], "labels": self._labels[index]}
+
+
+def train(options: argparse.Namespace, *callbacks: TrainerCallback, **more: Any) -> Trainer:
+    """The whole training, with more callbacks if somebody wants to watch."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    rank, _ = init_torch_distributed("gloo")  # holdfast: the ranks of this MPI job, before TrainingArguments
+    set_seed(SEED)  # the same first weights on every rank
+    model = Digits()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            ddp_backend="gloo",
+            max_steps=options.steps,
+            per_device_train_batch_size=options.batch_size,
+            gradient_accumulation_steps=2,
+            learning_rate=3e-3,
+            lr_scheduler_type="cosine",
+            seed=SEED,
+            data_seed=SEED,  # holdfast: the order of samples, the same on every rank and in every attempt
+            eval_strategy="steps",
+            eval_steps=options.every,
+            save_strategy="no",
+            logging_steps=options.every,
+            report_to="none",
+            disable_tqdm=True,
+            **more,
+        )
+        holdfast = HoldfastCallback(every=options.every)  # holdfast: saves
+        trainer = Trainer(
+            model,
+            arguments,
+            train_dataset=Images(0, 1500),
+            eval_dataset=Images(1500, 1797),
+            callbacks=[holdfast, *callbacks],
+        )
+        set_seed(SEED + 1 + rank)  # each rank its own dropout
+        trainer.train(resume_from_checkpoint=holdfast.restore(trainer))  # holdfast: restores
+    return trainer
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--steps", type=int, default=400, help="steps of the whole training (default %(default)s)"
+    )
+    parser.add_argument(
+        "--every", type=int, default=20, help="checkpoint after so many steps (default %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=16, help="samples of each rank (default %(default)s)"
+    )
+    return parser
+
+
+def main() -> None:
+    trainer = train(arguments().parse_args())
+    if trainer.is_world_process_zero():
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        print(f"{trainer.state.global_step} steps; loss of what was kept back: {losses[-1]:.4f}")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What the jobs of tests/integration/test_frameworks.py share: what a rank trained on, and a place to be killed at.
+
+Each of them is called `python JOB.py OUT PAUSE_AT …`, the rest being the arguments of the example it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Watcher"]
+
+_PAUSE_SECONDS_MAX = 240
+
+
+class Watcher:
+    """Writes this rank's pid, losses and final state into `out`; stands still after `pause_at` steps."""
+
+    def __init__(self) -> None:
+        self.out, self._pause_at = Path(sys.argv.pop(1)), int(sys.argv.pop(1))
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._rank = -1
+
+    def begin(self, rank: int) -> None:
+        """The rank is known."""
+        self._rank = rank
+        (self.out / f"pid-{rank}").write_text(str(os.getpid()))
+
+    def step(self, done: int, **seen: Any) -> None:
+        """`done` steps are done; `seen` must be the same in a run that resumed."""
+        with (self.out / f"losses-{self._rank}").open("a") as lines:
+            lines.write(json.dumps({"step": done - 1, **seen}) + "\n")
+        if done == self._pause_at:
+            (self.out / f"paused-{self._rank}").touch()
+            time.sleep(_PAUSE_SECONDS_MAX)
+            sys.exit("nobody killed this rank")
+
+    def end(self, **state: Any) -> None:
+        """Training is done."""
+        torch.save(state, self.out / f"final-{self._rank}.pt")

@@ -1,0 +1,13 @@
+"""A script as it is written for torchrun, with a `Checkpointer`."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer_side import Checkpointer
+
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+with Checkpointer({"model": model}, every=1) as checkpointer:
+    checkpointer.restore()
+    checkpointer.step(0)

@@ -1,0 +1,113 @@
+"""The loops that people already have: each example is killed by SIGKILL and goes on to the bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.catalog import Catalog
+from holdfast.storage import open_store
+from tests.support.cluster import Cluster, kill_ranks, load, losses, same
+from tests.support.job import REPOSITORY, environment
+
+pytestmark = [pytest.mark.mpi]
+RANKS = 2
+WAITS = {"HOLDFAST_ON_FULL": "wait"}  # no step is declined, however slow the machine is
+SECONDS_MAX = 400  # of a job: what a framework imports takes a while on a busy machine
+
+
+def trained(
+    cluster: Cluster, pause_at: int, arguments: tuple[str, ...], *, saved: int = -1
+) -> list[dict[int, Any]]:
+    """What each rank wrote of each step; with `pause_at` its ranks are killed there, step `saved` being durable."""
+    with cluster.start(RANKS, str(pause_at), *arguments) as job:
+        if pause_at < 0:
+            job.succeed(SECONDS_MAX)
+        else:
+            kill_ranks(cluster, job, RANKS, cluster.started, saved=saved)
+            job.wait(60)
+    cluster.wait_for_flusher()
+    return [losses(cluster.out(cluster.started) / f"losses-{rank}") for rank in range(RANKS)]
+
+
+@pytest.mark.timeout(4 * SECONDS_MAX)
+@pytest.mark.parametrize(
+    ("name", "arguments", "saves", "saved", "pause_at"),
+    [
+        # An epoch has 15 batches, and validation follows the last one: what is due there is saved a step later.
+        (
+            "lightning",
+            ("--steps", "50", "--every", "5", "--batch-size", "50"),
+            {4, 9, 15, 19, 24, 30, 34, 39, 45, 49},
+            30,
+            33,
+        ),
+        # A step is two batches of 16 on 2 ranks: 24 steps are an epoch. An evaluation follows each save.
+        pytest.param(
+            "transformers",
+            ("--steps", "40", "--every", "5"),
+            {4, 9, 14, 19, 24, 29, 34, 39},
+            29,
+            33,
+            marks=pytest.mark.soak,  # minutes, of which most are imports
+        ),
+        pytest.param(
+            "accelerate",
+            ("--steps", "40", "--every", "5"),
+            {4, 9, 14, 19, 24, 29, 34, 39},
+            29,
+            33,
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_a_killed_run_goes_on_to_the_bit(
+    tmp_path: Path, name: str, arguments: tuple[str, ...], saves: set[int], saved: int, pause_at: int
+) -> None:
+    script = str(REPOSITORY / f"tests/integration/jobs/digits_{name}.py")
+    through = Cluster(tmp_path / "through", str(tmp_path / "through/store"), WAITS, script=script)
+    through.directory.mkdir()
+    whole = trained(through, -1, arguments)
+    killed = Cluster(tmp_path, str(tmp_path / "store"), WAITS, script=script)
+    before = trained(killed, pause_at, arguments, saved=saved)
+    after = trained(killed, -1, arguments)
+    for rank in range(RANKS):
+        assert min(after[rank]) == saved + 1, "it did not resume from the newest checkpoint"
+        assert {**before[rank], **after[rank]} == whole[rank], (
+            "losses or samples differ from the uninterrupted run's"
+        )
+        final, expected = (
+            load(cluster.out(cluster.started) / f"final-{rank}.pt") for cluster in (killed, through)
+        )
+        assert list(final) == list(expected)
+        assert [part for part in final if not same(final[part], expected[part])] == []
+    for cluster in (through, killed):
+        assert {item.step for item in Catalog(open_store(cluster.store)).list()} == saves
+
+
+def test_torchrun_is_refused_by_name_before_anything_is_written(tmp_path: Path) -> None:
+    tier, store = tmp_path / "tier", tmp_path / "store"
+    for folder in (tier, store):
+        folder.mkdir()
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(REPOSITORY / "tests/integration/jobs/launched.py"),
+        ],
+        env=environment(tmp_path / "runtime", HOLDFAST_TIERS=f"nvme:{tier}", HOLDFAST_STORE=str(store)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "torch.distributed has 2 ranks, the MPI job has 1" in done.stderr
+    assert list(tier.iterdir()) == list(store.iterdir()) == []

@@ -1,0 +1,38 @@
+"""The snippets of docs/frameworks.md do what the examples do, which tests/integration/test_frameworks.py runs."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.unit.test_documents import blocks, text
+
+
+def calls(tree: ast.AST) -> dict[str, set[str]]:
+    """What is called, by the last part of its name, and with which keywords."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+            found.setdefault(name, set()).update(word.arg for word in node.keywords if word.arg)
+    return found
+
+
+# In a snippet for the reader's convenience, and not in the example: settings of the framework or of the loader.
+ELSEWHERE = {"DataLoader": {"num_workers"}, "Trainer": {"max_epochs"}}
+BY_THE_READER = {"loss_of"}
+
+
+@pytest.mark.parametrize(
+    ("number", "example"),
+    list(enumerate(["train_lightning", "train_transformers", "train_accelerate"])),
+)
+def test_a_snippet_does_what_its_example_does(number: int, example: str) -> None:
+    snippet = ast.parse(blocks("docs/frameworks.md", "python")[number])
+    shown, done = calls(snippet), calls(ast.parse(text(f"examples/{example}.py")))
+    assert set(shown) - BY_THE_READER <= set(done)
+    wrong = {
+        name: words - done[name] - ELSEWHERE.get(name, set()) for name, words in shown.items() if name in done
+    }
+    assert {name: words for name, words in wrong.items() if words} == {}
