@@ -190,6 +190,30 @@ class Cluster:
             "cpu_seconds": cpu_seconds,
         }
 
+    def pace(self, *, iterations: int, every: int, compute_seconds: float) -> dict[str, Any]:
+        """A run of holdfast whose interval may be its own (`benchmarks.pacing`). Be `quiet` afterwards.
+
+        Returns:
+            `iteration_seconds` of the slowest rank in each; `saved`: at which steps.
+
+        Raises:
+            RuntimeError: The ranks have saved at different steps.
+        """
+        step = self._steps(iterations)
+        runs = self.ask(
+            do="pace", step=step, iterations=iterations, every=every, compute_seconds=compute_seconds
+        )
+        if any(run["saved"] != runs[0]["saved"] for run in runs):
+            raise RuntimeError(f"the ranks saved at different steps: {[run['saved'] for run in runs]}")
+        if runs[0]["saved"]:
+            self._verified(runs[0]["saved"][-1])
+        return {
+            "iteration_seconds": [
+                max(several) for several in zip(*(run["iteration_seconds"] for run in runs), strict=True)
+            ],
+            "saved": runs[0]["saved"],
+        }
+
     def restore(self, how: str, source: str, *, compare: bool = True) -> dict[str, float]:
         """Bring the state back from storage into zeroed tensors; seconds of the slowest rank.
 

@@ -332,6 +332,34 @@ def _recovery(axes: Axes, document: Document) -> None:
     _bars(axes, list(found), list(found.values()), unit="restore of both ranks, seconds")
 
 
+def _accuracy(axes: Axes, document: Document) -> None:
+    """By epoch: the killed training's points lie on the other's line."""
+    for name, style, colour in (("undisturbed", "-", _THEIRS), ("killed", ".", _OURS)):
+        points = document["curves"][name]
+        label = "killed and resumed after each tenth epoch" if name == "killed" else name
+        accuracies = [100 * point["right"] / point["of"] for point in points]
+        axes.plot([point["epoch"] for point in points], accuracies, style, color=colour, label=label)
+    for kill in document["kills"]:
+        axes.axvline(kill["epoch"], color="black", lw=0.6, ls=":")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("accuracy on the test set, %")
+    axes.legend(fontsize=_TEXT_SIZE - 1, frameon=False)
+
+
+def _interrupted(axes: Axes, document: Document) -> None:
+    """Over time: what a kill costs is the way back, and half an epoch."""
+    for name, colour in (("undisturbed", _THEIRS), ("killed", _OURS)):
+        accuracies = [100 * point["right"] / point["of"] for point in document["curves"][name]]
+        label = "killed and resumed" if name == "killed" else name
+        axes.plot(document["times"][name], accuracies, ".-", color=colour, label=label, ms=4, lw=1)
+    for kill in document["kills"]:
+        until = kill["after_seconds"] + kill["resumption_seconds"]
+        axes.axvspan(kill["after_seconds"], until, color="black", alpha=0.08, lw=0)
+    axes.set_xlabel("seconds since the first step; grey: from a kill until training goes on")
+    axes.set_ylabel("accuracy on the test set, %")
+    axes.legend(fontsize=_TEXT_SIZE - 1, frameon=False)
+
+
 # Picture → experiment, title, how.
 PICTURES: dict[str, tuple[str, str, Callable[[Axes, Document], None]]] = {
     "makespan": ("makespan", "Makespan of a training (ACUTE fig. 7)", _makespan),
@@ -359,6 +387,8 @@ PICTURES: dict[str, tuple[str, str, Callable[[Axes, Document], None]]] = {
     "layouts": ("tiers", "Mapping apart or between the tensors (LightCheck fig. 11)", _layouts),
     "tiered": ("tiered", "Slowdown by checkpoints in flight and writers (PCcheck figs. 12, 13)", _tiered),
     "recovery": ("tiered", "Recovery from each tier (LightCheck fig. 6)", _recovery),
+    "accuracy": ("accuracy", "Restarted after every tenth epoch: accuracy (ACUTE fig. 13)", _accuracy),
+    "interrupted": ("accuracy", "Accuracy over time with interruptions (LightCheck fig. 15)", _interrupted),
 }
 
 

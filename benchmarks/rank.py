@@ -3,6 +3,7 @@
     {"do": "prepare", "peer": P}            make the peer, as its users would
     {"do": "save", "peer": P, "step": S}    one checkpoint, timed                                   → Sample
     {"do": "train", "peer": P, …}           a run that saves every K iterations; P may be "none"    → Run
+    {"do": "pace", …}                       the same by holdfast, whose interval may be its own          → Paced
     {"do": "verify", "peer": P}             load what lies in storage, and compare
     {"do": "clean", "peer": P}              remove what it left
     {"do": "drop", "peer": P}               end it, and give its buffers back
@@ -103,6 +104,23 @@ class _Rank:
         )
         return run.to_json()
 
+    def _do_pace(self, order: dict[str, Any]) -> dict[str, Any]:
+        from benchmarks.pacing import pace
+        from benchmarks.peers.holdfast import Holdfast
+
+        peer = self._peers["holdfast"]
+        assert isinstance(peer, Holdfast)
+        run = pace(
+            peer.checkpointer,
+            self.workload,
+            first_step=order["step"],
+            iterations=order["iterations"],
+            every=order["every"],
+            compute=self._compute("device", order["compute_seconds"]),
+            meet=self.meet,
+        )
+        return run.to_json()
+
     def _compute(self, kind: str, seconds: float) -> Callable[[], None]:
         match kind:
             case "device":
@@ -184,14 +202,18 @@ class _Rank:
 
 
 def force_gate(*, coarse: bool) -> None:
-    """Let holdfast's gate in this process hold every update for the whole copy, or layer by layer again.
-
-    A step with a closure waits for the whole copy; with `coarse`, the gate takes every step for one.
-    """
+    """Let holdfast's gate in this process hold every update for the whole copy, or layer by layer again."""
     from trainer_side import gate, split_step
 
-    assert hasattr(gate, "has_closure"), "the gate no longer asks `has_closure`: force it in another way"
-    gate.has_closure = (lambda _: True) if coarse else split_step.has_closure
+    assert hasattr(gate, "split_step"), "the gate no longer calls `split_step`: force it in another way"
+    gate.split_step = _whole_step if coarse else split_step.split_step
+
+
+def _whole_step(optimizer: Any, _: Any, *, held: Any, wait_for_more: Any) -> None:
+    """In the place of `split_step`: nothing before all of it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    while any(map(held, parameters)):
+        wait_for_more()
 
 
 def void(_: object) -> None:

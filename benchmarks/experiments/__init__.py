@@ -38,6 +38,10 @@ EXPERIMENTS = {
     "restore": "From disk with a cold page cache, against torch.load, and from the ring; time to the first step",
     "tiers": "Local tiers: bytes written per byte, speed beside the bare device, layouts",
     "tiered": "Training that saves into a local tier: slowdown, gate, recovery from each tier",
+    "reality": "`holdfast simulate` against a run whose ranks are killed at the times of a trace",
+    "switching": "A job taken off by SIGTERM and put on again: suspend and resume, against torch.save and torch.load",
+    "interference": "An interval that adapts to another job on the disk, against one that does not",
+    "accuracy": "Accuracy by epoch and over time: undisturbed, and killed and resumed after each tenth epoch",
     "s3": "Durable and restore in an S3 server, against s3torchconnector and a bare multipart upload",
 }
 

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import document, drawing, results, targets
 from benchmarks.experiments import EXPERIMENTS, experiment
 from benchmarks.experiments.makespan import interval_under, overheads
+from benchmarks.switching_rank import WAYS as SWITCHED
 
 pytest.importorskip("matplotlib")
 
@@ -118,6 +119,26 @@ _KEPT = {"in_flight": 1, "writers": 2, "restore_seconds": [0.5, 0.6]}
 _CONTENT: dict[str, dict[str, Any]] = {
     "table": _table(0.01),
     "makespan": _makespan(),
+    "accuracy": {
+        "epochs": 2,
+        "shape": {"ranks": 2},
+        "restart_epochs": 1,
+        "curves": {
+            name: [{"epoch": 1, "right": 9, "of": 10, "loss": "0x0p+0"}] for name in ("undisturbed", "killed")
+        },
+        "times": {"undisturbed": [1.0], "killed": [2.0]},
+        "seconds": {"undisturbed": 1.0, "killed": 2.0},
+        "kills": [
+            {
+                "epoch": 1.5,
+                "lost_steps": 3,
+                "resumed_from": 4,
+                "resumption_seconds": 1.0,
+                "after_seconds": 0.5,
+            }
+        ],
+        "checkpoints": {"compared": 2, "differences": []},
+    },
     "resnet": {
         "image_bytes": {"resnet50": _LARGE},
         "runs": [{"model": "resnet50", **run} for run in _makespan()["runs"]],
@@ -174,6 +195,38 @@ _CONTENT: dict[str, dict[str, Any]] = {
         "runs": [
             {"tier": "nvme", **_KEPT, "runs": [{"every": every, **_SAVING} for every in (1, 5)]},
             {"tier": "pm", **_KEPT, "runs": [{"coarse": coarse, **_SAVING} for coarse in (True, False)]},
+        ]
+    },
+    "reality": {
+        "trace": "made up",
+        "rounds": [
+            {
+                "seconds": 120.0,
+                "profile": {"restart_seconds": 8.0, "strategies": {"holdfast": {"restore_seconds": 1.0}}},
+                "real": {"useful": 800, "redone": 9, "interruptions": 3, "training_seconds": 90.0},
+                "predicted": {"useful": 820, "redone": 10, "interruptions": 3, "training_seconds": 91.0},
+            }
+        ],
+    },
+    "switching": {
+        "shape": {"model": "gpt2"},
+        "rounds": _rounds(
+            **{
+                way: {f"{phase}_seconds": 1.0 for phase in ("safe", "suspend", "start", "restore", "resume")}
+                for way in SWITCHED
+            }
+        ),
+    },
+    "interference": {
+        "runs": [
+            {"name": name, "round": 0, "iteration_seconds": [0.3, 0.1, 0.1], "saved": saved}
+            for name, saved in (
+                ("isolated, nothing saved", []),
+                ("isolated", [0, 20]),
+                ("beside, nothing saved", []),
+                ("static", [0, 20]),
+                ("adaptive", [0, 20, 60]),
+            )
         ]
     },
     "s3": {

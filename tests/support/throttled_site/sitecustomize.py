@@ -1,7 +1,8 @@
 """On PYTHONPATH of a job: gives every process of it a store that is slow, and nothing else is.
 
 `throttled://` keeps its files on this machine, and takes THROTTLED_BYTES_PER_SECOND of them, all writers together.
-While the file THROTTLED_STALL is there, it takes nothing.
+While the file THROTTLED_STALL is there, it takes nothing. While the file THROTTLED_SECONDS is there, each piece takes
+the seconds that stand in it.
 """
 
 import os
@@ -27,6 +28,9 @@ class ThrottledFileSystem(LocalFileSystem):
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         with _LOCK:
             time.sleep(len(value) / float(os.environ["THROTTLED_BYTES_PER_SECOND"]))
+            slow = os.environ.get("THROTTLED_SECONDS")
+            if slow and Path(slow).exists():
+                time.sleep(float(Path(slow).read_text()))
             stall = os.environ.get("THROTTLED_STALL")
             deadline = time.monotonic() + _STALL_SECONDS_MAX
             while stall and Path(stall).exists() and time.monotonic() < deadline:

@@ -1,0 +1,167 @@
+"""Accuracy on handwritten digits, epoch by epoch: undisturbed, and with every rank killed in each tenth epoch.
+
+Both are real trainings under `holdfast run`. The killed one must have the same accuracy and loss after each epoch,
+and the same bits in each checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy_rank import epoch_steps
+from benchmarks.experiments import Options, document
+from benchmarks.grid import Grid
+from holdfast.drill.compare import compare, constants
+from holdfast.drill.findings import Struck, examine
+from holdfast.drill.job import Run, Setup, wait_until
+from holdfast.drill.plan import Kill, Target
+from holdfast.drill.play import disturb
+from holdfast.storage import open_store
+
+__all__ = ["grids", "measure", "run"]
+
+_RANKS = 2
+_RESTART_EPOCHS = 10
+_SECONDS_MAX = 900.0
+_SETTINGS = ("--set", "chunk_bytes=256KiB", "--set", "ring_bytes=64MiB")
+
+
+def measure(options: Options) -> dict[str, Any]:
+    epochs, width = options.count(50, 12), options.count(512, 64)
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=options.folder) as folder:
+        figures = run(Path(folder), epochs, width, options.progress)
+    shape = options.shape("flat-24-3", ranks=_RANKS)
+    found = document("accuracy", options, shape, epochs=epochs, restart_epochs=_RESTART_EPOCHS, **figures)
+    return {**found, "shape": {**found["shape"], "model": f"perceptron 64-{width}-{width}-10"}}
+
+
+def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
+    """Train twice.
+
+    Args:
+        folder: Where all of it goes.
+        epochs: How many.
+        width: Of the hidden layers.
+        progress: Told what is under way.
+
+    Raises:
+        RuntimeError: A training did not come to its end.
+    """
+    deadline = time.monotonic() + _SECONDS_MAX
+    progress("undisturbed")
+    with Run(_setup(folder, "undisturbed", epochs, width), folder / "undisturbed") as undisturbed:
+        while not undisturbed.look()[0]:
+            wait_until(deadline)
+    kills = _kills(epochs)
+    progress(f"killed {len(kills)} times")
+    with Run(_setup(folder, "killed", epochs, width), folder / "killed") as killed:
+        struck = disturb(killed, kills, 0.0, deadline, progress)
+    for one in (undisturbed, killed):
+        if one.exit_code != 0:
+            raise RuntimeError(f"a training ended with {one.exit_code}; it said:\n{one.last_words()}")
+    if len(struck) < len(kills):
+        raise RuntimeError(f"{len(struck)} of {len(kills)} kills came; the training is too quick for them")
+    return _figures(folder, undisturbed, killed, struck)
+
+
+def _setup(folder: Path, name: str, epochs: int, width: int) -> Setup:
+    out = str(folder / f"{name}.jsonl")
+    command = [sys.executable, "-m", "benchmarks.accuracy_rank", out, str(epochs), str(width)]
+    return Setup(command, _RANKS, _SETTINGS, 30.0)
+
+
+def _kills(epochs: int) -> list[Kill]:
+    """In the middle of the epoch after each tenth."""
+    steps = epoch_steps(_RANKS)
+    ends = range(_RESTART_EPOCHS, epochs, _RESTART_EPOCHS)
+    return [
+        Kill(number, Target.RANKS, notice=False, rank=0, after_step=epoch * steps + steps // 2, part=0.0)
+        for number, epoch in enumerate(ends, 1)
+    ]
+
+
+def _figures(folder: Path, undisturbed: Run, killed: Run, struck: list[Struck]) -> dict[str, Any]:
+    files = compare(open_store(str(undisturbed.store)), open_store(str(killed.store)))
+    constant = constants(files, struck[0].kill.after_step)  # generators that nobody seeds and nobody uses
+    differ = [str(each) for one in files for each in one.differs if each.path not in constant]
+    findings = examine(
+        struck,
+        diary=killed.said["diary"],
+        events=killed.said["events"],
+        status=killed.said["status"],
+        files=(),
+    )
+    return {
+        "curves": {name: _curve(folder / f"{name}.jsonl") for name in ("undisturbed", "killed")},
+        "kills": [
+            {
+                "epoch": round(one.kill.after_step / epoch_steps(_RANKS), 1),
+                "lost_steps": finding.lost_steps,
+                "resumed_from": finding.resumed_from,
+                "resumption_seconds": finding.phases.get("seconds"),
+                "after_seconds": one.at - _begun(killed),
+            }
+            for one, finding in zip(struck, findings, strict=True)
+        ],
+        "seconds": {
+            name: max(point["at_seconds"] for point in _curve(folder / f"{name}.jsonl", _begun(one)))
+            for name, one in (("undisturbed", undisturbed), ("killed", killed))
+        },
+        "times": {
+            name: [point["at_seconds"] for point in _curve(folder / f"{name}.jsonl", _begun(one))]
+            for name, one in (("undisturbed", undisturbed), ("killed", killed))
+        },
+        "checkpoints": {"compared": len(files), "differences": differ},
+    }
+
+
+def _begun(one: Run) -> float:
+    """When its first step was done."""
+    return float(next(line["time"] for line in one.said["diary"] if "step" in line))
+
+
+def _curve(path: Path, begun: float | None = None) -> list[dict[str, Any]]:
+    """What was written, in order of time: an epoch that was trained again is there twice."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    if begun is not None:
+        return [{"epoch": line["epoch"], "at_seconds": line["at_unix"] - begun} for line in lines]
+    return [{name: line[name] for name in ("epoch", "right", "of", "loss")} for line in lines]
+
+
+def equal_epochs(document: dict[str, Any]) -> int:
+    """Epochs after which accuracy and loss are the same in both, to the bit, each time they were trained."""
+    want = {point["epoch"]: point for point in document["curves"]["undisturbed"]}
+    unequal = {point["epoch"] for point in document["curves"]["killed"] if point != want.get(point["epoch"])}
+    there = {point["epoch"] for point in document["curves"]["killed"]}
+    return len((want.keys() & there) - unequal)
+
+
+def grids(document: dict[str, Any]) -> list[Grid]:
+    rows = []
+    for name, points in document["curves"].items():
+        last = points[-1]
+        accuracy = f"{100 * last['right'] / last['of']:.2f} %"
+        kills = len(document["kills"]) if name == "killed" else 0
+        rows.append((name, str(kills), accuracy, f"{document['seconds'][name]:.1f}"))
+    checkpoints = document["checkpoints"]
+    title = (
+        f"Digits, {document['epochs']} epochs on {document['shape']['ranks']} ranks, all of them killed after each "
+        f"{document['restart_epochs']}th: {equal_epochs(document)} epochs of equal accuracy and loss, "
+        f"{checkpoints['compared']} checkpoints compared, {len(checkpoints['differences'])} differences"
+    )
+    return [
+        Grid(title, ("training", "kills", "accuracy", "seconds"), tuple(rows)),
+        Grid(
+            "Its kills",
+            ("after epochs", "steps done again", "seconds until training went on"),
+            tuple(
+                (f"{kill['epoch']:.1f}", str(kill["lost_steps"]), f"{kill['resumption_seconds']:.1f}")
+                for kill in document["kills"]
+            ),
+        ),
+    ]

@@ -1,0 +1,152 @@
+"""Tables of docs/scaling.md, computed by holdfast/policy/scale.py: `python -m benchmarks.on_paper` fills them in.
+
+<!-- computed: load -->    what one checkpoint is made of, by ranks and size
+<!-- computed: stagers --> how many of a machine take a terabyte each so many minutes
+<!-- computed: rings -->   how long a terabyte takes into rings of several sizes
+<!-- computed: machines --> the machines, and where their figures come from
+… <!-- end -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.grid import Grid
+from holdfast.policy.scale import (
+    STAGERS,
+    STAGERS_SOURCE,
+    Load,
+    Shape,
+    best_ring,
+    staged_seconds,
+    stagers_needed,
+)
+
+__all__ = ["PAGE", "filled", "main"]
+
+PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+_MARKED = re.compile(r"(<!-- computed: (?P<what>[a-z]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TERABYTE = 10**12
+_GIB = 1 << 30
+_SHAPES = (
+    ("GPT-2 small, AdamW", 2, 1_490_000_000),
+    ("7 B parameters, AdamW", 64, 84_000_000_000),
+    ("7 B parameters, AdamW", 1024, 84_000_000_000),
+    ("83 B parameters, AdamW", 1024, _TERABYTE),
+)
+_MINUTES = (1, 2, 5, 10, 30)
+_STORE_RATES = (float("inf"), 5e9)
+_RINGS_GIB = (1, 16, 100)
+
+
+def filled(text: str) -> str:
+    """The page with everything between markers made anew.
+
+    Raises:
+        ValueError: A marker names no table.
+    """
+
+    def fill_in(match: re.Match[str]) -> str:
+        if match["what"] not in _TABLES:
+            raise ValueError(f"the page asks for {match['what']!r}; there are {', '.join(_TABLES)}")
+        return f"{match[1]}{_TABLES[match['what']]().markdown()}\n{match[3]}"
+
+    return _MARKED.sub(fill_in, text)
+
+
+def main() -> None:
+    """Fill the page in place."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"written: {PAGE}")
+
+
+def _load() -> Grid:
+    rows = []
+    for name, ranks, image_bytes in _SHAPES:
+        load = Load.of(Shape(ranks, image_bytes))
+        rows.append(
+            (
+                f"{name}, {ranks:,} ranks",
+                _size(image_bytes),
+                _size(load.slice_bytes),
+                f"{load.chunks:,}",
+                f"{load.frames_max:,}",
+                f"{load.control_messages_max:,}",
+                f"{load.journal_writes:,}",
+                _size(load.part_bytes_min),
+            )
+        )
+    names = (
+        "job",
+        "image",
+        "a rank's slice, and area",
+        "chunks",
+        "frames, at most",
+        "control messages, at most",
+        "journal writes",
+        "least part in S3",
+    )
+    return Grid("One checkpoint, in chunks of 16 MiB", names, tuple(rows))
+
+
+def _stagers() -> Grid:
+    rows = []
+    for store_rate in _STORE_RATES:
+        for one in STAGERS:
+            needed = [stagers_needed(_TERABYTE, 60 * minutes, one, store_rate) for minutes in _MINUTES]
+            soonest = _TERABYTE / min(one.rate, store_rate)
+            store = "" if store_rate == float("inf") else f", {_size(store_rate)}/s into the store"
+            rows.append((f"{one.name}{store}", f"{soonest:.0f} s", *map(str, needed)))
+    names = ("stager", "one every, at best", *(f"every {minutes} min" for minutes in _MINUTES))
+    return Grid("How many of them take 1 TB, by the time between two checkpoints", names, tuple(rows))
+
+
+def _rings() -> Grid:
+    one = STAGERS[-1]
+    store_rate = _STORE_RATES[-1]
+    rows = []
+    for gib in _RINGS_GIB:
+        seconds = staged_seconds(_TERABYTE, gib * _GIB, one.rate, store_rate)
+        rows.append((f"{gib} GiB", f"{seconds:.0f}", f"{_TERABYTE / store_rate:.0f}"))
+    most = best_ring(
+        Shape(1024, _TERABYTE), in_rate=one.rate, out_rate=store_rate, memory_bytes=one.memory_bytes
+    )
+    journal = f"{most.journal_bytes / (1 << 20):.0f} MiB"
+    rows.append(
+        (
+            f"{most.ring_bytes / _GIB:.1f} GiB, all that it has room for (journal: {journal})",
+            f"{most.staged_seconds:.0f}",
+            f"{_TERABYTE / store_rate:.0f}",
+        )
+    )
+    title = f"1 TB into {one.name} and on at {_size(store_rate)}/s"
+    return Grid(title, ("ring", "staged after, s", "durable after, s"), tuple(rows))
+
+
+def _machines() -> Grid:
+    rows = [
+        (one.name, f"{one.gigabits} Gbit/s, {_size(one.rate)}/s", f"{one.memory_bytes // _GIB} GiB")
+        for one in STAGERS
+    ]
+    return Grid(f"Source: {STAGERS_SOURCE}", ("type", "network, each way", "memory"), tuple(rows))
+
+
+def _size(nbytes: float) -> str:
+    for unit, least in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= least:
+            return f"{nbytes / least:.3g} {unit}"
+    return f"{nbytes / 1e3:.3g} kB"
+
+
+_TABLES: dict[str, Callable[[], Grid]] = {
+    "load": _load,
+    "stagers": _stagers,
+    "rings": _rings,
+    "machines": _machines,
+}
+
+
+if __name__ == "__main__":
+    main()
