@@ -30,7 +30,7 @@ def main() -> int:
 
     try:
         if options.seed is not None:
-            outcome = run_seed(options.seed, trace=options.trace)
+            outcome = run_seed(options.seed, trace=True)
             print("\n".join(outcome.trace if options.trace else outcome.trace[-60:]))
             print(f"{outcome.events} events: {outcome.failure or 'all invariants hold'}")
             return int(bool(outcome.failure))

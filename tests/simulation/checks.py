@@ -60,6 +60,7 @@ class Checks:
         self.durable: set[Key] = set()
         self._seen_version = -1
         self.ring_changed = False
+        self._slots_seen = False  # as they are now
         # Both hold the objects themselves: by `id` a new one would be taken for a dead one at the same address.
         self._last_look: dict[Task | None, int] = {}  # acts since its last look at the claims
         self._complete: dict[str, tuple[bytes, bytes | None]] = {}  # manifest → itself and its file
@@ -87,8 +88,12 @@ class Checks:
         if store_changed or self.ring_changed:
             self.ring_changed = False
             self.staged_is_recoverable()
-        current = self._world.scheduler.events
-        if current % 3 == 0:
+        scheduler = self._world.scheduler
+        # Slots, and who has them, change in events of these alone: another look would see what the last one saw.
+        if scheduler.ran is None or scheduler.ran.kind in {"stager", "flusher"}:
+            self._slots_seen = False
+        if scheduler.events % 3 == 0 and not self._slots_seen:
+            self._slots_seen = True
             self.slots_have_one_owner()
 
     # -- listed => complete --------------------------------------------------------------------------------------
@@ -174,16 +179,19 @@ class Checks:
         if not self.promised:
             return
         ring = self._world.ring()
-        for key, digest in list(self.promised.items()):
-            if key in self.tainted or key in self.excused:
-                continue
+        kept = [key for key in self.promised if key not in self.tainted and key not in self.excused]
+        in_ring = self._chunks_in(ring) if ring is not None and kept else {}
+        for key in kept:
+            digest = self.promised[key]
             if ring is None:
                 self.broken(f"step {key[1]} (attempt {key[0]}) was staged, and the ring is gone")
                 return
             layout = image(self._world.plan.shape, self._world.plan.ranks, 0).layout
             if layout.digest != digest:
                 self.broken(f"step {key[1]} is staged with the layout {digest[:16]}, which nobody announced")
-            missing = set(range(layout.chunks)) - self._chunks_there(ring, key)
+            missing = set(range(layout.chunks)) - in_ring.get(key, set())
+            if missing:
+                missing -= self._recorded_chunks(ring, key)
             if missing and self._world.store.kind == "opaque" and layout.chunks > ring.ring_chunks:
                 continue  # no other process can go on with such an upload: not promised
             if missing:
@@ -192,13 +200,15 @@ class Checks:
                     "ring nor in the store by its record"
                 )
 
-    def _chunks_there(self, ring: Ring, key: Key) -> set[int]:
-        found = set()
+    @staticmethod
+    def _chunks_in(ring: Ring) -> dict[Key, set[int]]:
+        """Chunks in FULL slots of the ring, of each checkpoint."""
+        found: dict[Key, set[int]] = {}
         for slot in range(ring.ring_chunks):
             record = ring.record(slot)
-            if record.state is SlotState.FULL and (record.attempt, record.step) == key:
-                found.add(record.chunk)
-        return found | self._recorded_chunks(ring, key)
+            if record.state is SlotState.FULL:
+                found.setdefault((record.attempt, record.step), set()).add(record.chunk)
+        return found
 
     def _recorded_chunks(self, ring: Ring, key: Key) -> set[int]:
         """Chunks in parts that the record beside the ring names and the store has."""

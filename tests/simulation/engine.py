@@ -13,7 +13,7 @@ import tempfile
 import time
 import types
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.simulation.runtime import SIM, install
@@ -58,6 +58,7 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     from holdfast import claim, ipc
     from holdfast.events import EventLog
     from holdfast.ring import Ring
+    from holdfast.storage import retrying
     from tests.simulation import checks, world
 
     install()
@@ -70,6 +71,8 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
 
     checks.watch_ring(current)
     setattr(flusher.lifetime, "open_store", lambda url: current().open_store(url))  # noqa: B010
+    # A slow store does not end a start: as in `World.open_store`, attempts are counted and seconds are not.
+    setattr(retrying, "_CHECK_BUDGET", replace(retrying._CHECK_BUDGET, seconds_max=1e9))  # noqa: B010
     log = _base / "flusher.log"
     for module in (stager.flusher_process, stager.flusher_line):
         setattr(module, "log_path", lambda _url: log)  # noqa: B010
@@ -139,9 +142,9 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     _only_alive(Progress, "_append")
 
     def emit(self: EventLog, event: str, fields: object = None, *, step: int | None = None) -> None:
-        where = "" if step is None else f" step {step}"
         sim = SIM.now
-        if sim.unwinding is None:
+        if sim.tracing and sim.unwinding is None:
+            where = "" if step is None else f" step {step}"
             sim.note(f"    {sim.here.name}: {event}{where} {str(fields or '')[:160]}")
 
     EventLog.emit = emit  # type: ignore[method-assign]
@@ -153,6 +156,8 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
         current().checks.ring_changed = True
 
     Ring.remove = staticmethod(remove_ring)  # type: ignore[method-assign]
+    gc.collect()
+    gc.freeze()  # what is loaded stays: collecting after so many seeds looks at what they made, and at nothing else
     gc.disable()
 
 

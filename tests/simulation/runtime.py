@@ -7,6 +7,7 @@ the place of those modules, in every module of the product that is loaded, once 
 
 from __future__ import annotations
 
+import functools
 import queue as real_queue
 import select as real_select
 import selectors as real_selectors
@@ -47,10 +48,19 @@ class Current:
 SIM = Current()
 
 
+class _Module(types.ModuleType):
+    """A module of which some names are played, and the others are the real one's."""
+
+    def __init__(self, real: types.ModuleType) -> None:
+        super().__init__(real.__name__)
+        played = {name for made in type(self).__mro__ for name in vars(made)}
+        vars(self).update({name: value for name, value in vars(real).items() if name not in played})
+
+
 # -- time ------------------------------------------------------------------------------------------------------
 
 
-class _Time(types.ModuleType):
+class _Time(_Module):
     EPOCH = 1_700_000_000.0
 
     def monotonic(self) -> float:
@@ -67,9 +77,6 @@ class _Time(types.ModuleType):
     def sleep(self, seconds: float) -> None:
         _rest(None, seconds, "sleep")
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real_time, name)
-
 
 def _rest(predicate: Callable[[], Any] | None, seconds: float | None, place: str) -> bool:
     """Wait; a short pause of a process that polls its port ends with the port's next news, and else is long."""
@@ -79,12 +86,14 @@ def _rest(predicate: Callable[[], Any] | None, seconds: float | None, place: str
     port = sim.current.process.port
     if port is None or seconds is None or seconds >= _POLL_SECONDS:
         return sim.wait(predicate, seconds, place)
-    news = port.has_news
+    news: Callable[[], Any] = port.has_news
 
-    def either() -> bool:
-        return bool(news() or (predicate is not None and predicate()))
+    def either() -> Any:
+        return news() or predicate()  # type: ignore[misc]
 
-    if sim.wait(either, sim.chance.uniform(_POLL_SECONDS, _POLL_MAX_SECONDS), place):
+    if sim.wait(
+        either if predicate is not None else news, sim.chance.uniform(_POLL_SECONDS, _POLL_MAX_SECONDS), place
+    ):
         port.wakes += 1
     return bool(predicate()) if predicate is not None else False
 
@@ -139,7 +148,7 @@ class SimRLock(SimLock):
 class SimCondition:
     def __init__(self, lock: Any = None) -> None:
         self._lock = lock if lock is not None else SimLock()
-        self._waiting: list[list[bool]] = []
+        self._waiting: list[list[bool]] = []  # one for each that waits: empty until it is notified
         self.acquire, self.release = self._lock.acquire, self._lock.release
 
     def __enter__(self) -> Any:
@@ -149,17 +158,17 @@ class SimCondition:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        cell = [False]
+        cell: list[bool] = []
         self._waiting.append(cell)
         self._lock.release()
         try:
-            SIM.now.wait(lambda: cell[0], timeout, "condition")
+            SIM.now.wait(cell.__len__, timeout, "condition")
         finally:
             if SIM.now.unwinding is None:
                 self._lock.acquire()
-        if not cell[0] and cell in self._waiting:
-            self._waiting.remove(cell)
-        return cell[0]
+        if not cell:
+            self._waiting = [other for other in self._waiting if other is not cell]
+        return bool(cell)
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         sim = SIM.now
@@ -173,7 +182,7 @@ class SimCondition:
 
     def notify(self, n: int = 1) -> None:
         for cell in self._waiting[:n]:
-            cell[0] = True
+            cell.append(True)
         del self._waiting[:n]
 
     def notify_all(self) -> None:
@@ -233,11 +242,8 @@ class SimThread:
             sim.wait(lambda: task.over, timeout, f"join {self.name}")
 
 
-class _Threading(types.ModuleType):
+class _Threading(_Module):
     Lock, RLock, Condition, Event, Thread = SimLock, SimRLock, SimCondition, SimEvent, SimThread
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real_threading, name)
 
 
 class SimQueue(real_queue.Queue):  # type: ignore[type-arg]
@@ -268,7 +274,7 @@ class SimQueue(real_queue.Queue):  # type: ignore[type-arg]
         return not self._items
 
 
-class _Queue(types.ModuleType):
+class _Queue(_Module):
     Queue = SimpleQueue = SimQueue
     Empty = real_queue.Empty
     Full = real_queue.Full
@@ -307,8 +313,8 @@ def _fd(file: Any) -> int:
     return file if isinstance(file, int) else int(file.fileno())
 
 
-def readable(files: Iterable[Any]) -> list[Any]:
-    """Which of these have something to read, now."""
+def readable(files: Iterable[Any]) -> Callable[[], list[Any]]:
+    """Tells each time it is called which of these have something to read then."""
     poll = real_select.poll()
     by_fd = {}
     for file in files:
@@ -316,23 +322,22 @@ def readable(files: Iterable[Any]) -> list[Any]:
         if fd >= 0:
             by_fd[fd] = file
             poll.register(fd, real_select.POLLIN)
-    return [by_fd[fd] for fd, _ in poll.poll(0)] if by_fd else []
+    # What was closed since has no number any more, and its number may by now be another's.
+    return lambda: [by_fd[fd] for fd, _ in poll.poll(0) if _fd(by_fd[fd]) == fd]
 
 
-class _Select(types.ModuleType):
+class _Select(_Module):
     def select(
         self, reads: list[Any], writes: list[Any], _errors: list[Any], seconds: float | None = None
     ) -> tuple[list[Any], list[Any], list[Any]]:
         assert not writes
-        if not (found := readable(reads)):
-            _rest(lambda: readable(reads), seconds, "select")
-            found = readable(reads)
+        now = readable(reads)
+        if not (found := now()):
+            _rest(now, seconds, "select")
+            found = now()
         else:
             SIM.now.step("select")
         return found, [], []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real_select, name)
 
 
 class SimSelector(real_selectors.PollSelector):
@@ -346,44 +351,35 @@ class SimSelector(real_selectors.PollSelector):
         if found or (timeout is not None and timeout <= 0):
             SIM.now.step("selector")
             return found
-        _rest(now, timeout, "selector")
+        poll = self._selector.poll  # type: ignore[attr-defined] # without the list of keys, of which most turns make none
+        _rest(functools.partial(poll, 0), timeout, "selector")
         return now()
 
 
-class _Selectors(types.ModuleType):
+class _Selectors(_Module):
     DefaultSelector = PollSelector = SelectSelector = EpollSelector = SimSelector
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real_selectors, name)
 
 
 # -- signals, processes, ids -----------------------------------------------------------------------------------
 
 
-class _Signal(types.ModuleType):
+class _Signal(_Module):
     def signal(self, number: int, handler: Any) -> Any:
         process = SIM.now.here
         before = process.handlers.get(number, real_signal.SIG_DFL)
         process.handlers[number] = handler
         return before
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real_signal, name)
+
+class _Subprocess(_Module):
+    @property
+    def Popen(self) -> Any:  # noqa: N802 - as the module has it
+        return SIM.popen or real_subprocess.Popen
 
 
-class _Subprocess(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name == "Popen" and SIM.popen is not None:
-            return SIM.popen
-        return getattr(real_subprocess, name)
-
-
-class _Uuid(types.ModuleType):
+class _Uuid(_Module):
     def uuid4(self) -> real_uuid.UUID:
         return real_uuid.UUID(int=SIM.now.chance.getrandbits(128), version=4)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real_uuid, name)
 
 
 def _reach(point: Any) -> None:
@@ -391,14 +387,14 @@ def _reach(point: Any) -> None:
 
 
 _FAKES: dict[str, Any] = {
-    "time": _Time("time"),
-    "threading": _Threading("threading"),
-    "queue": _Queue("queue"),
-    "select": _Select("select"),
-    "selectors": _Selectors("selectors"),
-    "signal": _Signal("signal"),
-    "subprocess": _Subprocess("subprocess"),
-    "uuid": _Uuid("uuid"),
+    "time": _Time(real_time),
+    "threading": _Threading(real_threading),
+    "queue": _Queue(real_queue),
+    "select": _Select(real_select),
+    "selectors": _Selectors(real_selectors),
+    "signal": _Signal(real_signal),
+    "subprocess": _Subprocess(real_subprocess),
+    "uuid": _Uuid(real_uuid),
 }
 _REAL = {
     "time": real_time,

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +25,6 @@ from greenlet import getcurrent, greenlet
 __all__ = ["Crashed", "Process", "Scheduler", "Stuck", "Task"]
 
 _STEP_SECONDS = 0.0004
-_TRACE_LINES_KEPT = 4000
 
 
 class Crashed(BaseException):
@@ -99,7 +98,7 @@ class Scheduler:
 
     Attributes:
         chance: The one source of randomness. `now`: seconds on the clock. `events`: how many there were.
-        after_event: Called between two events.
+        after_event: Called between two events. `ran`: whose task ran in the last one.
     """
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
@@ -111,12 +110,12 @@ class Scheduler:
         self._order = itertools.count()
         self._pids = itertools.count(1000)
         self.current: Task | None = None
+        self.ran: Process | None = None
         self.unwinding: Process | None = None
         self.after_event: Callable[[], None] = lambda: None
         self.hub = getcurrent()
         self.tracing = trace
-        self.trace: deque[str] = deque(maxlen=None if trace else _TRACE_LINES_KEPT)
-        self._calls = 0
+        self.trace: list[str] = []
 
     # -- making and ending ---------------------------------------------------------------------------------------
 
@@ -231,30 +230,31 @@ class Scheduler:
             Stuck: Nothing can happen any more, or it takes too many events or seconds.
         """
         end = self.now + seconds_max
-        chance, timers = self.chance, self.timers
+        chance, timers, after_event = self.chance, self.timers, self.after_event
         while not until():
             if self.events > events_max:
                 raise Stuck(f"not over after {self.events} events: {self.who_waits()}")
             while timers and timers[0][0] <= self.now:
                 heapq.heappop(timers)[2]()
             ready: list[Task] = []
-            soonest = timers[0][0] if timers else None
+            now, soonest = self.now, timers[0][0] if timers else math.inf
             for task in self.tasks:
                 if task.over:
                     continue
                 held_until = task.process.stopped_until
-                if held_until > self.now:
-                    soonest = held_until if soonest is None else min(soonest, held_until)
+                if held_until > now:
+                    soonest = min(soonest, held_until)
                     continue
-                if task.deadline is not None and task.deadline <= self.now:
+                deadline, predicate = task.deadline, task.predicate
+                if deadline is not None and deadline <= now:
                     ready.append(task)
-                elif task.predicate is not None and task.predicate():
+                elif predicate is not None and predicate():
                     task.woken = True
                     ready.append(task)
-                elif task.deadline is not None:
-                    soonest = task.deadline if soonest is None else min(soonest, task.deadline)
+                elif deadline is not None and deadline < soonest:
+                    soonest = deadline
             if not ready:
-                if soonest is None:
+                if soonest == math.inf:
                     raise Stuck(f"nobody can go on: {self.who_waits()}")
                 if soonest > end:
                     raise Stuck(f"not over after {seconds_max:g} s: {self.who_waits()}")
@@ -270,12 +270,12 @@ class Scheduler:
             task.predicate = None
             self.current = task
             task.green.switch()
-            self.current = None
+            self.current, self.ran = None, task.process
             if task.over:
                 self.tasks = [other for other in self.tasks if not other.over]
             if task.process.doomed and task.process.alive:
                 self.kill(task.process, f"at {task.place}")
-            self.after_event()
+            after_event()
 
     def close(self) -> None:
         """Give everything back, whatever still runs."""
@@ -284,7 +284,9 @@ class Scheduler:
             self._end(process)
 
     def note(self, text: str) -> None:
-        """Into the trace."""
+        """Into the trace, when there is one: a seed that fails is played again with it."""
+        if not self.tracing:
+            return
         self.trace.append(f"{self.events:6d} {self.now:12.4f} {text}")
 
     def who_waits(self) -> str:

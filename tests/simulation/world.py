@@ -600,9 +600,10 @@ class World:
 
     def ring(self) -> Ring | None:
         """The ring that lies there now, mapped for looking."""
-        path = self.ring_directory() / "journal"
+        if self._journal is None:
+            self._journal = str(self.ring_directory() / "journal")
         try:
-            inode = path.stat().st_ino
+            inode = os.stat(self._journal).st_ino  # noqa: PTH116 - asked after most events
         except OSError:
             return None
         if self._ring is None or self._ring[0] != inode:
@@ -610,7 +611,7 @@ class World:
                 self._ring[1].close()
                 self._ring = None
             try:
-                self._ring = (inode, Ring.attach(path.parent))
+                self._ring = (inode, Ring.attach(self.ring_directory()))
             except HoldfastError:
                 return None  # being made
         return self._ring[1]
@@ -623,6 +624,7 @@ class World:
         return self._directory
 
     _directory: Path | None = None
+    _journal: str | None = None
 
     def ring_directory_holds(self, name: str) -> bool:
         return (self.ring_directory() / name).exists()
