@@ -48,7 +48,7 @@ test: $(READY) ## Run all tests; those of S3 talk to a real server on this machi
 	@$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 .PHONY: soak
-soak: $(READY) ## Run all tests at nightly size: 10,000 simulated schedules, 1,000 saves that try to tear (half an hour)
+soak: $(READY) ## Run all tests at nightly size: 10,000 simulated schedules, 1,000 saves that try to tear (three quarters of an hour)
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m tests.infra.toolbox --install
 	@HOLDFAST_TEST_SOAK=1 SIMULATION_SCHEDULES=10000 SIMULATION_TIER_LIVES=10000 TORN_SAVES=1000 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST)

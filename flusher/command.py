@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from flusher.lifetime import live
+from holdfast.commands.examples import examples
 from holdfast.config import FlusherConfig
 from holdfast.errors import HoldfastError
 from holdfast.faultpoint import identify
@@ -24,7 +25,10 @@ __all__ = ["flusher"]
 _log = logging.getLogger("holdfast.flusher")
 
 
-@click.command(short_help="Write, publish, verify and prune the checkpoints of one run.")
+@click.command(
+    short_help="Write, publish, verify and prune the checkpoints of one run.",
+    epilog=examples("holdfast flusher --store s3://bucket/run --ring-bytes 8GiB --linger"),
+)
 @click.option("--store", help="URL of the run: a path, or s3://bucket/run.")
 @click.option("--chunk-bytes", help="Size of a chunk, such as 16MiB.")
 @click.option("--ring-bytes", help="Memory for the ring, such as 1GiB.")

@@ -33,6 +33,8 @@ from holdfast.metrics_page import serve_metrics
 from holdfast.ring import Ring
 from holdfast.runtime import runtime_directory
 from holdfast.slice_sets import is_slice_upload
+from holdfast.status.board import Board
+from holdfast.status.desk import serve_status
 from holdfast.storage import open_store, parts_at_once
 from holdfast.storage.base import Store
 from holdfast.storage.names import is_kept
@@ -91,6 +93,9 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
             _ring(directory, config, tenure.attempt, found, lambda: service.leaves_ring)
         )
         held.enter_context(serve_metrics(config, events, ring=ring, store=store))
+        board = Board("flusher", store.url)
+        events.listen(board.hear)
+        held.enter_context(serve_status(directory, "flusher", board.said))
         upkeep.catch_up()
         listener = Listener(directory / SOCKET_NAME)
         held.callback(listener.close)

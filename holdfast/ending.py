@@ -19,7 +19,8 @@ FINALIZE_SECONDS_MAX = 30.0  # it takes milliseconds, and some seconds where man
 def end_within(seconds_max: float, call: Callable[[], object], what: str) -> None:
     """Call `call`; if it has not returned after `seconds_max`, say so on stderr and end the process with code 0.
 
-    Main thread, at exit. `what`: names the call.
+    Main thread, at exit. `what`: names the call. It has to release the GIL while it waits, or no thread can end it:
+    mpi4py's `MPI.Finalize` keeps it, the same function called by ctypes does not.
     """
 
     def leave() -> None:

@@ -79,6 +79,9 @@ FIELDS: dict[str, dict[str, type]] = {
     "bad": {"attempt": int, "step": int, "note": str},
     "failed": {"attempt": int, "step": int, "code": str, "message": str},
     "drained": {},
+    # `holdfast status` and back, at a socket of their own (holdfast/status/desk.py)
+    "status": {"version": int},
+    "state": {"document": dict},
 }
 
 
@@ -252,12 +255,16 @@ class Listener:
         # Bound under another name first: when the name appears, connecting works.
         temporary = path.with_name(f".new-{os.getpid()}")
         temporary.unlink(missing_ok=True)
-        with _short(temporary) as name:
-            self._socket.bind(name)
-        self._socket.listen(8)
-        self._socket.setblocking(False)
-        temporary.chmod(0o600)
-        temporary.rename(path)
+        try:
+            with _short(temporary) as name:
+                self._socket.bind(name)
+            self._socket.listen(8)
+            self._socket.setblocking(False)
+            temporary.chmod(0o600)
+            temporary.rename(path)
+        except OSError:
+            self._socket.close()
+            raise
 
     def fileno(self) -> int:
         """For `selectors`."""

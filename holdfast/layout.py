@@ -29,6 +29,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from holdfast.errors import ProtocolError
+from holdfast.journal import SOURCES_MAX
 
 __all__ = ["CHUNK_BYTES", "REPLICATED", "Entry", "Extent", "Layout", "Segment", "TensorInfo"]
 
@@ -168,6 +169,21 @@ class Layout:
                 raise ProtocolError(
                     f"layout: tensor {tensor.path} names entry {tensor.entry} of {len(self.entries)}"
                 )
+        self._check_senders()
+
+    def _check_senders(self) -> None:
+        """The journal has to name all who send into a chunk."""
+        if self.ranks <= SOURCES_MAX:
+            return
+        most = max(range(self.chunks), key=lambda chunk: len(self._pieces[chunk]))
+        senders = len(self._pieces[most])
+        if senders > SOURCES_MAX:
+            less_bytes = max(self.chunk_bytes // 4 // _ALIGNMENT_BYTES, 1) * _ALIGNMENT_BYTES
+            raise ProtocolError(
+                f"layout: {senders} ranks send into chunk {most} of {self.chunk_bytes} bytes, {SOURCES_MAX} may: small "
+                "values that each rank has of its own (PerRank) lie side by side; start the stager with a smaller "
+                f"chunk_bytes, such as {less_bytes}"
+            )
 
     # -- chunks and slices ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,10 @@ from holdfast.layout_index import LayoutIndex
 from holdfast.manifest import EntryRecord, Key, Manifest, State, TensorRecord, manifest_name, step_file_name
 from holdfast.storage.base import Store
 
-__all__ = ["Publishing", "Times", "build_manifest", "choose_name", "saved_at_unix"]
+__all__ = ["Publishing", "Times", "build_manifest", "choose_name", "saved_at_unix", "stall_seconds_of"]
+
+_STALL_SECONDS_MAX = 1e9  # in a record from outside; longer is no stall of anything
+_RANK_DIGITS_MAX = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,20 @@ def saved_at_unix(record: Mapping[str, Any]) -> float | None:
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             found.append(float(value))
     return min(found, default=None)
+
+
+def stall_seconds_of(record: Any) -> dict[int, float]:
+    """What a checkpoint cost the training thread of each rank (CST). The record is input from outside."""
+    ranks = record.get("ranks") if isinstance(record, Mapping) else None
+    found: dict[int, float] = {}
+    for rank, said in ranks.items() if isinstance(ranks, Mapping) else []:
+        value = said.get("cst_seconds") if isinstance(said, Mapping) else None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        is_rank = len(str(rank)) <= _RANK_DIGITS_MAX and str(rank).isdecimal()
+        if is_rank and 0 <= value < _STALL_SECONDS_MAX:
+            found[int(rank)] = float(value)
+    return found
 
 
 def build_manifest(

@@ -32,7 +32,16 @@ from holdfast.layout import Layout
 from holdfast.runtime import check_private_directory, make_private_directory, open_private_file
 from holdfast.sealed import seal, unseal
 
-__all__ = ["CheckpointRecord", "Ring", "SlotRecord", "SlotState", "Source"]
+__all__ = [
+    "CheckpointRecord",
+    "Ring",
+    "SlotRecord",
+    "SlotState",
+    "Source",
+    "checkpoint_names",
+    "read_checkpoint",
+    "read_side_file",
+]
 
 _log = logging.getLogger("holdfast.ring")
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{1,19})-(\d{1,19})\.json")
@@ -292,35 +301,14 @@ class Ring:
 
     def checkpoint(self, attempt: int, step: int) -> CheckpointRecord | None:
         """What is said of one checkpoint, or None. Raises `ProtocolError` when its file is damaged."""
-        name = f"checkpoint-{attempt}-{step}.json"
-        try:
-            data = self._read(name)
-        except FileNotFoundError:
-            return None
-        body = unseal(data, _CRC_FIELD)
-        if body is None:
-            raise ProtocolError(
-                f"{self.directory / name}: its CRC-32 does not hold; damaged in memory, or not written by this version"
-            )
-        try:
-            found = CheckpointRecord.model_validate_json(body)
-        except (ValidationError, RecursionError) as error:
-            raise ProtocolError(f"{self.directory / name}: not a checkpoint record: {error}") from error
-        if (found.attempt, found.step) != (attempt, step):
-            raise ProtocolError(
-                f"{self.directory / name}: attempt or step inside is {found.attempt}, {found.step}"
-            )
-        return found
+        return read_checkpoint(self.directory, attempt, step)
 
     def checkpoint_names(self) -> list[tuple[int, int]]:
         """`(attempt, step)` of all checkpoint files, oldest first; their contents are not looked at.
 
         None, once the flusher has removed the ring: it may have ended since this process has opened it.
         """
-        with contextlib.suppress(FileNotFoundError):
-            found = (_CHECKPOINT_NAME.fullmatch(path.name) for path in self.directory.iterdir())
-            return sorted((int(match[1]), int(match[2])) for match in found if match)
-        return []
+        return checkpoint_names(self.directory)
 
     def checkpoints(self) -> list[CheckpointRecord]:
         """All checkpoints, oldest first. Raises `ProtocolError` at the first damaged file."""
@@ -363,7 +351,7 @@ class Ring:
                 )
             path = self.directory / f"layout-{digest[:16]}"
             try:
-                layout = Layout.from_bytes(self._read(path.name))
+                layout = Layout.from_bytes(read_side_file(path))
             except FileNotFoundError:
                 raise ProtocolError(f"{path}: missing, but a checkpoint names it") from None
             if layout.digest != digest:
@@ -378,16 +366,6 @@ class Ring:
                 f"{source}: chunk_bytes {layout.chunk_bytes}, the ring has {self.chunk_bytes}"
             )
 
-    def _read(self, name: str) -> bytes:
-        fd = open_private_file(self.directory / name, os.O_RDONLY)
-        with open(fd, "rb") as file:  # noqa: PTH123 (a descriptor, opened without following links)
-            nbytes = os.fstat(fd).st_size
-            if nbytes > _SIDE_FILE_BYTES_MAX:
-                raise ProtocolError(
-                    f"{self.directory / name}: {nbytes} bytes, expected at most {_SIDE_FILE_BYTES_MAX}"
-                )
-            return file.read(_SIDE_FILE_BYTES_MAX)
-
     def _write(self, name: str, data: bytes) -> None:
         # In memory: a rename is enough, there is nothing to sync.
         temporary = self.directory / f".new-{os.getpid()}-{name}"
@@ -395,6 +373,45 @@ class Ring:
         with open(fd, "wb") as file:  # noqa: PTH123
             file.write(data)
         temporary.rename(self.directory / name)
+
+
+def checkpoint_names(directory: Path) -> list[tuple[int, int]]:
+    """`(attempt, step)` of all checkpoint files beside a ring, oldest first; none where the directory is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        found = (_CHECKPOINT_NAME.fullmatch(path.name) for path in directory.iterdir())
+        return sorted((int(match[1]), int(match[2])) for match in found if match)
+    return []
+
+
+def read_checkpoint(directory: Path, attempt: int, step: int) -> CheckpointRecord | None:
+    """What is said of one checkpoint beside a ring, or None. Raises `ProtocolError` when its file is damaged."""
+    path = directory / f"checkpoint-{attempt}-{step}.json"
+    try:
+        data = read_side_file(path)
+    except FileNotFoundError:
+        return None
+    body = unseal(data, _CRC_FIELD)
+    if body is None:
+        raise ProtocolError(
+            f"{path}: its CRC-32 does not hold; damaged in memory, or not written by this version"
+        )
+    try:
+        found = CheckpointRecord.model_validate_json(body)
+    except (ValidationError, RecursionError) as error:
+        raise ProtocolError(f"{path}: not a checkpoint record: {error}") from error
+    if (found.attempt, found.step) != (attempt, step):
+        raise ProtocolError(f"{path}: attempt or step inside is {found.attempt}, {found.step}")
+    return found
+
+
+def read_side_file(path: Path) -> bytes:
+    """What lies beside a ring, whole. Raises `ProtocolError` when it is too large, `FileNotFoundError`."""
+    fd = open_private_file(path, os.O_RDONLY)
+    with open(fd, "rb") as file:  # noqa: PTH123 (a descriptor, opened without following links)
+        nbytes = os.fstat(fd).st_size
+        if nbytes > _SIDE_FILE_BYTES_MAX:
+            raise ProtocolError(f"{path}: {nbytes} bytes, expected at most {_SIDE_FILE_BYTES_MAX}")
+        return file.read(_SIDE_FILE_BYTES_MAX)
 
 
 def _check_room(directory: Path, needed_bytes: int) -> None:

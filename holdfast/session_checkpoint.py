@@ -79,7 +79,8 @@ class Checkpoint:
     @property
     def under_way(self) -> bool:
         """Whether it is still being offered or received."""
-        return self.phase in {Phase.OFFERING, Phase.PREPARED, Phase.RECEIVING}
+        # A tuple: the hash of an enum is Python code, and this is asked at each turn.
+        return self.phase in (Phase.OFFERING, Phase.PREPARED, Phase.RECEIVING)
 
     @property
     def handed_over(self) -> int:

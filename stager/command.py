@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from holdfast.commands.examples import examples
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.faultpoint import identify
 from holdfast.metrics_page import serve_metrics
+from holdfast.status.board import Board
+from holdfast.status.desk import serve_status
 
 if TYPE_CHECKING:
     from stager.mpi import Port
@@ -29,7 +32,12 @@ _log = logging.getLogger("holdfast.stager")
 _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import torch first
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "mpirun --with-ft ulfm -n 8 python train.py : -n 1 holdfast stager --store s3://bucket/run",
+        "mpirun -n 8 python train.py : -n 1 holdfast stager --store /mnt/nfs/run --ring-bytes 8GiB --keep-last 5",
+    ),
+)
 @click.option("--store", help="URL of the run: a path, or s3://bucket/run.")
 @click.option(
     "--ring-bytes", help="Memory for the ring, such as 1GiB. A larger checkpoint streams through it."
@@ -119,7 +127,9 @@ def _serve(port: Port, config: StagerConfig | None, problem: HoldfastError | Non
     events = EventLog(config.events, role="stager")
     service = Service(config, port, flusher, events=events)
     try:
-        with serve_metrics(config, events):
+        board = Board("stager", flusher.store_url, ranks=service.ranks_said)
+        events.listen(board.hear)
+        with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", board.said):
             events.emit(
                 "stager_ready", {"attempt": flusher.attempt, "ranks": port.ranks, "flusher_pid": flusher.pid}
             )

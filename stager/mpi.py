@@ -11,6 +11,7 @@ is acknowledged, and the others go on. One thread only.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import time
 from collections import OrderedDict
@@ -57,7 +58,7 @@ def _finalize() -> None:
         return
     except NotImplementedError:
         pass
-    end_within(FINALIZE_SECONDS_MAX, MPI.Finalize, "MPI_Finalize")
+    end_within(FINALIZE_SECONDS_MAX, ctypes.CDLL(MPI.__file__).MPI_Finalize, "MPI_Finalize")
 
 
 atexit.register(_finalize)

@@ -19,7 +19,10 @@ settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only `make soak` runs."""
+    """Begin with what takes minutes, so that no worker is alone with it at the end; leave out what only `make soak`
+    runs.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if "HOLDFAST_TEST_SOAK" in os.environ:
         return
     left_out = [item for item in items if item.get_closest_marker("soak") is not None]

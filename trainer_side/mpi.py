@@ -12,6 +12,7 @@ polled, with a pause that grows; every wait has a deadline.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import math
 import os
@@ -84,7 +85,7 @@ def _finalize() -> None:
     except NotImplementedError:  # an MPI without fault tolerance: mpirun ends the job when a process dies
         if failed:
             return
-    end_within(FINALIZE_SECONDS_MAX, MPI.Finalize, "MPI_Finalize")
+    end_within(FINALIZE_SECONDS_MAX, ctypes.CDLL(MPI.__file__).MPI_Finalize, "MPI_Finalize")
 
 
 atexit.register(_finalize)  # first registered, last called

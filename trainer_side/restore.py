@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
@@ -46,6 +46,7 @@ def restore(
     step: int | None = None,
     seconds_max: float = 600,
     without_store: bool = False,
+    may_lack: Collection[str] = (),
 ) -> Restored | None:
     """Load the newest good checkpoint into the objects of `state`. Collective; training thread.
 
@@ -62,6 +63,7 @@ def restore(
             has a tenth to bring; then it counts as hanging, and the next source is asked.
         without_store: Where the store does not answer, take the newest that the tiers have, although the store may
             hold a newer one.
+        may_lack: Names of `state` that the checkpoint need not have; they then stay as they are.
 
     Returns:
         None on a new run: there is no checkpoint at all, and `state` is as it was. So it is when there are only slices
@@ -79,7 +81,7 @@ def restore(
     shelf, silent = Shelf.look(store, peers, seconds_max=seconds_max)
     ring = held.known(shelf.stored, peers)
     found = find([*tiers, ring], peers, seconds_max=seconds_max * HANGING_SHARE)
-    job = Job(state, store, peers, events, found, shelf, threads, seconds_max)
+    job = Job(state, store, peers, events, found, shelf, threads, seconds_max, frozenset(may_lack))
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     listed: Sequence[Candidate | Passed] = candidates(found.holders, shelf.stored)
     if silent is not None:

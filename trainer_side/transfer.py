@@ -31,7 +31,8 @@ class TransferState(Enum):
     @property
     def final(self) -> bool:
         """Nothing more happens to it."""
-        return self in {TransferState.DURABLE, TransferState.DECLINED, TransferState.FAILED}
+        # A tuple: the hash of an enum is Python code, and this is asked at each turn.
+        return self in (TransferState.DURABLE, TransferState.DECLINED, TransferState.FAILED)
 
 
 class SliceSource(Protocol):

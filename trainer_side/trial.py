@@ -80,6 +80,7 @@ class Job:
     shelf: Shelf
     threads: int
     seconds_max: float
+    may_lack: frozenset[str] = frozenset()
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def tell(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
@@ -284,7 +285,7 @@ class Trial:
         try:
             structure = Structure(file, self._image, data, store)
             live = live_trees(job.state)
-            check(job.state, live, structure.tree, step)
+            check(job.state, live, structure.tree, step, may_lack=job.may_lack)
             self._adopted_bytes = structure.adopt(live)
         except RecursionError as error:
             return StateError(f"step {step}: what is saved is nested too deep to be loaded: {error}")

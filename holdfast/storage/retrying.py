@@ -83,11 +83,18 @@ class _Caller:
         _log_failure(what, state)
 
     def __call__(self, what: str, call: Callable[[], _Result], budget: RetryBudget | None = None) -> _Result:
+        begun = time.monotonic()
+        try:
+            return call()  # as a rule it succeeds, and there is nothing to keep count of
+        except StoreError as error:
+            if not error.retriable:
+                raise
+            first = error
         limits = budget or self._budget
         retrying = tenacity.Retrying(
             sleep=self._sleep,
             stop=tenacity.stop_after_attempt(limits.attempts_max)
-            | tenacity.stop_before_delay(limits.seconds_max),
+            | tenacity.stop_before_delay(limits.seconds_max - (time.monotonic() - begun)),
             wait=_Wait(limits),
             retry=tenacity.retry_if_exception(
                 lambda error: isinstance(error, StoreError) and error.retriable
@@ -95,7 +102,7 @@ class _Caller:
             before_sleep=lambda state: self._failed(what, state),
         )
         try:
-            return retrying(call)
+            return retrying(_after(first, call))
         except tenacity.RetryError as over:
             last = over.last_attempt.exception()
             tries = over.last_attempt.attempt_number
@@ -103,6 +110,18 @@ class _Caller:
             raise StoreError(
                 f"{last} (given up after {tries} attempts of {what})", retriable=not anew, begin_anew=anew
             ) from last
+
+
+def _after(first: StoreError, call: Callable[[], _Result]) -> Callable[[], _Result]:
+    """`call`, of which the first attempt has been made and has failed with `first`."""
+    made = [first]
+
+    def attempt() -> _Result:
+        if made:
+            raise made.pop()
+        return call()
+
+    return attempt
 
 
 class Retrying:

@@ -119,6 +119,7 @@ class Core:
             case Began(rank, host):
                 attempt.began[rank] = host
             case Joined():
+                attempt.met = True
                 return self._reached("joined", "ranks and stager have met", {}, now)
             case Restored(rank, step) if attempt.is_last(attempt.restored, rank):
                 how = f"every rank has restored step {step}" if step >= 0 else "a new run"

@@ -17,7 +17,8 @@ class Limits:
         crashes_max: So many equal crashes in a row without progress end the run.
         restarts_max: So many relaunches in a row without progress end the run, whatever the cause.
         silent_seconds_max: A rank that has been silent for so long, beyond the stager's own deadline, is lost.
-        lost_seconds_max: How long the others go on after a process of the job has died.
+        lost_seconds_max: How long the others go on after a process of the job has died; not at all if it was killed
+            before they had met.
         stall_seconds_max: No newer staged step for so long ends the attempt; None: not watched.
         grace_seconds: Time between asking the ranks to end and mpirun to end them.
         kill_seconds: Time between that and SIGKILL.

@@ -24,6 +24,7 @@ class Record:
         hosts: Those it was placed on; None: all of it is here.
         begun_at: When it was launched.
         began: Host of each process that has begun, by rank.
+        met: Ranks and stager have met.
         restored: Ranks that have their state back.
         stepped: Ranks that have taken their first step.
         deaths: Of processes that said how they ended.
@@ -42,6 +43,7 @@ class Record:
     hosts: tuple[Host, ...] | None
     begun_at: float
     began: dict[int, str] = field(default_factory=dict)
+    met: bool = False
     restored: set[int] = field(default_factory=set)
     stepped: set[int] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)
@@ -88,7 +90,10 @@ class Record:
 
     def reason_to_end(self, limits: Limits, now: float) -> str:
         """Why it cannot go on; empty if it can."""
-        if self.first_death_at is not None and now >= self.first_death_at + limits.lost_seconds_max:
+        # Who was killed before all had met leaves the others waiting for it in MPI, with nothing to end well.
+        hopeless = not self.met and any(death.from_outside for death in self.deaths)
+        patience = 0.0 if hopeless else limits.lost_seconds_max
+        if self.first_death_at is not None and now >= self.first_death_at + patience:
             rank = next(d.rank for d in self.deaths if d.status or d.rank == self.ranks)
             return f"{self.name(rank)} has ended: the others cannot go on without it, and were ended"
         for rank, since in self.silent_since.items():

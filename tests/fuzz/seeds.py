@@ -10,10 +10,13 @@ from holdfast.ipc import Message
 from holdfast.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
 from holdfast.notice import Notice, NoticeKind, Terms
 from holdfast.sealed import unseal
+from holdfast.status.said import CheckpointSaid, Line, RankSaid, Said
 from holdfast.wire import Agreement, Kind, Proposal, Welcome, decode, encode, to_json
 from tests.fuzz.files import SEED, manifest_for
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
+from tests.unit.holdfast.report.logs import EVENTS as _EVENT_LOG
+from tests.unit.holdfast.report.logs import STATUS as _STATUS_LOG
 
 __all__ = ["SEEDS"]
 
@@ -49,7 +52,55 @@ _PROPOSAL = decode(Proposal("ab", [["w", "float32", [2], -1]], 900, {"rng": 8}).
 _NOTICE = Notice(NoticeKind.TERMINATE, 120.0, "aws", "instance-action terminate", 1)
 _MANIFEST = manifest_for(SEED).to_bytes()
 _JOURNAL = _journal()
+_LINE = Line(at_unix=5.0, event="flush_held", step=8, text="no room")
+_SAID = Said(
+    role="stager",
+    run="/mnt/run",
+    pid=7,
+    attempt=2,
+    since_unix=1.0,
+    now_unix=9.0,
+    ranks_total=70,
+    ranks=(
+        RankSaid(rank=1, host="spot-7", pid=8, state="silent", quiet_seconds=2.0, step=8, stall_seconds=0.1),
+    ),
+    checkpoints=(
+        CheckpointSaid(attempt=2, step=4, saved_at_unix=1.0, durable_at_unix=3.0, read_back="verified"),
+        CheckpointSaid(
+            attempt=2,
+            step=8,
+            image_bytes=4096,
+            saved_at_unix=3.0,
+            staged_at_unix=4.0,
+            pgt1_seconds=1.0,
+            pgt2_seconds=2.0,
+            stall_seconds=0.1,
+        ),
+    ),
+    not_taken={"busy": 3},
+    declined=(_LINE,),
+    notices=(_LINE,),
+    problems=(_LINE,),
+)
 _CLAIM = _claim()
+_LOG_BYTES = 2500  # the last line is cut
+
+_PROFILE = to_json(
+    {
+        "source": "a seed",
+        "iteration_seconds": 1.8,
+        "restart_seconds": 140,
+        "strategies": {
+            "holdfast": {
+                "stall_seconds": 0.05,
+                "staged_seconds": 4.0,
+                "durable_seconds": 11.0,
+                "restore_seconds": 20.0,
+                "stager": True,
+            }
+        },
+    }
+)
 
 SEEDS: dict[str, list[bytes]] = {
     "wire": [
@@ -67,11 +118,19 @@ SEEDS: dict[str, list[bytes]] = {
     "message": [
         Message("begin", {"attempt": 1, "step": 2, "layout_digest": "ab"}).to_bytes(),
         Message("freed", {"slots": [1, 2]}).to_bytes(),
+        Message("state", {"document": _SAID.model_dump(mode="json")}).to_bytes(),
         Message(
             "durable", {"attempt": 1, "step": 2, "file": "f", "pgt2_seconds": 0.5, "record": {}}
         ).to_bytes(),
     ],
+    "events": [_STATUS_LOG.read_bytes()[:_LOG_BYTES], _EVENT_LOG.read_bytes()[:_LOG_BYTES]],
     "claim": [_AS_IS + _CLAIM, _OPEN + _body(_CLAIM, "claim_crc32")],
     "name": [b"step-000000001.pt", b".holdfast/writer-000001.json", b"../x", b"a//b"],
+    "trace": [
+        b",Time,GPUs\n0,1652434464.4,56\n1,1652434527.4,55\n2,1652438127.4,56\n",
+        b"2021-12-11, 11:11:30, 55\n2021-12-11, 11:15:50, 54\n2021-12-11, 12:15:50, 55\n",
+        b"0,add,node1\n480000,add,node2\n1440000,remove,node1\n5040000,add,node3\n",
+    ],
+    "profile": [_PROFILE, b'{"profile": ' + _PROFILE + b', "seed": 0}'],
     "structure": [SEED],
 }

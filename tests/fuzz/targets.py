@@ -8,15 +8,26 @@ Behind a CRC random bytes go nowhere: the first byte of `data` says whether the 
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import mmap
 import struct
+import tempfile
+import tomllib
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+from rich.console import Console
 
 from holdfast.catalog import Catalog
 from holdfast.claim import Claim, Identity
+from holdfast.commands.status_output import render
+from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError
 from holdfast.ipc import Message
@@ -25,7 +36,19 @@ from holdfast.layout import Layout
 from holdfast.layout_index import LayoutIndex
 from holdfast.manifest import Manifest
 from holdfast.notice import Notice, Terms
+from holdfast.report.facts import gather
+from holdfast.report.page import page
+from holdfast.report.reading import Log, read_logs
+from holdfast.report.sentences import look_at, what_happened
 from holdfast.sealed import seal
+from holdfast.simulate.profiles import load_profile
+from holdfast.simulate.replay import Job, Lane, replay
+from holdfast.simulate.strategy import IDEAL
+from holdfast.simulate.traces import read_trace
+from holdfast.simulate.tuning import Question, tune
+from holdfast.simulate.windows import cut
+from holdfast.status.picture import Peer, Stored, compose
+from holdfast.status.said import read_said
 from holdfast.storage.names import check_name, check_write_id
 from holdfast.verify import verify_file
 from holdfast.wire import (
@@ -37,6 +60,9 @@ from tests.support.memory_store import MemoryStore
 __all__ = ["TARGETS", "within_our_errors"]
 
 _RING_CHUNKS = 2
+_WINDOW_US = 3_600_000_000
+_EVENTS_MAX = 1000
+_PAGE_BYTES_MAX = 2_000_000
 
 
 def wire(data: bytes) -> None:
@@ -104,6 +130,8 @@ def manifest(data: bytes) -> None:
     again = Manifest.from_bytes(found.to_bytes(), source="again")  # as rank 0 hands it to the others
     assert again.model_copy(update={"record": {}}) == found.model_copy(update={"record": {}})
     check_name(found.file)
+    stored = Stored.of(found)
+    page(gather("/mnt/run", Log(), [] if stored is None else [stored]), made_at_unix=2e9, version="0")
     if found.image_bytes <= 1 << 16:
         store.objects[found.file] = bytes(found.image_bytes)
         verify_file(store, found, threads=1).summary()
@@ -135,8 +163,27 @@ def journal(data: bytes) -> None:
 
 
 def message(data: bytes) -> None:
-    """A packet between stager and flusher."""
-    Message.from_bytes(data).to_bytes()
+    """A packet between stager and flusher; or of one of them to `holdfast status`, which draws it."""
+    found = Message.from_bytes(data)
+    found.to_bytes()
+    if found.kind == "state":
+        said = read_said(found.fields["document"], "here")
+        here = Peer("here", said.pid, said.since_unix)
+        picture = compose(said.run, 2e9, flusher=here, stager=here, flusher_said=said, stager_said=said)
+        json.dumps(picture.document(), allow_nan=False)
+        Console(file=io.StringIO(), width=80).print(render(picture, height=24))
+
+
+def events(data: bytes) -> None:
+    """An event log, and the report that is made of it: a page of its own making, whatever the log says."""
+    with _file(data) as path:
+        facts = gather("/mnt/run", read_logs([path]), dollars_per_hour=1.0)
+    json.dumps(
+        [facts.unknown, [one._asdict() for one in look_at(facts)], what_happened(facts)], allow_nan=False
+    )
+    made = page(facts, made_at_unix=2e9, version="0")
+    assert b"<script" not in made
+    assert len(made) < _PAGE_BYTES_MAX
 
 
 def claim(data: bytes) -> None:
@@ -158,6 +205,41 @@ def name(data: bytes) -> None:
     check_write_id(text)
 
 
+def trace(data: bytes) -> None:
+    """A trace of preemptions, and the replay of what came out."""
+    with _file(data) as path:
+        found = read_trace(path)
+    assert found.end_us > 0
+    assert (np.diff(found.time_us) >= 0).all()
+    if not found.count_max or found.end_us < _WINDOW_US or len(found.time_us) > _EVENTS_MAX:
+        return
+    windows = cut(found, length_us=_WINDOW_US, offsets=2, rng=np.random.default_rng(0))
+    outcome = replay(Job(found.count_max, 1, 1_000_000, 0), [Lane(IDEAL, 1)], windows)
+    assert (outcome.useful >= 0).all()
+    assert (outcome.training_us <= _WINDOW_US).all()
+
+
+def profile(data: bytes) -> None:
+    """Measured figures, and the settings that are made of them: no text of theirs becomes a setting."""
+    with _file(data) as path:
+        found = load_profile(path)
+    strategy = next(iter(found.strategies))
+    answer = tune(Question(found, mtbf_hours=2.0, strategy=strategy, spot_dollars=1.0))
+    document = tomllib.loads(answer.to_toml())
+    assert document.keys() == {"trainer"}
+    assert document["trainer"].keys() <= {"in_flight_max", "on_full"}
+    TrainerConfig(**document["trainer"])
+
+
+@contextlib.contextmanager
+def _file(data: bytes) -> Iterator[Path]:
+    """In memory: these parsers read files."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(data)
+        file.flush()
+        yield Path(file.name)
+
+
 def structure(data: bytes) -> None:
     """A portable file as restore reads it: any bytes with a manifest that says that they are whole."""
     from tests.fuzz.files import restore_bytes
@@ -168,7 +250,8 @@ def structure(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], Any]] = {
-    target.__name__: target for target in (wire, layout, manifest, journal, message, claim, name, structure)
+    target.__name__: target
+    for target in (wire, layout, manifest, journal, message, events, claim, name, trace, profile, structure)
 }
 
 

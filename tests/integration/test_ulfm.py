@@ -21,7 +21,7 @@ from holdfast import faultpoint
 from holdfast.config import StagerConfig
 from holdfast.ring import Ring, SlotState
 from holdfast.runtime import runtime_directory
-from tests.integration.jobs import transfer
+from tests.integration.jobs import last_call, transfer
 from tests.support.cluster import assert_nothing_left, wait_until
 from tests.support.events import read_events
 from tests.support.job import Job, environment
@@ -156,3 +156,12 @@ def test_a_stopped_rank_is_named_and_when_it_goes_on_so_do_checkpoints(tmp_path:
         assert not ran.events("rank_lost")
         ran.assert_files({0, 1, 4, 5})
         ran.assert_ring_empty()
+
+
+@pytest.mark.parametrize("role", ["trainer_side", "stager"])
+def test_the_end_of_mpi_is_left_when_another_process_never_comes_to_it(tmp_path: Path, role: str) -> None:
+    env = environment(tmp_path / "runtime")
+    with Job(2, [last_call.__file__, role, str(tmp_path)], None, env=env, log=tmp_path / "log") as job:
+        job.wait(SECONDS_MAX)
+        assert (tmp_path / "saw-it-leave").read_text() == "True", job.output()
+        assert "MPI_Finalize did not return within 0.5 s" in job.output()

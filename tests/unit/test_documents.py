@@ -33,10 +33,12 @@ MADE = {
     "run_prefix/cluster/",
     "slices/",
     "terraform-output.json",
+    "trainer_state.json",
 }
 OPTIONAL = {"torchdata"}  # packages that users may have, and this environment need not
 FILE = re.compile(r"\.?[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|sh|toml|yml|md|tf|c|json|pkl))")
 VARIABLES_BESIDE_SETTINGS = {
+    "HOLDFAST_DOLLARS_PER_HOUR",
     "HOLDFAST_CONFIG",
     "HOLDFAST_RUN_ATTEMPT",
     "HOLDFAST_AZURE_METADATA_URL",

@@ -138,7 +138,7 @@ def test_a_wrong_setting_is_not_tried_twice() -> None:
 
 
 def test_who_has_lost_a_peer_is_ended_after_a_while() -> None:
-    story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(KILLED)
+    story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(Joined(), KILLED)
     story.tell(Tick(), seconds=29)
     assert not story.of(Terminate)
     story.tell(Tick(), seconds=1)
@@ -147,6 +147,21 @@ def test_who_has_lost_a_peer_is_ended_after_a_while() -> None:
     assert story.of(Kill) == [Kill()]
     story.end(status=-9)
     assert "killed by SIGKILL" in story.of(Note)[-2].message
+
+
+def test_a_kill_before_all_have_met_ends_the_others_at_once() -> None:
+    """They wait for it in MPI, and would for as long as they are let."""
+    story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(KILLED, Tick())
+    assert story.of(Terminate) == [Terminate(gently=False)]
+    story.end(status=-9)
+    assert "killed by SIGKILL" in story.of(Note)[-2].message
+
+
+def test_a_crash_before_all_have_met_lets_the_others_say_why() -> None:
+    story = Story(lost_seconds_max=30).launch().tell(Ended(0, 1), Tick())
+    assert not story.of(Terminate)
+    story.tell(Tick(), seconds=30)
+    assert story.of(Terminate)
 
 
 def test_a_rank_that_ends_well_before_the_others_is_no_loss() -> None:
