@@ -56,7 +56,9 @@ class Terminal:
     """A real terminal of 80 columns in which a command runs; what it showed last stays, and its exit code."""
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
-        self._env = {**env, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
+        # Python's readline sets LINES and COLUMNS for the children of the process that runs the tests.
+        ours = {name: value for name, value in env.items() if name not in ("LINES", "COLUMNS")}
+        self._env = {**ours, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
         self._server = ("tmux", "-L", f"holdfast-{os.getpid()}", "-f", "/dev/null")
         shell = f"trap : INT; {shlex.join(command)}; echo ended with $?; exec cat"
         self._tmux("new-session", "-d", "-x", str(COLUMNS), "-y", str(LINES), shell)

@@ -6,7 +6,7 @@
                    └─ every request is noted with its time, so that a test can count them and look at the waits
 
 Requests pass through byte for byte, `Host` too, so signatures stay valid and the server checks them. Chance is drawn
-from the seed and the request's own place (operation, key, which time), so threads do not change what is hit.
+from the seed and the request's own place (operation, key, part, which time), so threads do not change what is hit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import enum
 import hashlib
 import http.client
 import logging
+import re
 import select
 import socket
 import socketserver
@@ -206,13 +207,18 @@ class FaultProxy:
         last = None if rule.times is None else rule.first + rule.times - 1
         if armed.seen < rule.first or (last is not None and armed.seen > last):
             return None
-        place = (operation, key, part)
+        place = (operation, _steady(key), part)
         armed.per_place[place] += 1
         return rule.fault if self._chance(place, armed.per_place[place]) < rule.probability else None
 
     def _chance(self, place: tuple[str, str, int], time_number: int) -> float:
         digest = hashlib.sha256(repr((self._seed, place, time_number)).encode()).digest()
         return float(int.from_bytes(digest[:8], "big") / 2**64)
+
+
+def _steady(key: str) -> str:
+    """The key without what is drawn anew in each run, or a seed would not decide what is hit."""
+    return re.sub(r"/check-.*", "/check", key)
 
 
 @contextlib.contextmanager
