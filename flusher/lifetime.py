@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ _log = logging.getLogger("holdfast.flusher")
 
 
 def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None:
-    """Be the flusher of a run until all is done. Main thread only: it handles signals.
+    """Be the flusher of a run until all is done. Main thread only: it handles signals, and ignores them when it ends.
 
     Args:
         config: The settings.
@@ -112,6 +113,10 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         )
         events.emit("flusher_ready", {"attempt": tenure.attempt, "directory": str(directory)})
         ready({"directory": str(directory), "attempt": tenure.attempt})
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # `run` hears them; when it is over, told to end is not cut short
         service.run()
         upkeep.end()
         events.emit("flusher_ended", {"attempt": tenure.attempt})

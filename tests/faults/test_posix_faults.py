@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -198,6 +199,23 @@ def test_told_to_end_while_held_it_leaves_the_ring_and_says_how_to_go_on(
     for step in second_steps:
         assert (second.store / f"step-{step:09d}.pt").read_bytes() == image.final
     assert not second.directory.exists()
+
+
+def test_told_to_end_again_and_again_while_it_ends_it_gives_all_back(start: Start, image: Image) -> None:
+    flusher = start()
+    with contextlib.closing(StagerClient(flusher.directory)) as stager:
+        stager.save(image, 5)
+        flusher.wait_for_event("durable", step=5)
+        stager.finish()
+    deadline = time.monotonic() + 60
+    while flusher.process.poll() is None:
+        assert time.monotonic() < deadline, flusher.log.read_text()
+        flusher.process.terminate()
+        time.sleep(0.001)
+    assert flusher.wait() == 0
+    assert flusher.visible() == ["step-000000005.json", "step-000000005.pt"]
+    assert flusher.hidden() == []
+    assert not flusher.directory.exists()
 
 
 def test_a_flusher_whose_stager_went_while_it_held_goes_on_by_itself(
