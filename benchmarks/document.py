@@ -75,7 +75,19 @@ def _block(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
     grids = experiment(name).grids(document)
     chosen = [grids[int(number)] for number in place] if place else grids
     tables = "\n\n".join(grid.markdown() for grid in chosen)
-    return f"{tables}\n\n`{document['command']}`"
+    return f"{tables}\n\n`{document['command']}`{_elsewhere(document, documents)}"
+
+
+def _elsewhere(document: dict[str, Any], documents: Mapping[str, dict[str, Any] | None]) -> str:
+    """What is to be known of a table that was not measured on the machine that the page names."""
+    here = _named(documents)
+    processor = document["machine"]["processor"]
+    return f" on {processor}" if here is not None and here["machine"]["processor"] != processor else ""
+
+
+def _named(documents: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The one whose machine the page names."""
+    return next((of for of in documents.values() if of is not None), None)
 
 
 def _pictures(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
@@ -92,7 +104,7 @@ def _pictures(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
 
 
 def _machine(documents: Mapping[str, dict[str, Any] | None]) -> str:
-    document = next((of for of in documents.values() if of is not None), None)
+    document = _named(documents)
     if document is None:
         return "Nothing was measured yet."
     machine = document["machine"]
