@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.experiments import s3
-from benchmarks.experiments.makespan import cpu_seconds, interval_under, overheads
+from benchmarks.experiments.makespan import interval_under, overheads
 from benchmarks.experiments.restore import RAW
 from benchmarks.experiments.table import ratio
 from benchmarks.grid import Grid
@@ -146,18 +146,6 @@ def _both_raw(figure: str, alone: str, what: str) -> Callable[[Documents], str]:
     return limit
 
 
-def _durable_limit(documents: Documents) -> str:
-    """What the disk gives while bytes are transferred, and how long the cores must compute, whatever waits for what."""
-    makespan = documents.get("makespan")
-    parts = [_both_raw(_DONE, "raw_direct", "raw MPI and a raw write")(documents)]
-    if makespan:
-        cores, seconds = makespan["machine"]["cores"], cpu_seconds(makespan, "holdfast")
-        parts.append(
-            f"a checkpoint computes {seconds:.2f} s: at least {seconds / cores:.2f} s on {cores} cores"
-        )
-    return "; ".join(part for part in parts if part)
-
-
 def _disk_interval(peer: str, more: float) -> Callable[[Documents], str]:
     """Beside a bare write: how soon one checkpoint would have to follow another."""
 
@@ -293,7 +281,7 @@ TARGETS = (
         "at least 90 %",
         "table",
         lambda d: _at_least(_of(("raw_direct", _DONE), ("holdfast", _DONE))(d), 0.9, percent=True),
-        _durable_limit,
+        _both_raw(_DONE, "raw_direct", "raw MPI and a raw write"),
     ),
     Target(
         "PGT-2 against torch.save+fsync",

@@ -6,7 +6,6 @@ From the same runs: overhead by interval, and the smallest interval at which it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.cluster import Cluster, turn
@@ -157,16 +156,16 @@ def grids(document: dict[str, Any]) -> list[Grid]:
             tuple(table),
         )
     )
-    cost = [(peer, f"{cpu_seconds(document, peer):.2f}") for peer in peers if peer != "none"]
+    cost = []
+    for peer in peers:
+        every = intervals[-1]
+        cpu = cell(runs, peer, every, "cpu_seconds")
+        plain = cell(runs, "none", every, "cpu_seconds")
+        if peer != "none":
+            extra = spread(cpu).median - spread(plain).median
+            saves = next(run["saves"] for run in runs if run["peer"] == peer and run["every"] == every)
+            cost.append((peer, f"{extra / saves:.2f}"))
     result.append(
         Grid("CPU seconds that one checkpoint costs, all processes", ("peer", "CPU s"), tuple(cost))
     )
     return result
-
-
-def cpu_seconds(document: Mapping[str, Any], peer: str) -> float:
-    """What one checkpoint costs all processes together at the longest interval, beside a run without."""
-    runs, every = document["runs"], max(run["every"] for run in document["runs"])
-    cpu, plain = (spread(cell(runs, of, every, "cpu_seconds")).median for of in (peer, "none"))
-    saves = next(run["saves"] for run in runs if run["peer"] == peer and run["every"] == every)
-    return float((cpu - plain) / saves)

@@ -320,9 +320,7 @@ def test_the_machines_limit_stands_beside_the_verdict() -> None:
     assert limits["PGT-2 against torch.save+fsync"] == "a raw write alone is 8.0 (8.0–8.0) times faster"
     assert limits["makespan, GPT-2, every 2 iterations"] == "a raw write takes 0.50 of the 0.4 s between two"
     assert limits["PGT-2 against MLC-base"] == ""
-    both, computed = limits["PGT-2: bandwidth of raw O_DIRECT"].split("; ")
-    assert both == "raw MPI and a raw write at once: 62 (62–62) %"
-    assert re.fullmatch(r"a checkpoint computes \d+\.\d\d s: at least \d+\.\d\d s on \d+ cores", computed)
+    assert limits["PGT-2: bandwidth of raw O_DIRECT"] == "raw MPI and a raw write at once: 62 (62–62) %"
     assert limits["interval at 5 % overhead, torch.save"].endswith("; a raw write takes 0.50 s")
 
 
