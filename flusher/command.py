@@ -19,6 +19,7 @@ from holdfast.commands.examples import examples
 from holdfast.config import FlusherConfig
 from holdfast.errors import HoldfastError
 from holdfast.faultpoint import identify
+from holdfast.priority import yield_to_training
 
 __all__ = ["flusher"]
 
@@ -66,6 +67,7 @@ def flusher(**arguments: Any) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
+    yield_to_training()
     is_ready = False
 
     def ready(said: dict[str, Any]) -> None:

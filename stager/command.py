@@ -19,6 +19,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.faultpoint import identify
 from holdfast.metrics_page import serve_metrics
+from holdfast.priority import yield_to_training
 from holdfast.status.board import Board
 from holdfast.status.desk import serve_status
 
@@ -83,6 +84,7 @@ def stager(**arguments: Any) -> None:
 
     # mpirun passes it on to every process of the job; trainers that watch for it are told by it that the end is near.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    yield_to_training()
     config, problem = None, None
     try:
         identify("stager")

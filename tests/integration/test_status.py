@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from holdfast.priority import NICENESS
 from holdfast.ring import Ring
 from tests.integration.jobs import train
 from tests.support.cluster import SMALL, Cluster, wait_until
@@ -130,6 +132,11 @@ def test_it_is_watched_in_a_terminal_while_its_ranks_are_killed(
         assert ranks == [(rank, pids[rank], "here", SAVED) for rank in range(RANKS)]
         assert all(rank["stall_seconds"] > 0 for rank in run["ranks"])
         assert run["is_running"]
+        of_stager, of_flusher = (psutil.Process(run[role]["pid"]).nice() for role in ("stager", "flusher"))
+        assert (of_stager, of_flusher) == (NICENESS, NICENESS)
+        assert {psutil.Process(pid).nice() for pid in pids} == {psutil.Process().nice()}, (
+            "training yields to none"
+        )
         assert run["loss_trainers"]["since_step"] == run["loss_node"]["since_step"] == SAVED
         assert run["loss_trainers"]["dollars"] == pytest.approx(run["loss_trainers"]["seconds"])
         assert run["interval"]["steps"] == EVERY
