@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from holdfast.cures import help_for
+
 __all__ = [
     "BusyError",
     "ConfigError",
@@ -31,19 +33,7 @@ __all__ = [
     "StateError",
     "StoreError",
     "StoreMissing",
-    "help_for",
 ]
-
-_PAGE = "docs/troubleshooting.md"
-
-
-def help_for(topic: str) -> str:
-    """Where causes and cures are: the command that shows them on any machine, and their place in the pages.
-
-    Args:
-        topic: A section of the page: an error's code, or `run`.
-    """
-    return f"holdfast explain {topic} ({_PAGE}#{topic})"
 
 
 class HoldfastError(Exception):
@@ -61,7 +51,7 @@ class HoldfastError(Exception):
 
     @property
     def help(self) -> str:
-        """Where causes and cures of errors of this class are, as `help_for` says it."""
+        """Where causes and cures of errors of this class are, as holdfast/cures.py says it."""
         return help_for(self.code)
 
 

@@ -20,23 +20,15 @@ from holdfast.errors import HoldfastError
 __all__ = ["explain", "section"]
 
 _PAGE = "troubleshooting.md"
-_KINDS: tuple[type[HoldfastError], ...] = tuple(
-    sorted(
-        (
-            kind
-            for kind in vars(errors).values()
-            if isinstance(kind, type) and issubclass(kind, HoldfastError) and kind is not HoldfastError
-        ),
-        key=lambda kind: kind.exit_code,
-    )
-)
+_ALL: list[type[HoldfastError]] = [getattr(errors, name) for name in errors.__all__]
+_KINDS = sorted((kind for kind in _ALL if kind is not HoldfastError), key=lambda kind: kind.exit_code)
 _RUN = "run"
 _MEANING_OF_RUN = "What `holdfast run` says when it ends"
 
 
 @click.command(
     short_help="Say what an error means, its usual causes, and the cure.",
-    epilog=examples("holdfast explain", "holdfast explain config", "holdfast explain store | less"),
+    epilog=examples("holdfast explain", "holdfast explain config", "holdfast explain store --json"),
 )
 @click.argument("code", required=False, type=click.Choice([*(kind.code for kind in _KINDS), _RUN]))
 @json_option

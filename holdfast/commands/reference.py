@@ -187,9 +187,7 @@ def _cell(text: str) -> str:
 
 def _exit_codes() -> str:
     found = [getattr(errors, name) for name in errors.__all__]  # not their subclasses elsewhere
-    kinds: list[type[HoldfastError]] = [
-        kind for kind in found if isinstance(kind, type) and kind is not HoldfastError
-    ]
+    kinds: list[type[HoldfastError]] = [kind for kind in found if kind is not HoldfastError]
     rows = ["| 0 | | done |", "| 1 | | a bug of holdfast's, with a traceback |"]
     for kind in sorted(kinds, key=lambda kind: kind.exit_code):
         meaning = (kind.__doc__ or "").split("\n\n")[0].partition(". ")[0].rstrip(".")

@@ -16,7 +16,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from holdfast.commands.examples import examples
-from holdfast.errors import ConfigError, FencedError, StoreMissing, help_for
+from holdfast.cures import help_for
+from holdfast.errors import ConfigError, FencedError, StoreMissing
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig

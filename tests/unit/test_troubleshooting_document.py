@@ -15,7 +15,8 @@ import pytest
 from holdfast import errors
 from holdfast.cli import cli
 from holdfast.commands.explain import section
-from holdfast.errors import HoldfastError, help_for
+from holdfast.cures import help_for
+from holdfast.errors import HoldfastError
 from tests.unit.test_documents import ROOT, files, headings, text
 
 PAGE = "docs/troubleshooting.md"
@@ -26,11 +27,7 @@ VALUE = "\0"
 _LOGGED_VALUE = re.compile(r"%[-0-9.]*[sdrgf]")
 _LETTERS_MIN = 8  # shorter pieces, such as `s` or `of`, would be found anywhere
 
-TOPICS = [
-    *(kind.code for name in errors.__all__ if isinstance(kind := getattr(errors, name), type)),
-    "run",
-]
-TOPICS.remove(HoldfastError.code)
+TOPICS = [*(getattr(errors, name).code for name in errors.__all__ if name != "HoldfastError"), "run"]
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def test_the_tree_is_as_promised() -> None:
 
 
 def test_every_error_is_exported_and_drawn_in_the_docstring() -> None:
-    assert set(errors.__all__) == set(TREE) | {"help_for"}
+    assert set(errors.__all__) == set(TREE)
     assert errors.__doc__ is not None
     for name, (_, _, exit_code) in TREE.items():
         assert name in errors.__doc__

@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from holdfast.cli import cli
-from holdfast.commands.explain import section
+from holdfast.commands.explain import explain, section
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = "docs/troubleshooting.md"
 
 
 def explained(*arguments: str) -> str:
-    done = CliRunner().invoke(cli, ["explain", *arguments])
+    done = CliRunner().invoke(explain, arguments)
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -51,7 +50,7 @@ def test_json_has_the_text() -> None:
 
 
 def test_what_is_no_code_is_a_usage_error_that_lists_them() -> None:
-    done = CliRunner().invoke(cli, ["explain", "E0308"])
+    done = CliRunner().invoke(explain, ["E0308"])
     assert done.exit_code == 2
     assert "peer_lost" in done.output
 
