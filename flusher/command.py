@@ -1,7 +1,7 @@
 """`holdfast flusher`: start the process that owns the ring. Usually the stager does this itself.
 
 Says one line of JSON on stdout when stagers may connect, `{"ready": true, "directory": …, "attempt": …}`, or
-`{"error": {"code": …, "message": …}}` and ends with the exit code of the error's class.
+`{"error": {"code": …, "message": …, "help": …}}` and ends with the exit code of the error's class.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def flusher(**arguments: Any) -> None:
         live(FlusherConfig.from_sources(**arguments), ready)
     except HoldfastError as error:
         _log.error("%s", error)
+        _log.error("help: %s", error.help)
         if not is_ready:
-            _say({"error": {"code": error.code, "message": str(error)}})
+            _say({"error": {"code": error.code, "message": str(error), "help": error.help}})
         sys.exit(error.exit_code)
 
 

@@ -11,6 +11,7 @@
     holdfast run                                   a supervised job, in holdfast/supervise/
     holdfast drill                                 the same, killed at random points, in holdfast/drill/
     holdfast cluster up|status|down                its machines on AWS, in holdfast/cluster/
+    holdfast explain [CODE]                        causes and cures of an error, from docs/troubleshooting.md
     holdfast completion bash|zsh|fish              what a shell needs to complete all this
     holdfast stager|flusher …                      roles, from the entry-point group `holdfast.commands`
 
@@ -31,6 +32,7 @@ from typing import TextIO
 import click
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from holdfast import __version__
 from holdfast.errors import ConfigError, HoldfastError
@@ -54,6 +56,7 @@ _TOOLS = {
     "run": "holdfast.commands.run:run",
     "drill": "holdfast.commands.drill:drill",
     "cluster": "holdfast.commands.cluster:cluster",
+    "explain": "holdfast.commands.explain:explain",
     "completion": "holdfast.commands.completion:completion",
 }
 _EXTRA_OF_PACKAGE = {"trainer_side": "trainer", "stager": "stager", "flusher": "flusher"}
@@ -131,7 +134,7 @@ def cli(verbose: int) -> None:
 
     Exit codes: 0 done, 1 a bug of ours, 2 wrong setting or usage, 3 state cannot be saved, 4 store failed,
     5 not found, 6 damaged, 7 a process broke the protocol, 8 another writer owns the run, 9 a process is gone
-    or too late, 10 no room or still busy, 130 interrupted.
+    or too late, 10 no room or still busy, 130 interrupted. `holdfast explain` says what to do about each.
     """
     _set_up_logging((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 
@@ -186,13 +189,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     except HoldfastError as error:
         _log.debug("traceback of the error", exc_info=error)
         _say(str(error))
+        _say(error.help, "help")
         return error.exit_code
     return result if isinstance(result, int) else 0
 
 
-def _say(message: str) -> None:
+def _say(message: str, who: str = "holdfast") -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print("[bold red]holdfast:[/]", end=" ")
+    console.print(Text(f"{who}:", "bold red" if who == "holdfast" else "bold"), end=" ")
     console.print(_plain(message), markup=False)
 
 

@@ -12,12 +12,15 @@
     └── BusyError          no room or still busy; the step is declined        exit 10
 
 Each class carries a stable `code` (for logs and `--json`), the exit code of the command line, and whether trying the
-same thing again may help. Messages name what, where, expected, got, and what to do next.
+same thing again may help. Messages name what, where, expected, got, and what to do next. The code names a section of
+docs/troubleshooting.md as well: what ends a command, or a training script by a traceback, says where it is.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
+
+from holdfast.cures import help_for
 
 __all__ = [
     "BusyError",
@@ -34,10 +37,22 @@ __all__ = [
 
 
 class HoldfastError(Exception):
-    """Base of all errors raised on purpose. Never raised itself."""
+    """Base of all errors raised on purpose. Never raised itself.
+
+    A traceback of one ends with a line that says where its causes and cures are; `str()` is the message alone.
+    """
 
     code: ClassVar[str] = "holdfast"
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"help: {self.help}")
+
+    @property
+    def help(self) -> str:
+        """Where causes and cures of errors of this class are, as holdfast/cures.py says it."""
+        return help_for(self.code)
 
 
 class ConfigError(HoldfastError):

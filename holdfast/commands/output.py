@@ -1,8 +1,8 @@
 """How the tools speak: tables for people, one JSON document for programs, progress on a terminal.
 
 stdout carries the result only; all else goes to stderr. With `--json` stdout is exactly one document,
-whatever happens: the result, or `{"error": {"code", "message"}}` with the error's stable code
-(holdfast/errors.py).
+whatever happens: the result, or `{"error": {"code", "message", "help"}}` with the error's stable code, and where its
+causes and cures are (holdfast/errors.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def json_option(command: Callable[..., None]) -> Callable[..., None]:
             command(as_json=as_json, **parameters)
         except HoldfastError as error:
             if as_json:
-                print_json({"error": {"code": error.code, "message": str(error)}})
+                print_json({"error": {"code": error.code, "message": str(error), "help": error.help}})
             raise
 
     return with_json

@@ -39,7 +39,7 @@ holdfast [-v|-vv] COMMAND [OPTIONS] ARGUMENTS...
 
 URL is a run: a path, `s3://bucket/run`, or any other URL that fsspec knows. URL@STEP is one step of it, `URL@latest`
 the newest good one. stdout has the result alone, stderr all else; with `--json` stdout is one JSON document, also for
-an error: `{"error": {"code", "message"}}`. `-v` says more on stderr, `-vv` everything.
+an error: `{"error": {"code", "message", "help"}}`. `-v` says more on stderr, `-vv` everything.
 
 Stager, flusher and trainers take their settings from arguments, `HOLDFAST_*` in the environment, and `holdfast.toml`
 (in the working directory, or where `HOLDFAST_CONFIG` names it), in this order. Credentials of a store come from where

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from holdfast.commands.examples import examples
+from holdfast.cures import help_for
 from holdfast.errors import ConfigError, FencedError, StoreMissing
 
 if TYPE_CHECKING:
@@ -182,10 +183,11 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     finally:
         lock.close()
     if verdict.exit_code:
-        _say_why(
-            verdict.message, supervisor.last_words(verdict) if verdict.cause.value != "stopped" else [], logs
-        )
-    return _exit_code(verdict.exception, verdict.exit_code)
+        stopped = verdict.cause.value == "stopped"
+        _say_why(verdict.message, [] if stopped else supervisor.last_words(verdict), logs)
+        if not stopped:
+            click.echo(f"help: {help_for(getattr(_kind(verdict.exception), 'code', 'run'))}", err=True)
+    return int(getattr(_kind(verdict.exception), "exit_code", verdict.exit_code))
 
 
 def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
@@ -196,13 +198,11 @@ def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
     click.echo(plain(f"holdfast run: {message}; logs: {logs}"), err=True)
 
 
-def _exit_code(exception: str, otherwise: int) -> int:
-    """That of the error's class, where a rank ended with one of holdfast's own errors: Python itself ends with 1."""
+def _kind(exception: str) -> object:
+    """The error's class, where a rank ended with one of holdfast's own errors: Python itself ends with 1."""
     from holdfast import errors
 
-    found = getattr(errors, exception.rpartition(".")[2], None) if exception.startswith("holdfast.") else None
-    code = getattr(found, "exit_code", otherwise)
-    return int(code)
+    return getattr(errors, exception.rpartition(".")[2], None) if exception.startswith("holdfast.") else None
 
 
 def _settings(pairs: Sequence[str]) -> dict[str, str]:

@@ -203,6 +203,8 @@ def _timings(picture: Picture, ascii_only: bool) -> list[RenderableType]:
                 f"interval: every {every.steps} steps or {seconds(every.seconds)}, as the last two saves were"
             )
         )
+        if every.why:  # it begins with the steps, unless they are those of the line above
+            found.append(Text(f"  auto: {plain(every.why).removeprefix(f'every {every.steps} steps: ')}"))
     return found
 
 

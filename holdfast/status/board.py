@@ -1,6 +1,7 @@
 """What stager and flusher remember for `holdfast status`: made of the events that they emit, as their metrics are.
 
-    EventLog.emit ──► Board.hear ──► the newest checkpoints, what was declined, notices, troubles ──► Board.said
+    EventLog.emit ──► Board.hear ──► the newest checkpoints, what was declined, notices, troubles, ──► Board.said
+                                     why the interval is what it is
 
 All of it is bounded: lists keep the newest, texts are cut. `hear` is called from any thread, `said` from another.
 """
@@ -66,6 +67,7 @@ class Board:
         self._stalls: dict[int, tuple[int, float]] = {}  # rank → step, seconds; of the newest that is durable
         self._attached: bool | None = False if role == "flusher" else None
         self._ended_at: float | None = None
+        self._interval_why = ""
 
     def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         """Remember one event; one that means nothing here is passed over."""
@@ -83,6 +85,10 @@ class Board:
                     self._attached, self._ended_at, self._attempt = True, None, fields["attempt"]
                 case "stager_gone":
                     self._attached, self._ended_at = False, self._clock()
+                case "interval":
+                    self._interval_why = cut(str(fields["why"]))
+                case "interval_loose":
+                    self._interval_why = cut(f"powers of two, until the next change: {fields['reason']}")
                 case "found":
                     self._found(fields, step)
                 case _ if step is not None:
@@ -189,6 +195,7 @@ class Board:
                 problems=tuple(self._problems),
                 stager_attached=self._attached,
                 work_ended_at_unix=self._ended_at,
+                interval_why=self._interval_why,
             )
 
 

@@ -125,10 +125,15 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """How far the last two saves of the job lie apart."""
+    """How far the last two saves of the job lie apart.
+
+    Attributes:
+        why: Why the job took to the interval that holds now (`every="auto"`), as the stager says it; else empty.
+    """
 
     steps: int
     seconds: float
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +225,8 @@ def compose(
     levels = {name: level for name in LEVELS if (level := _newest(rows, name)) is not None}
     saved = [(key, row.saved_at_unix) for key, row in sorted(rows.items()) if row.saved_at_unix is not None]
     interval = interval_of(saved)
+    if interval is not None and stager_said is not None:
+        interval = dataclasses.replace(interval, why=stager_said.interval_why)
     known = Known(
         now_unix,
         (now_unix if since is None else since) if is_running else None,

@@ -111,6 +111,7 @@ class Said(_Words):
         not_taken: Causes of declined and failed steps, counted. `declined`: the last of them, newest last.
         stager_attached: Of a flusher: whether a stager is.
         work_ended_at_unix: Of a flusher without a stager: when the last one went.
+        interval_why: Of a stager that has brought the ranks to an interval (`every="auto"`): the reason, for people.
     """
 
     version: Literal[1] = 1
@@ -129,6 +130,7 @@ class Said(_Words):
     problems: Annotated[tuple[Line, ...], Field(max_length=LINES_MAX)] = ()
     stager_attached: bool | None = None
     work_ended_at_unix: _Number | None = None
+    interval_why: _Text = ""
 
 
 def checkpoint_said(attempt: int, step: int, **known: Any) -> CheckpointSaid:

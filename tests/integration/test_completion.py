@@ -57,7 +57,7 @@ def run(shell: str, script: str, *words: str) -> list[str]:
     ("words", "expected"),
     [
         (["holdfast", "ver"], {"verify"}),
-        (["holdfast", "ex"], {"export"}),
+        (["holdfast", "ex"], {"export", "explain"}),
         (["holdfast", "flu"], {"flusher"}),
         (["holdfast", "cluster", ""], {"up", "status", "down"}),
         (["holdfast", "pull", "--"], {"--force", "--json", "--help"}),

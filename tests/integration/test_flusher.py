@@ -407,6 +407,7 @@ def test_start_up_errors_say_why_and_give_the_exit_code(start: Start, tmp_path: 
     assert broken.wait() == 2
     assert broken.said["error"]["code"] == "config"
     assert "ring_bytes" in broken.said["error"]["message"]
+    assert broken.said["error"]["help"].startswith("holdfast explain config ")
     (tmp_path / "store").write_text("a file where a directory should be")
     broken = start()
     assert broken.wait() == 4

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from holdfast.catalog import Catalog
+from holdfast.runtime import runtime_directory
+from holdfast.status.look import Watch
 from holdfast.storage import open_store
 from tests.integration.jobs import pacing
 from tests.integration.test_tiers import stager_of
@@ -91,6 +93,9 @@ def test_a_slow_store_makes_the_interval_longer_and_a_quick_one_shorter_on_all_r
         run.slow.unlink()
         relief = run.wait_for(job, count, longer=False, than=slow["every"])
         run.train_until(job, relief["first_step"] + 3 * relief["every"])
+        shown = Watch(runtime_directory(run.cluster.store, run.cluster.runtime)).look().interval
+        assert shown is not None
+        assert shown.why in {line["why"] for line in run.events("interval")}
         said = run.stop(job)
     run.cluster.wait_for_flusher()
     intervals = run.events("interval")

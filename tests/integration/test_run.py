@@ -242,6 +242,7 @@ def test_a_bug_ends_the_run_and_shows_its_traceback(run: Run) -> None:
     assert "ValueError: the bug of step 6" in tail
     assert "compute(step)" in tail
     assert "the same crash 2 times in a row" in tail
+    assert "help: holdfast explain run (" in tail
     assert "rank 1" in tail
     log = run.logs / "attempt-002" / "rank-1.log"
     assert "ValueError: the bug of step 6" in log.read_text()
@@ -257,6 +258,7 @@ def test_a_wrong_setting_is_said_once(run: Run) -> None:
     assert run.wait() == 2, run.said()
     assert len(run.status("launched")) == 1
     assert "in_flight_max" in run.said()[-2000:]
+    assert "help: holdfast explain config (" in run.said().splitlines()[-1]
     run.assert_nothing_left()
 
 

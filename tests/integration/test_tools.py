@@ -206,7 +206,9 @@ def test_mistakes_are_told_without_a_traceback(
 def test_an_error_with_json_is_a_document_too(run_dir: Path, bare: dict[str, str]) -> None:
     result = holdfast("pull", f"{run_dir}@11", "/nowhere/file.pt", "--json", env=bare)
     assert result.returncode == 5
-    assert document(result)["error"]["code"] == "missing"
+    error = document(result)["error"]
+    assert error["code"] == "missing"
+    assert error["help"] in result.stderr
 
 
 def test_a_reader_that_has_seen_enough_gets_no_complaint(run_dir: Path, bare: dict[str, str]) -> None:

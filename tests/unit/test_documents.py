@@ -64,7 +64,7 @@ def folders() -> frozenset[str]:
 
 
 def pages() -> list[str]:
-    return sorted(name for name in files() if name.endswith(".md"))
+    return sorted(name for name in files() if name.endswith(".md") and not (ROOT / name).is_symlink())
 
 
 def text(page: str) -> str:

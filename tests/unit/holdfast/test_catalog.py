@@ -150,7 +150,7 @@ def test_a_step_that_is_not_there_names_those_near() -> None:
     store = MemoryStore()
     for step in (0, 10, 20, 30, 40, 1000, 2000):
         add_small(store, step)
-    with pytest.raises(StoreMissing, match=r"no step 25; near it: 0, 10, 20, 30, 40$"):
+    with pytest.raises(StoreMissing, match=r"(?m)no step 25; near it: 0, 10, 20, 30, 40$"):
         Catalog(store).get(25)
 
 

@@ -80,7 +80,11 @@ def test_an_error_becomes_its_message_and_exit_code(
     kind: type[HoldfastError], run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_command(monkeypatch, kind("what, where, and [what] to do"))
-    assert run("try") == (kind.exit_code, "", "holdfast: what, where, and [what] to do\n")
+    said = f"holdfast: what, where, and [what] to do\nhelp: holdfast explain {kind.code} "
+    code, out, err = run("try")
+    assert (code, out) == (kind.exit_code, "")
+    assert err.startswith(said)
+    assert len(err.splitlines()) == 2
 
 
 def test_ctrl_c_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+import traceback
 
 import pytest
 
@@ -54,6 +56,19 @@ def test_codes_and_exit_codes_are_unique() -> None:
 def test_a_store_error_says_whether_to_try_again(error: StoreError, retriable: bool) -> None:
     assert error.retriable is retriable
     assert str(error) == "x"
+
+
+@pytest.mark.parametrize("kind", all_errors().values())
+def test_a_traceback_ends_with_where_the_cures_are_and_the_message_is_as_it_was(
+    kind: type[HoldfastError],
+) -> None:
+    error = pickle.loads(pickle.dumps(kind("what and where")))
+    shown = "".join(traceback.format_exception(error)).splitlines()
+    assert shown == [
+        f"holdfast.errors.{kind.__name__}: what and where",
+        f"help: holdfast explain {kind.code} (docs/troubleshooting.md#{kind.code})",
+    ]
+    assert str(error) == "what and where"
 
 
 def test_what_is_missing_is_not_retried() -> None:

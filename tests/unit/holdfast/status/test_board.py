@@ -66,6 +66,19 @@ def test_steps_that_are_not_taken_are_counted_by_cause_and_the_last_are_kept() -
     assert (newest(board).attempt, newest(board).step, newest(board).failed) == (3, 50, "rank 1 is dead")
 
 
+def test_why_the_interval_is_what_it_is_is_that_of_the_last_change() -> None:
+    board = Board("stager", "r", ranks=list, clock=lambda: 1.0)
+    assert board.said().interval_why == ""
+    change = {"at_step": 9, "first_step": 40, "every": 41, "every_before": None}
+    board.hear("interval", {**change, "why": "every 41 steps: 0.9 % stall"}, None)
+    board.hear("interval_kept", {"reason": "rank 1 did not answer", "every": 90}, None)
+    assert board.said().interval_why == "every 41 steps: 0.9 % stall"
+    board.hear("interval_loose", {"reason": "rank 1 is lost"}, None)
+    assert board.said().interval_why == "powers of two, until the next change: rank 1 is lost"
+    board.hear("interval", {**change, "why": "x" * 5000}, None)
+    assert board.said().interval_why == "x" * 299 + "…"
+
+
 def test_it_does_not_grow() -> None:
     board = Board("flusher", "r", clock=lambda: 1000.0)
     for step in range(500):

@@ -80,6 +80,7 @@ def many(ranks: int = 64, flights: int = 100) -> Picture:
         *(done(step, pgt1_seconds=step / 7, pgt2_seconds=1e5, stall_seconds=1e-3) for step in range(20, 60)),
         ranks=[row.model_dump() for row in rows[:64]],
         ranks_total=ranks,
+        interval_why=long,
         not_taken={"busy": 3, "no room at the stager": 1},
         declined=[line.model_dump() for line in lines],
         notices=[line.model_dump() for line in lines],
@@ -158,6 +159,22 @@ def test_the_interval_is_that_of_the_last_two_saves_of_one_job() -> None:
     assert found.interval == Interval(15, 15.0)
     restarted = done(10).model_copy(update={"attempt": 2})
     assert picture(flusher_said=said("flusher", done(20), restarted)).interval is None
+
+
+def test_the_interval_has_the_stagers_reason_and_none_from_one_that_says_none() -> None:
+    why = "every 15 steps: 0.9 % stall, expected loss 38 s per preemption"
+    flusher, line = said("flusher", done(30), done(45)), "interval: every 15 steps or 15.0 s"
+    found = picture(flusher_said=flusher, stager_said=said("stager", interval_why=why))
+    assert found.interval == Interval(15, 15.0, why)
+    assert found.document()["interval"]["why"] == why
+    assert f"{line}, as the last two saves were\n  auto: 0.9 % stall, expected loss 38 s" in shown(found)
+    another = said("stager", interval_why="every 41 steps: 0.1 % stall")
+    assert "auto: every 41 steps: 0.1 % stall" in shown(picture(flusher_said=flusher, stager_said=another))
+    for older in (said("stager"), None):
+        found = picture(flusher_said=flusher, stager_said=older)
+        assert found.interval == Interval(15, 15.0)
+        assert line in shown(found)
+        assert "auto" not in shown(found)
 
 
 def test_the_document_is_json_and_has_all_of_it() -> None:
@@ -251,6 +268,8 @@ def test_words_from_outside_do_not_steer_the_terminal() -> None:
         ranks=[{"rank": 0, "host": evil}],
         problems=[{"at_unix": NOW, "event": evil, "text": evil}],
         not_taken={evil: 1},
+        checkpoints=[done(80).model_dump(), done(90).model_dump()],
+        interval_why=evil,
     )
     text = shown(
         compose(evil, NOW, flusher=Peer("silent", note=evil), stager=HERE, stager_said=stager, notes=[evil])

@@ -38,7 +38,7 @@ def test_no_room_says_how_much_is_needed_and_free(number: int) -> None:
     assert not error.retriable
     assert not error.begin_anew
     assert "123 bytes are needed" in str(error)
-    assert "holdfast rm" in str(error)
+    assert "keep_last" in str(error)
 
 
 @pytest.mark.parametrize(

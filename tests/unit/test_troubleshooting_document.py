@@ -1,0 +1,107 @@
+"""docs/troubleshooting.md keeps up with the source: each error has its section, each message it quotes is still said."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import functools
+import os
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from holdfast import errors
+from holdfast.cli import cli
+from holdfast.commands.explain import section
+from holdfast.cures import help_for
+from holdfast.errors import HoldfastError
+from tests.unit.test_documents import ROOT, files, headings, text
+
+PAGE = "docs/troubleshooting.md"
+PACKAGES = ("holdfast/", "trainer_side/", "stager/", "flusher/")
+# Said by others: mpirun and EC2. What the operating system says of an errno is taken from there.
+OF_OTHERS = {"All nodes which are allocated for this job are already filled"}
+VALUE = "\0"
+_LOGGED_VALUE = re.compile(r"%[-0-9.]*[sdrgf]")
+_LETTERS_MIN = 8  # shorter pieces, such as `s` or `of`, would be found anywhere
+
+TOPICS = [*(getattr(errors, name).code for name in errors.__all__ if name != "HoldfastError"), "run"]
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_what_an_error_leads_to_is_there(topic: str) -> None:
+    (command, code), (page, anchor) = (
+        re.findall(pattern, help_for(topic))[0]
+        for pattern in (r"^(holdfast explain) (\w+) ", r"\((.+)#(\w+)\)$")
+    )
+    assert (command, code, page) == ("holdfast explain", topic, PAGE)
+    assert anchor in headings(ROOT / page)
+    assert len(section(code).splitlines()) > 3
+
+
+@pytest.mark.parametrize("kind", HoldfastError.__subclasses__() + errors.StoreError.__subclasses__())
+def test_a_section_says_its_class_and_exit_code(kind: type[HoldfastError]) -> None:
+    assert section(kind.code).startswith(f"## {kind.code}\n\n`{kind.__name__}`, exit code {kind.exit_code}.")
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def quoted() -> Iterator[str]:
+    """The messages that the page quotes: in bold, as code. One word is a name."""
+    for bold in re.findall(r"\*\*(.+?)\*\*", text(PAGE), re.DOTALL):
+        yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+\s[^`]+)`", bold))
+
+
+def pieces(message: str) -> list[str]:
+    """What is always the same in it."""
+    return [piece for part in message.split("…") if len(piece := part.strip()) >= _LETTERS_MIN]
+
+
+@functools.cache
+def said() -> str:
+    """Each string of the source that is no docstring, with `VALUE` for what is put in; and what the system says."""
+    found = [*OF_OTHERS, *map(os.strerror, errno.errorcode)]
+    for name in sorted(files()):
+        if name.startswith(PACKAGES) and name.endswith(".py"):
+            found += strings(ast.parse(text(name)))
+    return "\n".join(" ".join(_LOGGED_VALUE.sub(VALUE, string).split()) for string in found)
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """The strings of a module; implicit concatenation is one string to Python, too."""
+    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            skipped |= {id(part) for part in node.values}
+            yield "".join(
+                part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else VALUE
+                for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+            yield node.value
+
+
+def test_every_message_that_the_page_quotes_is_still_said() -> None:
+    messages = list(quoted())
+    assert len(messages) > 50, "the pattern finds too few"
+    assert [message for message in messages if not pieces(message)] == [], "quote more of it"
+    stale = {message: piece for message in messages for piece in pieces(message) if piece not in said()}
+    assert stale == {}, "nothing in the source says it like this; write … for what differs"
+
+
+def test_commands_that_messages_name_exist() -> None:
+    named = set(re.findall(r"`holdfast ([a-z]+)\b", said()))
+    assert len(named) > 5, "the pattern finds too few"
+    assert named <= set(cli.list_commands(click.Context(cli)))
+
+
+def test_a_message_is_found_across_lines_values_and_log_formats() -> None:
+    source = '"""nobody says this docstring"""\nlog("the %s of " "step %d", x)\nsay(f"a {b} c" f"d {e!r} was here")\n'
+    found = [_LOGGED_VALUE.sub(VALUE, string) for string in strings(ast.parse(source))]
+    assert sorted(found) == [f"a {VALUE} cd {VALUE} was here", f"the {VALUE} of step {VALUE}"]
