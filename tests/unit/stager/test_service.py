@@ -346,7 +346,7 @@ def test_what_the_journal_says_is_free_is_taken_and_word_of_it_may_come_late(ben
     bench.pay_all(step=2)
     bench.flusher.send("freed", slots=slots[:3])
     bench.turn()
-    free, held = set(bench.service._session._free), bench.service._session.flusher_slots
+    free, held = set(bench.service._session._slots.free), bench.service._session.flusher_slots
     assert held == {record.slot for record in bench.ring.records() if record.state is SlotState.FULL}
     assert not free & held
 
