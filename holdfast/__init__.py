@@ -6,7 +6,8 @@ crash, be upgraded and be tested alone, and the command-line tools work where ne
 the image      layout, layout_index   where every byte lies, and which rank sends it      crc, chunkwork   its sums
                slices, slice_sets, assembly   one rank's share of it, in tiers and store; put together again
 the transfer   wire       frames between trainers and stager      agreement, replicas   do all ranks hold the same?
-               session, session_checkpoint, session_steps         the stager's view, as a pure state machine
+               session    the stager's view, as a pure state machine: session_steps what goes in and out,
+                          session_admission which offers are taken, session_slots the ring's slots, session_checkpoint
 on the node    ring, journal   chunks in shared memory            ipc, runtime   stager and flusher; where it all lies
                keeper     `holdfast run` wants the ring to stay
 in the store   storage/   POSIX, S3, fsspec    manifest, sealed, publish   what makes a checkpoint exist

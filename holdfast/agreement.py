@@ -13,12 +13,12 @@ import json
 from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, StateError
-from holdfast.session import pickle_reserve_bytes
 from holdfast.wire import Agreement, Proposal
 
-__all__ = ["Round", "difference"]
+__all__ = ["Round", "difference", "pickle_reserve_bytes"]
 
 _PAGE_BYTES = 4096
+_PICKLE_RESERVE_UNIT_BYTES = 64 * 1024
 
 
 class Round:
@@ -74,6 +74,12 @@ class Round:
             return None
         self._proposals = {}
         return PeerLost(f"the ranks cannot agree on a layout: {reason}")
+
+
+def pickle_reserve_bytes(pickle_bytes: int) -> int:
+    """Room for data.pkl: twice what it needs now, in steps of 64 KiB, so that a growing value seldom outgrows it."""
+    unit = _PICKLE_RESERVE_UNIT_BYTES
+    return max(unit, (2 * pickle_bytes // unit + 1) * unit)
 
 
 def difference(first: Proposal, other: Proposal) -> str:

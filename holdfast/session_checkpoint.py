@@ -1,6 +1,7 @@
 """One checkpoint in the stager's session: what has come, what is out, what may be granted next, who is late.
 
-Changed only by `holdfast.session.Session`, which draws the phases; here is what concerns one checkpoint by itself.
+Changed only by `holdfast.session.Session`, which draws the phases, and its slots; here is what concerns one checkpoint
+by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _CREDITS_PER_RANK_MAX = 4  # enough to keep a rank sending; more only holds slot
 
 
 class Phase(Enum):
-    """Where a checkpoint is; see the drawing above."""
+    """Where a checkpoint is; see the drawing in `holdfast.session`."""
 
     OFFERING = "offering"
     PREPARED = "prepared"
@@ -89,9 +90,27 @@ class Checkpoint:
         return self.layout.chunks - sum(map(len, self.queues)) - len(self.open_slots)
 
     @property
+    def handed_over_fraction(self) -> float:
+        """How much of it that is."""
+        return self.handed_over / self.layout.chunks if self.layout is not None else 0.0
+
+    @property
     def next_chunk(self) -> int | None:
         """The lowest chunk without a slot."""
         return min((queue[0] for queue in self.queues if queue), default=None)
+
+    def prepare(self, layout: Layout, now: float) -> None:
+        """All ranks have offered it, with this layout."""
+        self.layout, self.phase, self.progress_at = layout, Phase.PREPARED, now
+        # Opening the upload may take a while and need not be waited for: until the flusher says how large its parts
+        # are, the whole image counts as one, which is to say that chunks are granted strictly from the lowest.
+        self.part_chunks = layout.chunks
+        self.queues = [deque(layout.slice_chunks(rank)) for rank in range(self.ranks)]
+        self.frames_left = {rank: sum(1 for _ in layout.sends(rank)) for rank in range(self.ranks)}
+
+    def owed_by(self, rank: int) -> bool:
+        """Whether something of `rank` is still to come."""
+        return self.phase is Phase.OFFERING or self.frames_left.get(rank, 0) > 0
 
     def lowest_part_missing(self) -> int:
         """How many slots the lowest incomplete part still needs; the flusher can always finish that part."""

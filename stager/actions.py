@@ -1,4 +1,4 @@
-"""Carries out what the session says: into the journal, to the flusher, to the ranks, into the event log.
+"""Takes events to the session and carries out what it says: into the journal, to flusher and ranks, into the event log.
 
     FillSlot, ChunkFull, FreeSlot ──► ring's journal      Tell ────────────────────► ranks, event log
     Begin, Staged ──► layout, checkpoint file ──► flusher     GrantCredit, CancelReceive ──► payloads, ranks
@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable
 
 from holdfast import wire
+from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.events import EventLog
 from holdfast.faultpoint import Point, reach
+from holdfast.session import Session
 from holdfast.session_steps import (
     Abort,
     Action,
@@ -23,6 +25,8 @@ from holdfast.session_steps import (
     CancelReceive,
     ChunkFull,
     Diverged,
+    Event,
+    Failed,
     FillSlot,
     FreeSlot,
     GrantCredit,
@@ -44,6 +48,7 @@ class Actions:
     """The session's hands. For the loop's thread.
 
     Args:
+        session: Decides.
         line: The flusher, and the ring.
         trainers: The ranks.
         payloads: Where receives are posted.
@@ -54,6 +59,7 @@ class Actions:
 
     def __init__(
         self,
+        session: Session,
         line: FlusherLine,
         trainers: Trainers,
         payloads: Payloads,
@@ -62,6 +68,7 @@ class Actions:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._session = session
         self._line, self._trainers, self._payloads, self._notices = line, trainers, payloads, notices
         self._events, self._clock = events, clock
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
@@ -72,12 +79,39 @@ class Actions:
         """A rank has offered this step."""
         self._offered_at.setdefault(step, self._clock())
 
-    def carry_out(self, action: Action) -> None:
-        """Do one thing.
+    def take(self, event: Event, blame: Callable[[ProtocolError], None] | None = None) -> None:
+        """Hand an event to the session and do what it says.
+
+        Args:
+            event: What happened.
+            blame: Told when whoever caused the event broke the protocol.
 
         Raises:
-            HoldfastError, OSError: The ring does not take it.
+            ProtocolError: It did, and there is no `blame`.
+            HoldfastError, OSError: The ring does not take what the session says.
         """
+        try:
+            actions = self._session.handle(event, self._clock())
+        except ProtocolError as error:
+            if blame is None:
+                raise
+            blame(error)
+            return
+        self.do(actions)
+
+    def do(self, actions: list[Action]) -> None:
+        """Do all of it, in order. Raises as `take`."""
+        for action in actions:
+            try:
+                self._carry_out(action)
+            except (HoldfastError, OSError) as error:
+                if not isinstance(action, Begin | Staged):
+                    raise  # the journal is not what it was: nothing here can be trusted any more
+                _log.error("step %d: %s", action.step, error)
+                code = error.code if isinstance(error, HoldfastError) else ProtocolError.code
+                self.take(Failed(action.step, code, f"stager: {error}"))
+
+    def _carry_out(self, action: Action) -> None:
         ring, line, attempt = self._line.flusher.ring, self._line, self._line.flusher.attempt
         match action:
             case GrantCredit(rank, step, chunk, slot, layout):

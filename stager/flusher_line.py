@@ -49,6 +49,7 @@ class FlusherLine:
         flusher: The one that is attached, or was; its ring stays mapped.
         cut: Why there is no flusher; empty while there is one.
         failures: How many flushers ended, or could not be started, since the last that did something.
+        attempts: Of this job; more than one after a ring could not be kept.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class FlusherLine:
         self.flusher = flusher
         self.cut = ""
         self.failures = 0
+        self.attempts = {flusher.attempt}
         self._unsent: deque[tuple[str, dict[str, Any]]] = deque()
         self._cut_at = self._try_at = 0.0
         self._thread: threading.Thread | None = None
@@ -155,6 +157,7 @@ class FlusherLine:
             self.flusher.ring.close()
         self.flusher.channel.close()
         self.flusher = flusher
+        self.attempts.add(flusher.attempt)
         self.cut = ""
         seconds = self._clock() - self._cut_at
         self._events.emit(

@@ -19,7 +19,8 @@ the copy         copier   the thread                            gate, split_step
                  copy_plan   in which order                     copy_engine, device_copy   how
                  staging, areas, huge, slot_memory   where to   fingerprint   of the replicas
 to the stager    link     the MPI thread                        mpi       the only MPI calls
-                 outgoing, transfer, verdicts   one step on its way, and what was said of it
+                 outbox   all steps on their way                questions what the stager is asked
+                 outgoing, transfer, verdicts   one of them, and what was said of it    pauses   of the thread
                  joining  how a rank meets its job              alone     in place of the link
 back             restore, trial   one candidate after the other
                  findings, sources, origins   what there is, and where

@@ -26,10 +26,11 @@ from trainer_side.copy_plan import Router
 from trainer_side.fingerprint import Fingerprints
 from trainer_side.gate import Gate
 from trainer_side.ledger import Ledger
-from trainer_side.link import Link, Transfer
+from trainer_side.link import Link
 from trainer_side.skeleton import Source
 from trainer_side.staging import Staging
 from trainer_side.tiers.keeping import Keeping
+from trainer_side.transfer import Transfer
 
 __all__ = ["Copier", "Job"]
 

@@ -1,6 +1,6 @@
 """How a rank meets its job: with a stager, with local tiers, or with both; what it may not be without.
 
-a stager in the job ─► Link      its attempt, its store
+a stager in the job ─► Link      HELLO ─► WELCOME: its attempt, its store
 none, but tiers     ─► Alone     attempt: one more than any tier or the store knows of
 tiers               ─► Keeper    over both
 """
@@ -9,30 +9,44 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import platform
+import time
 import uuid
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from holdfast import wire
 from holdfast.claim import may_live, note_attempt
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError, HoldfastError
+from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.events import EventLog
+from holdfast.faultpoint import identify
 from holdfast.slice_sets import sweep_uploads
 from holdfast.storage import open_store
 from holdfast.storage.base import Store
+from holdfast.wire import Kind, Welcome
 from trainer_side.agreeing import gather
 from trainer_side.alone import Alone
 from trainer_side.distributed import refuse_other_launchers
 from trainer_side.findings import newest_attempt
 from trainer_side.ledger import Ledger
 from trainer_side.link import Link
+from trainer_side.outgoing import StagerPort
 from trainer_side.peers import Peers
 from trainer_side.tiers.base import Tier
 from trainer_side.tiers.inventory import Inventory, take_inventory
 from trainer_side.tiers.keeper import Keeper, open_tiers
 
+if TYPE_CHECKING:
+    from trainer_side.mpi import World
+
 __all__ = ["join", "open_keeper"]
 
 _log = logging.getLogger("holdfast.trainer")
+
+_AWAITING_PAUSE_SECONDS = 1e-3
+_LEAVE_SECONDS_MAX = 5.0
 
 
 def join(config: TrainerConfig) -> Link | Alone:
@@ -50,7 +64,44 @@ def join(config: TrainerConfig) -> Link | Alone:
     refuse_other_launchers(world.ranks)
     alone = world.stager is None
     compare(config, world.peers(), alone=alone)
-    return Alone(config, world) if alone and config.tiers else Link.join(config)
+    return Alone(config, world) if alone and config.tiers else meet_stager(config, world)
+
+
+def meet_stager(config: TrainerConfig, world: World) -> Link:
+    """Say HELLO, and wait for the stager's WELCOME, at most `start_seconds_max`. Main thread.
+
+    Raises:
+        ConfigError: There is no stager in this job.
+        PeerLost: It did not answer.
+        HoldfastError: It could not start; its error, of its class.
+    """
+    identify(f"rank:{world.rank}")
+    port = world.port()
+    hello = {"version": wire.VERSION, "pid": os.getpid(), "host": platform.node()}
+    port.send(wire.encode(Kind.HELLO, body=wire.to_json(hello)))
+    try:
+        welcome = _await_welcome(port, config.start_seconds_max)
+        if welcome.ranks != world.ranks:
+            raise ProtocolError(f"the stager sees {welcome.ranks} trainers, MPI {world.ranks}")
+    except HoldfastError:
+        port.leave(_LEAVE_SECONDS_MAX)
+        raise
+    link = Link(config, port, welcome, rank=world.rank, ranks=world.ranks, peers=world.peers())
+    link.close_at_exit()
+    return link
+
+
+def _await_welcome(port: StagerPort, seconds_max: float) -> Welcome:
+    deadline = time.monotonic() + seconds_max
+    while time.monotonic() < deadline:
+        for message in port.poll():
+            frame = wire.decode(message)
+            if frame.kind is Kind.WELCOME:
+                return Welcome.from_frame(frame)
+            if frame.kind is not Kind.BEAT:
+                raise ProtocolError(f"the stager said {frame.kind.name} before WELCOME")
+        time.sleep(_AWAITING_PAUSE_SECONDS)
+    raise PeerLost(f"the stager did not answer within {seconds_max:g} s; look at its messages")
 
 
 def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:

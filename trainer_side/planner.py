@@ -20,10 +20,11 @@ from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.layout import REPLICATED
 from holdfast.replicas import watched
+from holdfast.wire import Proposal
 from trainer_side.alone import Alone
 from trainer_side.areas import areas_max
 from trainer_side.copy_plan import Router, SlicePlan
-from trainer_side.link import Link, Proposal
+from trainer_side.link import Link
 from trainer_side.room import Room
 from trainer_side.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state import classify

@@ -24,12 +24,13 @@ from trainer_side.copier import Copier
 from trainer_side.copy_engine import CopyEngine
 from trainer_side.copy_plan import SlicePlan
 from trainer_side.ledger import Ledger
-from trainer_side.link import Link, Transfer, TransferState
+from trainer_side.link import Link
 from trainer_side.skeleton import Skeleton
 from trainer_side.staging import Staging
 from trainer_side.tiers.base import SliceWriter
 from trainer_side.tiers.keeper import Keeper
 from trainer_side.tiers.keeping import Keeping
+from trainer_side.transfer import Transfer, TransferState
 
 __all__ = ["NoRoom", "Place", "Room"]
 

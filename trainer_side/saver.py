@@ -33,12 +33,13 @@ from trainer_side.alone import Alone
 from trainer_side.copier import Copier, Job
 from trainer_side.fingerprint import Fingerprints
 from trainer_side.ledger import Ledger
-from trainer_side.link import Link, Transfer
+from trainer_side.link import Link
 from trainer_side.planner import Plan, Planner
 from trainer_side.room import NoRoom, Place, Room
 from trainer_side.skeleton import Capture, Outgrown, Source
 from trainer_side.state import collect
 from trainer_side.tiers.keeper import Keeper
+from trainer_side.transfer import Transfer
 
 __all__ = ["Saver"]
 

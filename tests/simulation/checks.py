@@ -25,7 +25,7 @@ from holdfast.catalog import Catalog
 from holdfast.errors import HoldfastError
 from holdfast.manifest import Manifest, State, is_manifest_name
 from holdfast.ring import Ring, SlotState
-from holdfast.session import IN_FLIGHT_MAX, Phase
+from holdfast.session_checkpoint import IN_FLIGHT_MAX, Phase
 from tests.simulation.hot import check_remains
 from tests.simulation.images import image
 from tests.simulation.scheduler import Process, Task
@@ -264,14 +264,14 @@ class Checks:
         if len(under_way) > IN_FLIGHT_MAX:
             self.broken(f"{len(under_way)} checkpoints are in flight, at most {IN_FLIGHT_MAX} may be")
         filling = [slot for c in session._open.values() for slot in c.open_slots.values()]
-        handed = list(session._flusher_slots)
-        everything = sorted([*session._free, *filling, *handed])
+        free, handed = session._slots.free, list(session._slots.flushers)
+        everything = sorted([*free, *filling, *handed])
         ring = service._line.flusher.ring
         if everything != list(range(ring.ring_chunks)):
-            self.broken(f"slots: free {session._free}, filling {filling}, with the flusher {handed}")
+            self.broken(f"slots: free {free}, filling {filling}, with the flusher {handed}")
         if not self._between_turns(process):
             return
-        for slots, state in ((session._free, SlotState.FREE), (filling, SlotState.FILLING)):
+        for slots, state in ((free, SlotState.FREE), (filling, SlotState.FILLING)):
             for slot in slots:
                 if ring.state(slot) is not state:
                     self.broken(f"slot {slot} is {ring.state(slot).name}, the stager has it as {state.name}")

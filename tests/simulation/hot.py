@@ -127,5 +127,6 @@ def _waited(world: World, job: Job) -> bool:
     service = job.stager.notes.get("service") if job.stager is not None else None
     if service is None:
         return True
-    first = service._inheritance._first_look_at
-    return first is not None and world.scheduler.now - first >= service._inheritance._seconds_max
+    inheritance = service._trainer_desk._inheritance
+    first = inheritance._first_look_at
+    return first is not None and world.scheduler.now - first >= inheritance._seconds_max

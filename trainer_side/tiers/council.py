@@ -19,9 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from holdfast.agreement import Round
+from holdfast.agreement import Round, pickle_reserve_bytes
 from holdfast.errors import HoldfastError, PeerLost
-from holdfast.session import pickle_reserve_bytes
 from holdfast.wire import Agreement, Proposal, decode, peer_error
 from trainer_side.tiers.muster import Muster
 from trainer_side.tiers.tally import Order, Tally, Verdict

@@ -22,7 +22,10 @@ from holdfast.crc import crc32
 from holdfast.errors import HoldfastError
 from holdfast.layout import REPLICATED, Entry, Layout, TensorInfo
 from holdfast.slices import area_bytes, frames_of
-from trainer_side.link import Link, Proposal, TransferState
+from holdfast.wire import Proposal
+from trainer_side.joining import join
+from trainer_side.link import Link
+from trainer_side.transfer import TransferState
 
 WAIT_SECONDS_MAX = 120.0
 
@@ -116,7 +119,8 @@ def main() -> None:
     said: dict[str, Any] = {"pid": os.getpid(), "steps": {}}
     rank = -1
     try:
-        link = Link.join(TrainerConfig())
+        link = join(TrainerConfig())
+        assert isinstance(link, Link)
         rank = link.rank
         run(link, scenario, image_bytes, steps, said)
     except HoldfastError as error:

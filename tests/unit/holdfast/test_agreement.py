@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.agreement import Round
+from holdfast.agreement import Round, pickle_reserve_bytes
 from holdfast.errors import PeerLost, StateError
 from holdfast.wire import Agreement, Proposal
 
@@ -103,3 +103,10 @@ def test_rounds_follow_each_other() -> None:
         answer = round_.propose(1, proposal(), 0.0)
         assert isinstance(answer, Agreement)
         assert answer.pickle_reserve_bytes > 2 * pickle_bytes
+
+
+@pytest.mark.parametrize(
+    ("needed", "given"), [(0, 65536), (1, 65536), (32767, 65536), (32768, 131072), (70_000, 196608)]
+)
+def test_pickle_reserve(needed: int, given: int) -> None:
+    assert pickle_reserve_bytes(needed) == given

@@ -20,9 +20,9 @@ from holdfast.layout import Layout
 from holdfast.notice import Notice, NoticeKind, Terms
 from holdfast.pace import PaceWord, Wish
 from holdfast.wire import Agreement, Proposal, Welcome
+from trainer_side import joining
 from trainer_side.alone import Alone
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.link import Link
 from trainer_side.notice.appointments import Appointments
 from trainer_side.pace.pacer import open_pacer
 from trainer_side.pace.schedule import Schedule
@@ -128,7 +128,7 @@ class Rank:
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     found = FakeLink()
-    monkeypatch.setattr(Link, "join", lambda _config: found)
+    monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: found)
     return found
 
 

@@ -23,7 +23,7 @@ from holdfast.policy.scale import (
 from holdfast.session_steps import ChunkFull, Done, Durable, FillSlot, GrantCredit, Staged, Tell
 from holdfast.storage.s3_upload import part_bytes_for
 from holdfast.wire import Kind
-from tests.unit.holdfast.test_session import Stager
+from tests.unit.holdfast.sessions import Stager
 
 _CHUNK = 4096
 _GIB = 1 << 30

@@ -1,0 +1,270 @@
+"""What the stager hears of its trainers, and what it answers: messages, payloads, silence, ends.
+
+    HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
+    OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE ─► Round
+    NOTICE, AT ─► Notices      WISH, HERE ─► Paces      FETCH ─► Fetches         BEAT: it was heard
+    BYE, dead, broke the protocol ─► it has left: everybody here hears of it
+
+After one wrong message of a rank the next cannot be trusted: it is told why, and is heard no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from holdfast import wire
+from holdfast.agreement import Round
+from holdfast.config import StagerConfig
+from holdfast.errors import HoldfastError, ProtocolError, StateError
+from holdfast.events import EventLog
+from holdfast.layout import Layout
+from holdfast.session_steps import (
+    Decline,
+    Done,
+    Event,
+    NewLayout,
+    Offer,
+    RankBack,
+    RankLost,
+    RankSilent,
+    Received,
+    Returned,
+    Sent,
+)
+from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome
+from stager.actions import Actions
+from stager.fetches import Fetches
+from stager.flusher_line import FlusherLine
+from stager.inheritance import Inheritance
+from stager.notices import Notices
+from stager.paces import Paces
+from stager.payloads import Payloads
+from stager.trainers import Trainers
+
+if TYPE_CHECKING:
+    from stager.mpi import Port
+
+__all__ = ["TrainerDesk"]
+
+_log = logging.getLogger("holdfast.stager")
+
+
+class TrainerDesk:
+    """See the module. For the loop's thread.
+
+    Args:
+        config: Settings.
+        port: The trainers, as MPI has them.
+        trainers: The trainers, as they are known.
+        line: The flusher, and the ring.
+        payloads: What is on its way into the ring.
+        notices: Hears what concerns a machine's end.
+        actions: Takes the events.
+        events: Event log.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        config: StagerConfig,
+        port: Port,
+        trainers: Trainers,
+        line: FlusherLine,
+        payloads: Payloads,
+        notices: Notices,
+        actions: Actions,
+        events: EventLog,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._port, self._trainers, self._line = config, port, trainers, line
+        self._payloads, self._notices, self._actions = payloads, notices, actions
+        self._events, self._clock = events, clock
+        self._round = Round(port.ranks, config.offer_seconds_max)
+        self._paces = Paces(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)
+        self._fetches = Fetches(port, line)
+        self._inheritance = Inheritance(config.start_seconds_max / 2, clock=clock)  # the ranks wait, too
+        self._unwelcomed: set[int] = set()
+
+    @property
+    def streaming(self) -> bool:
+        """Whether bytes are under way that move only while MPI is asked."""
+        return self._payloads.arriving or self._fetches.busy or self._port.unsent
+
+    def turn(self) -> bool:
+        """Look once at all that has come; whether anything had."""
+        seen = self._port.poll()
+        for rank, message in seen.messages:
+            if rank in self._trainers.present:
+                self._hear(rank, message)
+        for rank, reason in seen.lost:
+            self._leave(rank, f"{reason} ({self._trainers.name(rank)})", loud=True)
+        received = self._look_at_payloads()
+        answered = self._fetches.answer()
+        return bool(seen.messages or seen.lost or received or answered)
+
+    def tick(self, now: float) -> None:
+        """Look at the deadlines, and at who is silent."""
+        self._notices.tick()
+        self._paces.tick()
+        self._answer(self._round.overdue(now))
+        self._greet()
+        self._beat()
+
+    def _look_at_payloads(self) -> bool:
+        arrivals = self._payloads.look()
+        for rank, step, chunk, nbytes, expected_bytes in arrivals:
+            if nbytes == expected_bytes:
+                self._take(rank, Received(rank, step, chunk))
+                continue
+            what = f"step {step}, chunk {chunk}: payload of {nbytes} bytes, expected {expected_bytes}"
+            self._broke_protocol(rank, ProtocolError(f"rank {rank}: {what}"))
+        return bool(arrivals)
+
+    def _take(self, rank: int, event: Event) -> None:
+        """What is wrong with it counts against its rank."""
+        self._actions.take(event, lambda error: self._broke_protocol(rank, error))
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _hear(self, rank: int, message: bytes) -> None:
+        silence = self._trainers.heard(rank)
+        if silence is not None:
+            name = self._trainers.name(rank)
+            _log.warning("%s is heard again after %.0f s; checkpoints go on", name, silence.seconds)
+            self._events.emit("rank_back", {"silent_rank": rank, "name": name, "seconds": silence.seconds})
+            self._actions.take(RankBack(rank))
+        try:
+            frame = wire.decode(message)
+            if frame.kind.from_stager:
+                raise ProtocolError(f"{frame.kind.name} is not a message of trainers")
+            if frame.kind not in {Kind.HELLO, Kind.BYE} and frame.attempt not in self._line.attempts:
+                raise ProtocolError(
+                    f"{frame.kind.name} of attempt {frame.attempt}, this job is attempt {self._line.flusher.attempt}"
+                )
+            if frame.kind in {Kind.NOTICE, Kind.AT}:
+                self._notices.hear(rank, frame)
+            elif frame.kind in {Kind.WISH, Kind.HERE}:
+                self._paces.hear(rank, frame)
+            elif frame.kind is Kind.FETCH:
+                self._fetches.hear(rank, frame)
+            elif frame.kind is not Kind.BEAT:  # it was heard, which is all that says
+                self._hear_frame(rank, frame)
+        except ProtocolError as error:
+            self._broke_protocol(rank, error)
+
+    def _hear_frame(self, rank: int, frame: Frame) -> None:
+        match frame.kind:
+            case Kind.HELLO:
+                self._trainers.hello(rank, frame)
+                self._unwelcomed.add(rank)
+                self._greet()
+            case Kind.PROPOSE:
+                self._answer(self._round.propose(rank, Proposal.from_frame(frame), self._clock()))
+            case Kind.LAYOUT:
+                if rank != 0:
+                    raise ProtocolError(f"LAYOUT from rank {rank}; only rank 0 announces layouts")
+                layout = Layout.from_bytes(frame.body)
+                ring_chunk_bytes = self._line.flusher.ring.chunk_bytes
+                if layout.chunk_bytes != ring_chunk_bytes:
+                    raise ProtocolError(
+                        f"LAYOUT with chunks of {layout.chunk_bytes} bytes, the ring has {ring_chunk_bytes}"
+                    )
+                self._take(rank, NewLayout(layout))
+            case Kind.OFFER:
+                body = wire.json_body(frame, layout_digest=str)
+                self._actions.offered(frame.step)
+                self._trainers.spoke(rank, frame.step)
+                self._notices.offered(frame.step)
+                self._take(rank, Offer(rank, frame.step, body.pop("layout_digest"), body))
+            case Kind.DECLINE:
+                reason = frame.body.decode(errors="replace")[:2000]
+                self._trainers.spoke(rank, frame.step)
+                self._notices.offered(frame.step)
+                self._take(rank, Decline(rank, frame.step, reason, frame.arg))
+            case Kind.SENT:
+                self._take(rank, Sent(rank, frame.step, frame.chunk, frame.arg, frame.flags))
+                self._payloads.announced(rank, frame.step, frame.chunk)
+            case Kind.RETURN:
+                self._take(rank, Returned(rank, frame.step, frame.chunk))
+            case Kind.DONE:
+                self._take(rank, Done(rank, frame.step, wire.json_body(frame)))
+            case Kind.BYE:
+                self._leave(rank, f"rank {rank} has left", loud=False)
+
+    # -- who comes, is silent, and goes --------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        """Welcome the ranks that have come, when restore would see everything that earlier jobs have staged."""
+        flusher = self._line.flusher
+        if not self._unwelcomed:
+            return
+        for rank in self._unwelcomed:
+            self._trainers.heard(rank)  # it waits for us, and answers no beats before it is welcome
+        if self._inheritance.settled(flusher.ring, flusher.attempt):
+            for rank in self._unwelcomed & self._trainers.present:
+                self._trainers.send(rank, self._welcome().to_frame())
+            self._unwelcomed.clear()
+
+    def _welcome(self) -> Welcome:
+        flusher = self._line.flusher
+        return Welcome(
+            store_url=flusher.store_url,
+            attempt=flusher.attempt,
+            chunk_bytes=flusher.ring.chunk_bytes,
+            ring_chunks=flusher.ring.ring_chunks,
+            ranks=self._port.ranks,
+            offer_seconds_max=self._config.offer_seconds_max,
+            beat_seconds=self._trainers.beat_seconds,
+        )
+
+    def _beat(self) -> None:
+        """Give the ranks a sign of life, and look whose is missing."""
+        for rank, seconds in self._trainers.beat(self._line.flusher.attempt):
+            name = self._trainers.name(rank)
+            _log.error(
+                "%s HAS BEEN SILENT for %.0f s: stopped, cut off, or gone; what it had not sent is given up, "
+                "and no checkpoint is taken until it is heard again",
+                name,
+                seconds,
+            )
+            self._events.emit("rank_silent", {"silent_rank": rank, "name": name, "seconds": seconds})
+            self._actions.take(RankSilent(rank, name, seconds))
+            self._paces.silent(f"{name} has been silent")
+
+    def _broke_protocol(self, rank: int, error: ProtocolError) -> None:
+        """Tell the rank why, and hear no more of it: after one wrong message the next cannot be trusted."""
+        _log.error("rank %d broke the protocol and is dropped: %s", rank, error)
+        attempt = self._line.flusher.attempt
+        refused = wire.encode(Kind.REFUSED, attempt=attempt, body=wire.error_body(error))
+        self._trainers.send(rank, refused)
+        self._leave(rank, f"rank {rank} broke the protocol: {error}", loud=True)
+
+    def _leave(self, rank: int, reason: str, *, loud: bool) -> None:
+        if rank not in self._trainers.present:
+            return
+        self._trainers.leave(rank, lost=loud)
+        self._fetches.left(rank)
+        if loud:
+            _log.error("%s; what it had not sent is given up, the rest goes on", reason)
+            self._events.emit("rank_lost", {"lost_rank": rank, "reason": reason})
+        self._notices.left(rank, reason)  # first: what the session gives up for it is then not tried again
+        self._paces.left(reason, lost=loud)
+        self._actions.take(RankLost(rank, reason))
+        self._answer(self._round.lost(reason))
+
+    def _answer(self, answer: Agreement | HoldfastError | None) -> None:
+        """Tell every rank how a round of proposals ended, if it did."""
+        if answer is None:
+            return
+        attempt = self._line.flusher.attempt
+        if isinstance(answer, Agreement):
+            message = answer.to_frame(attempt)
+        else:
+            if isinstance(answer, StateError):
+                _log.error("%s", answer)
+            message = wire.encode(Kind.REFUSED, attempt=attempt, body=wire.error_body(answer))
+        self._trainers.send_all(message)

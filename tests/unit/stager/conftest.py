@@ -1,0 +1,17 @@
+"""The bench on which the parts of a stager are tested together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.stager.bench import Bench
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    bench = Bench(tmp_path, monkeypatch)
+    yield bench
+    bench.close()

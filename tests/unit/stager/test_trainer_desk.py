@@ -1,0 +1,134 @@
+"""What the stager makes of its ranks: who breaks the protocol, who is silent, who is welcome when."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast import wire
+from holdfast.ring import SlotState
+from holdfast.wire import Kind
+from tests.unit.stager.bench import LAYOUT, Bench
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"x" * 100,
+        wire.encode(Kind.CREDIT, attempt=3),
+        wire.encode(Kind.SENT, attempt=3, step=1, chunk=77),
+        wire.encode(Kind.SENT, attempt=2, step=1),
+        wire.encode(Kind.LAYOUT, attempt=3, body=LAYOUT.to_bytes()),
+        wire.encode(Kind.OFFER, attempt=3, step=5, body=b"{}"),
+        wire.encode(Kind.PROPOSE, attempt=3, body=b"zzz"),
+    ],
+    ids=["noise", "kind", "credit", "attempt", "layout of rank 1", "offer", "propose"],
+)
+def test_a_rank_that_breaks_the_protocol_is_dropped_and_told(bench: Bench, message: bytes) -> None:
+    bench.offer_all()
+    bench.port.seen.messages.append((1, message))
+    bench.turn()
+    ((rank, refused),) = bench.port.told(Kind.REFUSED)
+    assert rank == 1
+    assert wire.json_body(refused)["code"] == "protocol"
+    failed = bench.port.told(Kind.FAILED)
+    assert [rank for rank, _ in failed] == [0], "the other one is told that the checkpoint is lost"
+    assert "rank 1 broke the protocol" in wire.json_body(failed[0][1])["message"]
+    bench.port.say(1, Kind.OFFER, step=2, body=b"{}")
+    bench.turn()
+    assert len(bench.port.told(Kind.REFUSED)) == 1, "it is not listened to any more"
+
+
+def test_a_payload_of_another_size_drops_its_rank(bench: Bench) -> None:
+    bench.offer_all()
+    credit = next(credit for credit in bench.port.credits() if credit[0] == 1)
+    bench.port.pay(*credit, short_bytes=1)
+    bench.turn()
+    assert "payload of" in wire.json_body(bench.port.told(Kind.REFUSED)[0][1])["message"]
+
+
+def _say_hello(bench: Bench) -> None:
+    for rank in range(2):
+        body = wire.to_json({"version": wire.VERSION, "pid": 100 + rank, "host": f"spot-{rank}"})
+        bench.port.say(rank, Kind.HELLO, attempt=0, body=body)
+    bench.turn()
+
+
+def _pass(bench: Bench, seconds: int, *, alive: tuple[int, ...]) -> None:
+    """Time in which the stager listens, and only the `alive` ranks answer its beats."""
+    for _ in range(2 * seconds):
+        bench.now += 0.5
+        for rank in alive:
+            bench.port.say(rank, Kind.BEAT)
+        bench.service._turn()
+
+
+def test_every_rank_gets_beats(bench: Bench) -> None:
+    _say_hello(bench)
+    _pass(bench, 21, alive=(0, 1))
+    assert [rank for rank, _ in bench.port.told(Kind.BEAT)].count(1) >= 4
+    assert wire.Welcome.from_frame(bench.port.told(Kind.WELCOME)[0][1]).beat_seconds == 5.0
+    assert not bench.happened("rank_silent")
+
+
+def test_a_silent_rank_is_named_and_comes_back(bench: Bench) -> None:
+    _say_hello(bench)
+    bench.offer_all()
+    granted = bench.port.credits()
+    _pass(bench, 29, alive=(0,))
+    assert not bench.happened("rank_silent")
+    _pass(bench, 3, alive=(0,))
+    (silent,) = bench.happened("rank_silent")
+    assert (silent["silent_rank"], silent["name"]) == (1, "rank 1 on host spot-1 (process 101)")
+    failed = bench.port.told(Kind.FAILED)
+    assert [rank for rank, _ in failed] == [0, 1]
+    assert (
+        wire.json_body(failed[0][1])["message"]
+        == "step 1: rank 1 on host spot-1 (process 101) has been silent for 30 s"
+    )
+    beats = len(bench.port.told(Kind.BEAT))
+    _pass(bench, 11, alive=(0,))
+    assert [rank for rank, _ in bench.port.told(Kind.BEAT)[beats:]] == [0, 0], "none are piled up for it"
+    bench.port.say(0, Kind.OFFER, step=2, body=wire.to_json({"layout_digest": LAYOUT.digest}))
+    bench.turn()
+    declined = wire.json_body(bench.port.told(Kind.DECLINED)[0][1])
+    assert "rank 1 on host spot-1 (process 101) has been silent for 43 s" in declined["reason"]
+    for rank, chunk, _ in granted:
+        if rank == 0:
+            bench.port.say(rank, Kind.RETURN, step=1, chunk=chunk)
+    bench.turn()
+    states = [record.state for record in bench.ring.records()]
+    assert states.count(SlotState.FILLING) == 2, "it may wake up in the middle of sending"
+    for credit in granted:
+        if credit[0] == 1:
+            bench.port.pay(*credit)
+    bench.turn()
+    assert [line["silent_rank"] for line in bench.happened("rank_back")] == [1]
+    assert {record.state for record in bench.ring.records()} == {SlotState.FREE}
+    bench.offer_all(step=3)
+    assert [frame.step for _, frame in bench.port.told(Kind.CREDIT)][-1] == 3
+
+
+def test_a_stager_that_was_stopped_takes_nobody_for_silent(bench: Bench) -> None:
+    _say_hello(bench)
+    bench.now += 1000
+    bench.turn()
+    assert not bench.happened("rank_silent")
+
+
+def test_a_rank_that_has_not_said_hello_is_not_silent(bench: Bench) -> None:
+    _pass(bench, 60, alive=())
+    assert not bench.happened("rank_silent")
+
+
+def test_ranks_are_welcomed_when_what_an_earlier_job_staged_is_durable(bench: Bench) -> None:
+    """Restore would go on from an older step otherwise. They are not silent meanwhile: they wait for this stager."""
+    bench.ring.write_checkpoint(2, 7, "staged", LAYOUT.digest, {})
+    for rank in range(2):
+        bench.port.say(rank, Kind.HELLO, attempt=0, body=b"{}")
+    _pass(bench, 40, alive=())
+    assert not bench.port.told(Kind.WELCOME)
+    assert not bench.happened("rank_silent")
+    bench.ring.remove_checkpoint(2, 7)
+    bench.now += 1
+    bench.turn()
+    assert [rank for rank, _ in bench.port.told(Kind.WELCOME)] == [0, 1]

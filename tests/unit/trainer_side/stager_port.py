@@ -1,0 +1,116 @@
+"""A link against a stager that the test plays: every message is written out, MPI is a pair of lists."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from holdfast import wire
+from holdfast.config import TrainerConfig
+from holdfast.errors import PeerLost
+from holdfast.layout import REPLICATED, Entry, Layout
+from holdfast.slices import area_bytes, frames_of
+from holdfast.wire import Frame, Kind, Welcome
+from trainer_side.link import Link
+from trainer_side.transfer import Transfer
+
+CHUNK = 4096
+LAYOUT = Layout(
+    4 * CHUNK,
+    CHUNK,
+    2,
+    (Entry("a", 64, 3 * CHUNK, REPLICATED, ()), Entry("rng", 4 * CHUNK - 200, 100, 0, ())),
+)
+SECONDS_MAX = 60.0
+
+
+class FakePort:
+    """MPI as the link sees it. `hold` keeps payloads under way; `dead` raises as MPI does for a dead stager."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inbox: list[bytes] = []
+        self.messages: list[Frame] = []
+        self.payloads: list[tuple[int, bytes]] = []
+        self.hold = False
+        self.dead = False
+        self.left = False
+        self.polls = 0
+        self.one_machine = True
+
+    def _check(self) -> None:
+        if self.dead:
+            raise PeerLost("the stager: its process is dead")
+
+    def send(self, message: bytes) -> None:
+        self._check()
+        with self.lock:
+            self.messages.append(wire.decode(message))
+
+    def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
+        self._check()
+        assert sum(pieces) == len(payload)
+        with self.lock:
+            self.payloads.append((slot, bytes(payload)))
+            return len(self.payloads)
+
+    def sent(self, handle: int) -> bool:
+        self._check()
+        return not self.hold
+
+    def poll(self) -> list[bytes]:
+        self._check()
+        self.polls += 1
+        with self.lock:
+            inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
+        self.left = True
+
+    # -- the test's side
+
+    def say(
+        self, kind: Kind, *, step: int = 0, chunk: int = 0, arg: int = 0, body: dict[str, Any] | None = None
+    ) -> None:
+        message = wire.encode(kind, attempt=1, step=step, chunk=chunk, arg=arg, body=wire.to_json(body or {}))
+        with self.lock:
+            self.inbox.append(message)
+
+    def of(self, kind: Kind) -> list[Frame]:
+        with self.lock:
+            return [frame for frame in self.messages if frame.kind is kind]
+
+
+class Source:
+    def __init__(self, rank: int) -> None:
+        self.data = bytes(range(256)) * (area_bytes(LAYOUT, rank) // 256 + 1)
+        self.ready = area_bytes(LAYOUT, rank)
+        self.views = 0
+        self.frames = {frame.offset: frame.nbytes for frame in frames_of(LAYOUT, rank)}
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        self.views += 1
+        return memoryview(self.data)[offset : offset + nbytes]
+
+    def is_ready(self, offset: int) -> bool:
+        end = offset + self.frames[offset]
+        return end <= self.ready
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS_MAX
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+def make(port: FakePort, *, rank: int = 0, **settings: Any) -> Link:
+    welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)
+    return Link(TrainerConfig(**settings), port, welcome, rank=rank, ranks=2)
+
+
+def offer(link: Link, step: int = 1, source: Source | None = None) -> Transfer:
+    return link.offer(step, source or Source(link.rank), {"saved_at_unix": time.time()})
