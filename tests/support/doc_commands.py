@@ -16,14 +16,14 @@ import itertools
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
 from holdfast.cli import cli
-from holdfast.config import StagerConfig
+from holdfast.config import FlusherConfig, StagerConfig
 from holdfast.errors import ConfigError
 from tests.support.job import REPOSITORY
 
@@ -49,7 +49,7 @@ ELSEWHERE = {
     "sudo": "on the stager's machine on AWS",
     "journalctl": "needs systemd, on the stager's machine on AWS",
 }
-PLAIN = {"cat", "cd", "cp", "jq", "pkill", "sleep", "tail", "test", "wait", "."}
+PLAIN = {"cd", "cp", "grep", "jq", "pkill", "sleep", "tail", "test", "wait", "."}
 YOURS = {"train.py"}  # a script of the reader's own
 _KEYWORDS = {"until", "while", "do", "done", "if", "then", "fi"}
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
@@ -188,7 +188,7 @@ def _check(words: Sequence[str]) -> None:
 
 
 def _holdfast(words: Sequence[str], *, whole: bool = True) -> None:
-    """By click: commands, options, types of their values, arguments; nothing is invoked."""
+    """By click: commands, options, types of their values, arguments; by pydantic: settings. Nothing is invoked."""
     try:
         context = cli.make_context("holdfast", list(words))
         while isinstance(context.command, click.Group):
@@ -208,18 +208,23 @@ def _holdfast(words: Sequence[str], *, whole: bool = True) -> None:
         return
     except (click.UsageError, ConfigError) as error:
         raise _WrongError(str(error)) from error
-    _settings(context.params.get("settings") or ())
-    if context.command.name in {"run", "drill"}:
-        _check(context.params["command"])
+    match context.command.name:
+        case "run" | "drill":
+            given = dict(pair.split("=", 1) for pair in context.params["settings"])
+            _settings(StagerConfig, {"store": "/mnt/run", **given})
+            _check(context.params["command"])
+        case "stager" if whole:
+            _settings(StagerConfig, context.params)
+        case "flusher" if whole:
+            _settings(FlusherConfig, context.params)
 
 
-def _settings(pairs: Sequence[str]) -> None:
-    """Those of `--set`, with values that they take."""
-    given = dict(pair.split("=", 1) for pair in pairs)
-    if unknown := given.keys() - StagerConfig.model_fields.keys():
-        raise _WrongError(f"--set: no setting {', '.join(sorted(unknown))}")
+def _settings(role: type[StagerConfig | FlusherConfig], given: Mapping[str, Any]) -> None:
+    """The role knows them, and takes their values together."""
+    if unknown := given.keys() - role.model_fields.keys():
+        raise _WrongError(f"no setting {', '.join(sorted(unknown))}")
     try:
-        StagerConfig.from_sources(store="/mnt/run", **given)
+        role.from_sources(**given)
     except ConfigError as error:
         raise _WrongError(str(error)) from error
 

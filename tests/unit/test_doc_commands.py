@@ -1,4 +1,4 @@
-"""Every command in every page is one that its program takes."""
+"""Every command in every page is one that its program takes; tests/integration/test_tutorial.py runs those of one."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ def test_commands_are_found_with_their_lines() -> None:
         "ssh -t stager holdfast state",
         "mpirun -n 2 python train.py : -n 1 holdfast stagger --store s3://bucket/run",
         "mpirun -n 2 --rank-by-core python train.py",
+        "mpirun -n 2 python train.py : -n 1 holdfast stager --store /mnt/run --ring-bytes 64MiB",
         "make tests",
         'make test PYTESTS="tests/unit"',
         "python -m tests.simulations --first 0",

@@ -28,6 +28,7 @@ TARGETS = {
     "lint",
     "types",
     "bench",
+    "docs",
     "figures",
     "soak",
     "nfs",
