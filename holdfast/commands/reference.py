@@ -88,7 +88,7 @@ def _prose(text: str) -> str:
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         rest = paragraph.removeprefix("\b\n")
         if rest.startswith("Examples:\n"):
-            parts.append(f"Examples:\n\n```\n{textwrap.dedent(rest.partition(chr(10))[2])}\n```")
+            parts.append(f"Examples:\n\n```sh\n{textwrap.dedent(rest.partition(chr(10))[2])}\n```")
         elif rest != paragraph:
             parts.append(f"```text\n{textwrap.dedent(rest)}\n```")
         else:

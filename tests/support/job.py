@@ -15,11 +15,11 @@ import psutil
 
 from holdfast.launch import mpirun_command
 
-__all__ = ["HOLDFAST", "REPOSITORY", "Job", "environment"]
+__all__ = ["HOLDFAST", "NOT_LAUNCHED", "REPOSITORY", "Job", "environment"]
 
 _LAUNCHES_MAX = 3
 _LAUNCH_SECONDS_MAX = 60.0
-_NOT_LAUNCHED = "PMIx server's listener thread failed to start"
+NOT_LAUNCHED = "PMIx server's listener thread failed to start"
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
 
@@ -90,7 +90,7 @@ class Job:
                 if mpirun.children():
                     return False
                 time.sleep(0.02)
-        return _NOT_LAUNCHED in self.output()
+        return NOT_LAUNCHED in self.output()
 
     def __enter__(self) -> Job:
         return self

@@ -1,4 +1,4 @@
-"""What the pages and docstrings name is there: files, tests, headings, commands, settings, snippets."""
+"""What pages and docstrings name is there: files, tests, headings, settings, snippets; commands: test_doc_commands."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import functools
 import importlib
 import importlib.util
 import re
-import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
-from holdfast.cli import cli
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,13 +71,6 @@ def text(page: str) -> str:
 def blocks(page: str, language: str) -> list[str]:
     fences = re.findall(r"^```(\w*)\n(.*?)^```$", text(page), re.DOTALL | re.MULTILINE)
     return [content for name, content in fences if name == language]
-
-
-def lines_of_shell(page: str) -> Iterator[str]:
-    """The lines of its blocks, those that go on put together, comments and here-strings left out."""
-    for block in blocks(page, "") + blocks(page, "sh") + blocks(page, "bash"):
-        for line in block.replace("\\\n", " ").splitlines():
-            yield line.partition(" #")[0].strip()
 
 
 def spans(page: str) -> Iterator[str]:
@@ -150,35 +140,6 @@ def all_tests() -> frozenset[str]:
     return frozenset(re.findall(r"\bdef (test_\w+)", sources)) | frozenset(
         Path(name).stem for name in files() if name.startswith("tests/")
     )
-
-
-@pytest.mark.parametrize("page", pages())
-def test_commands_that_pages_show_exist_with_their_options(page: str) -> None:
-    wrong = [f"{line}: {why}" for line in lines_of_shell(page) if (why := wrong_with(line))]
-    assert not wrong
-
-
-def wrong_with(line: str) -> str:
-    """What is wrong with the `holdfast` command in a line of shell; empty if nothing is, or there is none."""
-    words = (
-        shlex.split(line.replace("…", "")) if line.count('"') % 2 == 0 and line.count("'") % 2 == 0 else []
-    )
-    if "holdfast" not in words:
-        return ""
-    command: click.Command = cli
-    words = words[words.index("holdfast") + 1 :]
-    while words and isinstance(command, click.Group) and not words[0].startswith("-"):
-        found = command.get_command(click.Context(command), words[0])
-        if found is None:
-            return f"no command {words[0]}"
-        command, words = found, words[1:]
-    if "--" in words:
-        words = words[: words.index("--")]
-    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    unknown = [
-        word for word in words if word.startswith("--") and word.partition("=")[0] not in options | {"--help"}
-    ]
-    return f"no option {' '.join(unknown)}" if unknown else ""
 
 
 def test_variables_and_settings_that_pages_name_exist() -> None:

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from yamllint import linter  # type: ignore[import-untyped]
 from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
-from tests.unit.test_documents import blocks, pages, text
+from tests.unit.test_documents import text
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "docker-compose.yml"
@@ -28,6 +28,7 @@ TARGETS = {
     "lint",
     "types",
     "bench",
+    "docs",
     "figures",
     "soak",
     "nfs",
@@ -77,13 +78,6 @@ def test_an_old_python_is_refused_by_name_before_anything_is_made(tmp_path: Path
     assert "3.11 or newer" in done.stderr
     assert "Python 3.8.10" in done.stderr
     assert not (tmp_path / "venv").exists()
-
-
-def test_documented_make_targets_exist() -> None:
-    shown = "\n".join(block for page in pages() for block in blocks(page, ""))
-    named = set(re.findall(r"^make ([a-z]+)", shown, re.MULTILINE))
-    assert {"demo", "test", "setup"} <= named
-    assert named <= TARGETS
 
 
 def test_ci_runs_the_same_targets_as_people() -> None:

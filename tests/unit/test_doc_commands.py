@@ -1,0 +1,110 @@
+"""Every command in every page is one that its program takes; tests/integration/test_tutorial.py runs those of one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.doc_commands import (
+    ELSEWHERE,
+    LANGUAGES,
+    PROGRAMS,
+    fences,
+    shown,
+    spoken,
+    why_not,
+    why_not_spoken,
+)
+from tests.support.job import REPOSITORY
+from tests.unit.test_documents import pages
+
+_PLAIN_NAME = re.compile(r"\w[\w.-]*")
+
+
+@pytest.fixture(autouse=True)
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In a directory of the reader's own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def with_files(text: str) -> str:
+    """The same command; what may be a file beside it is there."""
+    for word in text.split():
+        if _PLAIN_NAME.fullmatch(word):
+            Path(word).touch()
+    return text
+
+
+@pytest.mark.parametrize("page", pages())
+def test_commands_are_taken_by_what_they_are_for(page: str) -> None:
+    wrong = [f"{line}: {why}" for line in shown(page) if (why := why_not(with_files(line.text)))]
+    wrong += [f"{page}: {text}: {why}" for text in spoken(page) if (why := why_not_spoken(with_files(text)))]
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", pages())
+def test_no_command_hides_in_a_block_without_the_tag(page: str) -> None:
+    hidden = [
+        f"{page}:{number}: {line}; tag the block `sh`"
+        for fence in fences(page)
+        if fence.language in {"", "text"}
+        for number, line in enumerate(fence.lines, fence.number)
+        if re.match(rf"({'|'.join(PROGRAMS | ELSEWHERE)}) (?! )", line) and "[OPTIONS]" not in line
+    ]
+    assert not hidden
+    assert {fence.language for fence in fences(page)} <= LANGUAGES
+
+
+def test_commands_are_found_with_their_lines() -> None:
+    first = next(shown("docs/drill.md"))
+    assert first.text.startswith("holdfast drill -n 2 ")
+    source = (REPOSITORY / first.page).read_text(encoding="utf-8").splitlines()
+    assert source[first.number - 1] == first.text
+    assert sum(len(list(shown(page))) for page in pages()) > 100
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "holdfast lst s3://bucket/run",
+        "holdfast ls --jsn s3://bucket/run",
+        "holdfast ls",
+        "holdfast status --interval-seconds often",
+        "holdfast cluster upp --nodes 8",
+        "holdfast run -n 2 --set ring_byte=8GiB --store s3://bucket/run -- python train.py",
+        "holdfast run -n 2 --set keep_last=few --store s3://bucket/run -- python train.py",
+        "holdfast run -n 2 --store s3://bucket/run -- python examples/train_bert",
+        "holdfast drill -n 2 -- python examples/train_gpt.py --step 60",
+        "holdfast ls s3://bucket/run | holdfast verfy",
+        'eval "$(holdfast completions bash)"',
+        "ssh -t stager holdfast state",
+        "mpirun -n 2 python train.py : -n 1 holdfast stagger --store s3://bucket/run",
+        "mpirun -n 2 --rank-by-core python train.py",
+        "mpirun -n 2 python train.py : -n 1 holdfast stager --store /mnt/run --ring-bytes 64MiB",
+        "make tests",
+        'make test PYTESTS="tests/unit"',
+        "python -m tests.simulations --first 0",
+        "python -m tests.simulation --frist 0",
+        "python -m benchmarks tabel",
+        "python -c 'import torch;; print(1)'",
+        "pip install 'holdfast[trainers]'",
+        "cp infra/examples/maximal .",
+        "HOLDFAST_EVERY=2 frobnicate",
+    ],
+)
+def test_what_is_wrong_is_found(text: str) -> None:
+    assert why_not(with_files(text)), text
+
+
+@pytest.mark.parametrize("text", ["holdfast lst", "holdfast run --slrm", "holdfast cluster upp"])
+def test_what_is_wrong_in_prose_is_found(text: str) -> None:
+    assert why_not_spoken(text), text
+
+
+def test_a_line_goes_on_behind_a_backslash_and_ends_before_its_comment() -> None:
+    lines = [line.text for line in shown("docs/operations.md") if line.text.startswith("holdfast cluster up")]
+    assert any("--nodes 4" in line and "--on-demand-price 0.71" in line for line in lines)
+    assert not [line for line in lines if "#" in line]

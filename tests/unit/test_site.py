@@ -1,0 +1,134 @@
+"""The documentation as a site: made without a warning, nothing of it on another host, and links that lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.support.job import REPOSITORY
+
+_SECONDS_MAX = 120.0
+_LOADED = {"src", "srcset", "data", "poster"}  # attributes whose target a browser fetches by itself
+_IN_STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?\s*((?:https?:)?//[^\"')\s]+)")
+
+
+class Seen(NamedTuple):
+    """What is in a page of the site."""
+
+    links: set[str]
+    loaded: set[str]
+    names: set[str]
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Seen(set(), set(), set())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if value is None:
+                continue
+            if name == "id":
+                self.seen.names.add(value)
+            elif name in _LOADED or (tag, name) == ("link", "href"):
+                self.seen.loaded.add(value)
+            elif name == "style":
+                self.seen.loaded.update(_IN_STYLE.findall(value))
+            elif (tag, name) == ("a", "href"):
+                self.seen.links.add(value)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=REPOSITORY,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS_MAX,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(site: Path) -> dict[str, Seen]:
+    """Each page by its path; that of what is missing is left out: it may be shown at any address."""
+    found = {}
+    for path in site.rglob("*.html"):
+        if path.name == "404.html":
+            continue
+        reader = _Reader()
+        reader.feed(path.read_text(encoding="utf-8"))
+        found[str(path.relative_to(site))] = reader.seen
+    return found
+
+
+def test_every_page_of_docs_is_there(seen: dict[str, Seen]) -> None:
+    for source in (REPOSITORY / "docs").rglob("*.md"):
+        path = source.relative_to(REPOSITORY / "docs").with_suffix("")
+        page = path.parent if path.name == "index" else path
+        assert str(page / "index.html") in seen
+
+
+def test_nothing_is_asked_of_another_host(site: Path, seen: dict[str, Seen]) -> None:
+    away = {
+        f"{page}: {url}"
+        for page, found in seen.items()
+        for url in found.loaded
+        if urlsplit(url).netloc or url.startswith("//")
+    }
+    for sheet in site.rglob("*.css"):
+        away |= {f"{sheet.name}: {url}" for url in _IN_STYLE.findall(sheet.read_text(encoding="utf-8"))}
+    assert not away
+    assert any(found.loaded for found in seen.values())
+    assert (site / "search" / "search_index.json").exists(), "the search is made with the site"
+
+
+def test_every_link_leads_to_a_page_and_a_heading_of_it(site: Path, seen: dict[str, Seen]) -> None:
+    missing = []
+    for page, found in seen.items():
+        for link in found.links | found.loaded:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(page), unquote(parts.path)))
+            if not parts.path:
+                path = page
+            elif (site / path).is_dir():
+                path = posixpath.normpath(f"{path}/index.html")
+            name = unquote(parts.fragment)
+            if not (site / path).exists() or (
+                name and path in seen and name not in seen[path].names | {"__skip"}
+            ):
+                missing.append(f"{page}: {link}")
+    assert not missing
+
+
+def test_what_lies_outside_of_docs_is_a_page_too(site: Path, seen: dict[str, Seen]) -> None:
+    operations = seen["operations/index.html"].links
+    assert "../repository/infra/#what-it-costs-while-it-stands" in operations
+    assert "../repository/holdfast/config.py/" in operations
+    source = (site / "repository/holdfast/config.py/index.html").read_text(encoding="utf-8")
+    assert "StagerConfig" in source
+    assert "repository/infra/index.html" in seen
+
+
+def test_the_interface_is_there_with_what_its_docstrings_say(site: Path, seen: dict[str, Seen]) -> None:
+    assert "trainer_side.Checkpointer.restore" in seen["api/trainer_side/index.html"].names
+    page = (site / "api/trainer_side/index.html").read_text(encoding="utf-8")
+    assert "Bring the state back from the newest good checkpoint" in page
