@@ -30,7 +30,9 @@ _MEANING_OF_RUN = "What `holdfast run` says when it ends"
     short_help="Say what an error means, its usual causes, and the cure.",
     epilog=examples("holdfast explain", "holdfast explain config", "holdfast explain store --json"),
 )
-@click.argument("code", required=False, type=click.Choice([*(kind.code for kind in _KINDS), _RUN]))
+@click.argument(
+    "code", metavar="[CODE]", required=False, type=click.Choice([*(kind.code for kind in _KINDS), _RUN])
+)
 @json_option
 def explain(as_json: bool, code: str | None) -> None:
     """Say what an error means, its usual causes, and the cure: the section of docs/troubleshooting.md for it.
