@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import Any, Protocol
 
+from flusher.ends import Ends, LookedUp
 from flusher.held import Held
 from flusher.jobs import Jobs
 from flusher.later import Later
+from flusher.listener import Durable, Listener
 from flusher.pipeline import Pipeline
 from flusher.steps import (
     Aborted,
@@ -41,53 +41,19 @@ from flusher.steps import (
 from flusher.tenure import Tenure
 from flusher.upkeep import Pruned, ReadBack, Upkeep
 from flusher.workers import Inbox, Workers
-from holdfast.errors import FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
+from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.events import EventLog
 from holdfast.layout import Layout
 from holdfast.layout_index import LayoutIndex
-from holdfast.manifest import Manifest, State
+from holdfast.manifest import State
 from holdfast.ring import Ring, SlotRecord, SlotState
 from holdfast.storage.base import Store
 
-__all__ = ["Durable", "Engine", "Listener"]
+__all__ = ["Engine"]
 
 _log = logging.getLogger("holdfast.flusher")
 _CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
 _LOST_ROUNDS = 3  # of an error that says both: try again, and if that is in vain begin anew
-_ENDED_KEPT = 256  # checkpoints whose end is remembered for a stager that missed it
-
-
-class Listener(Protocol):
-    """Who wants to hear what becomes of checkpoints. Called from the loop's thread."""
-
-    def began(self, key: Key, part_chunks: int) -> None:
-        """The upload takes parts of so many chunks: the ring must keep that many slots for the lowest one."""
-        ...
-
-    def freed(self, slots: tuple[int, ...]) -> None:
-        """These slots are FREE in the journal."""
-        ...
-
-    def durable(self, key: Key, durable: Durable) -> None:
-        """Published."""
-        ...
-
-    def read_back(self, result: ReadBack) -> None:
-        """Verified, bad, or not known."""
-        ...
-
-    def failed(self, key: Key, error: HoldfastError) -> None:
-        """Given up; nothing of it is in the store."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Durable:
-    """What a listener is told of a published checkpoint. Not its manifest: many of these are remembered."""
-
-    file: str
-    pgt2_seconds: float
-    record: dict[str, Any]  # the flusher's part of it
 
 
 class Engine:
@@ -127,7 +93,7 @@ class Engine:
         self._indexes: dict[str, LayoutIndex] = {}
         self._later = Later()
         self._held = Held(events)
-        self._ended: dict[Key, Durable | HoldfastError] = {}
+        self._ends = Ends(self._jobs, self._publishers, inbox, listener)
         self._opened: dict[Key, int] = {}  # how many chunks must be in the ring together
         self._discards: set[Key] = set()
         self._given_up: set[Key] = set()  # and the stager was told
@@ -167,27 +133,7 @@ class Engine:
 
     def ask(self, key: Key) -> None:
         """Say again what became of a checkpoint that the ring no longer knows: it ended while nobody listened."""
-        ended = self._ended.get(key)
-        if ended is None:
-            self._publishers.submit((0, *key), lambda: self._look_up(key))
-        else:
-            self._say_ended(key, ended)
-
-    def _say_ended(self, key: Key, ended: Durable | HoldfastError) -> None:
-        if isinstance(ended, Durable):
-            self._listener.durable(key, ended)
-        else:
-            self._listener.failed(key, ended)
-
-    def _look_up(self, key: Key) -> None:
-        """In a worker thread."""
-        try:
-            manifest = self._jobs.known_manifest(key)
-        except HoldfastError as error:
-            self._inbox.put(_LookedUp(key, error))
-            return
-        gone = PeerLost(f"{key}: was given up while no stager listened; the flusher's log says why")
-        self._inbox.put(_LookedUp(key, _durable(manifest) if manifest else gone))
+        self._ends.ask(key)
 
     def chunk(self, record: SlotRecord) -> None:
         """A slot is FULL. Raises `ProtocolError` when the journal does not say so."""
@@ -299,7 +245,7 @@ class Engine:
                 self._discards.discard(key)
                 self._given_up.discard(key)
                 self._ring.remove_checkpoint(*key)
-                self._ends(key, error)
+                self._end(key, error)
                 self._upkeep.given_up(key)
                 self._events.emit("flush_failed", {"code": error.code, "message": str(error)}, step=key.step)
                 self._listener.failed(key, error)
@@ -316,8 +262,8 @@ class Engine:
                 self._running -= 1
                 self._progressed(key)
                 self._published(key)
-            case _LookedUp(key, ended):
-                self._say_ended(key, ended)
+            case LookedUp(key, ended):
+                self._ends.say(key, ended)
             case Failed(key):
                 self._running -= 1
                 self._fail(item)
@@ -346,8 +292,8 @@ class Engine:
         manifest = self._jobs.manifests[key]
         self._ring.remove_checkpoint(*key)
         self._jobs.forget(key)
-        durable = _durable(manifest)
-        self._ends(key, durable)
+        durable = Durable.of(manifest)
+        self._end(key, durable)
         self._tell(Published(key))
         self._events.emit(
             "durable",
@@ -363,12 +309,10 @@ class Engine:
         self._listener.durable(key, durable)
         self._upkeep.published(key, manifest)
 
-    def _ends(self, key: Key, ended: Durable | HoldfastError) -> None:
+    def _end(self, key: Key, ended: Durable | HoldfastError) -> None:
         self._opened.pop(key, None)
         self._held.forget(key)
-        self._ended[key] = ended
-        while len(self._ended) > _ENDED_KEPT:
-            del self._ended[next(iter(self._ended))]
+        self._ends.remember(key, ended)
 
     def _fail(self, failed: Failed) -> None:
         """A job failed for good. When what it wrote is lost, the flush may begin anew, but not at once."""
@@ -468,18 +412,6 @@ class _Retry:
 
     def __init__(self, job: Job, round_number: int, error: StoreError) -> None:
         self.job, self.round_number, self.error = job, round_number, error
-
-
-def _durable(manifest: Manifest) -> Durable:
-    by_flusher = manifest.record.get("flusher")
-    return Durable(manifest.file, manifest.pgt2_seconds, by_flusher if isinstance(by_flusher, dict) else {})
-
-
-class _LookedUp:
-    __match_args__ = ("key", "ended")
-
-    def __init__(self, key: Key, ended: Durable | HoldfastError) -> None:
-        self.key, self.ended = key, ended
 
 
 class _Discarded:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flusher.engine import Durable, Engine
+from flusher.engine import Engine
 from flusher.instance import Instance
+from flusher.listener import Durable
 from flusher.progress import Progress
 from flusher.recovery import recorded, remove_orphans, settle
 from flusher.service import Service

@@ -19,7 +19,8 @@ import signal
 import time
 from types import FrameType
 
-from flusher.engine import Durable, Engine
+from flusher.engine import Engine
+from flusher.listener import Durable
 from flusher.recovery import settle, take_up
 from flusher.stager_desk import StagerDesk
 from flusher.steps import Key

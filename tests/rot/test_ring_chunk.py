@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flusher.engine import Durable, Engine
+from flusher.engine import Engine
+from flusher.listener import Durable
 from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep

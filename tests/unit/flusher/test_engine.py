@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from flusher import held as held_module
-from flusher.engine import Durable, Engine
+from flusher.engine import Engine
+from flusher.listener import Durable
 from flusher.recovery import settle, take_up
 from flusher.steps import Key
 from flusher.tenure import Tenure
