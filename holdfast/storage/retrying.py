@@ -47,8 +47,8 @@ class RetryBudget:
 
 
 _CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=10.0)
-"""Start-up says within seconds that the address is wrong; later on the same error may be a server that restarts. A check
-is several requests, and starts over when one fails: of a store that fails each tenth, three attempts were not enough."""
+"""Start-up says within seconds that the address is wrong; later on the same error may be a server that restarts. Each
+check is several requests and starts over when one fails: of a store that fails each tenth, three were not enough."""
 
 
 class _Wait(tenacity.wait.wait_base):

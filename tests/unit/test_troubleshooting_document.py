@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md keeps up with the source: each error has its section, each message it quotes is still said."""
+"""docs/troubleshooting.md keeps up with the source: each error has its section, each message quoted is still said."""
 
 from __future__ import annotations
 
