@@ -80,6 +80,7 @@ def rank_environment(ranks: int, folders: Folders, *, chunk_bytes: int, ring_byt
         "HOLDFAST_CHUNK_BYTES": str(chunk_bytes),
         "HOLDFAST_RING_BYTES": str(ring_bytes),
         "HOLDFAST_KEEP_LAST": "1",  # retention removes what the other peers remove themselves
+        "HOLDFAST_NICENESS": "10" if ranks <= (os.cpu_count() or 1) else "0",  # as docs/operations.md has it
         "HF_HUB_OFFLINE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -35,6 +35,9 @@ _log = logging.getLogger("holdfast.flusher")
 @click.option("--ring-bytes", help="Memory for the ring, such as 1GiB.")
 @click.option("--keep-last", type=int, help="How many of the newest good checkpoints to keep; 0 keeps all.")
 @click.option("--keep-every", type=int, help="Keep each step that this divides as well; 0 is off.")
+@click.option(
+    "--niceness", type=int, help="CPU priority given up: 10 yields to training on the same machine."
+)
 @click.option("--verify/--no-verify", default=None, help="Read every checkpoint back after it was published.")
 @click.option("--linger/--no-linger", default=None, help="Stay after the training has ended.")
 @click.option("--writers", type=int, help="How many threads write parts.")
@@ -67,7 +70,6 @@ def flusher(**arguments: Any) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
     )
-    yield_to_training()
     is_ready = False
 
     def ready(said: dict[str, Any]) -> None:
@@ -77,7 +79,9 @@ def flusher(**arguments: Any) -> None:
 
     try:
         identify("flusher")
-        live(FlusherConfig.from_sources(**arguments), ready)
+        config = FlusherConfig.from_sources(**arguments)
+        yield_to_training(config.niceness)
+        live(config, ready)
     except HoldfastError as error:
         _log.error("%s", error)
         _log.error("help: %s", error.help)

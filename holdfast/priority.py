@@ -1,19 +1,18 @@
-"""What is not training yields to it: the CPU priority of stager and flusher."""
+"""The CPU priority of stager and flusher beside training on the same machine."""
 
 from __future__ import annotations
 
 import os
 
-__all__ = ["NICENESS", "yield_to_training"]
-
-NICENESS = 10
-"""Against a process of niceness 0 that wants the same core: about a tenth of it. Alone on a core: all of it."""
+__all__ = ["yield_to_training"]
 
 
-def yield_to_training() -> None:
-    """Have the rest of this process run behind training ranks on the same machine. First thing in its main thread.
+def yield_to_training(niceness: int) -> None:
+    """Have this process run at `niceness`, or as nice as it is already. Main thread, before there are others.
 
-    Threads and children that are started later inherit it. On a stager's node of its own it changes nothing
-    (docs/design/027-priority.md).
+    Threads and children that are started later inherit it (docs/design/027-priority.md).
+
+    Args:
+        niceness: 0 to 19; 0 changes nothing.
     """
-    os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))

@@ -46,6 +46,9 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
 @click.option("--chunk-bytes", help="Size of a chunk, such as 16MiB.")
 @click.option("--keep-last", type=int, help="How many of the newest good checkpoints to keep; 0 keeps all.")
 @click.option("--keep-every", type=int, help="Keep each step that this divides as well; 0 is off.")
+@click.option(
+    "--niceness", type=int, help="CPU priority given up: 10 yields to training on the same machine."
+)
 @click.option("--verify/--no-verify", default=None, help="Read every checkpoint back after it was published.")
 @click.option(
     "--linger/--no-linger", default=None, help="Leave the flusher running after the training has ended."
@@ -84,11 +87,11 @@ def stager(**arguments: Any) -> None:
 
     # mpirun passes it on to every process of the job; trainers that watch for it are told by it that the end is near.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    yield_to_training()
     config, problem = None, None
     try:
         identify("stager")
         config = StagerConfig.from_sources(**arguments)
+        yield_to_training(config.niceness)
     except HoldfastError as error:
         problem = error  # the trainers must be told, so join them first
     port = Port.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)

@@ -186,6 +186,7 @@ def _arguments(config: StagerConfig) -> list[str]:
         *("--ring-bytes", str(config.ring_bytes)),
         *("--keep-last", str(config.keep_last)),
         *("--keep-every", str(config.keep_every)),
+        *("--niceness", str(config.niceness)),
         *(() if config.writers is None else ("--writers", str(config.writers))),
         *("--runtime-dir", str(config.runtime_dir)),
         "--verify" if config.verify else "--no-verify",

@@ -21,7 +21,6 @@ import psutil
 import pytest
 import torch
 
-from holdfast.priority import NICENESS
 from holdfast.ring import Ring
 from tests.integration.jobs import train
 from tests.support.cluster import SMALL, Cluster, wait_until
@@ -115,7 +114,8 @@ def image(tmp_path: Path) -> Image:
 def test_it_is_watched_in_a_terminal_while_its_ranks_are_killed(
     tmp_path: Path, terminal: Callable[..., Terminal]
 ) -> None:
-    cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=train.__file__, stager=SMALL)
+    stager = (*SMALL, "--niceness", "10")
+    cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=train.__file__, stager=stager)
     with cluster.start(RANKS, str(STEPS), str(EVERY), str(PAUSE_AT)) as job:
         runtime, out = cluster.runtime, cluster.out(1)
         wait_until(
@@ -133,7 +133,7 @@ def test_it_is_watched_in_a_terminal_while_its_ranks_are_killed(
         assert all(rank["stall_seconds"] > 0 for rank in run["ranks"])
         assert run["is_running"]
         of_stager, of_flusher = (psutil.Process(run[role]["pid"]).nice() for role in ("stager", "flusher"))
-        assert (of_stager, of_flusher) == (NICENESS, NICENESS)
+        assert (of_stager, of_flusher) == (10, 10)
         assert {psutil.Process(pid).nice() for pid in pids} == {psutil.Process().nice()}, (
             "training yields to none"
         )
