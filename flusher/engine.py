@@ -247,7 +247,8 @@ class Engine:
                 self._ring.remove_checkpoint(*key)
                 self._end(key, error)
                 self._upkeep.given_up(key)
-                self._events.emit("flush_failed", {"code": error.code, "message": str(error)}, step=key.step)
+                told = {"attempt": key.attempt, "code": error.code, "message": str(error)}
+                self._events.emit("flush_failed", told, step=key.step)
                 self._listener.failed(key, error)
             case ReadBack():
                 event = {State.VERIFIED: "verified", State.BAD: "bad", State.DURABLE: "verify_failed"}[

@@ -40,6 +40,7 @@ from holdfast.status.desk import serve_status
 from holdfast.storage import open_store, parts_at_once
 from holdfast.storage.base import Store
 from holdfast.storage.names import is_kept
+from holdfast.tracing import export_spans
 
 __all__ = ["live"]
 
@@ -63,6 +64,8 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         held.callback(events.close)
         store = open_store(config.store)
         held.callback(_close_store, store)
+        # Before all that others wait for: it may take seconds to end, and claim and ring are given back by then.
+        held.enter_context(export_spans("flusher", store.url, events))
         directory = runtime_directory(config.store, config.runtime_dir)
         held.enter_context(_instance(directory))
         store.check(write=True)

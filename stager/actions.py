@@ -148,14 +148,16 @@ class Actions:
     def _tell(self, action: Tell) -> None:
         if action.kind in {Kind.FAILED, Kind.DECLINED} and action.rank is None:
             reason = action.body.get("message") or action.body.get("reason")
-            self._offered_at.pop(action.step, None)
+            now = self._clock()
+            seconds = now - self._offered_at.pop(action.step, now)
             self._begun_at.pop(action.step, None)
             # A slow store declines every step for the same reason: it is said once, and the events count them.
             said = re.sub(r"[0-9]+", "#", str(reason))
             if said != self._said:
                 _log.warning("step %d is %s: %s", action.step, action.kind.name.lower(), reason)
                 self._said = said
-            self._events.emit(action.kind.name.lower(), dict(action.body), step=action.step)
+            told = {**action.body, "seconds": round(seconds, 6)}
+            self._events.emit(action.kind.name.lower(), told, step=action.step)
         message = wire.encode(
             action.kind, attempt=self._line.flusher.attempt, step=action.step, body=wire.to_json(action.body)
         )

@@ -22,6 +22,7 @@ from holdfast.metrics_page import serve_metrics
 from holdfast.priority import yield_to_training
 from holdfast.status.board import Board
 from holdfast.status.desk import serve_status
+from holdfast.tracing import export_spans
 
 if TYPE_CHECKING:
     from stager.mpi import Port
@@ -131,17 +132,19 @@ def _serve(port: Port, config: StagerConfig | None, problem: HoldfastError | Non
         raise
     events = EventLog(config.events, role="stager")
     service = Service(config, port, flusher, events=events)
-    try:
-        board = Board("stager", flusher.store_url, ranks=service.ranks_said)
-        events.listen(board.hear)
-        with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", board.said):
-            events.emit(
-                "stager_ready", {"attempt": flusher.attempt, "ranks": port.ranks, "flusher_pid": flusher.pid}
-            )
-            service.run()
-            events.emit("stager_ended")
-    finally:
-        service.close()
-        events.close()
-        segments.close()
+    with export_spans("stager", flusher.store_url, events):  # around all else: it may take seconds to end
+        try:
+            board = Board("stager", flusher.store_url, ranks=service.ranks_said)
+            events.listen(board.hear)
+            with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", board.said):
+                events.emit(
+                    "stager_ready",
+                    {"attempt": flusher.attempt, "ranks": port.ranks, "flusher_pid": flusher.pid},
+                )
+                service.run()
+                events.emit("stager_ended")
+        finally:
+            service.close()
+            events.close()
+            segments.close()
     return service.lost_ranks

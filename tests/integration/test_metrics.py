@@ -1,4 +1,4 @@
-"""A real small job is scraped while it runs: what `/metrics` says is what the event log says."""
+"""A real small job is scraped while it runs: what `/metrics` says is what the event log says, and so do its traces."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,15 @@ import torch
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from holdfast.spans import root_ids
 from tests.integration.jobs import train
 from tests.support.cluster import SMALL, Cluster, wait_until
+from tests.support.collector import Collector, collecting
 from tests.support.images import from_torch_file
 from tests.support.stager_client import FlusherProcess, StagerClient
 
 STEPS, EVERY, PAUSE_AT, SAVED = 14, 4, 9, 7
+PHASES = {"checkpoint", "save", "copy", "stage", "flush", "read_back"}
 OUTCOMES = {"staged", "declined", "failed", "durable", "verified", "bad", "verify_failed", "flush_failed"}
 
 
@@ -55,11 +59,18 @@ def events_of(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as one:
+        yield one
+
+
 @pytest.mark.mpi
-def test_what_a_scrape_counts_is_what_the_event_log_has(tmp_path: Path) -> None:
+def test_what_a_scrape_counts_is_what_the_event_log_has(tmp_path: Path, collector: Collector) -> None:
     port, log = two_free_ports(), tmp_path / "events.jsonl"
     options = (*SMALL, "--events", str(log), "--metrics-port", str(port))
-    cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=train.__file__, stager=options)
+    store = str(tmp_path / "store")
+    cluster = Cluster(tmp_path, store, collector.environment, script=train.__file__, stager=options)
     with cluster.start(2, str(STEPS), str(EVERY), str(PAUSE_AT)) as job:
         wait_until(
             lambda: sum(line["event"] == "verified" for line in events_of(log)) == 2,
@@ -101,6 +112,15 @@ def test_what_a_scrape_counts_is_what_the_event_log_has(tmp_path: Path) -> None:
         (cluster.out(1) / "go-on").touch()
         job.succeed(120)
     cluster.wait_for_flusher()
+    # Each process has told its part of each checkpoint, under ids that nobody handed over.
+    durable = [line for line in events_of(log) if line["event"] == "durable" and line["role"] == "flusher"]
+    expected = {root_ids(store, line["attempt"], line["step"])[0]: PHASES for line in durable}  # type: ignore[arg-type]
+    wait_until(
+        lambda: {trace: spans.keys() for trace, spans in collector.traces.items()} == expected,
+        120,
+        "traces are missing",
+    )
+    assert collector.services == {"holdfast-stager", "holdfast-flusher"}
     with pytest.raises(urllib.error.URLError):
         scrape(port + 1)
 
