@@ -263,7 +263,7 @@ class _RingConfig(_RoleConfig):
         writers: How many threads write parts; by default as many as suit the store (`holdfast.storage.parts_at_once`).
         runtime_dir: Where the ring, its journal and the socket live; wants to be in memory (tmpfs).
         niceness: CPU priority given up, 0 to 19. 10 has stager and flusher yield to training ranks on the same
-            machine; it wants ranks that leave some of the cores' time (docs/design/027-priority.md).
+            machine; it wants ranks that leave some of the cores' time (docs/design/028-priority.md).
         metrics_port: Port at which the stager serves `/metrics` to Prometheus; the flusher takes the next one. None:
             neither does.
         metrics_address: Address for both; those of other machines reach it only if it is not this machine's alone.

@@ -10,7 +10,7 @@ __all__ = ["yield_to_training"]
 def yield_to_training(niceness: int) -> None:
     """Have this process run at `niceness`, or as nice as it is already. Main thread, before there are others.
 
-    Threads and children that are started later inherit it (docs/design/027-priority.md).
+    Threads and children that are started later inherit it (docs/design/028-priority.md).
 
     Args:
         niceness: 0 to 19; 0 changes nothing.
