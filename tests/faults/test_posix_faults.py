@@ -84,7 +84,7 @@ def trouble(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Tr
     store = tmp_path / "store"
     disk = Disk(store, DISK_BYTES)
     temporary = store / "run" / ".holdfast" / "tmp"
-    needed = (r"\d+ bytes are needed", r"\d+ are free", "delete old checkpoints")
+    needed = (r"\d+ bytes are needed", r"\d+ are free", "remove old checkpoints")
     try:
         if request.param == "full":
             yield (

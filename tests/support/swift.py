@@ -251,7 +251,8 @@ class SwiftServer:
         connection = http.client.HTTPConnection(self._address, self._ports["proxy"], timeout=5)
         try:
             connection.request("GET", "/info")
-            return connection.getresponse().status == 200
+            with connection.getresponse() as response:  # it has the socket open, beyond the connection's end
+                return response.status == 200
         except OSError:
             return False
         finally:

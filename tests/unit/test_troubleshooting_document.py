@@ -44,7 +44,9 @@ def test_what_an_error_leads_to_is_there(topic: str) -> None:
     assert len(section(code).splitlines()) > 3
 
 
-@pytest.mark.parametrize("kind", [*HoldfastError.__subclasses__(), *errors.StoreError.__subclasses__()])
+@pytest.mark.parametrize(
+    "kind", [getattr(errors, name) for name in errors.__all__ if name != "HoldfastError"]
+)
 def test_a_section_says_its_class_and_exit_code(kind: type[HoldfastError]) -> None:
     assert section(kind.code).startswith(f"## {kind.code}\n\n`{kind.__name__}`, exit code {kind.exit_code}.")
 

@@ -136,7 +136,7 @@ def test_what_is_wrong_is_said(
 def test_a_bound_that_one_strategy_cannot_keep_leaves_the_others_their_advice(
     run: Any, traces: tuple[Path, Path]
 ) -> None:
-    code, out, _ = run(traces[0], *_FEW[:4], "--iteration-seconds", "0.0001")
+    code, out, _ = run(traces[0], *_FEW[:4], "--iteration-seconds", "0.00003")
     assert code == 0
     assert "torch.save+fsync: an overhead of at most 3.00%: not to be had" in out
     assert "holdfast: every " in out
