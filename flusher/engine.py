@@ -202,7 +202,7 @@ class Engine:
     @property
     def only_receiving(self) -> bool:
         """Nothing is left but checkpoints that wait for chunks, if any: another flusher can go on with them."""
-        return self._pipeline.only_receiving and not self._discards
+        return self._pipeline.only_receiving and not self._later and not self._discards
 
     def held_seconds(self) -> float:
         """How long nothing could be done any more but to wait for the store; 0 while something goes on."""

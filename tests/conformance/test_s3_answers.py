@@ -39,9 +39,10 @@ def lose_answers(store: S3Store, operation: str, times: int) -> list[int]:
     """Let the server do the operation, and lose its answer, `times` times. Returns a list that grows with each."""
     lost: list[int] = []
 
-    def lose(**_: Any) -> None:
+    def lose(http_response: AWSResponse, **_: Any) -> None:
         if len(lost) < times:
             lost.append(1)
+            http_response.raw.close()  # a body that nobody reads
             raise ReadTimeoutError(endpoint_url="the server")
 
     store.client.meta.events.register(f"after-call.s3.{operation}", lose)
