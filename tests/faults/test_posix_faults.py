@@ -176,6 +176,8 @@ def test_told_to_end_while_held_it_leaves_the_ring_and_says_how_to_go_on(
         disk.fill(free_bytes=100_000)
         stager.save(image, 5)
         first.wait_for_event("flush_held", step=5)
+        # By then it has heard that all of the step is there: one that is still being received is no reason to fail.
+        wait_until(lambda: "(failure 2)" in first.log.read_text(), first.log.read_text)
     first.process.terminate()
     assert first.wait() == 4
     assert (first.directory / "ring").exists()

@@ -190,6 +190,9 @@ def test_what_waiting_does_not_mend_holds_the_checkpoint_until_a_person_does(
     while failing.left > 10_000 - 12:
         rig.inbox.wait(0.05)
         rig.engine.turn()
+        assert not rig.engine.only_receiving, (
+            "one that is told to end would do so, and nobody hear what waits"
+        )
         assert time.monotonic() < until
     assert rig.heard.failures == {}
     assert rig.happened(tmp_path, "flush_held") >= 1
