@@ -22,7 +22,7 @@ from tests.support.throttled_site import sitecustomize  # noqa: F401 - registers
 
 pytestmark = [pytest.mark.mpi]
 
-RANKS, WAIT_SECONDS_MAX = 2, 120
+RANKS, WAIT_SECONDS_MAX, STEP_SECONDS = 2, 120, 0.01
 SITE = REPOSITORY / "tests" / "support" / "throttled_site"
 
 
@@ -34,7 +34,7 @@ class Paced:
         env = {
             "THROTTLED_BYTES_PER_SECOND": "1e9",
             "THROTTLED_SECONDS": str(self.slow),
-            "PACING_STEP_SECONDS": "0.01",
+            "PACING_STEP_SECONDS": str(STEP_SECONDS),
             "HOLDFAST_EVENTS": str(self.events_path),
             "PYTHONPATH": f"{SITE}{os.pathsep}{REPOSITORY}",
             **settings,
@@ -87,7 +87,8 @@ def test_a_slow_store_makes_the_interval_longer_and_a_quick_one_shorter_on_all_r
     run = Paced(tmp_path)
     with run.cluster.start(RANKS) as job:
         first = run.wait_for(job, 0, longer=True, than=0)
-        run.slow.write_text("0.1")
+        # One request takes as long as two intervals: on a busy machine the first interval may be a long one already.
+        run.slow.write_text(str(max(0.1, 2 * first["every"] * STEP_SECONDS)))
         slow = run.wait_for(job, 1, longer=True, than=2 * first["every"])
         count = len(run.events("interval"))
         run.slow.unlink()
