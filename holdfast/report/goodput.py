@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from holdfast.report.attempts import Attempt
 from holdfast.report.checkpoints import Checkpoint
 from holdfast.status.loss import Known, Lost, Point, lost_with_trainers
-from holdfast.status.picture import interval_of
+from holdfast.status.picture import Interval, interval_of
 
 __all__ = ["PARTS", "Goodput", "Interruption", "goodput_of", "interruptions_of"]
 
@@ -144,7 +144,7 @@ def _lost(
         if safe is None:
             return None
     own = [row for row in saves if began <= (row.saved_at_unix or 0.0) <= stop]
-    interval = interval_of([((row.attempt, row.step), row.saved_at_unix or 0.0) for row in own[-2:]])
+    interval = _interval(own) or _interval(saves)
     newest = Point(own[-1].attempt, own[-1].step, own[-1].saved_at_unix or 0.0) if own else None
     # What an earlier attempt has done since that checkpoint is lost with it, if it went on from an even older one.
     saved_at = 0.0 if safe is None else safe.saved_at_unix
@@ -166,6 +166,13 @@ def _lost(
     seconds = lost.seconds + earlier_seconds
     dollars = None if dollars_per_hour is None else seconds * dollars_per_hour / _HOUR_SECONDS
     return Lost(lost.steps, lost.is_estimate, seconds, dollars, lost.since_step)
+
+
+def _interval(saves: Sequence[Checkpoint]) -> Interval | None:
+    """Between the last two of them that one job has saved one after the other."""
+    said = [((row.attempt, row.step), row.saved_at_unix or 0.0) for row in saves]
+    pairs = (said[index - 1 : index + 1] for index in range(len(said) - 1, 0, -1))
+    return next((found for pair in pairs if (found := interval_of(pair)) is not None), None)
 
 
 def _point(back: Attempt, saves: Sequence[Checkpoint]) -> Point | None:

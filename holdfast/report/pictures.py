@@ -5,6 +5,7 @@ Each has a title and a description for who does not see it; the tables beside it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ _LANE_HEIGHT, _LANE_GAP = 18.0, 8.0
 _PLOT_HEIGHT = 150.0
 _AXIS_HEIGHT = 26.0
 _TICKS = 6
+_LABEL_WIDTH = 40.0
 _BAR_WIDTH_MIN = 1.5
 _DAY_SECONDS = 86400.0
 _HISTOGRAM_BINS = 24
@@ -107,13 +109,25 @@ def lanes(
 def _axis(begin: float, end: float, bottom: float, *, is_clock: bool) -> Html:
     x = _scale(begin, end)
     parts = []
-    for tick in range(_TICKS):
-        at = begin + (end - begin) * tick / (_TICKS - 1)
+    for at in _ticks(begin, end) if is_clock else _round_ticks(end):
         words = clock(at, day=end - begin > _DAY_SECONDS) if is_clock else brief(at)
-        anchor = "end" if tick == _TICKS - 1 else "start" if tick == 0 else "middle"
+        anchor = "start" if at == begin else "end" if x(at) > _WIDTH - _LABEL_WIDTH else "middle"
         parts.append(tag("line", x1=x(at), x2=x(at), y1=0, y2=bottom, class_="grid"))
         parts.append(tag("text", words, x=x(at), y=bottom + 18, text_anchor=anchor))
     return tag("g", *parts, class_="axis")
+
+
+def _ticks(begin: float, end: float) -> Iterable[float]:
+    """Of a clock: from the first moment to the last one."""
+    return (*(begin + (end - begin) * tick / (_TICKS - 1) for tick in range(_TICKS - 1)), end)
+
+
+def _round_ticks(end: float) -> Iterable[float]:
+    """From nothing on in steps of 1, 2 or 5 times a power of ten, at most `_TICKS` of them."""
+    least = max(end, 1e-9) / _TICKS
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    return (step * tick for tick in range(_TICKS + 1) if step * tick <= end)
 
 
 def bars(name: str, title: str, description: str, parts: Sequence[tuple[str, float, str]]) -> Html:

@@ -56,13 +56,14 @@ h1{font-size:1.5rem;line-height:1.25}h2{font-size:1.2rem;margin-top:2.5rem}h3{fo
 a{color:var(--link)}.faint{color:var(--faint)}
 .summary,.look{background:var(--panel);border:1px solid var(--line);border-radius:.5rem;padding:.75rem 1rem;
 margin:1rem 0}
-.summary p{margin:.3rem 0}
+.summary p{margin:.3rem 0}.look h2{margin-top:.25rem}
 .wide{overflow-x:auto;margin:.75rem 0}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--faint);padding:.25rem 0}
 th,td{text-align:left;padding:.25rem .75rem .25rem 0;border-bottom:1px solid var(--line);vertical-align:top}
 td.number,th.number{text-align:right;white-space:nowrap}
 svg{display:block;width:100%;min-width:40rem;height:auto}
+th,td{overflow-wrap:break-word}table.many{min-width:48rem}
 svg text{fill:var(--ink);font-size:13px;font-family:system-ui,sans-serif}
 svg .name{text-anchor:end}svg .axis text{fill:var(--faint)}svg .grid{stroke:var(--line);stroke-width:1}
 .key{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.3em}

@@ -8,6 +8,8 @@ from holdfast.report.markup import Html, tag
 
 __all__ = ["table"]
 
+_MANY_COLUMNS = 6  # do not fit on a small screen: these tables are moved sideways instead of squeezed
+
 
 def table(
     caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = ()
@@ -34,5 +36,11 @@ def table(
         )
         for row in rows
     ]
-    found = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *body))
+    found = tag(
+        "table",
+        tag("caption", caption),
+        tag("thead", head),
+        tag("tbody", *body),
+        class_="many" if len(right) >= _MANY_COLUMNS else None,
+    )
     return tag("div", found, class_="wide", role="region", aria_label=caption, tabindex="0")

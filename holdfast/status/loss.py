@@ -106,8 +106,11 @@ def _steps(known: Known, safe: Point | None) -> tuple[int | None, bool]:
     if known.running_since_unix is not None:
         is_estimate = True
         began = max(reached.saved_at_unix, known.running_since_unix)
+        since_seconds = max(0.0, known.now_unix - began)
+        if since_seconds and not known.step_seconds:
+            return None, True
         if known.step_seconds:
-            steps += int(max(0.0, known.now_unix - began) / known.step_seconds)
+            steps += int(since_seconds / known.step_seconds)
     return max(0, steps), is_estimate
 
 

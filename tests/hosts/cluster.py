@@ -161,7 +161,8 @@ class Cluster:
         with (self.directory / "said").open("ab") as said:
             self._runs.append(
                 subprocess.Popen(
-                    [*self._ssh, STAGER, f"exec {shlex.join(line)}"],
+                    # The operator has more patience than the probes, whose limit the configuration has.
+                    [*self._ssh, "-o", "ConnectTimeout=60", STAGER, f"exec {shlex.join(line)}"],
                     stdin=subprocess.DEVNULL,
                     stdout=said,
                     stderr=said,

@@ -109,6 +109,18 @@ def test_the_time_of_a_run_adds_up(tmp_path: Path) -> None:
     assert goodput.share == pytest.approx(239.8 / 500)
 
 
+def test_a_job_lost_after_its_only_save_lost_steps_of_the_other_jobs_pace(tmp_path: Path) -> None:
+    lines = [line for line in supervised() if not (line[3].get("step") == 5 and line[1] != "supervisor")]
+    alone = facts_of(written(tmp_path / "alone", lines)).interruptions[0].lost
+    assert alone is not None
+    assert alone.steps is None, "no two saves of one job tell a pace"
+    assert alone.seconds == pytest.approx(100.0)
+    lines[-2:-2] = checkpoint(20, 450.0, attempt=5)
+    told = facts_of(written(tmp_path / "told", lines)).interruptions[0].lost
+    assert told is not None
+    assert told.steps == 10, "attempt 2 saved 5 steps and 50 s apart"
+
+
 def test_going_on_from_an_older_step_loses_more(tmp_path: Path) -> None:
     facts = facts_of(written(tmp_path / "log", supervised(resumed_step=5)))
     assert facts.interruptions[0].lost is not None

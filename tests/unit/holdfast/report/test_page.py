@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.report.markup import tag
+from holdfast.report.pictures import lanes
 from holdfast.report.style import DARK, LIGHT, STYLE
 from holdfast.report.thinning import bins, thinned
 from tests.unit.holdfast.report.logs import (
@@ -183,6 +184,26 @@ def test_half_a_surrogate_pair_is_spelled_out(tmp_path: Path) -> None:
 
 def test_texts_are_escaped_wherever_they_go() -> None:
     assert tag("p", "1 < 2", tag("b", "&"), class_='"') == '<p class="&quot;">1 &lt; 2<b>&amp;</b></p>'
+
+
+def test_words_are_not_broken_in_tables_and_broad_ones_keep_their_width() -> None:
+    text = page_of(facts_of(STATUS, EVENTS, price=12.4))
+    assert "th,td{overflow-wrap:break-word}" in STYLE, "anywhere would break words into letters on a small screen"
+    broad = re.findall(r'<table class="many"><caption>([^<]*)', text)
+    assert {"Interruptions", "Attempts"} <= set(broad)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (8.17, ["0.00 s", "2.00 s", "4.00 s", "6.00 s", "8.00 s"]),
+        (0.03, ["0.00 s", "5.0 ms", "10.0 ms", "15.0 ms", "20.0 ms", "25.0 ms", "30.0 ms"]),
+        (0.0, ["0.00 s"]),
+    ],
+)
+def test_an_axis_of_seconds_has_round_ones(end: float, said: list[str]) -> None:
+    drawn = lanes("x", "x", "x", [], 0.0, end, is_clock=False)
+    assert re.findall(r"<text[^>]*>([^<]*)</text>", drawn) == said
 
 
 def test_an_empty_run_has_a_page(tmp_path: Path) -> None:
