@@ -161,8 +161,7 @@ class Cluster:
         with (self.directory / "said").open("ab") as said:
             self._runs.append(
                 subprocess.Popen(
-                    # The operator has more patience than the probes, whose limit the configuration has.
-                    [*self._ssh, "-o", "ConnectTimeout=60", STAGER, f"exec {shlex.join(line)}"],
+                    [*self._ssh, STAGER, f"exec {shlex.join(line)}"],
                     stdin=subprocess.DEVNULL,
                     stdout=said,
                     stderr=said,
