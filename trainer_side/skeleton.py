@@ -130,15 +130,15 @@ def plan(
     blobs = Blobs.of(ranks, per_rank_reserve_bytes)
     full = blobs.expand(tree)
     found = survey(full)
-    image, job, fits = SparseFile(), Pickling(found), True
+    image, job, pickled, fits = SparseFile(), Pickling(found), b"", True
 
-    def pad(pickled: bytes) -> bytes:
-        nonlocal fits
-        fits = len(pickled) <= pickle_reserve_bytes
+    def pad(whole: bytes) -> bytes:
+        nonlocal pickled, fits
+        pickled, fits = whole, len(whole) <= pickle_reserve_bytes
         if not fits and rank == 0:
-            raise Outgrown("", len(pickled), pickle_reserve_bytes)
+            raise Outgrown("", len(whole), pickle_reserve_bytes)
         # On other ranks only the size matters: theirs is not sent.
-        return pickled[:pickle_reserve_bytes].ljust(pickle_reserve_bytes, b"\0")
+        return whole[:pickle_reserve_bytes].ljust(pickle_reserve_bytes, b"\0")
 
     try:
         job.save(full, image, pad)
@@ -147,6 +147,9 @@ def plan(
     except REFUSED as error:
         raise blame(full, found, error) from error
     parts = ZipParts.of(image, found, blobs.own(classes))
+    blob_entries = blobs.entries(found.numbers, parts.storage_entries)
+    # The first save need not look at each tensor, nor pickle it, a second time.
+    recall = _recall(full, found, parts, blob_entries, (job, pickled) if rank == 0 else None)
     layout = Layout(image.nbytes, chunk_bytes, ranks, parts.entries, parts.tensors(found))
     crcs = {crc_field: 0 for entry in layout.entries for crc_field in entry.crc_fields}
     return Skeleton(
@@ -159,9 +162,9 @@ def plan(
         signature=found.signature,
         zip_parts=parts,
         _blobs=blobs,
-        _blob_entries=blobs.entries(found.numbers, parts.storage_entries),
+        _blob_entries=blob_entries,
         _accepted=job.kinds,
-        _recalls=[],
+        _recalls=[] if recall is None else [recall],
     )
 
 
@@ -235,12 +238,23 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
         if entry not in blob_entries:
             sources[entry] = part.source(entry)
     pickled = _pickled(full, found, skeleton) if skeleton.rank == 0 else None
-    recall = Recall.of(full, found, zip_parts.storage_entries, leave_out=blob_entries, pickled=pickled)
+    recall = _recall(full, found, zip_parts, skeleton._blob_entries, pickled)
     if recall is not None:
         skeleton._recalls.append(recall)
     if pickled is None:
         return sources, None
     return sources, pickled[1].ljust(skeleton.layout.entries[zip_parts.pickle_entry].nbytes, b"\0")
+
+
+def _recall(
+    full: Mapping[str, Any],
+    found: Survey,
+    zip_parts: ZipParts,
+    blob_entries: Mapping[str, list[int]],
+    pickled: tuple[Pickling, bytes] | None,
+) -> Recall | None:
+    leave_out = {entry for entries in blob_entries.values() for entry in entries}
+    return Recall.of(full, found, zip_parts.storage_entries, leave_out=leave_out, pickled=pickled)
 
 
 def _pickled(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> tuple[Pickling, bytes]:

@@ -95,7 +95,9 @@ def running_network() -> Iterator[Network]:
         stack.callback(_remove, network)
         # Without an address of its own a bridge takes the lowest one of its ports: booting a host may change it, and
         # whoever knew the old one sends to nobody for a minute.
-        command("ip", "link", "add", network.bridge, "address", f"02:68:66:00:00:{number:02x}", "type", "bridge")
+        command(
+            "ip", "link", "add", network.bridge, "address", f"02:68:66:00:00:{number:02x}", "type", "bridge"
+        )
         command("ip", "addr", "add", f"{network.here}/24", "dev", network.bridge)
         command("ip", "link", "set", network.bridge, "up")
         yield network

@@ -299,6 +299,13 @@ def _ready(state: State) -> Skeleton:
     return skeleton
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_capture_needs_no_second_look(rank: int, reference: _Reference) -> None:
+    state = _state()
+    skeleton = make_plan(state, rank=rank, ranks=2, reserve=65536)
+    assert reference.compare(state, skeleton), "what the plan has found is recalled, and the same"
+
+
 @pytest.mark.parametrize("what", VALUES)
 def test_where_only_values_change_the_capture_is_recalled(what: str, reference: _Reference) -> None:
     state = _state()

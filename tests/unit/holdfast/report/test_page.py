@@ -188,7 +188,9 @@ def test_texts_are_escaped_wherever_they_go() -> None:
 
 def test_words_are_not_broken_in_tables_and_broad_ones_keep_their_width() -> None:
     text = page_of(facts_of(STATUS, EVENTS, price=12.4))
-    assert "th,td{overflow-wrap:break-word}" in STYLE, "anywhere would break words into letters on a small screen"
+    assert "th,td{overflow-wrap:break-word}" in STYLE, (
+        "anywhere would break words into letters on a small screen"
+    )
     broad = re.findall(r'<table class="many"><caption>([^<]*)', text)
     assert {"Interruptions", "Attempts"} <= set(broad)
 
