@@ -6,6 +6,7 @@ that was patched by a flusher that died then is verified as it came, because the
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Protocol
 
 from holdfast.crc import combine, crc32
@@ -102,12 +103,15 @@ def patch_chunk(memory: memoryview, job: PatchJob) -> tuple[tuple[int, int], ...
     layout = job.index.layout
     base = job.chunk * layout.chunk_bytes
     segments = layout.segments(job.chunk)
+    ordered = sorted(job.values)
+    offsets = [offset for offset, _ in ordered]
     changed: list[tuple[int, int]] = []
     for index, verified in zip(job.touched, job.verified_crcs, strict=True):
         first = segments[index].offset - base
         end = first + segments[index].nbytes
         copy = bytearray(memory[first:end])
-        values = [(offset - first, value) for offset, value in job.values if first <= offset < end]
+        inside = ordered[bisect_left(offsets, first) : bisect_left(offsets, end)]
+        values = [(offset - first, value) for offset, value in inside]
         for at, value in values:
             copy[at : at + len(value)] = bytes(len(value))
         found = crc32(copy)
