@@ -149,7 +149,13 @@ def plan(
     parts = ZipParts.of(image, found, blobs.own(classes))
     blob_entries = blobs.entries(found.numbers, parts.storage_entries)
     # The first save need not look at each tensor, nor pickle it, a second time.
-    recall = _recall(full, found, parts, blob_entries, (job, pickled) if rank == 0 else None)
+    recall = Recall.of(
+        full,
+        found,
+        parts.storage_entries,
+        leave_out={entry for entries in blob_entries.values() for entry in entries},
+        pickled=(job, pickled) if rank == 0 else None,
+    )
     layout = Layout(image.nbytes, chunk_bytes, ranks, parts.entries, parts.tensors(found))
     crcs = {crc_field: 0 for entry in layout.entries for crc_field in entry.crc_fields}
     return Skeleton(
@@ -238,23 +244,12 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
         if entry not in blob_entries:
             sources[entry] = part.source(entry)
     pickled = _pickled(full, found, skeleton) if skeleton.rank == 0 else None
-    recall = _recall(full, found, zip_parts, skeleton._blob_entries, pickled)
+    recall = Recall.of(full, found, zip_parts.storage_entries, leave_out=blob_entries, pickled=pickled)
     if recall is not None:
         skeleton._recalls.append(recall)
     if pickled is None:
         return sources, None
     return sources, pickled[1].ljust(skeleton.layout.entries[zip_parts.pickle_entry].nbytes, b"\0")
-
-
-def _recall(
-    full: Mapping[str, Any],
-    found: Survey,
-    zip_parts: ZipParts,
-    blob_entries: Mapping[str, list[int]],
-    pickled: tuple[Pickling, bytes] | None,
-) -> Recall | None:
-    leave_out = {entry for entries in blob_entries.values() for entry in entries}
-    return Recall.of(full, found, zip_parts.storage_entries, leave_out=leave_out, pickled=pickled)
 
 
 def _pickled(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> tuple[Pickling, bytes]:
