@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import selectors
-import shutil
 import signal
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
-from holdfast.runtime import make_private_directory, runtime_directory
+from holdfast.runtime import runtime_directory
 from holdfast.supervise.actions import Action, Finish, Kill, Launch, Look, Note, Terminate
 from holdfast.supervise.attempt import Attempt
 from holdfast.supervise.core import Core
@@ -32,6 +31,7 @@ from holdfast.supervise.flusher import KeptFlusher
 from holdfast.supervise.hosts import Fleet, Host
 from holdfast.supervise.output import Output
 from holdfast.supervise.report import ATTEMPT_VARIABLE
+from holdfast.supervise.segments import Segments
 from holdfast.supervise.tail import Follower, meaning
 from holdfast.supervise.verdict import Verdict
 
@@ -39,7 +39,6 @@ __all__ = ["Supervisor", "environment_of_job", "next_attempt"]
 
 _log = logging.getLogger("holdfast.run")
 
-_SEGMENTS_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _TURN_SECONDS = 0.1
 
 
@@ -123,7 +122,7 @@ class Supervisor:
         self._attempt: Attempt | None = None
         self._output: Output | None = None
         self._last_output: Output | None = None
-        self._segments: Path | None = None
+        self._segments = Segments(self._ring)
         self._signals: list[int] = []
         self._verdict: Verdict | None = None
 
@@ -149,7 +148,7 @@ class Supervisor:
                 self._attempt.kill()
                 self._attempt.sweep()
                 self._attempt.close()
-            self._remove_segments()
+            self._segments.remove()
             self._watch.stop()
             self._status.close()
             for number, handler in before.items():
@@ -208,7 +207,7 @@ class Supervisor:
             self._take(report)
         attempt.close()
         output.close()
-        self._remove_segments()
+        self._segments.remove()
         self._attempt, self._output = None, None
         # The log first: what became durable before the end counts as progress of this attempt.
         for said in self._follower.read():
@@ -251,17 +250,9 @@ class Supervisor:
             self._logs / f"attempt-{action.attempt:03d}", action.ranks, self._relay
         )
         environment = {**self._environment, ATTEMPT_VARIABLE: str(action.attempt)}
-        if action.hosts is None and _SEGMENTS_VARIABLE not in environment:
-            # A killed rank leaves its shared-memory file behind: in a directory of ours it can be taken away.
-            self._segments = self._ring.with_name(f"{self._ring.name}-mpi-{os.getpid()}")
-            make_private_directory(self._segments)
-            environment[_SEGMENTS_VARIABLE] = str(self._segments)
+        if action.hosts is None:
+            environment = self._segments.make(environment)
         self._attempt = Attempt(self._command(action), environment)
-
-    def _remove_segments(self) -> None:
-        if self._segments is not None:
-            shutil.rmtree(self._segments, ignore_errors=True)
-            self._segments = None
 
     def _note(self, event: str, message: str, fields: Mapping[str, Any], *, loud: bool) -> None:
         _log.log(logging.WARNING if loud else logging.INFO, "%s", message)
