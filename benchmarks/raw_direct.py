@@ -6,16 +6,43 @@ better.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["DirectWriter", "read_direct"]
+__all__ = ["DirectWriter", "direct_file", "read_direct", "whole_pages"]
 
 _ALIGNMENT_BYTES = 4096
 _SOURCE_BYTES_MAX = 512 * 1024 * 1024
+
+
+@contextlib.contextmanager
+def direct_file(path: Path, nbytes: int, *, anew: bool = True) -> Iterator[int]:
+    """A preallocated file to write past the page cache, in whole pages; synced, and cut to its size, at the end.
+
+    Args:
+        path: The file.
+        nbytes: Its size.
+        anew: Whether what is there is thrown away first.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC | (os.O_TRUNC if anew else 0)
+    fd = os.open(path, flags, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, whole_pages(nbytes))
+        yield fd
+        os.ftruncate(fd, nbytes)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def whole_pages(nbytes: int) -> int:
+    """What O_DIRECT writes for so many bytes."""
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class DirectWriter:
@@ -42,33 +69,28 @@ class DirectWriter:
         Returns:
             Seconds from open to the return of fsync.
         """
-        pages = -(-self._nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        pages = whole_pages(self._nbytes)
         chunks = -(-self._nbytes // self._chunk_bytes)
         view = memoryview(self._memory)
         begin = time.monotonic()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC | (os.O_TRUNC if anew else 0)
-        fd = os.open(self._path, flags, 0o600)
         try:
-            os.posix_fallocate(fd, 0, pages)
+            with direct_file(self._path, self._nbytes, anew=anew) as fd:
 
-            def some(first: int) -> None:
-                for chunk in range(first, chunks, threads):
-                    offset = chunk * self._chunk_bytes
-                    length = min(self._chunk_bytes, pages - offset)
-                    source = (chunk % self._slots) * self._chunk_bytes
-                    written = os.pwrite(fd, view[source : source + length], offset)
-                    assert written == length, (written, length)
+                def some(first: int) -> None:
+                    for chunk in range(first, chunks, threads):
+                        offset = chunk * self._chunk_bytes
+                        length = min(self._chunk_bytes, pages - offset)
+                        source = (chunk % self._slots) * self._chunk_bytes
+                        written = os.pwrite(fd, view[source : source + length], offset)
+                        assert written == length, (written, length)
 
-            workers = [threading.Thread(target=some, args=(first,)) for first in range(threads)]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-            os.ftruncate(fd, self._nbytes)
-            os.fsync(fd)
+                workers = [threading.Thread(target=some, args=(first,)) for first in range(threads)]
+                for worker in workers:
+                    worker.start()
+                for worker in workers:
+                    worker.join()
             return time.monotonic() - begin
         finally:
-            os.close(fd)
             view.release()
             if anew:
                 self._path.unlink(missing_ok=True)

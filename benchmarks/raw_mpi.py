@@ -2,24 +2,160 @@
 
     mpirun -n 2 python -m benchmarks.raw_mpi sender … : -n 1 python -m benchmarks.raw_mpi receiver …
 
-No protocol, no credits, no CRCs: touched memory on both sides (shared memory at the receiver, as the ring
-is), receives posted before anything is sent, completion polled with short sleeps as all processes share the
-cores.
+    transfer   touched memory ─► MPI ─► touched memory
+    pipeline   tensors ─ copy ─► touched memory ─► MPI ─► touched memory ─ O_DIRECT, two threads ─► file, synced
+
+The pipeline is the way of a checkpoint's bytes with nothing else on it: what copy, transfer and write take
+together on these cores, whoever does them. No protocol, no credits, no CRCs: shared memory at the receiver, as the
+ring is, receives posted before anything is sent, completion polled with short sleeps as all processes share the cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import mmap
+import os
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from benchmarks.hub import Link
+from benchmarks.raw_direct import direct_file, whole_pages
 
 __all__ = ["main"]
 
 _TAG = 1
 _POLL_SECONDS = 0.00005
+_WRITERS = 2
+_TENSOR_BYTES_MAX = 512 << 20  # far more than a cache holds
+
+_Under = dict[int, tuple[int, Any]]  # by slot: the chunk, and its request
+
+
+class _Memory:
+    """Slots of one chunk each, shared and touched: the first touch of fresh pages is many times slower.
+
+    Args:
+        slots: How many.
+        chunk_bytes: Size of one.
+    """
+
+    def __init__(self, slots: int, chunk_bytes: int) -> None:
+        import numpy as np
+
+        self.slots, self._chunk_bytes = slots, chunk_bytes
+        self.array = np.frombuffer(mmap.mmap(-1, max(1, slots) * chunk_bytes), np.uint8)
+        self.array[:] = 1
+
+    def part(self, slot: int, nbytes: int) -> Any:
+        """The first bytes of a slot."""
+        return self.array[slot * self._chunk_bytes : slot * self._chunk_bytes + nbytes]
+
+    def address(self, slot: int) -> int:
+        """Where a slot begins."""
+        return int(self.array.ctypes.data) + slot * self._chunk_bytes
+
+
+class _Image:
+    """Which bytes of the image each sender has, in chunks."""
+
+    def __init__(self, nbytes: int, chunk_bytes: int, senders: int) -> None:
+        self.nbytes, self.chunk_bytes = nbytes, chunk_bytes
+        self.chunks = -(-nbytes // chunk_bytes)
+        self.slices = [
+            range(rank * self.chunks // senders, (rank + 1) * self.chunks // senders)
+            for rank in range(senders)
+        ]
+
+    def length(self, chunk: int) -> int:
+        return min(self.chunk_bytes, self.nbytes - chunk * self.chunk_bytes)
+
+    def in_turn(self) -> list[tuple[int, int]]:
+        """Sender and chunk, round robin, so that all senders have receives waiting."""
+        return [
+            (rank, chunk)
+            for turn in range(max(map(len, self.slices)))
+            for rank, own in enumerate(self.slices)
+            for chunk in own[turn : turn + 1]
+        ]
+
+
+def _exchange(
+    order: list[tuple[int, int]],
+    slots: int,
+    post: Callable[[int, int, int], Any],
+    arrived: Callable[[int, int], bool] = lambda _slot, _chunk: True,
+    freed: Callable[[], list[int]] = list,
+) -> None:
+    """Post each (peer, chunk) of `order` as slots get free, until all are through.
+
+    Args:
+        order: What is sent, or received.
+        slots: How many may be under way.
+        post: (slot, peer, chunk) to the request.
+        arrived: (slot, chunk): it is through; whether its slot is free again.
+        freed: Slots that have become free by now, of those that were not.
+    """
+    free = list(range(slots))
+    under_way: _Under = {}
+    order = order[:]
+    while order or under_way:
+        free += freed()
+        while order and free:
+            peer, chunk = order.pop(0)
+            slot = free.pop()
+            under_way[slot] = chunk, post(slot, peer, chunk)
+        done = [slot for slot, (_, request) in under_way.items() if request.Test()]
+        free += [slot for slot in done if arrived(slot, under_way.pop(slot)[0])]
+        if not done:
+            time.sleep(_POLL_SECONDS)
+
+
+def _send(world: Any, image: _Image, memory: _Memory, tensors: _Memory | None) -> None:
+    """Send this rank's chunks; with `tensors` each is copied from there first."""
+    receiver = world.Get_size() - 1
+
+    def post(slot: int, peer: int, chunk: int) -> Any:
+        nbytes = image.length(chunk)
+        if tensors is not None:
+            ctypes.memmove(memory.address(slot), tensors.address(chunk % tensors.slots), nbytes)
+        return world.Isend(memory.part(slot, nbytes), peer, _TAG)
+
+    _exchange([(receiver, chunk) for chunk in image.slices[world.Get_rank()]], memory.slots, post)
+
+
+def _receive(world: Any, image: _Image, memory: _Memory, path: Path | None) -> float:
+    """Receive all chunks; with `path` each is written there as it comes. Returns when the last one was here."""
+
+    def post(slot: int, peer: int, chunk: int) -> Any:
+        return world.Irecv(memory.part(slot, image.length(chunk)), peer, _TAG)
+
+    if path is None:
+        _exchange(image.in_turn(), memory.slots, post)
+        return time.monotonic()
+    writing: dict[int, Future[int]] = {}
+    with ThreadPoolExecutor(_WRITERS) as pool, direct_file(path, image.nbytes) as fd:
+
+        def arrived(slot: int, chunk: int) -> bool:
+            data = memory.part(slot, whole_pages(image.length(chunk)))
+            writing[slot] = pool.submit(os.pwrite, fd, data, chunk * image.chunk_bytes)
+            return False
+
+        def freed() -> list[int]:
+            written = [slot for slot, future in writing.items() if future.done()]
+            for slot in written:
+                assert writing.pop(slot).result() > 0
+            return written
+
+        _exchange(image.in_turn(), memory.slots, post, arrived, freed)
+        staged = time.monotonic()
+        for future in writing.values():
+            future.result()
+    return staged
 
 
 def main() -> None:
@@ -32,58 +168,32 @@ def main() -> None:
     parser.add_argument("--ring-chunks", type=int, required=True)
     arguments = parser.parse_args()
 
-    import numpy as np
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    senders = world.Get_size() - 1
     rank = world.Get_rank()
-    chunk_bytes: int = arguments.chunk_bytes
-    chunks = -(-arguments.nbytes // chunk_bytes)
-    slices = [range(r * chunks // senders, (r + 1) * chunks // senders) for r in range(senders)]
-
-    def length(chunk: int) -> int:
-        return int(min(chunk_bytes, arguments.nbytes - chunk * chunk_bytes))
-
+    image = _Image(arguments.nbytes, arguments.chunk_bytes, world.Get_size() - 1)
     receiving = arguments.role == "receiver"
-    slots = min(chunks, arguments.ring_chunks) if receiving else len(slices[rank])
-    memory = mmap.mmap(-1, max(1, slots) * chunk_bytes)  # MAP_SHARED | MAP_ANONYMOUS: shared memory
-    array = np.frombuffer(memory, np.uint8)
-    array[:] = 1 + rank  # touched: the first touch of fresh pages is many times slower than the second
-
-    def transfer() -> tuple[float, float]:
-        begin = time.monotonic()
-        if receiving:
-            # Round robin over the senders, so that all of them have receives waiting.
-            order = [
-                (r, c)
-                for turn in range(max(map(len, slices)))
-                for r in range(senders)
-                for c in slices[r][turn : turn + 1]
-            ]
-        else:
-            order = [(senders, chunk) for chunk in slices[rank]]
-        free = list(range(slots))
-        under_way: dict[int, MPI.Request] = {}
-        while order or under_way:
-            while order and free:
-                peer, chunk = order.pop(0)
-                slot = free.pop()
-                part = array[slot * chunk_bytes : slot * chunk_bytes + length(chunk)]
-                post = world.Irecv if receiving else world.Isend
-                under_way[slot] = post(part, peer, _TAG)
-            done = [slot for slot, request in under_way.items() if request.Test()]
-            for slot in done:
-                del under_way[slot]
-            free += done
-            if not done:
-                time.sleep(_POLL_SECONDS)
-        return begin, time.monotonic()
+    slots = min(image.chunks, arguments.ring_chunks) if receiving else len(image.slices[rank])
+    memory = _Memory(slots, image.chunk_bytes)
+    tensors: _Memory | None = None
 
     link = Link(arguments.hub, job="raw_mpi", rank=rank)
-    for _ in link.orders():
-        begin, end = transfer()
-        link.answer({"start": begin, "end": end})
+    for order in link.orders():
+        path = Path(order["file"]) if order["do"] == "pipeline" else None
+        if path is not None and not receiving and tensors is None:
+            tensors = _Memory(max(1, min(slots, _TENSOR_BYTES_MAX // image.chunk_bytes)), image.chunk_bytes)
+        world.Barrier()
+        begin = time.monotonic()
+        if receiving:
+            staged = _receive(world, image, memory, path)
+        else:
+            _send(world, image, memory, tensors if path is not None else None)
+            staged = time.monotonic()
+        link.answer({"start": begin, "staged": staged, "end": time.monotonic()})
+        if path is not None and receiving:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
     link.close()
 
 

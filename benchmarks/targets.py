@@ -119,29 +119,29 @@ def _restore(rounds_key: str, other: str, limit: float) -> Callable[[Document], 
     return judge
 
 
-def _raw_is(*peers: str) -> Callable[[Documents], str]:
-    """How much faster a bare write of the same bytes is than a peer: nobody who writes them is faster."""
+def _bare_is(*peers: str) -> Callable[[Documents], str]:
+    """How much faster than a peer the bare pipeline is, and how much faster a bare write."""
 
     def limit(documents: Documents) -> str:
         table = documents.get("table")
-        values = (
-            [ratio(table["rounds"], (peer, _DONE), ("raw_direct", _DONE)) for peer in peers] if table else []
-        )
-        found = [value for value in values if value is not None]
-        if not found:
-            return ""
-        return f"a raw write alone is {min(found, key=lambda value: value.median).text(1)} times faster"
+        texts = []
+        for bare, what in ((_PIPELINE, "a bare pipeline"), ("raw_direct", "a raw write alone")):
+            values = [ratio(table["rounds"], (peer, _DONE), (bare, _DONE)) for peer in peers] if table else []
+            found = [value for value in values if value is not None]
+            if found:
+                texts.append(f"{what} is {min(found, key=lambda value: value.median).text(1)} times faster")
+        return "; ".join(texts)
 
     return limit
 
 
-def _both_raw(figure: str, alone: str, what: str) -> Callable[[Documents], str]:
-    """What a bare transfer or write gets, on these cores, while the other one runs beside it."""
+def _pipeline(figure: str, alone: str) -> Callable[[Documents], str]:
+    """What of a bare transfer's or write's bandwidth is left when the bytes are copied, sent and written at once."""
 
     def limit(documents: Documents) -> str:
         table = documents.get("table")
-        value = ratio(table["rounds"], (alone, _DONE), ("raw_both", figure)) if table else None
-        return f"{what} at once: {value.text(0, times=100)} %" if value else ""
+        value = ratio(table["rounds"], (alone, _DONE), (_PIPELINE, figure)) if table else None
+        return f"bare copy, MPI and write in one pipeline: {value.text(0, times=100)} %" if value else ""
 
     return limit
 
@@ -208,6 +208,20 @@ def _disk_share(every: int) -> Callable[[Documents], str]:
     return limit
 
 
+def _bare_save(model: str, every: int) -> Callable[[Documents], str]:
+    """The same training with one that copies and writes and does nothing else; what both cores have for it."""
+
+    def limit(documents: Documents) -> str:
+        document = documents.get("resnet")
+        runs = [run for run in document["runs"] if run["model"] == model] if document else []
+        bare = overheads(runs, "pccheck-like", every)
+        if not document or bare is None:
+            return ""
+        return f"with the bare copy and write of pccheck-like: {bare.text(1, times=100)} %"
+
+    return limit
+
+
 def _raw_read(documents: Documents) -> str:
     document = documents.get("restore")
     raw = columns(document["rounds"], RAW, "seconds") if document else []
@@ -254,6 +268,7 @@ def _nvme(document: Document) -> Verdict | None:
 
 _DONE, _STALL, _STAGED = "done_seconds", "stall_seconds", "staged_seconds"
 _SAVE = "torch.save+fsync"
+_PIPELINE = "raw_pipeline"
 
 TARGETS = (
     Target(
@@ -274,35 +289,35 @@ TARGETS = (
         "at least 70 %",
         "table",
         lambda d: _at_least(_of(("raw_mpi", _DONE), ("holdfast", _STAGED))(d), 0.7, percent=True),
-        _both_raw(_STAGED, "raw_mpi", "raw MPI and a raw write"),
+        _pipeline(_STAGED, "raw_mpi"),
     ),
     Target(
         "PGT-2: bandwidth of raw O_DIRECT",
         "at least 90 %",
         "table",
         lambda d: _at_least(_of(("raw_direct", _DONE), ("holdfast", _DONE))(d), 0.9, percent=True),
-        _both_raw(_DONE, "raw_direct", "raw MPI and a raw write"),
+        _pipeline(_DONE, "raw_direct"),
     ),
     Target(
         "PGT-2 against torch.save+fsync",
         "4 times faster",
         "table",
         lambda d: _at_least(_of((_SAVE, _DONE), ("holdfast", _DONE))(d), 4),
-        _raw_is(_SAVE),
+        _bare_is(_SAVE),
     ),
     Target(
         "PGT-2 against the best DCP async_save",
         "7 times faster",
         "table",
         lambda d: _at_least(_best_dcp(d, _DONE, ours_over=False), 7),
-        _raw_is("dcp-thread", "dcp-process"),
+        _bare_is("dcp-thread", "dcp-process"),
     ),
     Target(
         "PGT-2 against MLC-base",
         "10 times faster",
         "table",
         lambda d: _at_least(_of(("mlc-base", _DONE), ("holdfast", _DONE))(d), 10),
-        _raw_is("mlc-base"),
+        _bare_is("mlc-base"),
     ),
     Target(
         "PGT-2 on S3: bare multipart upload",
@@ -317,7 +332,13 @@ TARGETS = (
     Target(
         "makespan, GPT-2, every 2 iterations", "within 5 %", "makespan", _overhead(2, 0.05), _disk_share(2)
     ),
-    Target("makespan, ResNet-50, every iteration", "within 3 %", "resnet", _overhead(1, 0.03, "resnet50")),
+    Target(
+        "makespan, ResNet-50, every iteration",
+        "within 3 %",
+        "resnet",
+        _overhead(1, 0.03, "resnet50"),
+        _bare_save("resnet50", 1),
+    ),
     Target(
         "interval at 5 % overhead, CheckFreq",
         "10 times more frequent",

@@ -10,11 +10,11 @@ from benchmarks.grid import Grid
 
 __all__ = ["grids", "measure"]
 
-_ROUNDS = 2
+_ROUNDS = 3
 _ITERATION_SECONDS = 0.2
-_SAVES = {1: 6, 2: 4, 10: 1}
-_MODELS = {"resnet50": _SAVES, "resnet152": {1: 4, 10: 1}}
-_PEERS = ("torch.save+fsync", "checkfreq")
+_SAVES = {1: 12, 2: 8, 10: 2}
+_MODELS = {"resnet50": _SAVES, "resnet152": {1: 6, 10: 2}}
+_PEERS = ("torch.save+fsync", "checkfreq", "pccheck-like")
 
 
 def measure(options: Options) -> dict[str, Any]:

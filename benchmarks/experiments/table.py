@@ -22,7 +22,7 @@ __all__ = ["RawTransfer", "grids", "measure", "medians"]
 
 _ROUNDS = 5
 _IDLE_SECONDS = 10.0
-_RAW = ("raw_mpi", "raw_direct", "raw_both")
+_RAW = ("raw_mpi", "raw_direct", "raw_both", "raw_pipeline")
 _PHASES = (
     "save_seconds",
     "copy_seconds",
@@ -61,8 +61,19 @@ class RawTransfer:
 
     def seconds(self) -> float:
         """Of one transfer."""
-        answers = self._hub.ask("raw_mpi", {"do": "transfer"})
-        return float(max(a["end"] for a in answers) - min(a["start"] for a in answers))
+        return self._ask({"do": "transfer"})["end"]
+
+    def pipeline(self) -> dict[str, float]:
+        """Copied from tensors, transferred, written and synced, all at the same time."""
+        path = self._cluster.folders.scratch / "pipeline.bin"
+        taken = self._ask({"do": "pipeline", "file": str(path)})
+        return {"staged_seconds": taken["staged"], "done_seconds": taken["end"]}
+
+    def _ask(self, order: dict[str, str]) -> dict[str, float]:
+        """Seconds from the first rank's begin to the last one's moments."""
+        answers = self._hub.ask("raw_mpi", order)
+        begin = min(answer["start"] for answer in answers)
+        return {name: max(answer[name] for answer in answers) - begin for name in ("staged", "end")}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[RawTransfer]:
@@ -70,6 +81,7 @@ class RawTransfer:
         with self._job:
             self._hub.gather("raw_mpi", self._cluster.shape.ranks + 1, ended=lambda: self._job.ended)
             self.seconds()
+            self.pipeline()
             yield self
             self._hub.dismiss("raw_mpi")
             self._job.end()
@@ -131,6 +143,11 @@ def _figures(cluster: Cluster, peer: str, raw: RawTransfer | None, direct: Direc
             done = writing.result()
         cluster.quiet()
         return {"staged_seconds": staged, "done_seconds": max(staged, done)}
+    if peer == "raw_pipeline":
+        assert raw is not None
+        figures = raw.pipeline()
+        cluster.quiet()
+        return figures
     if peer == "raw_direct":
         by_threads = {threads: direct.write(threads) for threads in (1, 2)}
         best = min(by_threads, key=lambda threads: by_threads[threads])
@@ -212,6 +229,12 @@ def _ratio_grid(rounds: list[dict[str, dict[str, float]]]) -> Grid:
             ("raw_both", "staged_seconds"),
         ),
         ("durable: holdfast / both raw at once", ("holdfast", "done_seconds"), ("raw_both", "done_seconds")),
+        (
+            "staged: holdfast / bare pipeline",
+            ("holdfast", "staged_seconds"),
+            ("raw_pipeline", "staged_seconds"),
+        ),
+        ("durable: holdfast / bare pipeline", ("holdfast", "done_seconds"), ("raw_pipeline", "done_seconds")),
     ):
         value = ratio(rounds, over, under)
         if value is not None:
