@@ -88,7 +88,7 @@ class Link:
         self._accepted: list[Transfer] = []  # by the training thread, for close()
         self._commands: deque[Callable[[], None]] = deque()
         self._outbox = Outbox(port, welcome.attempt, lambda: self.events)
-        self._pauses = Pauses(self._outbox, clock)
+        self._pauses = Pauses(self._outbox, clock, port.crowding)
         self._questions = Questions(config, port, welcome, rank=rank, command=self._command)
         self._silence = Silence(rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock)
         self._leaving = False

@@ -201,6 +201,12 @@ class Port:
         local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
         return local is not None and local == os.environ.get("OMPI_COMM_WORLD_SIZE")
 
+    @property
+    def crowding(self) -> float:
+        """Processes of the job on this machine for each of its cores, as far as mpirun tells; 0 where it does not."""
+        # Not the cores that this rank is bound to: others share the rest of them.
+        return int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")) / (os.cpu_count() or 1)
+
     def send(self, message: bytes) -> None:
         """Send a control message; the order is kept."""
         try:

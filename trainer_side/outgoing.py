@@ -43,6 +43,11 @@ class StagerPort(Protocol):
         """Whether the stager is known to be on this machine: it then mostly reads payloads by itself."""
         ...
 
+    @property
+    def crowding(self) -> float:
+        """Processes of the job on this machine for each of its cores."""
+        ...
+
     def send(self, message: bytes) -> None:
         """Send a control message; the order is kept."""
         ...

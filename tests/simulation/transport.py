@@ -202,6 +202,7 @@ class RankPort:
         self.next_frame = (-1, -1)  # step and chunk of the frame that is sent next
         self.left = False
         self.one_machine = rank % 2 == 0
+        self.crowding = 1.0
         self.wakes = 0
 
     def has_news(self) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from holdfast.wire import Kind
 from tests.unit.trainer_side.stager_port import LAYOUT, SECONDS_MAX, FakePort, make, offer, until
+from trainer_side.outbox import Outbox
+from trainer_side.pauses import Pauses
 from trainer_side.transfer import TransferState
 
 
@@ -60,3 +63,49 @@ def test_it_polls_without_a_pause_where_the_stager_cannot_read_by_itself(
     port.hold = False
     until(lambda: transfer.frames_left == len(list(LAYOUT.sends(0))) - 1)
     link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
+
+
+class _Waits:
+    """Stands for the event that the thread waits on, and the outbox that says what is under way."""
+
+    def __init__(self, *, streaming: bool) -> None:
+        self.streaming, self.staged = streaming, False
+        self.seconds: list[float] = []
+
+    def __bool__(self) -> bool:
+        return True
+
+    def notice_stall(self, _now: float) -> bool:
+        return False
+
+    def wait(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+    def clear(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("crowding", "longest_seconds"),
+    [(0.0, 0.5e-3), (1.5, 0.5e-3), (2.0, 0.5e-3), (16.0, 4e-3), (200.0, 10e-3)],
+)
+def test_where_ranks_crowd_on_the_cores_they_look_less_often(
+    monkeypatch: pytest.MonkeyPatch, crowding: float, longest_seconds: float
+) -> None:
+    waits = _Waits(streaming=False)
+    pauses = Pauses(cast(Outbox, waits), lambda: 0.0, crowding)
+    monkeypatch.setattr(pauses, "_wake", waits)
+    for _ in range(40):
+        pauses.rest(fetching=False)
+    assert waits.seconds[0] == pytest.approx(0.2e-3), "after something has happened it is as quick as ever"
+    assert max(waits.seconds) == pytest.approx(longest_seconds)
+
+
+@pytest.mark.parametrize(("crowding", "pause_seconds"), [(1.5, 0), (16.0, 0.2e-3)])
+def test_where_they_crowd_none_keeps_a_core_to_itself(
+    monkeypatch: pytest.MonkeyPatch, crowding: float, pause_seconds: float
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("trainer_side.pauses.time", SimpleNamespace(sleep=slept.append))
+    Pauses(cast(Outbox, _Waits(streaming=True)), lambda: 0.0, crowding).rest(fetching=False)
+    assert slept == [pause_seconds]
