@@ -10,6 +10,7 @@ READY := $(VENV)/.ready
 INFRA_PACKAGES := cloud-init
 PM_PACKAGES := qemu-system-x86 linux-image-cloud-amd64 busybox-static kmod cpio e2fsprogs libpmem1
 HOSTS_PACKAGES := openssh-server openssh-client iproute2
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 NFS_PACKAGES := qemu-system-x86 nfs-ganesha nfs-ganesha-vfs linux-image-cloud-amd64 busybox-static kmod cpio
 PIP := $(BIN)/pip --disable-pip-version-check -qq
 
@@ -53,7 +54,7 @@ soak: $(READY) ## Run all tests at nightly size: 10,000 simulated schedules, 1,0
 	@$(BIN)/python -m tests.infra.toolbox --install
 	@HOLDFAST_TEST_SOAK=1 SIMULATION_SCHEDULES=10000 SIMULATION_TIER_LIVES=10000 TORN_SAVES=1000 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
-# Four targets install packages of the system (Debian, as root). Here cloud-init; Terraform itself is not in Debian.
+# Five targets install packages of the system (Debian, as root). Here cloud-init; Terraform itself is not in Debian.
 .PHONY: infra
 infra: $(READY) ## Test infra/ alone: Terraform, policies, user data; installs cloud-init (as root)
 	@apt-get install -y -qq --no-install-recommends $(INFRA_PACKAGES)
@@ -74,6 +75,12 @@ hosts: $(READY) ## Lose whole hosts, with sshd and shaped links, under holdfast 
 	@rm -rf build/hosts
 	@HOLDFAST_TEST_HOSTS=1 $(BIN)/pytest -m hosts tests/hosts $(PYTEST)
 	@$(BIN)/python -m tests.hosts.table
+
+# And here: Slurm, on the same hosts.
+.PHONY: slurm
+slurm: $(READY) ## Submit infra/slurm/holdfast.sbatch to a real Slurm; preempt, requeue, cancel it, lose nodes (as root)
+	@apt-get install -y -qq --no-install-recommends $(HOSTS_PACKAGES) $(SLURM_PACKAGES)
+	@HOLDFAST_TEST_SLURM=1 $(BIN)/pytest -m slurm tests/slurm $(PYTEST)
 
 .PHONY: pm
 pm: $(READY) ## Cut the power of a machine that writes to persistent memory; installs QEMU and libpmem (as root)

@@ -27,6 +27,7 @@ _LINE = re.compile(r"(?P<name>[A-Za-z0-9._:\-\[\]]+)(?P<rest>(\s+\S+)*)")
 _SLOTS = re.compile(r"(?:slots|max[-_]slots)=(\d{1,6})")
 _PROBE_SECONDS_MAX = 10.0
 _PROBES_AT_ONCE = 32
+_NODES_OF_JOB = re.compile(r"\bNodeList=([^\s()]+)")
 _SLURM_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -138,10 +139,10 @@ class HostFile:
 
 
 class Slurm:
-    """The hosts of this Slurm allocation that Slurm has not marked as down.
+    """The hosts that this Slurm job has, and that Slurm has not marked as down.
 
     Args:
-        environment: SLURM_JOB_NODELIST and SLURM_NTASKS_PER_NODE or SLURM_TASKS_PER_NODE.
+        environment: SLURM_JOB_ID, SLURM_JOB_NODELIST, and SLURM_NTASKS_PER_NODE or SLURM_TASKS_PER_NODE.
         scontrol: Runs scontrol with arguments and gives its output.
 
     Raises:
@@ -156,9 +157,11 @@ class Slurm:
         scontrol: Callable[[Sequence[str]], str] | None = None,
     ) -> None:
         self._scontrol = scontrol or _scontrol
-        nodes = environment.get("SLURM_JOB_NODELIST")
-        if not nodes:
-            raise ConfigError("--slurm: SLURM_JOB_NODELIST is not set; start this inside sbatch or salloc")
+        nodes, self._job = environment.get("SLURM_JOB_NODELIST"), environment.get("SLURM_JOB_ID")
+        if not nodes or not self._job:
+            raise ConfigError(
+                "--slurm: SLURM_JOB_ID or SLURM_JOB_NODELIST is not set; start this inside sbatch or salloc"
+            )
         names = self._scontrol(["show", "hostnames", nodes]).split()
         tasks = _tasks(
             environment.get("SLURM_NTASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
@@ -170,11 +173,19 @@ class Slurm:
         self._hosts = tuple(Host(name, count) for name, count in zip(names, tasks, strict=True))
 
     def look(self) -> tuple[Host, ...]:
-        """Those that Slurm does not call down, failing or powered off."""
-        names = ",".join(host.name for host in self._hosts)
-        states = _states(self._scontrol(["show", "node", names, "--oneliner"]))
+        """Those that are still the job's, and that Slurm does not call down, failing or powered off.
+
+        A node that failed is taken out of a job that goes on without it (--no-kill). Repaired, it may be another job's.
+        """
+        ours = _NODES_OF_JOB.search(self._scontrol(["show", "job", self._job, "--oneliner"]))
+        if ours is None:
+            return ()
+        names = self._scontrol(["show", "hostnames", ours[1]]).split()
+        states = _states(self._scontrol(["show", "node", ",".join(names), "--oneliner"]))
         bad = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "*")
-        return tuple(h for h in self._hosts if not any(word in states.get(h.name, "") for word in bad))
+        return tuple(
+            h for h in self._hosts if h.name in states and not any(word in states[h.name] for word in bad)
+        )
 
     def replace(self, wanted: int) -> None:
         """An allocation does not grow; `scontrol requeue` starts the whole batch script again, and with it the run."""

@@ -27,7 +27,7 @@ from tests.support.cluster import wait_until
 from tests.support.job import REPOSITORY
 from tests.support.s3_place import S3Place, plain_client
 
-__all__ = ["EVERY", "STEPS", "Cluster", "cluster_of"]
+__all__ = ["EVERY", "PAUSE_AT", "STAGER", "STEPS", "Cluster", "cluster_of"]
 
 STEPS, EVERY, PAUSE_AT = 20, 4, 10
 STAGER = "stager"
@@ -87,7 +87,7 @@ class Cluster:
         self._first = [f"t{number + 1}" for number in range(trainers)]
         names = [STAGER, *(f"t{number + 1}" for number in range(trainers + spares))]
         self._hosts = {name: Host(name, network, rate, directory) for name in names}
-        self._ssh = ["ssh", "-F", str(directory / "ssh")]
+        self.ssh = ["ssh", "-F", str(directory / "ssh")]
         self._runs: list[subprocess.Popen[bytes]] = []
         self.struck_at_unix, self.struck_step = 0.0, 0
 
@@ -102,7 +102,7 @@ class Cluster:
         for name in names:
             self.host(name).boot()
         for name in names:
-            self.host(name).ready(self._ssh)
+            self.host(name).ready(self.ssh)
 
     def notice(self, name: str, seconds: float) -> None:
         """The cloud says that this host will be taken away."""
@@ -143,7 +143,7 @@ class Cluster:
             "--min-ranks": ranks if ranks_min is None else ranks_min,
             "--store": self.store,
             "--hosts": self.directory / "hosts",
-            "--agent": shlex.join(self._ssh),
+            "--agent": shlex.join(self.ssh),
             "--stager-host": STAGER,
             "--mpirun-options": "--prtemca prte_if_include eth0 --mca pml ob1 --mca btl tcp,self "
             "--mca btl_tcp_if_include eth0",
@@ -161,7 +161,7 @@ class Cluster:
         with (self.directory / "said").open("ab") as said:
             self._runs.append(
                 subprocess.Popen(
-                    [*self._ssh, STAGER, f"exec {shlex.join(line)}"],
+                    [*self.ssh, STAGER, f"exec {shlex.join(line)}"],
                     stdin=subprocess.DEVNULL,
                     stdout=said,
                     stderr=said,

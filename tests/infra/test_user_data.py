@@ -95,8 +95,9 @@ def test_shellcheck_has_nothing_to_say(user_data: str, tools: Path, tmp_path: Pa
             if path.read_bytes().startswith((b"#!/bin/sh", b"#!/bin/bash"))
         ),
         *INFRA.glob("modules/*/files/*.sh"),
+        *INFRA.glob("slurm/*.sbatch"),
     ]
-    assert len(scripts) >= 4
+    assert len(scripts) >= 5
     for name, item in files_of(user_data).items():
         if item["content"].startswith("#!"):
             scripts.append(tmp_path / name.replace("/", "_"))

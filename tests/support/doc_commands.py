@@ -45,7 +45,7 @@ LANGUAGES = {"", "text", "sh", "python", "json", "toml", "yaml"}
 ELSEWHERE = {
     "aws": "needs an account of AWS",
     "terraform": "needs providers and an account of AWS; tests/infra plays what it can where terraform is installed",
-    "sbatch": "needs Slurm; tests/infra checks the script",
+    "sbatch": "needs Slurm; tests/slurm submits the script to one, where it is installed (make slurm)",
     "sudo": "on the stager's machine on AWS",
     "journalctl": "needs systemd, on the stager's machine on AWS",
 }

@@ -35,6 +35,7 @@ TARGETS = {
     "infra",
     "pm",
     "hosts",
+    "slurm",
     "ci",
     "clean",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -175,21 +176,35 @@ def test_a_host_that_does_not_answer_is_not_there(tmp_path: Path) -> None:
 
 
 def test_slurm() -> None:
-    def scontrol(arguments: object) -> str:
-        if list(arguments)[1] == "hostnames":  # type: ignore[call-overload]
-            return "n1\nn2\nn3\n"
-        return (
-            "NodeName=n1 Arch=x86_64 State=ALLOCATED+CLOUD ThreadsPerCore=1\n"
-            "NodeName=n2 State=DOWN+CLOUD+POWERED_DOWN x=1\n"
-            "NodeName=n3 State=ALLOCATED* x=1\n"
-        )
+    ours = "n[1-4]"
 
-    there = Slurm({"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),1"}, scontrol).look()
-    assert there == (Host("n1", 4),)
+    def scontrol(arguments: Sequence[str]) -> str:
+        what, which = arguments[1:3]
+        names = {"n[1-3]": "n1 n2 n3", "n[1-4]": "n1 n2 n3 n4", "n[2-4]": "n2 n3 n4"}
+        if what == "hostnames":
+            return names[which].replace(" ", "\n")
+        if what == "job":
+            assert which == "7"
+            return f"JobId=7 JobState=RUNNING ReqNodeList=n[1-9] ExcNodeList=(null) NodeList={ours} BatchHost=n1\n"
+        states = {
+            "n1": "ALLOCATED+CLOUD ThreadsPerCore=1",
+            "n2": "DOWN+CLOUD+POWERED_DOWN",
+            "n3": "ALLOCATED*",
+            "n4": "MIXED",
+        }
+        return "".join(f"NodeName={name} Arch=x86_64 State={states[name]} x=1\n" for name in which.split(","))
+
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "4(x2),1(x2)"}
+    fleet = Slurm(environment, scontrol)
+    assert fleet.look() == (Host("n1", 4), Host("n4", 1))
+    ours = "n[2-4]"  # n1 has failed, was taken out of the job, and is up again
+    assert fleet.look() == (Host("n4", 1),)
+    ours = "(null)"
+    assert fleet.look() == ()
     with pytest.raises(ConfigError, match="inside sbatch"):
-        Slurm({}, scontrol)
+        Slurm({"SLURM_JOB_ID": "7"}, scontrol)
     with pytest.raises(ConfigError, match="3 nodes"):
-        Slurm({"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2)"}, scontrol)
+        Slurm({**environment, "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2)"}, scontrol)
 
 
 @given(st.lists(st.integers(0, 5), max_size=6), st.integers(1, 12))
