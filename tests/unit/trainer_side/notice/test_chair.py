@@ -364,7 +364,8 @@ class World:
 
     @property
     def is_busy(self) -> bool:
-        return any(self.lines.under_way.values()) or any(
+        under_way = (line for (_, to), line in self.lines.under_way.items() if to not in self.lines.dead)
+        return any(under_way) or any(
             rank.unsealed or rank.is_due or rank.council._outbox for rank in self.living
         )
 
