@@ -81,6 +81,7 @@ class Emergency:
         ranks: Training ranks.
         in_flight: What is on its way to the stager, oldest first; asked for at each decision.
         answer_seconds_max: How long a rank's answer is waited for.
+        safe: What a checkpoint is once it outlives its ranks, for people.
         rebalance_seconds: For how long the interval is shorter after a rebalance. `rebalance_factor`: how much.
     """
 
@@ -90,11 +91,12 @@ class Emergency:
         in_flight: Callable[[], Sequence[InFlight]],
         *,
         answer_seconds_max: float = 10.0,
+        safe: str = "staged",
         rebalance_seconds: float = 1800.0,
         rebalance_factor: int = 4,
     ) -> None:
         self._ranks, self._in_flight = ranks, in_flight
-        self._answer_seconds_max = answer_seconds_max
+        self._answer_seconds_max, self._safe = answer_seconds_max, safe
         self._rebalance_seconds, self._rebalance_factor = rebalance_seconds, rebalance_factor
         self.measures = Measures()
         self._phase = _Phase.IDLE
@@ -145,7 +147,7 @@ class Emergency:
         if self._served is not None:
             step, at, kind = self._served
             if now - at <= _JOIN_SECONDS and notice.kind in {kind, NoticeKind.REBALANCE}:
-                text = f"{said.text}; step {step}, staged {now - at:.1f} s ago, is that of this notice, too"
+                text = f"{said.text}; step {step}, {self._safe} {now - at:.1f} s ago, is that of this notice, too"
                 return [replace(said, text=text)]
         self._notice, self._name, self._deadline = replace(notice, rank=rank), name, deadline
         self._tries = self._saves = 0
@@ -192,7 +194,8 @@ class Emergency:
             when = f", {-left:.1f} s after the deadline"
         said = Said(
             "emergency_staged",
-            f"the checkpoint of step {step}, saved because {self._name} was told of {self._kind()}, is staged{when}",
+            f"the checkpoint of step {step}, saved because {self._name} was told of {self._kind()}, "
+            f"is {self._safe}{when}",
             {"saved_step": step, "seconds_left": left, "seconds": seconds, "told": self._name},
         )
         assert self._notice is not None
@@ -242,7 +245,7 @@ class Emergency:
                 left is None and waited > _NO_DEADLINE_SECONDS_MAX
             ):
                 return self._over(
-                    f"step {self._saving if self._saving is not None else self._step} was not staged by then",
+                    f"step {self._saving if self._saving is not None else self._step} was not {self._safe} by then",
                     now,
                 )
         return []
@@ -294,7 +297,8 @@ class Emergency:
 
     def _over(self, why: str, now: float) -> list[Call]:
         waiting, self._phase = self._phase is _Phase.PROPOSING, _Phase.IDLE
-        kept = f"step {self._staged_step} is staged" if self._staged_step >= 0 else "nothing is staged"
+        step = f"step {self._staged_step}" if self._staged_step >= 0 else "nothing"
+        kept = f"{step} is {self._safe}"
         text = f"no checkpoint was taken after {self._name} was told of {self._kind()}: {why}; {kept}"
         fields = {"reason": why, "seconds_left": self._left(now), "told": self._name}
         said = Said("emergency_failed", text, fields, loud=True)
@@ -309,6 +313,7 @@ class Emergency:
             step_seconds=max(self._step_seconds.values(), default=None),
             next_step=next_step,
             staged_step=self._staged_step,
+            safe=self._safe,
         )
 
     def _margin(self, wait_seconds: float, doubled: int) -> int:

@@ -56,6 +56,7 @@ class Outlook:
         step_seconds: How long a training step takes.
         next_step: The first step that a new one could be of.
         staged_step: The newest staged one; -1: none.
+        safe: What a checkpoint is once it outlives its ranks, for people.
     """
 
     seconds_left: float | None
@@ -64,6 +65,7 @@ class Outlook:
     step_seconds: float | None = None
     next_step: int = 0
     staged_step: int = -1
+    safe: str = "staged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def decide(outlook: Outlook) -> Decision:
     if outlook.staged_seconds is None:
         return Decision(
             Choice.TAKE,
-            f"{left:.1f} s are left, and no checkpoint was staged yet that would say how long one takes",
+            f"{left:.1f} s are left, and no checkpoint was {outlook.safe} yet that would say how long one takes",
             flight_seconds,
         )
     needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.staged_seconds
@@ -111,8 +113,13 @@ def _otherwise(outlook: Outlook, reason: str, needed_seconds: float = 0.0) -> De
         steps = ", ".join(str(flight.step) for flight in outlook.in_flight)
         return Decision(Choice.FINISH, f"{reason}; step {steps} is finished", 0.0, needed_seconds)
     behind = outlook.next_step - 1 - outlook.staged_step
-    kept = f"step {outlook.staged_step} is staged" if outlook.staged_step >= 0 else "nothing is staged"
-    return Decision(Choice.SKIP, f"{reason}; {kept}, {max(0, behind)} steps are lost", 0.0, needed_seconds)
+    kept = f"step {outlook.staged_step}" if outlook.staged_step >= 0 else "nothing"
+    return Decision(
+        Choice.SKIP,
+        f"{reason}; {kept} is {outlook.safe}, {max(0, behind)} steps are lost",
+        0.0,
+        needed_seconds,
+    )
 
 
 def _flight_seconds(outlook: Outlook) -> float:

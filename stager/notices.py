@@ -8,26 +8,21 @@ lost ranks, ticks ──────────┘                └─► eve
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 
-from holdfast import wire
 from holdfast.config import StagerConfig
 from holdfast.emergency import Call, Emergency
 from holdfast.emergency_plan import InFlight
-from holdfast.errors import ProtocolError
+from holdfast.emergency_wire import hear
 from holdfast.events import EventLog
-from holdfast.notice import Notice
+from holdfast.saying import carry_out
 from holdfast.wire import Frame, Kind
-from stager.saying import carry_out
 from stager.trainers import Trainers
 
 __all__ = ["Notices"]
 
 _log = logging.getLogger("holdfast.stager")
-
-_STEP_SECONDS_MAX = 1e6
 
 
 class Notices:
@@ -64,19 +59,7 @@ class Notices:
         Raises:
             ProtocolError: The message does not hold what it should.
         """
-        body = wire.json_body(frame)
-        now = self._clock()
-        if frame.kind is Kind.NOTICE:
-            notice = Notice.from_json(body)
-            left = notice.seconds_left()
-            self._do(self._emergency.noticed(rank, notice, left, self._trainers.name(rank), now))
-            return
-        seconds = body.get("step_seconds")
-        if seconds is not None and not (
-            type(seconds) in {int, float} and math.isfinite(seconds) and 0 <= seconds < _STEP_SECONDS_MAX
-        ):
-            raise ProtocolError(f"AT: step_seconds is {seconds!r:.80}, expected a number of seconds")
-        self._do(self._emergency.at(rank, frame.arg, frame.step, seconds, now))
+        self._do(hear(self._emergency, rank, self._trainers.name(rank), frame, self._clock()))
 
     def offered(self, step: int) -> None:
         """A rank has offered or declined this step."""
@@ -99,4 +82,5 @@ class Notices:
         self._do(self._emergency.tick(self._clock()))
 
     def _do(self, calls: Sequence[Call]) -> None:
-        carry_out(calls, Kind.SAVE_AT, self._trainers, self._events, attempt=self._attempt(), log=_log)
+        tell_all = self._trainers.send_all
+        carry_out(calls, Kind.SAVE_AT, tell_all, self._events, attempt=self._attempt(), log=_log)

@@ -8,24 +8,23 @@ lost ranks, ticks ─┴─► Retiming ───┼─► one clear log line
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 
 from holdfast import wire
+from holdfast.emergency_wire import step_seconds
 from holdfast.errors import ProtocolError
 from holdfast.events import EventLog
 from holdfast.pace import Wish
 from holdfast.retiming import Retiming, Saying
+from holdfast.saying import carry_out
 from holdfast.wire import Frame, Kind
-from stager.saying import carry_out
 from stager.trainers import Trainers
 
 __all__ = ["Paces"]
 
 _log = logging.getLogger("holdfast.stager")
 
-_STEP_SECONDS_MAX = 1e6
 _REASON_CHARACTERS = 300
 
 
@@ -62,11 +61,7 @@ class Paces:
                 raise ProtocolError(f"WISH from rank {rank}; only rank 0 measures")
             self._do(self._retiming.wished(Wish.from_json(body), self._clock()))
             return
-        seconds, refusal = body.get("step_seconds"), body.get("refusal", "")
-        if seconds is not None and not (
-            type(seconds) in {int, float} and math.isfinite(seconds) and 0 <= seconds < _STEP_SECONDS_MAX
-        ):
-            raise ProtocolError(f"HERE: step_seconds is {seconds!r:.80}, expected a number of seconds")
+        seconds, refusal = step_seconds(frame, body), body.get("refusal", "")
         if not isinstance(refusal, str):
             raise ProtocolError(f"HERE: refusal is {refusal!r:.80}, expected a text")
         if refusal:
@@ -87,4 +82,5 @@ class Paces:
         self._do(self._retiming.tick(self._clock()))
 
     def _do(self, calls: Sequence[Saying]) -> None:
-        carry_out(calls, Kind.SAVE_EVERY, self._trainers, self._events, attempt=self._attempt(), log=_log)
+        tell_all = self._trainers.send_all
+        carry_out(calls, Kind.SAVE_EVERY, tell_all, self._events, attempt=self._attempt(), log=_log)

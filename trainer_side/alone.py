@@ -5,7 +5,6 @@ World (no stager) ─► Alone: who the ranks are; every step ends here for the 
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config import TrainerConfig
@@ -20,10 +19,9 @@ from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 if TYPE_CHECKING:
     from trainer_side.mpi import MpiPeers, World
+    from trainer_side.tiers.council import Council
 
 __all__ = ["Alone"]
-
-_log = logging.getLogger("holdfast.trainer")
 
 
 class Alone:
@@ -37,7 +35,7 @@ class Alone:
         rank: This training rank. `ranks`: how many there are.
         peers: The other ranks.
         events: Event log.
-        appointments: There are none.
+        appointments: At which step this rank acts on a notice. `council`: who agrees on it; set with the tiers.
         problem: None: nothing is lost. `staged_step`, `durable_step`: -1, nothing is staged.
         store_url: URL of the run. `chunk_bytes`: size of a chunk.
 
@@ -59,6 +57,7 @@ class Alone:
         self.staged_step = self.durable_step = -1
         self.new_pickle_reserve_bytes = 0
         self.goes_on_in = ""
+        self.council: Council | None = None
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.store_url, self.chunk_bytes = config.store, config.chunk_bytes
 
@@ -81,13 +80,9 @@ class Alone:
         """Nobody waits for it."""
 
     def notice(self, notice: Notice) -> None:
-        """Nobody brings the ranks to one step without a stager; it is said. Any thread."""
-        _log.error(
-            "rank %d: %s; without a stager in the job no extra checkpoint is taken: the local tiers keep the steps of "
-            "the usual interval, and what they hold on this machine goes with it",
-            self.rank,
-            notice.sentence(),
-        )
+        """Tell rank 0, in the stager's place, that this rank's machine will be taken away. Any thread."""
+        assert self.council is not None, "tiers are opened before the watch"
+        self.council.notice(notice)
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
         """There is nothing to wait for."""

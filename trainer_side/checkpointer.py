@@ -220,7 +220,8 @@ class Checkpointer:
     def step(self, step: int) -> bool:
         """Tell that step `step` (from 0) is done; saves when it is time. Returns whether a save was begun.
 
-        It is time after `every` steps, and at the step that the stager has named after a notice (docs/operations.md).
+        It is time after `every` steps, and at the step that the stager, or without one rank 0, has named after a notice
+        (docs/operations.md).
         """
         if not self._stepped:
             self._stepped = True

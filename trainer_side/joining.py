@@ -158,8 +158,11 @@ def open_keeper(config: TrainerConfig, link: Link | Alone, ledger: Ledger, event
         inventory=inventory,
         ledger=ledger,
         events=events,
+        appointments=link.appointments if isinstance(link, Alone) else None,
     )
     link.goes_on_in = keeper.names
+    if isinstance(link, Alone):
+        link.council = keeper.council
     return keeper
 
 

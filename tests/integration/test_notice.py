@@ -1,9 +1,11 @@
-"""Notices in a real job: a metadata server for each rank, mpirun, a stager, a flusher; kills are SIGKILL."""
+"""Notices in a real job: a metadata server for each rank, mpirun, a stager or none, a flusher; kills are SIGKILL."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,10 +16,10 @@ import pytest
 from holdfast.catalog import Catalog
 from holdfast.storage import open_store
 from tests.integration.jobs import noticed, train
-from tests.support.cluster import Cluster, check_continued, load, losses, same, wait_until
+from tests.support.cluster import Cluster, check_continued, check_loadable, load, losses, same, wait_until
 from tests.support.events import read_events
 from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN, FakeMetadata
-from tests.support.job import Job
+from tests.support.job import HOLDFAST, Job
 
 pytestmark = [pytest.mark.mpi]
 
@@ -215,16 +217,68 @@ def test_a_metadata_server_that_hangs_disturbs_nothing(make: Callable[[int], Spo
         assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
 
 
-def test_without_a_stager_a_notice_is_said_and_training_goes_on(
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-") as directory:
+        yield Path(directory)
+
+
+@pytest.mark.parametrize(("tier", "told"), [("store", 1), ("memory", 0)])
+def test_without_a_stager_the_ranks_save_one_step_among_themselves(
+    make: Callable[[int], Spot], reference: Path, memory: Path, tier: str, told: int
+) -> None:
+    """A cloud's notice to the rank that decides nothing; SIGTERM to the one that does. Then all of them are killed."""
+    spot = make(2)
+    spot.env |= {
+        "HOLDFAST_TIERS": f"memory:{memory}" if tier == "memory" else tier,
+        "HOLDFAST_STORE": spot.cluster.store,
+        "HOLDFAST_CHUNK_BYTES": "65536",
+    }
+    with spot.cluster.start(2, str(STEPS), str(NEVER), stager=False) as job:
+        spot.train_until(job, 10)
+        if told:
+            spot.servers[told].interrupt(120)
+        else:
+            os.kill(spot.pid(told), signal.SIGTERM)
+        staged = spot.wait_for(job, "emergency_staged")
+        saved = staged["saved_step"]
+        spot.train_until(job, saved + 5)
+        for rank in range(2):
+            os.kill(spot.pid(rank), signal.SIGKILL)
+        job.wait(60)
+        said = job.output()
+    assert saved > 10
+    assert staged["seconds_left"] > 0
+    assert (staged["role"], staged["rank"]) == ("trainer", 0)
+    assert [event["choice"] for event in spot.events("emergency")] == ["take"]
+    assert f"saved because rank {told} on host" in said
+    assert sorted((line["rank"], line["step"]) for line in spot.events("kept")) == [(0, saved), (1, saved)]
+    for server in spot.servers:
+        server.action = None
+    if tier == "store":
+        done = subprocess.run([HOLDFAST, "assemble", spot.cluster.store], capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert spot.steps() == [saved]
+        check_loadable(Path(spot.cluster.store).glob("*.pt"))
+    with spot.cluster.start(2, str(STEPS), str(NEVER), stager=False, env={"TRAIN_STEP_SECONDS": "0"}) as job:
+        job.succeed(120)
+    check_continued(reference, spot.cluster, 1, 2, start=saved + 1, steps=STEPS)
+
+
+@pytest.mark.soak
+def test_without_a_stager_a_notice_that_comes_too_late_breaks_nothing(
     make: Callable[[int], Spot], reference: Path
 ) -> None:
     spot = make(2)
-    spot.env |= {"HOLDFAST_TIERS": "memory", "HOLDFAST_STORE": spot.cluster.store}
+    spot.env |= {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": spot.cluster.store}
     with spot.cluster.start(2, str(STEPS), str(NEVER), stager=False) as job:
         spot.train_until(job, 10)
-        os.kill(spot.pid(1), signal.SIGTERM)
+        spot.servers[0].interrupt(-3)
         job.succeed(120)
         said = job.output()
-    assert said.count("without a stager in the job no extra checkpoint is taken") == 1
+    assert [event["choice"] for event in spot.events("emergency")] == ["skip"]
+    assert "nothing is kept in the store" in said
+    assert not spot.events("kept")
     for rank in range(2):
         assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")

@@ -4,8 +4,9 @@
                        heard(appointed 40) ─► it holds          heard(called off) ─► forgotten
     training thread    reach(39) ─► None      reach(40) ─► waits until it holds, or is called off ─► Terms
 
-A rank that has promised a step waits there for the stager's word, which is mostly there long before. Without a notice
-`reach` notes two numbers and returns.
+A rank that has promised a step waits there for the stager's word, which is mostly there long before. What is appointed
+holds whatever is proposed after it: another rank may have come there before, and declined it. Without a notice `reach`
+notes two numbers and returns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from holdfast.emergency import Word
@@ -31,18 +31,11 @@ class Answer(NamedTuple):
     step_seconds: float | None
 
 
-@dataclass(eq=False)
-class _Due:
-    """What is to be done, at the first step that is not below `step`.
-
-    Attributes:
-        number: Of the proposal.
-        terms: What; None: the stager has not said yet that it holds.
-    """
+class _Promise(NamedTuple):
+    """Not to go past `step` without the stager's word. `number`: of the proposal."""
 
     step: int
     number: int
-    terms: Terms | None = None
 
 
 class Appointments:
@@ -59,7 +52,8 @@ class Appointments:
     def __init__(self, *, wait_seconds_max: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._wait_seconds_max, self._clock = wait_seconds_max, clock
         self._changed = threading.Condition()
-        self._due: _Due | None = None
+        self._promise: _Promise | None = None
+        self._held: list[tuple[int, Terms]] = []  # what is appointed: at the first step that is not below
         self._last_step = -1
         self._reached_at: float | None = None
         self._step_seconds: float | None = None
@@ -85,8 +79,7 @@ class Appointments:
                 known = self._step_seconds
                 self._step_seconds = took if known is None else known + _SMOOTHED * (took - known)
             self._last_step = max(self._last_step, step)
-            due = self._due
-            terms = self._await(step) if due is not None and step >= due.step else None
+            terms = self._take(step) if self._promise is not None or self._held else None
             self._reached_at = now if terms is None else None  # a save is not a step's time
             return terms
 
@@ -109,39 +102,39 @@ class Appointments:
         with self._changed:
             if word is Word.PROPOSED:
                 passed = step <= self._last_step
-                self._due = None if passed else _Due(step, number)
-            elif self._due is not None and self._due.number == number:
-                self._due = None
+                self._promise = None if passed else _Promise(step, number)
+            elif self._promise is not None and self._promise.number == number:
+                self._promise = None
             self._changed.notify_all()
             return Answer(self._last_step + 1, self._step_seconds) if word is Word.PROPOSED else None
 
     def end(self) -> None:
-        """Nothing more is heard: the stager is lost, or the job is over. Any thread."""
+        """Nothing more is heard: the stager is lost, or the job is over. What is appointed stays so. Any thread."""
         with self._changed:
-            self._due = None
+            self._promise = None
             self._changed.notify_all()
 
     def _hold(self, step: int, number: int, body: Mapping[str, Any]) -> None:
         terms = Terms.from_json(body)
         with self._changed:
-            due = self._due
-            if (
-                due is not None and due.number == number and due.step == step
-            ):  # else this rank has given it up
-                due.terms = terms
+            if self._promise == (step, number):  # else this rank has given it up
+                self._promise = None
+                self._held.append((step, terms))
                 self._changed.notify_all()
 
-    def _await(self, step: int) -> Terms | None:
-        """Until the promise is kept or withdrawn. The lock is held."""
+    def _take(self, step: int) -> Terms | None:
+        """What is appointed for this step, once the promise is kept or withdrawn. The lock is held."""
         deadline = time.monotonic() + self._wait_seconds_max
-        while (due := self._due) is not None and step >= due.step and due.terms is None:
+        while self._promise is not None and step >= self._promise.step:
             left = deadline - time.monotonic()
             if left <= 0 or not self._changed.wait(left):
-                self._due = None
-        if due is None or step < due.step or due.terms is None:
+                self._promise = None
+        due = [terms for at, terms in self._held if step >= at]
+        if not due:
             return None
-        self._due = None
-        self.notice = due.terms.notice
-        if due.terms.factor > 1:
-            self._factor, self._until_step = due.terms.factor, due.terms.until_step
-        return due.terms
+        self._held = [(at, terms) for at, terms in self._held if step < at]
+        terms = due[-1]
+        self.notice = terms.notice
+        if terms.factor > 1:
+            self._factor, self._until_step = terms.factor, terms.until_step
+        return terms

@@ -1,8 +1,9 @@
 """How the training ranks agree on what lies in their local tiers, without a stager: a thread per rank, rank 0 decides.
 
     lanes             sealed, skipped ─┐                         ┌─► on_verdict: tier.complete, tier.void
-    training thread   agree, concur, … ┴► outbox ═ MPI ═► rank 0 ┤
-                                       Tally, Round, Muster      └─► answers to `agree`, `concur`
+    training thread   agree, concur, … ┼► outbox ═ MPI ═► rank 0 ┼─► answers to `agree`, `concur`
+    watch             notice ──────────┘   Tally, Round, Muster, └─► appointments: a step that all ranks save
+                                           Chair
 
 No collective operation, no wait without a deadline, no spinning: a thread with nothing to do looks every 10 ms. Where
 rank 0 is silent nothing is decided: a slice without a verdict is kept, never called void, because rank 0 may have told
@@ -12,6 +13,8 @@ others that it is complete. So local tiers then take nothing new; that is said o
 from __future__ import annotations
 
 import logging
+import os
+import platform
 import threading
 import time
 from collections import deque
@@ -19,9 +22,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from holdfast import wire
 from holdfast.agreement import Round, pickle_reserve_bytes
-from holdfast.errors import HoldfastError, PeerLost
-from holdfast.wire import Agreement, Proposal, decode, peer_error
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.notice import Notice
+from holdfast.wire import Agreement, Kind, Proposal, decode, peer_error
+from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.chair import Chair
+from trainer_side.notice.hearing import hear_appointment
 from trainer_side.tiers.muster import Muster
 from trainer_side.tiers.tally import Order, Tally, Verdict
 from trainer_side.tiers.words import Said, Word
@@ -74,6 +82,8 @@ class Council:
         agree_seconds_max: How long the slowest rank's layout is waited for.
         seal_seconds_max: How long the slowest rank's slice is waited for.
         on_turn: Called in the council's thread again and again, also when nothing is decided any more.
+        appointments: In a job without a stager: at which step this rank acts on a notice. `chair`: who names that step;
+            rank 0 only.
         clock: Seconds that only go forward.
 
     Attributes:
@@ -91,10 +101,13 @@ class Council:
         agree_seconds_max: float,
         seal_seconds_max: float,
         on_turn: Callable[[], None] = lambda: None,
+        appointments: Appointments | None = None,
+        chair: Chair | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port, self._rank, self._ranks, self._clock = port, rank, ranks, clock
         self._on_verdict, self._on_turn = on_verdict, on_turn
+        self._appointments, self._chair = appointments, chair
         self._agree_seconds_max, self._seal_seconds_max = agree_seconds_max, seal_seconds_max
         self.problem: HoldfastError | None = None
         self.new_pickle_reserve_bytes = 0
@@ -170,6 +183,19 @@ class Council:
         assert self._rank == _ROOT
         self._say(Word(Said.ROOM, nbytes=pickle_reserve_bytes(needed_bytes)))
 
+    def notice(self, notice: Notice) -> None:
+        """Tell rank 0 that this rank's machine will be taken away, so that all ranks save one step."""
+        if self.problem is not None:
+            _log.error(
+                "rank %d: %s; the ranks no longer agree on anything, so no extra checkpoint is taken",
+                self._rank,
+                notice.sentence(),
+            )
+            return
+        who = f"rank {self._rank} on host {platform.node()} (process {os.getpid()})"
+        message = wire.encode(Kind.NOTICE, body=wire.to_json(notice.to_json()))
+        self._say(Word(Said.NOTICE, text=who, payload=message))
+
     def close(self, seconds_max: float) -> None:
         """Wait for the verdicts that are open, and for the other ranks, and end the thread. Safe to call twice."""
         if self._leaving is None:
@@ -199,6 +225,8 @@ class Council:
                 awaiting = self._question is not None or self._leaving is not None
                 self._wake.wait(_AWAITING_PAUSE_SECONDS if awaiting else _PAUSE_SECONDS)
                 self._wake.clear()
+        if self._appointments is not None:
+            self._appointments.end()
         if self.problem is None:
             self._port.flush(_SLACK_SECONDS)
 
@@ -220,6 +248,8 @@ class Council:
             for error in (self._round.overdue(now), self._muster.overdue(now)):
                 if error is not None:
                     self._tell_all(_refusal(error))
+            if self._chair is not None:
+                self._summon(self._chair.tick())
         elif (
             self._undecided
             and now - min(self._undecided.values()) > 2 * self._seal_seconds_max + _SLACK_SECONDS
@@ -250,6 +280,13 @@ class Council:
         for verdict in verdicts:
             said = Said.COMPLETE if verdict.complete else Said.VOID
             self._tell_all(Word(said, verdict.tier, *verdict.order, text=verdict.why))
+            if self._chair is not None:
+                self._summon(self._chair.judged(verdict))
+
+    def _summon(self, messages: list[bytes]) -> None:
+        """What the chair has to say of a step, to all."""
+        for message in messages:
+            self._tell_all(Word(Said.SAVE_AT, payload=message))
 
     def _hear(self, rank: int, word: Word) -> None:
         match word.said:
@@ -264,10 +301,26 @@ class Council:
                 self._answer(peer_error(word.code, word.text))
             case Said.ROOM:
                 self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, word.nbytes)
+            case Said.SAVE_AT:
+                self._hear_appointment(word.payload)
             case _:
                 self._hear_as_root(rank, word)
 
+    def _hear_appointment(self, message: bytes) -> None:
+        if self._appointments is None:
+            return
+        try:
+            answer = hear_appointment(decode(message), self._appointments)
+        except ProtocolError as error:
+            _log.error("rank %d: a step to save after a notice is left out: %s", self._rank, error)
+            self._appointments.end()
+            return
+        if answer is not None:
+            self._say(Word(Said.AT, payload=answer))
+
     def _hear_as_root(self, rank: int, word: Word) -> None:
+        if self._chair is not None:
+            self._chair_hears(self._chair, rank, word)
         match word.said:
             case Said.SEALED:
                 self._decide(self._tally.sealed(rank, word.tier, word.order, word.text, self._clock()))
@@ -289,6 +342,16 @@ class Council:
                 self._gone.add(rank)
                 self._decide(self._tally.lost(rank, "has ended"))
 
+    def _chair_hears(self, chair: Chair, rank: int, word: Word) -> None:
+        """Before the tally does: what it decides of a step is heard after what the ranks have said of it."""
+        match word.said:
+            case Said.SEALED | Said.SKIPPED:
+                chair.told(word.tier, word.order)
+            case Said.NOTICE | Said.AT:
+                self._summon(chair.hear(rank, word.text, word.payload))
+            case Said.BYE:
+                self._summon(chair.left(rank, "has ended"))
+
     def _answer(self, answer: Agreement | HoldfastError | None) -> None:
         question, self._question = self._question, None
         if question is not None:
@@ -306,6 +369,8 @@ class Council:
                 raise PeerLost("rank 0 of the training ranks is dead")
             return
         for rank in sorted(new):
+            if self._chair is not None:
+                self._summon(self._chair.left(rank, "is dead"))
             self._decide(self._tally.lost(rank, "is dead"))
             for error in (
                 self._round.lost(f"rank {rank} is dead"),
@@ -324,6 +389,8 @@ class Council:
         )
         self.problem = error  # behind the log: who sees the one has been told of the other
         self._answer(error)
+        if self._appointments is not None:
+            self._appointments.end()
 
     def _may_leave(self) -> bool:
         """Whether nobody waits for this rank any more, nor this rank for anybody."""

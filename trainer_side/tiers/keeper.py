@@ -24,6 +24,8 @@ from holdfast.events import EventLog
 from holdfast.layout import Layout
 from holdfast.slices import Frame, frames_of
 from trainer_side.ledger import Ledger
+from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.chair import Chair, farthest
 from trainer_side.tiers.base import Nearness, SliceWriter, Tier
 from trainer_side.tiers.council import Council, CouncilPort
 from trainer_side.tiers.inventory import Inventory
@@ -50,6 +52,7 @@ class Keeper:
         rank: This rank, of `ranks`.
         attempt: Of this job. `job`: its name, so that two of the same attempt are never mixed.
         inventory: What was found in them.
+        appointments: In a job without a stager: at which step this rank acts on a notice.
 
     Attributes:
         tiers: As given.
@@ -70,6 +73,7 @@ class Keeper:
         inventory: Inventory,
         ledger: Ledger,
         events: EventLog,
+        appointments: Appointments | None = None,
     ) -> None:
         assert tiers
         self.tiers, self.attempt = tuple(tiers), attempt
@@ -92,6 +96,7 @@ class Keeper:
             Lane(number, tier, rank, self._over, call_seconds_max=config.tier_seconds_max)
             for number, tier in enumerate(tiers)
         ]
+        self._chair = self._take_chair(ranks) if appointments is not None and rank == 0 else None
         self.council = Council(
             port,
             rank=rank,
@@ -100,6 +105,20 @@ class Keeper:
             agree_seconds_max=config.start_seconds_max,
             seal_seconds_max=config.tier_seconds_max,
             on_turn=self._look,
+            appointments=appointments,
+            chair=self._chair,
+        )
+
+    def _take_chair(self, ranks: int) -> Chair:
+        number = farthest(self.tiers)
+        name, is_store = self.tiers[number].name, self.tiers[number].nearness is Nearness.STORE
+        return Chair(
+            ranks,
+            number,
+            "kept in the store" if is_store else f"kept in {name} of every rank's machine",
+            attempt=self.attempt,
+            fraction=self._lanes[number].fraction,
+            events=self._events,
         )
 
     @property
@@ -209,6 +228,8 @@ class Keeper:
                     reason = "busy: no slot is free"
                 if writer is not None:
                     writers[number] = writer
+                    if self._chair is not None:
+                        self._chair.began(number, order, self._layout.image_bytes)
                     continue
             self._skipped(number, order, reason)
         if not writers:

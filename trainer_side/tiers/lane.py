@@ -25,7 +25,7 @@ from holdfast.errors import HoldfastError, StoreError
 from trainer_side.patience import within
 from trainer_side.tiers.base import Tier
 from trainer_side.tiers.keeping import Keeping, Part
-from trainer_side.tiers.tally import Verdict
+from trainer_side.tiers.tally import Order, Verdict
 
 __all__ = ["Lane", "Outcome"]
 
@@ -106,6 +106,14 @@ class Lane:
     def hangs(self) -> str:
         """Why the tier takes nothing now: which call has not returned. Empty while it answers."""
         return self._hangs
+
+    def fraction(self, order: Order) -> float:
+        """How much of this step has been written here, 0 to 1; 1 where nothing of it is on its way. Any thread."""
+        with self._changed:
+            part = next((part for part in self._parts if part.keeping.order == order), None)
+            if part is None:
+                return 1.0
+            return part.written_bytes / max(1, sum(frame.padded_bytes for frame in part.keeping.frames))
 
     def look(self) -> None:
         """See whether a call of the tier has been away for too long. Any thread, now and then."""

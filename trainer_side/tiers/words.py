@@ -3,11 +3,13 @@
 to rank 0     SEALED, SKIPPED     tier, attempt, step; the layout's digest, or why
               PROPOSE             payload: a `Proposal`, as the stager would get it
               READY               this rank has prepared for the first layout; or code and message of an error
+              NOTICE, AT          payload: as the stager would get it; text: this rank, for people
               BYE                 nothing more comes
 to all        COMPLETE, VOID      tier, attempt, step
               GO                  every rank is ready
               AGREED, REFUSED     payload: an `Agreement`; or code and message of an error
               ROOM                bytes that rank 0's pickle gets from now on
+              SAVE_AT             payload: as the stager would say it
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ class Said(StrEnum):
     AGREED = "agreed"
     REFUSED = "refused"
     ROOM = "room"
+    NOTICE = "notice"
+    AT = "at"
+    SAVE_AT = "save at"
 
 
 class Word(NamedTuple):

@@ -43,8 +43,13 @@ class Rank:
     @property
     def waits(self) -> bool:
         """Whether training would stand still in its next `reach`; the test has one thread."""
-        due = self.appointments._due
-        return due is not None and self.step + 1 >= due.step and due.terms is None
+        promise = self.appointments._promise
+        return promise is not None and self.step + 1 >= promise.step
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something is proposed or appointed that this rank has not come to."""
+        return self.appointments._promise is not None or bool(self.appointments._held)
 
     def train(self) -> None:
         if self.waits:
@@ -91,7 +96,7 @@ class Job:
                 while rank.answers:
                     self.answer(index)
             busy = any(rank.inbox or rank.answers for rank in self.ranks)
-            due = [rank for rank in self.ranks if rank.appointments._due is not None]
+            due = [rank for rank in self.ranks if rank.is_due]
             if not busy and not due:
                 return
             for rank in due:
@@ -162,7 +167,7 @@ def test_a_rank_that_waits_at_its_step_goes_on_when_it_is_called_off() -> None:
     assert job.events() == ["notice", "emergency_failed"]
     assert "rank 0, 1 did not answer" in job.said[-1].text
     first.hear()
-    assert first.appointments._due is None
+    assert not first.is_due
     first.train()
     assert first.acted == second.acted == []
 
@@ -205,6 +210,27 @@ def test_what_was_declined_is_tried_at_a_later_step() -> None:
     assert job.events()[-1] == "emergency_staged"
     assert "93.0 s before the deadline" in job.said[-1].text
     assert not job.emergency.open
+
+
+def test_what_a_quick_rank_has_declined_a_slow_one_comes_to_all_the_same() -> None:
+    job = Job(2)
+    quick, slow = job.ranks
+    job.notice(0, terminate(100), 100.0)
+    while not quick.appointments._held or not slow.appointments._held:
+        for index, rank in enumerate(job.ranks):
+            while rank.inbox:
+                rank.hear()
+            while rank.answers:
+                job.answer(index)
+    while not quick.acted:
+        quick.train()
+    job.emergency.offered(quick.step)
+    job.do(job.emergency.ended(quick.step, "busy", job.now))
+    slow.hear()  # another step is proposed before it has come to the first
+    job.settle()
+    assert quick.acted == slow.acted
+    assert [step for step, _ in slow.acted] == slow.noticed_at
+    assert len(slow.acted) == 2
 
 
 def test_it_gives_up_after_some_saves() -> None:

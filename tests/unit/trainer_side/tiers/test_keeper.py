@@ -15,9 +15,12 @@ from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
 from holdfast.events import EventLog
+from holdfast.notice import Notice, NoticeKind
 from holdfast.slices import FRAME_ALIGNMENT_BYTES
+from tests.support.events import read_events
 from tests.unit.trainer_side.tiers.ranks import Area, Net, laid_out, until
 from trainer_side.ledger import Ledger
+from trainer_side.notice.appointments import Appointments
 from trainer_side.tiers.base import Tier
 from trainer_side.tiers.inventory import Inventory
 from trainer_side.tiers.keeper import Keeper, open_tiers
@@ -43,6 +46,8 @@ class Rank:
         attempt: int = 1,
         inventory: Inventory | None = None,
         prepared: bool = True,
+        appointments: Appointments | None = None,
+        events: Path | None = None,
         **settings: Any,
     ) -> None:
         config = TrainerConfig(
@@ -60,7 +65,8 @@ class Rank:
             job="job",
             inventory=inventory or Inventory(0, NOTHING, NOTHING),
             ledger=self.ledger,
-            events=EventLog(None, role="trainer"),
+            events=EventLog(events, role="trainer", rank=rank),
+            appointments=appointments,
         )
         if prepared:
             self.keeper.prepare(self.layout)
@@ -273,6 +279,44 @@ def test_a_rank_without_a_slot_makes_the_step_void_for_all(specs: list[str]) -> 
     assert "void: rank 1: busy" in held[0].lost_in[1]
     assert all(rank.kept(number) == [3] for rank in ranks for number in (0, 1))
     _close(ranks)
+
+
+def test_without_a_stager_a_notice_is_over_when_its_step_is_in_the_farthest_tier_of_all(
+    specs: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, log = Net(2), tmp_path / "events"
+    appointments = [Appointments(wait_seconds_max=60) for _ in range(2)]
+    ranks = [
+        Rank(specs, rank=number, ranks=2, net=net, appointments=appointments[number], events=log)
+        for number in range(2)
+    ]
+    saved: dict[int, int] = {}
+
+    def train(number: int) -> None:
+        for step in itertools.count():
+            if appointments[number].reach(step) is not None:
+                saved[number] = step
+                ranks[number].save(step)
+                return
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=train, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    ranks[1].keeper.council.notice(Notice(NoticeKind.TERMINATE, time.time() + 600, "test"))
+    for thread in threads:
+        thread.join(60)
+    assert saved[0] == saved[1]
+
+    def happened() -> set[str]:
+        return {line["event"] for line in read_events(log)}
+
+    until(lambda: "emergency_staged" in happened())
+    assert all(rank.kept(number) == [saved[0]] for rank in ranks for number in (0, 1))
+    assert f"is kept in {specs[1]} of every rank's machine, " in caplog.text
+    assert all(one.notice is not None and one.notice.rank == 1 for one in appointments)
+    _close(ranks)
+    assert "emergency_failed" not in happened()
 
 
 def test_a_tier_that_fails_loses_its_step_and_nothing_else(

@@ -1,16 +1,15 @@
-"""What notices and intervals have the stager do: tell all ranks, or log it and write the event."""
+"""What notices and intervals have the one who decides do: tell all ranks, or log it and write the event."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from holdfast import wire
 from holdfast.emergency import Appoint, Said
 from holdfast.events import EventLog
 from holdfast.retiming import Announce
 from holdfast.wire import Kind
-from stager.trainers import Trainers
 
 __all__ = ["carry_out"]
 
@@ -18,20 +17,20 @@ __all__ = ["carry_out"]
 def carry_out(
     calls: Sequence[Appoint | Announce | Said],
     kind: Kind,
-    trainers: Trainers,
+    tell_all: Callable[[bytes], None],
     events: EventLog,
     *,
     attempt: int,
     log: logging.Logger,
 ) -> None:
-    """Do `calls` in order; what goes to the ranks goes as `kind`. The stager's thread."""
+    """Do `calls` in order; what goes to the ranks goes as `kind`. The thread of who decides."""
     for call in calls:
         if isinstance(call, Said):
             log.log(logging.ERROR if call.loud else logging.WARNING, "%s", call.text)
             events.emit(call.event, dict(call.fields))
             continue
         body = wire.to_json(call.body)
-        trainers.send_all(
+        tell_all(
             wire.encode(
                 kind, attempt=attempt, step=call.step, flags=call.word.value, arg=call.number, body=body
             )
