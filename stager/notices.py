@@ -18,7 +18,8 @@ from holdfast.emergency import Call, Emergency
 from holdfast.emergency_plan import InFlight
 from holdfast.errors import ProtocolError
 from holdfast.events import EventLog
-from holdfast.notice import Notice
+from holdfast.notice import Notice, NoticeKind
+from holdfast.sparing import Ability
 from holdfast.wire import Frame, Kind
 from stager.saying import carry_out
 from stager.trainers import Trainers
@@ -69,6 +70,9 @@ class Notices:
         if frame.kind is Kind.NOTICE:
             notice = Notice.from_json(body)
             left = notice.seconds_left()
+            if notice.kind is NoticeKind.TERMINATE:
+                go = self._trainers.on_machine_of(rank) if notice.of_machine else {rank}
+                self._emergency.spares.go(go)
             self._do(self._emergency.noticed(rank, notice, left, self._trainers.name(rank), now))
             return
         seconds = body.get("step_seconds")
@@ -76,6 +80,7 @@ class Notices:
             type(seconds) in {int, float} and math.isfinite(seconds) and 0 <= seconds < _STEP_SECONDS_MAX
         ):
             raise ProtocolError(f"AT: step_seconds is {seconds!r:.80}, expected a number of seconds")
+        self._emergency.spares.can(rank, Ability.from_json(body))
         self._do(self._emergency.at(rank, frame.arg, frame.step, seconds, now))
 
     def offered(self, step: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from holdfast.emergency import Word
 from holdfast.notice import Notice, Terms
+from holdfast.sparing import NOBODY, Ability
 
 __all__ = ["Answer", "Appointments"]
 
@@ -54,6 +55,8 @@ class Appointments:
 
     Attributes:
         notice: What was said; set when the appointed step is reached, and so at the same step on every rank.
+        sparing: Who is spared now; likewise.
+        ability: What the stager is told of this rank. Replaced by the training thread.
     """
 
     def __init__(self, *, wait_seconds_max: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -65,6 +68,7 @@ class Appointments:
         self._step_seconds: float | None = None
         self._factor, self._until_step = 1, -1
         self.notice: Notice | None = None
+        self.sparing, self.ability = NOBODY, Ability()
 
     @property
     def step_seconds(self) -> float | None:
@@ -125,11 +129,11 @@ class Appointments:
         terms = Terms.from_json(body)
         with self._changed:
             due = self._due
-            if (
-                due is not None and due.number == number and due.step == step
-            ):  # else this rank has given it up
+            if due is not None and due.number == number and due.step == step:
                 due.terms = terms
                 self._changed.notify_all()
+            else:  # this rank has given it up; the layout of later steps must be that of the others all the same
+                self.sparing = terms.sparing
 
     def _await(self, step: int) -> Terms | None:
         """Until the promise is kept or withdrawn. The lock is held."""
@@ -141,7 +145,7 @@ class Appointments:
         if due is None or step < due.step or due.terms is None:
             return None
         self._due = None
-        self.notice = due.terms.notice
+        self.notice, self.sparing = due.terms.notice, due.terms.sparing
         if due.terms.factor > 1:
             self._factor, self._until_step = due.terms.factor, due.terms.until_step
         return due.terms

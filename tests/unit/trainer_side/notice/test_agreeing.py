@@ -80,6 +80,7 @@ class Job:
         self.do(self.emergency.noticed(rank, notice, left, f"rank {rank}", self.now))
 
     def answer(self, index: int) -> None:
+        self.emergency.spares.can(index, self.ranks[index].appointments.ability)
         self.do(self.emergency.at(index, *self.ranks[index].answers.popleft(), self.now))
 
     def settle(self) -> None:
