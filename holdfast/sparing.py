@@ -94,8 +94,10 @@ class Ability:
 
     def to_json(self) -> dict[str, Any]:
         """The fields of a message."""
-        limit = {} if self.area_bytes_max is None else {"area_bytes_max": self.area_bytes_max}
-        return {"plan_seconds": self.plan_seconds, **limit}
+        document: dict[str, Any] = {"plan_seconds": self.plan_seconds} if self.plan_seconds else {}
+        if self.area_bytes_max is not None:
+            document["area_bytes_max"] = self.area_bytes_max
+        return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Ability:
