@@ -26,6 +26,7 @@ from typing import Any
 
 from holdfast.emergency_plan import Choice, Decision, InFlight, Measures, Outlook, decide
 from holdfast.notice import Notice, NoticeKind, Terms
+from holdfast.sparing import Spares
 
 __all__ = ["Appoint", "Call", "Emergency", "Said", "Word"]
 
@@ -83,6 +84,9 @@ class Emergency:
         answer_seconds_max: How long a rank's answer is waited for.
         safe: What a checkpoint is once it outlives its ranks, for people.
         rebalance_seconds: For how long the interval is shorter after a rebalance. `rebalance_factor`: how much.
+
+    Attributes:
+        spares: Told by whoever hears notices and answers; without that nobody is spared.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class Emergency:
         self._ranks, self._in_flight = ranks, in_flight
         self._answer_seconds_max, self._safe = answer_seconds_max, safe
         self._rebalance_seconds, self._rebalance_factor = rebalance_seconds, rebalance_factor
-        self.measures = Measures()
+        self.measures, self.spares = Measures(), Spares(ranks)
         self._phase = _Phase.IDLE
         self._notice: Notice | None = None
         self._deadline: float | None = None
@@ -270,7 +274,10 @@ class Emergency:
             longest = max(self._step_seconds.values(), default=0.0)
             steps = min(_MARGIN_STEPS_MAX, math.ceil(self._rebalance_seconds / max(longest, 1e-3)))
             factor, until_step = self._rebalance_factor, self._step + steps
-        terms = Terms(take, decision.reason, self._notice, factor, until_step)
+        if take and self._notice.kind is NoticeKind.TERMINATE:
+            self._spare(now)
+        sparing = self.spares.in_force
+        terms = Terms(take, decision.reason, self._notice, factor, until_step, sparing)
         appoint = Appoint(Word.APPOINTED, self._step, self._number, terms.to_json())
         does = {
             Choice.TAKE: f"step {self._step} is saved",
@@ -288,12 +295,24 @@ class Emergency:
                 "needed_seconds": decision.needed_seconds,
                 "tries": self._tries,
                 "told": self._name,
+                "spared": list(sparing.ranks),
             },
             loud=decision.choice is Choice.SKIP,
         )
         self._appointed_at, self._saving = now, None
         self._phase = _Phase.APPOINTED if take else _Phase.IDLE
         return [appoint, said]
+
+    def _spare(self, now: float) -> None:
+        """From the step that is saved now on, ranks that go send what they alone have, if there is time to plan it."""
+        wanted = self.spares.wanted
+        if wanted == self.spares.in_force:
+            return
+        outlook = self._outlook(self._step, now)
+        if outlook.staged_seconds is not None:
+            outlook = replace(outlook, staged_seconds=outlook.staged_seconds * self.spares.growth(wanted))
+        if decide(replace(outlook, plan_seconds=self.spares.plan_seconds(wanted))).choice is Choice.TAKE:
+            self.spares.in_force = wanted
 
     def _over(self, why: str, now: float) -> list[Call]:
         waiting, self._phase = self._phase is _Phase.PROPOSING, _Phase.IDLE

@@ -1,7 +1,7 @@
 """Whether a checkpoint is worth beginning before a deadline. Pure arithmetic on what was measured.
 
-    now ──► in flight is staged ──► next step boundary ──► a new one is staged ──► safety ──► deadline
-            └── in_flight_seconds   └── step_seconds       └── staged_seconds
+    now ─► in flight is staged ─► next step boundary ─► another layout ─► a new one is staged ─► safety ─► deadline
+           └── in_flight_seconds  └── step_seconds      └── plan_seconds  └── staged_seconds
 
 All of it fits: TAKE. It does not: FINISH what is in flight, which is then the best there will be, and keep its
 bandwidth for it; with nothing in flight SKIP, and say what is lost. What was never measured is taken for free: a try
@@ -57,6 +57,7 @@ class Outlook:
         next_step: The first step that a new one could be of.
         staged_step: The newest staged one; -1: none.
         safe: What a checkpoint is once it outlives its ranks, for people.
+        plan_seconds: How long the ranks need before that, if they are to come to another layout.
     """
 
     seconds_left: float | None
@@ -66,6 +67,7 @@ class Outlook:
     next_step: int = 0
     staged_step: int = -1
     safe: str = "staged"
+    plan_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,14 @@ def decide(outlook: Outlook) -> Decision:
         return Decision(Choice.TAKE, "there is no deadline", flight_seconds)
     if left <= 0:
         return _otherwise(outlook, f"the deadline passed {-left:.1f} s ago")
-    if outlook.staged_seconds is None:
+    if outlook.staged_seconds is None and outlook.plan_seconds <= 0:
         return Decision(
             Choice.TAKE,
             f"{left:.1f} s are left, and no checkpoint was {outlook.safe} yet that would say how long one takes",
             flight_seconds,
         )
-    needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.staged_seconds
+    needed = flight_seconds + (outlook.step_seconds or 0.0) + outlook.plan_seconds
+    needed += outlook.staged_seconds or 0.0
     needed = _SAFETY_FACTOR * needed + _SAFETY_SECONDS
     if needed <= left:
         return Decision(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from holdfast import wire
 from holdfast.emergency import Call, Emergency
 from holdfast.errors import ProtocolError
-from holdfast.notice import Notice
+from holdfast.notice import Notice, NoticeKind
+from holdfast.sparing import Ability
 from holdfast.wire import Frame, Kind
 
 __all__ = ["hear", "step_seconds"]
@@ -17,8 +18,18 @@ __all__ = ["hear", "step_seconds"]
 _STEP_SECONDS_MAX = 1e6
 
 
-def hear(emergency: Emergency, rank: int, name: str, frame: Frame, now: float) -> list[Call]:
-    """NOTICE or AT of a rank. `name`: who it is, for people; `now`: by the emergency's clock, in seconds.
+def hear(
+    emergency: Emergency, rank: int, name: str, frame: Frame, now: float, machine: Collection[int] = ()
+) -> list[Call]:
+    """NOTICE or AT of a rank.
+
+    Args:
+        emergency: Is told.
+        rank: Whose message it is.
+        name: Who that is, for people.
+        frame: The message.
+        now: By the emergency's clock, in seconds.
+        machine: Ranks that are known to run on the same machine.
 
     Raises:
         ProtocolError: The message does not hold what it should.
@@ -26,8 +37,12 @@ def hear(emergency: Emergency, rank: int, name: str, frame: Frame, now: float) -
     body = wire.json_body(frame)
     if frame.kind is Kind.NOTICE:
         notice = Notice.from_json(body)
+        if notice.kind is NoticeKind.TERMINATE:
+            emergency.spares.go({rank, *machine} if notice.of_machine else {rank})
         return emergency.noticed(rank, notice, notice.seconds_left(), name, now)
-    return emergency.at(rank, frame.arg, frame.step, step_seconds(frame, body), now)
+    seconds = step_seconds(frame, body)
+    emergency.spares.can(rank, Ability.from_json(body))
+    return emergency.at(rank, frame.arg, frame.step, seconds, now)
 
 
 def step_seconds(frame: Frame, body: Mapping[str, Any]) -> float | None:

@@ -11,7 +11,8 @@ every rank until the set of tensors changes:
 An *entry* is a run of bytes whose CRC-32 the zip file states and which is not known when the layout is made. All
 between the entries are *literals*: zip headers, padding, constants, the central directory. Literals and replicated
 entries are sent by the rank whose slice holds them; an entry with an owner is sent by that rank alone, wherever it
-lies (data.pkl and buffers: rank 0; `PerRank` values: their rank).
+lies (data.pkl and buffers: rank 0; `PerRank` values: their rank). A *spared* rank has no slice: it sends what it owns,
+and the others share the rest (docs/design/017).
 
 Rules every sender keeps: the CRC fields named by `Entry.crc_fields` are sent as four zero bytes; the flusher writes the
 true values when it knows them.
@@ -24,7 +25,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ __all__ = ["CHUNK_BYTES", "REPLICATED", "Entry", "Extent", "Layout", "Segment", 
 CHUNK_BYTES = 16 * 1024 * 1024
 REPLICATED = -1  # owner of an entry that every rank holds with the same bytes
 _FORMAT = 1
+_FORMAT_SPARED = (
+    2  # the same, and who is spared: a version that does not know it must not deal slices without it
+)
 _MAX_LAYOUT_BYTES = 1 << 30  # decompressed; about three million tensors
 _ALIGNMENT_BYTES = 4096
 _CHUNKS_MAX = 1 << 20  # all is kept for every chunk; 16 TiB in chunks of 16 MiB, and chunks may be larger
@@ -115,6 +119,7 @@ class Layout:
         ranks: Number of training ranks.
         entries: In order of offset, not overlapping.
         tensors: What the entries hold.
+        spared: Ranks without a slice, ascending; not all of them.
 
     Raises:
         ProtocolError: The parts contradict each other. A layout also comes from outside (wire, disk), so all that is
@@ -126,6 +131,7 @@ class Layout:
     ranks: int
     entries: tuple[Entry, ...]
     tensors: tuple[TensorInfo, ...] = field(default=())
+    spared: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.image_bytes <= 0 or self.ranks <= 0:
@@ -141,6 +147,7 @@ class Layout:
                 f"layout: {self.chunks} chunks for {self.ranks} ranks, expected at most {_CHUNKS_MAX} chunks and fewer "
                 f"than {_RANKS_MAX} ranks; raise chunk_bytes"
             )
+        self._check_spared()
         end = 0
         for entry in self.entries:
             if entry.offset < end or entry.nbytes < 0 or entry.end > self.image_bytes:
@@ -171,6 +178,14 @@ class Layout:
                 )
         self._check_senders()
 
+    def _check_spared(self) -> None:
+        spared = list(self.spared)
+        in_order = spared == sorted(set(spared))
+        if spared and not (in_order and 0 <= spared[0] <= spared[-1] < self.ranks > len(spared)):
+            raise ProtocolError(
+                f"layout: spared ranks {spared[:20]}, expected some of {self.ranks} ranks, not all, ascending"
+            )
+
     def _check_senders(self) -> None:
         """The journal has to name all who send into a chunk."""
         if self.ranks <= SOURCES_MAX:
@@ -197,13 +212,41 @@ class Layout:
         offset = chunk * self.chunk_bytes
         return Extent(offset, min(self.chunk_bytes, self.image_bytes - offset))
 
+    def sparing(self, ranks: Sequence[int]) -> Layout:
+        """The same image, with `ranks` spared.
+
+        Raises:
+            ProtocolError: Those are all ranks, or too many would then send into one chunk.
+        """
+        return replace(self, spared=tuple(sorted(ranks)))
+
+    @cached_property
+    def _carriers(self) -> Sequence[int]:
+        """The ranks with a slice, ascending."""
+        if not self.spared:
+            return range(self.ranks)
+        spared = set(self.spared)
+        return [rank for rank in range(self.ranks) if rank not in spared]
+
     def slice_chunks(self, rank: int) -> range:
-        """The chunks of rank `rank`'s slice: whole, contiguous, as even as can be."""
-        return range(rank * self.chunks // self.ranks, (rank + 1) * self.chunks // self.ranks)
+        """The chunks of rank `rank`'s slice: whole, contiguous, as even as can be; none of a spared one's."""
+        carriers = self._carriers
+        place = bisect.bisect_left(carriers, rank)
+        if place == len(carriers) or carriers[place] != rank:
+            return range(0)
+        return range(place * self.chunks // len(carriers), (place + 1) * self.chunks // len(carriers))
 
     def chunk_rank(self, chunk: int) -> int:
         """The rank whose slice holds chunk `chunk`."""
-        return ((chunk + 1) * self.ranks - 1) // self.chunks
+        return self._carriers[((chunk + 1) * len(self._carriers) - 1) // self.chunks]
+
+    @cached_property
+    def urgent_chunks(self) -> frozenset[int]:
+        """The chunks into which spared ranks send: the sooner they have, the sooner nothing hangs on them."""
+        if not self.spared:
+            return frozenset()
+        spared = set(self.spared)
+        return frozenset(chunk for chunk, pieces in enumerate(self._pieces) if not spared.isdisjoint(pieces))
 
     @cached_property
     def _segments(self) -> tuple[tuple[Segment, ...], ...]:
@@ -278,14 +321,16 @@ class Layout:
 
     @cached_property
     def _canonical(self) -> bytes:
-        document = {
-            "format": _FORMAT,
+        document: dict[str, Any] = {
+            "format": _FORMAT_SPARED if self.spared else _FORMAT,
             "image_bytes": self.image_bytes,
             "chunk_bytes": self.chunk_bytes,
             "ranks": self.ranks,
             "entries": [[e.name, e.offset, e.nbytes, e.owner, list(e.crc_fields)] for e in self.entries],
             "tensors": [[t.path, t.dtype, list(t.shape), t.entry] for t in self.tensors],
         }
+        if self.spared:
+            document["spared"] = list(self.spared)
         return json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode()
 
     def to_bytes(self) -> bytes:
@@ -308,8 +353,10 @@ class Layout:
                     "holds millions of tensors, join some of them"
                 )
             document = json.loads(raw)
-            if document["format"] != _FORMAT:
-                raise ProtocolError(f"layout: format {document['format']!r}, this version reads {_FORMAT}")
+            if document["format"] not in (_FORMAT, _FORMAT_SPARED):
+                raise ProtocolError(
+                    f"layout: format {document['format']!r}, this version reads {_FORMAT} and {_FORMAT_SPARED}"
+                )
             return cls(
                 image_bytes=_whole(document["image_bytes"]),
                 chunk_bytes=_whole(document["chunk_bytes"]),
@@ -322,6 +369,7 @@ class Layout:
                     TensorInfo(_text(path), _text(dtype), _wholes(shape), _whole(entry))
                     for path, dtype, shape, entry in document["tensors"]
                 ),
+                spared=_wholes(document["spared"]) if document["format"] == _FORMAT_SPARED else (),
             )
         except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ProtocolError(f"layout: not readable: {error}") from error

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from holdfast.errors import ProtocolError
+from holdfast.sparing import NOBODY, Sparing
 
 __all__ = ["Notice", "NoticeKind", "Terms"]
 
@@ -22,6 +23,7 @@ _CHARACTERS_MAX = 300
 _SECONDS_MAX = 1e9
 _FACTOR_MAX = 1_000_000
 _STEP_MAX = 2**62
+_OF_ONE_PROCESS = ("sigterm", "sigusr1")
 
 
 class NoticeKind(StrEnum):
@@ -54,6 +56,11 @@ class Notice:
         if self.deadline_unix is None:
             return None
         return self.deadline_unix - (time.time() if now_unix is None else now_unix)
+
+    @property
+    def of_machine(self) -> bool:
+        """Whether it was said of the whole machine; a signal was sent to this process alone."""
+        return self.source not in _OF_ONE_PROCESS
 
     def sentence(self, now_unix: float | None = None) -> str:
         """What was said, for a log line: `terminate in 118 s, said by aws (…)`."""
@@ -105,6 +112,7 @@ class Terms:
         save: Whether a checkpoint is taken. `reason`: why, or why not.
         notice: What was said, and to which rank.
         factor: From then on checkpoints are so many times as frequent, up to step `until_step`; 1: as before.
+        sparing: From then on, also where nothing is saved.
     """
 
     save: bool
@@ -112,6 +120,7 @@ class Terms:
     notice: Notice
     factor: int = 1
     until_step: int = 0
+    sparing: Sparing = NOBODY
 
     def to_json(self) -> dict[str, Any]:
         """The fields of the message, but for those of the notice that its sender knows better."""
@@ -121,6 +130,7 @@ class Terms:
             "notice": self.notice.to_json(),
             "factor": self.factor,
             "until_step": self.until_step,
+            **(self.sparing.to_json() if self.sparing.ranks else {}),
         }
 
     @classmethod
@@ -138,7 +148,8 @@ class Terms:
             raise ProtocolError(f"SAVE_AT: factor is {factor!r:.80}, expected 1 to {_FACTOR_MAX}")
         if not (type(until_step) is int and 0 <= until_step < _STEP_MAX):
             raise ProtocolError(f"SAVE_AT: until_step is {until_step!r:.80}, expected a step")
-        return cls(save, reason, Notice.from_json(notice), factor, until_step)
+        sparing = Sparing.from_json(document) if "spared" in document else NOBODY
+        return cls(save, reason, Notice.from_json(notice), factor, until_step, sparing)
 
 
 def _printable(text: Any) -> str:

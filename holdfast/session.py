@@ -39,6 +39,7 @@ from holdfast.session_steps import (
     Failed,
     FlusherBack,
     FlusherGone,
+    HandedOver,
     Known,
     NewLayout,
     Offer,
@@ -246,6 +247,8 @@ class Session:
             return
         checkpoint.prepare(layout, self._now)
         self._actions.append(Begin(checkpoint.step, layout))
+        nothing = (rank for rank in layout.spared if not checkpoint.frames_left[rank])
+        self._actions += [HandedOver(rank, checkpoint.step) for rank in nothing]
 
     def _on_decline(self, event: Decline) -> None:
         checkpoint = self._entered(event.rank, event.step)
@@ -323,7 +326,7 @@ class Session:
         if checkpoint.phase is not Phase.OFFERING:
             self._actions.append(Abort(checkpoint.step, reason))
         checkpoint.phase = Phase.ENDED
-        checkpoint.queues = []
+        checkpoint.queues, checkpoint.urgent = [], []
         self._tell(verdict)
         self._reclaim(checkpoint)
 

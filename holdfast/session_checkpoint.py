@@ -54,6 +54,7 @@ class Checkpoint:
         fingerprints: rank → those of its replicas, of the ranks that sent them.
         part_chunks: How many chunks the flusher writes at a time.
         queues: Per rank, the chunks of its slice without a slot, ascending.
+        urgent: The same, of those that are granted before the others (`Layout.urgent_chunks`); empty without any.
         open_slots: chunk → slot, while it is being filled.
         credits: (chunk, rank) → credit, until it is settled.
         complete: chunk → rank → crc, while it is being filled.
@@ -72,6 +73,7 @@ class Checkpoint:
     layout: Layout | None = None
     part_chunks: int = 1
     queues: list[deque[int]] = field(default_factory=list)
+    urgent: list[deque[int]] = field(default_factory=list)
     open_slots: dict[int, int] = field(default_factory=dict)
     credits: dict[tuple[int, int], Credit] = field(default_factory=dict)
     complete: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -87,7 +89,7 @@ class Checkpoint:
     def handed_over(self) -> int:
         """How many chunks have come in whole and were handed to the flusher."""
         assert self.layout is not None
-        return self.layout.chunks - sum(map(len, self.queues)) - len(self.open_slots)
+        return self.layout.chunks - sum(map(len, self._waiting)) - len(self.open_slots)
 
     @property
     def handed_over_fraction(self) -> float:
@@ -97,7 +99,11 @@ class Checkpoint:
     @property
     def next_chunk(self) -> int | None:
         """The lowest chunk without a slot."""
-        return min((queue[0] for queue in self.queues if queue), default=None)
+        return min((queue[0] for queue in self._waiting if queue), default=None)
+
+    @property
+    def _waiting(self) -> list[deque[int]]:
+        return self.queues + self.urgent if self.urgent else self.queues
 
     def prepare(self, layout: Layout, now: float) -> None:
         """All ranks have offered it, with this layout."""
@@ -106,6 +112,9 @@ class Checkpoint:
         # are, the whole image counts as one, which is to say that chunks are granted strictly from the lowest.
         self.part_chunks = layout.chunks
         self.queues = [deque(layout.slice_chunks(rank)) for rank in range(self.ranks)]
+        if urgent := layout.urgent_chunks:
+            self.urgent = [deque(filter(urgent.__contains__, queue)) for queue in self.queues]
+            self.queues = [deque(itertools.filterfalse(urgent.__contains__, queue)) for queue in self.queues]
         self.frames_left = {rank: sum(1 for _ in layout.sends(rank)) for rank in range(self.ranks)}
 
     def owed_by(self, rank: int) -> bool:
@@ -115,7 +124,7 @@ class Checkpoint:
     def lowest_part_missing(self) -> int:
         """How many slots the lowest incomplete part still needs; the flusher can always finish that part."""
         end = self._lowest_part_end()
-        return sum(1 for queue in self.queues for chunk in _below(queue, end))
+        return sum(1 for queue in self._waiting for chunk in _below(queue, end))
 
     def choose(self, credits_out: Sequence[int], free: int) -> int | None:
         """The next chunk to get a slot, None if none may have one now.
@@ -125,17 +134,46 @@ class Checkpoint:
             free: Free slots that older checkpoints do not need.
         """
         heads = [queue[0] for queue in self.queues if queue]
-        if not heads or free <= 0:
+        urgent = [queue[0] for queue in self.urgent if queue]
+        if not (heads or urgent) or free <= 0:
             return None
-        layout = self.layout
-        assert layout is not None
-        if free <= self.lowest_part_missing():
+        missing = self.lowest_part_missing()
+        if urgent:
+            # The lowest part keeps its slots, whatever is urgent: a chunk that is in it takes one of them.
+            end = self._lowest_part_end()
+            may = [head for head in urgent if free > missing or (head < end and free == missing)]
+            chunk = self._next_of(may, credits_out)
+            if chunk is not None:
+                return chunk
+            if self.phase is Phase.PREPARED and free <= sum(map(len, self.urgent)):
+                return (
+                    None  # what is left is for them, as soon as the flusher has said how large its parts are
+                )
+            heads += urgent
+        if free <= missing:
             # What is left is kept for the lowest part: nothing can be flushed to the end before it. Until the flusher
             # has said how large its parts are, only the lowest chunk is known to be in it.
             end = self._lowest_part_end() if self.phase is Phase.RECEIVING else min(heads) + 1
             heads = [head for head in heads if head < end]
+        return self._next_of(heads, credits_out)
+
+    def _next_of(self, heads: Sequence[int], credits_out: Sequence[int]) -> int | None:
+        """Of the lowest chunks of some ranks, that of the rank with the fewest credits; None if each has enough."""
+        layout = self.layout
+        assert layout is not None
+        if not heads:
+            return None
         chunk = min(heads, key=lambda head: (credits_out[layout.chunk_rank(head)], head))
         return chunk if credits_out[layout.chunk_rank(chunk)] < _CREDITS_PER_RANK_MAX else None
+
+    def granted(self, chunk: int) -> None:
+        """`chunk`, which `choose` has named, has its slot."""
+        assert self.layout is not None
+        rank = self.layout.chunk_rank(chunk)
+        if self.urgent and self.urgent[rank] and self.urgent[rank][0] == chunk:
+            self.urgent[rank].popleft()
+        else:
+            self.queues[rank].popleft()
 
     def _lowest_part_end(self) -> int:
         """The chunk after the lowest incomplete part; 0 if every chunk has its slot."""

@@ -26,6 +26,7 @@ from holdfast.session_steps import (
     FillSlot,
     FreeSlot,
     GrantCredit,
+    HandedOver,
     Received,
     Returned,
     Sent,
@@ -77,7 +78,7 @@ class Slots:
         layout = checkpoint.layout
         assert layout is not None
         slot = self.free.popleft()
-        checkpoint.queues[layout.chunk_rank(chunk)].popleft()
+        checkpoint.granted(chunk)
         checkpoint.open_slots[chunk] = slot
         checkpoint.complete[chunk] = {}
         checkpoint.progress_at = now
@@ -143,12 +144,16 @@ class Slots:
         checkpoint.complete[chunk][rank] = credit.crc
         layout = checkpoint.layout
         assert layout is not None
+        actions: list[Action] = []
+        if not checkpoint.frames_left[rank] and rank in layout.spared:
+            actions.append(HandedOver(rank, checkpoint.step))
         if len(checkpoint.complete[chunk]) == len(layout.senders(chunk)):
             slot = checkpoint.open_slots.pop(chunk)
             sources = tuple(sorted(checkpoint.complete.pop(chunk).items()))
             self.flushers[slot] = (checkpoint.step, chunk)
-            return [ChunkFull(slot, checkpoint.step, chunk, sources, layout.chunk_extent(chunk).nbytes)]
-        return []
+            nbytes = layout.chunk_extent(chunk).nbytes
+            actions.append(ChunkFull(slot, checkpoint.step, chunk, sources, nbytes))
+        return actions
 
     def reclaim(self, checkpoint: Checkpoint, lost: Collection[int]) -> list[Action]:
         """A checkpoint has ended: take back its slots but those into which a living rank may still send."""

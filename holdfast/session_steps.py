@@ -279,6 +279,14 @@ class ChunkFull:
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A rank that is spared owes this step nothing more: say that its death costs it nothing."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Staged:
     """Every chunk was full: write that down, tell the flusher and all ranks. `records`: what each rank said at DONE."""
 
@@ -305,7 +313,17 @@ class Abort:
 
 
 Action = (
-    Tell | Begin | FillSlot | GrantCredit | CancelReceive | FreeSlot | ChunkFull | Diverged | Staged | Abort
+    Tell
+    | Begin
+    | FillSlot
+    | GrantCredit
+    | CancelReceive
+    | FreeSlot
+    | ChunkFull
+    | HandedOver
+    | Diverged
+    | Staged
+    | Abort
 )
 
 

@@ -46,7 +46,7 @@ __all__ = [
     "to_json",
 ]
 
-VERSION = 6
+VERSION = 7
 CONTROL_TAG = 1
 _FIRST_DATA_TAG = 16
 _PIECES_APART_MAX = 64

@@ -30,6 +30,7 @@ from holdfast.session_steps import (
     FillSlot,
     FreeSlot,
     GrantCredit,
+    HandedOver,
     Staged,
     Tell,
 )
@@ -137,6 +138,12 @@ class Actions:
                 ring.put_layout(layout)
                 ring.write_checkpoint(attempt, step, "receiving", layout.digest, {})
                 line.send("begin", attempt=attempt, step=step, layout_digest=layout.digest)
+            case HandedOver(rank, step):
+                name = self._trainers.name(rank)
+                _log.warning(
+                    "%s has handed over all that it owes step %d: its end costs it nothing", name, step
+                )
+                self._events.emit("handed_over", {"of_rank": rank, "name": name}, step=step)
             case Diverged(step, message, body):
                 _log.error("%s", message)
                 self._events.emit("divergence", dict(body), step=step)

@@ -59,7 +59,8 @@ class Notices:
         Raises:
             ProtocolError: The message does not hold what it should.
         """
-        self._do(hear(self._emergency, rank, self._trainers.name(rank), frame, self._clock()))
+        machine = self._trainers.on_machine_of(rank)
+        self._do(hear(self._emergency, rank, self._trainers.name(rank), frame, self._clock(), machine))
 
     def offered(self, step: int) -> None:
         """A rank has offered or declined this step."""

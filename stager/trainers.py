@@ -27,6 +27,7 @@ _BEAT_SECONDS_MAX = 5.0
 _BEATS_PER_LIMIT = 4  # so many go unanswered before a rank counts as silent
 _STALL_SECONDS_MAX = 1.0  # of silence counted for one turn
 _HOST_CHARACTERS_MAX = 255
+_UNKNOWN = "unknown"
 
 
 class Silence(NamedTuple):
@@ -89,7 +90,7 @@ class Trainers:
         body = wire.json_body(frame)
         host, pid = body.get("host"), body.get("pid")
         self._known[rank] = _Heard(
-            host[:_HOST_CHARACTERS_MAX] if isinstance(host, str) and host.isprintable() else "unknown",
+            host[:_HOST_CHARACTERS_MAX] if isinstance(host, str) and host.isprintable() else _UNKNOWN,
             pid if type(pid) is int else 0,
             self._listened_seconds,
         )
@@ -122,6 +123,13 @@ class Trainers:
         self.present.discard(rank)
         if lost:
             self.lost.add(rank)
+
+    def on_machine_of(self, rank: int) -> set[int]:
+        """The ranks on one machine with `rank`, itself among them, as far as the names of their hosts say."""
+        known = self._known.get(rank)
+        if known is None or known.host == _UNKNOWN:
+            return {rank}
+        return {rank} | {other for other, its in self._known.items() if its.host == known.host}
 
     def name(self, rank: int) -> str:
         """`rank 3 on host spot-7 (process 4711)`, as far as it has said so."""

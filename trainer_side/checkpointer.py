@@ -26,6 +26,7 @@ from holdfast.drill import diary
 from holdfast.errors import ConfigError, StateError
 from holdfast.events import EventLog
 from holdfast.notice import Notice
+from holdfast.sparing import NO_LIMIT, Ability
 from holdfast.storage import open_store
 from holdfast.supervise.report import tell
 from trainer_side import restore as restoring
@@ -105,6 +106,9 @@ class Checkpointer:
         self._keeper = open_keeper(self._config, self._link, self._ledger, self._events)
         if self._keeper is not None:
             atexit.register(self._keeper.close, _EXIT_SECONDS_MAX)
+        else:
+            limit = self._config.host_bytes_max
+            self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
         self._areas = Areas()
         self._engine = CopyEngine(device_bytes_max=self._config.device_bytes_max)
         room = Room(

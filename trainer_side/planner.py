@@ -3,6 +3,7 @@
     take(state): the tensors of the plan ───────────────────────────────────────► Plan, Capture
                  other tensors, or none before ─► all ranks agree ─► a new plan ─► Plan, Capture
                  values were given more room ──────────────────────► a new plan ─► Plan, Capture
+                 ranks are spared from now on ─► other slices of the same image ─► Plan, Capture
                  values do not fit their room ────────────────────────────────────► Outgrown
 
 With a new plan come new areas.
@@ -14,7 +15,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.config import TrainerConfig
@@ -22,18 +23,21 @@ from holdfast.errors import HoldfastError
 from holdfast.events import EventLog
 from holdfast.layout import REPLICATED
 from holdfast.replicas import watched
+from holdfast.sparing import NOBODY
 from holdfast.wire import Proposal
 from trainer_side.alone import Alone
 from trainer_side.areas import areas_max
 from trainer_side.copy_plan import Router, SlicePlan
 from trainer_side.link import Link
-from trainer_side.room import Room
+from trainer_side.room import NoRoom, Room
 from trainer_side.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state import classify
 from trainer_side.table import table
 from trainer_side.tiers.keeper import Keeper
 
 __all__ = ["Plan", "Planner"]
+
+_CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Planner:
         self._state, self._room, self._link, self._keeper = state, room, link, keeper
         self._config, self._events = config, events
         self._plan: Plan | None = None
+        self._sparing = NOBODY  # of the plan
         self._pickle_reserve_bytes = 0
         self._per_rank_reserve_bytes: dict[str, int] = {}
 
@@ -91,8 +96,11 @@ class Planner:
             StateError: The state cannot be saved: what and where; or the ranks' states differ.
             ConfigError: `host_bytes_max` is less than one staging area takes.
             PeerLost: While agreeing a rank did not answer.
+            NoRoom: Other ranks are spared from now on, and there is no memory for the larger slice, or the area of the
+                one before is still being read. The next save tries again.
         """
         self._widen(tree)
+        self._spare()
         if self._plan is not None:
             taken = capture(tree, self._plan.skeleton)
             if taken is not None:
@@ -120,6 +128,24 @@ class Planner:
             # Rank 0 alone: the others have the new plan by now, so this one must come to it too, at a later step.
             self._pickle_reserve_bytes = before
             raise
+
+    def _spare(self) -> None:
+        """Come to the slices that were appointed. No agreement is needed: every rank was told the same."""
+        sparing, before = self._link.appointments.sparing, self._plan
+        if before is None or sparing == self._sparing:
+            return
+        layout = sparing.of(before.skeleton.layout)
+        if layout.spared != before.skeleton.layout.spared:
+            try:
+                # What is in flight was planned to be gone by now. If not, a later step is appointed.
+                self._room.wait_clear(_CLEAR_SECONDS_MAX)
+                self._lay_out(replace(before.skeleton, layout=layout), time.monotonic())
+            except (MemoryError, RuntimeError) as error:  # RuntimeError: torch's own for memory
+                # The plan before stays for its tensors; its areas are gone, but no step is taken with it.
+                raise NoRoom(
+                    f"no memory: for a slice without ranks {list(layout.spared)}: {error}"
+                ) from error
+        self._sparing = sparing
 
     def _renew_together(self, tree: Any) -> Plan:
         """The first plan with local tiers: what one rank cannot do, all ranks hear of, and none trains on alone."""
@@ -165,14 +191,23 @@ class Planner:
             pickle_reserve_bytes=self._pickle_reserve_bytes,
             per_rank_reserve_bytes=self._per_rank_reserve_bytes,
         )
+        self._sparing = self._link.appointments.sparing
+        if self._sparing.ranks:
+            skeleton = replace(skeleton, layout=self._sparing.of(skeleton.layout))
+        self._plan = None  # its memory goes back before areas for the new one are taken
+        return self._lay_out(skeleton, begun)
+
+    def _lay_out(self, skeleton: Skeleton, begun: float) -> Plan:
+        """Make the areas for this rank's slice. The room is clear."""
         layout = skeleton.layout
-        slice_plan = SlicePlan.of(layout, rank, skeleton.gated)
+        slice_plan = SlicePlan.of(layout, skeleton.rank, skeleton.gated)
         count_max = areas_max(
             layout, in_flight_max=self._config.in_flight_max, host_bytes_max=self._config.host_bytes_max
         )
-        self._plan = None  # its memory goes back before areas for the new one are taken
         self._room.furnish(skeleton, slice_plan, count_max)
         self._link.announce(layout)
+        seconds = time.monotonic() - begun
+        self._link.appointments.ability = replace(self._link.appointments.ability, plan_seconds=seconds)
         self._events.emit(
             "plan",
             {
@@ -183,10 +218,11 @@ class Planner:
                 "slice_bytes": slice_plan.nbytes,
                 "in_flight_max": count_max,
                 "tensors": len(layout.tensors),
-                "seconds": time.monotonic() - begun,
+                "seconds": seconds,
+                "spared": list(layout.spared),
             },
         )
-        checked = self._config.on_divergence != "off" and ranks > 1
+        checked = self._config.on_divergence != "off" and layout.ranks > 1
         self._plan = Plan(skeleton, Router(slice_plan), watched(layout) if checked else ())
         return self._plan
 

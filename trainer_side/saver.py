@@ -94,6 +94,8 @@ class Saver:
             if needed and self._keeper is not None and self._link.rank == 0:
                 self._keeper.council.make_room(needed)
             return self._decline(step, f"outgrown: {outgrown}", needed_pickle_bytes=needed)
+        except NoRoom as refusal:
+            return self._decline(step, str(refusal))
         record: dict[str, Any] = {"saved_at_unix": saved_at_unix}
         try:
             # The training thread is here, so what was taken stays as it is meanwhile.

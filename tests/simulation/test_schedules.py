@@ -14,16 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation.images import SPARED_VARIABLE
+
 SCHEDULES = int(os.environ.get("SIMULATION_SCHEDULES", "2500"))
 FIRST_SEED = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
 WORKERS = 2
 SECONDS_MAX = 600 + SCHEDULES // 8  # a machine that is busy with other things; alone it takes minutes
 
 
-def play(first: int, count: int) -> dict[str, object]:
+def play(first: int, count: int, **env: str) -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.simulation", "--json", "--first", str(first), "--count", str(count)],
         cwd=Path(__file__).parents[2],
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=SECONDS_MAX,
@@ -51,6 +54,14 @@ def test_schedules() -> None:
     assert not lines, "\n".join(lines)
     assert schedules >= SCHEDULES
     assert events > 100 * schedules, "the schedules are too short to mean much"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS_MAX + 60)
+def test_schedules_in_which_a_rank_sends_only_what_it_alone_has() -> None:
+    result = play(FIRST_SEED, SCHEDULES // 10, **{SPARED_VARIABLE: "1"})
+    lines = [f"seed {seed}: {failure}" for seed, failure in result["failures"]]  # type: ignore[attr-defined]
+    assert not lines, f"{SPARED_VARIABLE}=1 python -m tests.simulation --seed N --trace\n" + "\n".join(lines)
 
 
 def test_a_seed_replays_exactly() -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from holdfast.emergency import Word
 from holdfast.notice import Notice, Terms
+from holdfast.sparing import NOBODY, Ability
 
 __all__ = ["Answer", "Appointments"]
 
@@ -47,6 +48,8 @@ class Appointments:
 
     Attributes:
         notice: What was said; set when the appointed step is reached, and so at the same step on every rank.
+        sparing: Who is spared now; likewise.
+        ability: What the stager is told of this rank. Replaced by the training thread.
     """
 
     def __init__(self, *, wait_seconds_max: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -59,6 +62,7 @@ class Appointments:
         self._step_seconds: float | None = None
         self._factor, self._until_step = 1, -1
         self.notice: Notice | None = None
+        self.sparing, self.ability = NOBODY, Ability()
 
     @property
     def step_seconds(self) -> float | None:
@@ -117,10 +121,12 @@ class Appointments:
     def _hold(self, step: int, number: int, body: Mapping[str, Any]) -> None:
         terms = Terms.from_json(body)
         with self._changed:
-            if self._promise == (step, number):  # else this rank has given it up
+            if self._promise == (step, number):
                 self._promise = None
                 self._held.append((step, terms))
                 self._changed.notify_all()
+            else:  # this rank has given it up; the layout of later steps must be that of the others all the same
+                self.sparing = terms.sparing
 
     def _take(self, step: int) -> Terms | None:
         """What is appointed for this step, once the promise is kept or withdrawn. The lock is held."""
@@ -134,7 +140,7 @@ class Appointments:
             return None
         self._held = [(at, terms) for at, terms in self._held if step < at]
         terms = due[-1]
-        self.notice = terms.notice
+        self.notice, self.sparing = terms.notice, terms.sparing
         if terms.factor > 1:
             self._factor, self._until_step = terms.factor, terms.until_step
         return terms

@@ -24,7 +24,9 @@ def hear_appointment(frame: Frame, appointments: Appointments) -> bytes | None:
     answer = appointments.heard(word, frame.step, frame.arg, wire.json_body(frame))
     if answer is None:
         return None
-    body = {} if answer.step_seconds is None else {"step_seconds": answer.step_seconds}
+    body = appointments.ability.to_json()
+    if answer.step_seconds is not None:
+        body["step_seconds"] = answer.step_seconds
     return wire.encode(
         Kind.AT,
         attempt=frame.attempt,

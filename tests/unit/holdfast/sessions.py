@@ -74,6 +74,9 @@ class Stager:
             actions = self.take(Offer(rank, step, self.layout.digest))
         return self.take(Began(step)) if began else actions
 
+    def take_began(self, step: int, part_chunks: int) -> list[Action]:
+        return self.take(Began(step, part_chunks))
+
     def pay(self, rank: int, step: int, chunk: int) -> list[Action]:
         """The rank answers a credit as it should."""
         del self.credits[rank, step, chunk]

@@ -29,7 +29,8 @@ def _layouts(draw: st.DrawFn) -> Layout:
         position += nbytes + draw(st.integers(8, 200))
     tensors = tuple(TensorInfo(f"t/{index}ü", "float32", (index, 2), index) for index in range(len(entries)))
     image_bytes = position + draw(st.integers(1, 2 * CHUNK_BYTES))
-    return Layout(image_bytes, CHUNK_BYTES, ranks, tuple(entries), tensors)
+    spared = draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1))
+    return Layout(image_bytes, CHUNK_BYTES, ranks, tuple(entries), tensors, tuple(sorted(spared)))
 
 
 @given(layout=_layouts())
@@ -78,9 +79,35 @@ def test_owned_entries_are_sent_by_their_owner_and_the_rest_by_the_slice(layout:
 
 @given(layout=_layouts())
 def test_slices_are_whole_chunks_as_even_as_can_be(layout: Layout) -> None:
-    sizes = [len(layout.slice_chunks(rank)) for rank in range(layout.ranks)]
-    assert sum(sizes) == layout.chunks
-    assert max(sizes) - min(sizes) <= 1
+    sizes = {rank: len(layout.slice_chunks(rank)) for rank in range(layout.ranks)}
+    assert sum(sizes.values()) == layout.chunks
+    carried = [size for rank, size in sizes.items() if rank not in layout.spared]
+    assert max(carried) - min(carried) <= 1
+
+
+@given(layout=_layouts())
+def test_a_spared_rank_sends_what_it_owns_and_nothing_else(layout: Layout) -> None:
+    whole = layout.sparing(())
+    owned = dict.fromkeys(range(layout.ranks), 0)
+    for entry in layout.entries:
+        if entry.owner != REPLICATED:
+            owned[entry.owner] += entry.nbytes
+    for rank in layout.spared:
+        assert layout.slice_bytes(rank) == owned[rank]
+    senders = [chunk for chunk in range(layout.chunks) if {*layout.senders(chunk)} & {*layout.spared}]
+    assert sorted(layout.urgent_chunks) == senders
+    assert whole.urgent_chunks == frozenset()
+
+
+@given(layout=_layouts())
+def test_who_is_spared_is_in_the_digest_and_nobody_changes_nothing(layout: Layout) -> None:
+    whole = layout.sparing(())
+    assert (whole.digest == layout.digest) == (not layout.spared)
+    assert whole.sparing(layout.spared) == layout
+    assert whole.image_bytes == layout.image_bytes
+    document = json.loads(zlib.decompress(whole.to_bytes()))
+    assert document["format"] == 1
+    assert "spared" not in document, "as it always was"
 
 
 @given(layout=_layouts())
@@ -107,6 +134,13 @@ def _document(**changes: Any) -> bytes:
 
 def test_the_document_of_the_refusals_is_fine_itself() -> None:
     assert Layout.from_bytes(_document()).chunks == 3
+    assert Layout.from_bytes(_document(format=2, spared=[0])).slice_chunks(1) == range(3)
+
+
+@pytest.mark.parametrize("spared", [[0, 1], [2], [-1], [1, 0], [0, 0], ["0"], 1, None])
+def test_ranks_that_cannot_all_be_spared_are_refused(spared: Any) -> None:
+    with pytest.raises(ProtocolError):
+        Layout.from_bytes(_document(format=2, spared=spared))
 
 
 @pytest.mark.parametrize(

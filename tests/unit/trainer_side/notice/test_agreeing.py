@@ -15,6 +15,7 @@ from holdfast.emergency import Appoint, Call, Emergency, Said, Word
 from holdfast.emergency_plan import InFlight
 from holdfast.errors import ProtocolError
 from holdfast.notice import Notice, NoticeKind, Terms
+from holdfast.sparing import NO_LIMIT, NOBODY, Ability, Sparing
 from trainer_side.notice.appointments import Appointments
 
 _REBALANCE = Notice(NoticeKind.REBALANCE, None, "aws")
@@ -85,6 +86,7 @@ class Job:
         self.do(self.emergency.noticed(rank, notice, left, f"rank {rank}", self.now))
 
     def answer(self, index: int) -> None:
+        self.emergency.spares.can(index, self.ranks[index].appointments.ability)
         self.do(self.emergency.at(index, *self.ranks[index].answers.popleft(), self.now))
 
     def settle(self) -> None:
@@ -359,6 +361,8 @@ def test_ranks_that_race_past_every_step_are_given_up() -> None:
         {**_TERMS, "factor": True},
         {**_TERMS, "until_step": "x"},
         {**_TERMS, "until_step": -1},
+        {**_TERMS, "spared": [1]},
+        {**_TERMS, "spared": "1", "area_bytes_max": 1},
     ],
 )
 def test_a_body_that_is_none_is_refused(body: dict[str, Any]) -> None:
@@ -454,3 +458,59 @@ def test_a_step_that_no_rank_comes_to_is_given_up_after_the_deadline() -> None:
     job.do(job.emergency.tick(job.now))
     assert job.events()[-1] == "emergency_failed"
     assert not job.emergency.open
+
+
+def _able(job: Job, plan_seconds: float) -> None:
+    for rank in job.ranks:
+        rank.appointments.ability = Ability(plan_seconds, NO_LIMIT)
+
+
+def test_ranks_that_go_are_spared_from_the_appointed_step_on_and_stay_so() -> None:
+    job = Job(3)
+    _able(job, 1.0)
+    job.emergency.measures.staged(1000, 4.0)
+    job.emergency.spares.go({2})
+    job.notice(2, terminate(100), 100.0)
+    assert {rank.appointments.sparing for rank in job.ranks} == {NOBODY}
+    job.settle()
+    assert {rank.appointments.sparing for rank in job.ranks} == {Sparing((2,), NO_LIMIT)}
+    saved = job.ranks[0].step
+    job.emergency.offered(saved)
+    job.do(job.emergency.staged(saved, 1000, 4.0, job.now))
+    job.now = 50.0
+    job.notice(0, _REBALANCE, None)
+    job.settle()
+    assert job.ranks[0].step > saved
+    assert {rank.appointments.sparing.ranks for rank in job.ranks} == {(2,)}
+    assert [said.fields["spared"] for said in job.said if said.event == "emergency"] == [[2], [2]]
+
+
+def test_nobody_is_spared_for_a_rebalance() -> None:
+    job = Job(2)
+    _able(job, 1.0)
+    job.notice(0, _REBALANCE, None)
+    job.settle()
+    assert job.ranks[0].appointments.sparing == NOBODY
+
+
+@pytest.mark.parametrize(("left", "spared"), [(9.0, ()), (12.0, ()), (14.5, (1,))])
+def test_another_layout_takes_time_that_must_be_there(left: float, spared: tuple[int, ...]) -> None:
+    """4 s as it is, 6.0 s with the safety; 8 s and 2 s of planning, 13.5 s with it, where one of two sends all."""
+    job = Job(2)
+    _able(job, 1.0)
+    job.emergency.measures.staged(1000, 4.0)
+    job.emergency.spares.go({1})
+    job.notice(1, terminate(left), left)
+    job.settle()
+    assert [save for _, save in job.ranks[0].acted] == [True]
+    assert {rank.appointments.sparing.ranks for rank in job.ranks} == {spared}
+
+
+def test_a_rank_that_has_given_the_step_up_comes_to_the_same_slices_later() -> None:
+    appointments = Appointments(wait_seconds_max=0.05)
+    appointments.heard(Word.PROPOSED, 3, 1, {})
+    assert appointments.reach(3) is None  # it has waited, and gone on
+    terms = Terms(True, "there is time", terminate(100), sparing=Sparing((1,), 5000))
+    appointments.heard(Word.APPOINTED, 3, 1, terms.to_json())
+    assert appointments.reach(4) is None
+    assert appointments.sparing == Sparing((1,), 5000)
