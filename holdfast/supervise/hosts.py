@@ -157,11 +157,12 @@ class Slurm:
         scontrol: Callable[[Sequence[str]], str] | None = None,
     ) -> None:
         self._scontrol = scontrol or _scontrol
-        nodes, self._job = environment.get("SLURM_JOB_NODELIST"), environment.get("SLURM_JOB_ID")
-        if not nodes or not self._job:
+        nodes, job = environment.get("SLURM_JOB_NODELIST"), environment.get("SLURM_JOB_ID")
+        if not nodes or not job:
             raise ConfigError(
                 "--slurm: SLURM_JOB_ID or SLURM_JOB_NODELIST is not set; start this inside sbatch or salloc"
             )
+        self._job = job
         names = self._scontrol(["show", "hostnames", nodes]).split()
         tasks = _tasks(
             environment.get("SLURM_NTASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
