@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +24,14 @@ import psutil
 
 from tests.support.doc_commands import Shown, fences
 from tests.support.ec2_place import client, write_outputs
-from tests.support.job import REPOSITORY, environment
+from tests.support.job import NOT_LAUNCHED, REPOSITORY, environment
 from tests.support.typing_pages import as_typed
 
 __all__ = ["Scene", "Session"]
 
 _NOT_OF_A_CHECKOUT = {"build", "infra"}  # what a page writes is not the repository's
-_SECONDS_MAX = 200.0
+_SECONDS_MAX = 500.0
+_LAUNCHES_MAX = 3
 # The reader's own script. Two layers less than its model has by default, and it ends.
 _SCRIPT = """\
 import runpy, sys
@@ -41,11 +42,12 @@ runpy.run_path("examples/train_gpt.py", run_name="__main__")
 # stager; then what other tools would have written.
 _MAKE = """\
 set -e
+mkdir -p mnt/nvme0
 holdfast run -n 2 --store s3://bucket/run --logs ~/.local/state/holdfast/runs/logs -- python train.py
 export HOLDFAST_EVENTS=$PWD/rank-0.jsonl
 mpirun -n 1 python train.py : -n 1 holdfast stager --store mnt/run --events stager.jsonl
 unset HOLDFAST_EVENTS
-HOLDFAST_TIERS=store HOLDFAST_STORE=s3://bucket/sliced mpirun -n 2 python train.py
+HOLDFAST_TIERS=store HOLDFAST_STORE=$PWD/mnt/sliced mpirun -n 2 python train.py
 holdfast pull s3://bucket/run pulled.pt
 python - <<'END'
 import torch
@@ -112,9 +114,9 @@ class Scene:
     def make(self) -> None:
         """The runs, and files of the reader's."""
         (self.home / ".config/fish/completions").mkdir(parents=True)
-        folder = self._checkout("made")
-        session = self._bash(folder, _MAKE)
+        folder, session = self._launched("made", lambda _: _MAKE)
         assert all((folder / name).exists() for name in _MADE), session.said
+        self._made = folder
         self._service = self._linger(folder)
 
     def _linger(self, folder: Path) -> subprocess.Popen[bytes]:
@@ -132,15 +134,24 @@ class Scene:
 
     def type(self, page: str, lines: Sequence[Shown]) -> Session:
         """Type the lines of a page, one behind the other."""
-        folder = self._checkout(page.replace("/", "-"))
-        for name in _MADE:
-            subprocess.run(["cp", "-r", self.directory / "checkout-made" / name, folder / name], check=True)
-        names = {**self._names, "page": str(folder), "name": folder.name}
-        script = [
-            f"{as_typed(line.text, names)}\necho {line.number} $? $EPOCHREALTIME >> {folder}/codes"
-            for line in lines
-        ]
-        return self._bash(folder, "\n".join(script))
+
+        def script(folder: Path) -> str:
+            for name in _MADE:
+                subprocess.run(["cp", "-r", self._made / name, folder / name], check=True)
+            names = {**self._names, "page": str(folder), "name": folder.name}
+            typed = [(as_typed(line.text, names), line.number) for line in lines]
+            return "\n".join(f"{text}\necho {number} $? >> {folder}/codes" for text, number in typed)
+
+        return self._launched(page.replace("/", "-"), script)[1]
+
+    def _launched(self, name: str, script: Callable[[Path], str]) -> tuple[Path, Session]:
+        """Again, in a folder of its own, where mpirun itself failed before it had started anything."""
+        for launch in range(_LAUNCHES_MAX):
+            folder = self._checkout(f"{name}-{launch}")
+            session = self._bash(folder, script(folder))
+            if NOT_LAUNCHED not in session.said:
+                break
+        return folder, session
 
     def _checkout(self, name: str) -> Path:
         folder = self.directory / f"checkout-{name}"
@@ -180,7 +191,7 @@ class Scene:
                 os.killpg(shell.pid, signal.SIGKILL)
             shell.wait()
             self._end_others()
-        pairs = [line.split()[:2] for line in codes.read_text().splitlines()] if codes.exists() else []
+        pairs = [line.split() for line in codes.read_text().splitlines()] if codes.exists() else []
         return Session({int(number): int(code) for number, code in pairs}, said.read_text(errors="replace"))
 
     def close(self) -> None:
