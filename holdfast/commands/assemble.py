@@ -37,8 +37,8 @@ class _Outcome(NamedTuple):
     "assemble",
     short_help="Make a checkpoint of slices that ranks wrote to the store themselves.",
     epilog=examples(
-        "holdfast assemble s3://bucket/run",
         "holdfast assemble s3://bucket/run@1000 --keep-slices",
+        "holdfast assemble s3://bucket/run",
     ),
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)

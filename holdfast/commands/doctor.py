@@ -22,9 +22,9 @@ _STYLE = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State
 @click.command(
     short_help="Check this machine, its MPI and the store before a run.",
     epilog=examples(
-        "holdfast doctor                                        # this machine",
-        "holdfast doctor --store s3://bucket/run                # and the store, as the flusher will use it",
-        "holdfast doctor --hostfile hosts --store s3://b/run    # and the network between two hosts",
+        "holdfast doctor                                           # this machine",
+        "holdfast doctor --store s3://bucket/run                   # and the store, as the flusher will use it",
+        "holdfast doctor --hostfile hosts --store s3://bucket/run  # and the network between two hosts",
     ),
 )
 @click.option(

@@ -33,10 +33,10 @@ _STEP_MAX = 2**62 - 1
     "import",
     short_help="Make a checkpoint of what another tool has saved.",
     epilog=examples(
-        "holdfast import checkpoint.pt s3://bucket/run --step 4999",
-        "holdfast import checkpoint.pt /mnt/run --step 4999 --rename model_state_dict=model --drop epoch",
-        "holdfast import model.safetensors /mnt/run --step 0 --under model",
-        "holdfast import dcp-folder /mnt/run --step 4999",
+        "holdfast import checkpoint.pt s3://bucket/new --step 4999",
+        "holdfast import checkpoint.pt /mnt/new --step 4999 --rename model_state_dict=model --drop epoch",
+        "holdfast import model.safetensors /mnt/tuned --step 0 --under model",
+        "holdfast import dcp-folder /mnt/sharded --step 4999",
     ),
 )
 @click.argument("path", metavar="FILE", type=click.Path(exists=True, path_type=Path))

@@ -30,7 +30,7 @@ _FAULTS_SHOWN = 20
     short_help="Write what happened in a run as one HTML page, for who was asleep.",
     epilog=examples(
         "holdfast report s3://bucket/run --events ~/.local/state/holdfast/runs/logs",
-        "holdfast report /mnt/run --events rank-0.jsonl --events stager.jsonl --dollars-per-hour 12.40",
+        "holdfast report /mnt/run --events rank-0.jsonl --events stager.jsonl --output night.html",
     ),
 )
 @click.argument("target", metavar="RUN", type=URL)

@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     """Fuzz until the limit."""
     if not arguments or arguments[0] not in TARGETS:
         print(f"usage: python -m tests.fuzz.guided {'|'.join(TARGETS)} [-max_total_time=SECONDS]")
-        return 2
+        return 2 if arguments else 0
     atheris = importlib.import_module("atheris")
 
     name, *options = arguments

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 
+from tests.support.ec2_place import client, write_outputs
 from tests.support.job import environment
 from tests.support.moto_s3 import running_moto
 
-REGION = "eu-west-1"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
 
 
@@ -36,37 +35,9 @@ class Operator:
     def __init__(self, directory: Path, endpoint: str, run_id: str) -> None:
         self.directory, self.run_id = directory, run_id
         self.env = {**environment(directory / "runtime"), **CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}
-        session: Any = boto3.session.Session("testing", "testing", region_name=REGION)
-        self.ec2: Any = session.client("ec2", endpoint_url=endpoint)
-        subnet = self.ec2.describe_subnets()["Subnets"][0]
-        image = self.ec2.describe_images()["Images"][0]["ImageId"]
-        templates = [
-            self.ec2.create_launch_template(
-                LaunchTemplateName=f"{run_id}-{role}",
-                LaunchTemplateData={"ImageId": image, "InstanceType": "t3.micro"},
-            )["LaunchTemplate"]["LaunchTemplateId"]
-            for role in ("train", "stager")
-        ]
-        values = {
-            "region": REGION,
-            "availability_zone": subnet["AvailabilityZone"],
-            "subnet_id": subnet["SubnetId"],
-            "security_group_ids": [],
-            "placement_group": None,
-            "trainer_launch_template": {"id": templates[0], "version": 1},
-            "stager_launch_template": {"id": templates[1], "version": "1"},
-            "bucket": "bucket",
-            "run_prefix": run_id,
-            "store_url": f"s3://bucket/{run_id}",
-            "project": "holdfast",
-            "run_id": run_id,
-            "tags": {"Team": "sea"},
-        }
+        self.ec2 = client(endpoint)
         self.file = directory / "terraform-output.json"
-        outputs = {
-            name: {"sensitive": False, "type": "string", "value": value} for name, value in values.items()
-        }
-        self.file.write_text(json.dumps(outputs))
+        write_outputs(self.file, self.ec2, run_id)
 
     def call(self, verb: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, "-m", "holdfast", "cluster", verb, "--from", str(self.file), *arguments]

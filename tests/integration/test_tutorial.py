@@ -1,6 +1,6 @@
 """docs/tutorial.md, typed line by line into one shell: a real job is killed and goes on, and a drill is held.
 
-The commands of the other pages are given to their parsers only: tests/unit/test_doc_commands.py.
+The commands of the other pages are typed by test_pages.py, which looks at their exit codes alone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,12 @@ import pytest
 
 from holdfast.catalog import Catalog
 from holdfast.storage import open_store
-from tests.support.doc_commands import Shown, shown
+from tests.support.doc_commands import Shown
 from tests.support.job import NOT_LAUNCHED, REPOSITORY, environment
+from tests.support.typing_pages import TUTORIAL, typed_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-PAGE = "docs/tutorial.md"
-NOT_TYPED = {
-    "make setup": "makes the environment that this test runs in",
-    ". .venv/bin/activate": "that environment comes first in the PATH already",
-}
 STEPS, EVERY = 300, 20
 LAUNCHES_MAX = 3
 SECONDS_MAX = 280.0
@@ -89,7 +85,7 @@ def _end(runtime: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="no pkill on this machine")
 def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
-    lines = [line for line in shown(PAGE) if line.text not in NOT_TYPED]
+    lines = typed_of(TUTORIAL)
     for launch in range(LAUNCHES_MAX):
         folder = tmp_path / f"checkout-{launch}"
         folder.mkdir()

@@ -1,8 +1,12 @@
-"""Every command in every page is one that its program takes; tests/integration/test_tutorial.py runs those of one."""
+"""Every command in every page is one that its program takes, and is typed by a test or has a reason why it is not.
+
+They are typed by tests/integration/test_pages.py, and those of the tutorial by test_tutorial.py beside it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,17 @@ from tests.support.doc_commands import (
     why_not_spoken,
 )
 from tests.support.job import REPOSITORY
+from tests.support.typing_pages import (
+    EXIT_CODES,
+    NOT_TYPED,
+    SCENE,
+    TUTORIAL,
+    TYPED_ONCE,
+    as_typed,
+    entry_for,
+    plan,
+    typed_of,
+)
 from tests.unit.test_documents import pages
 
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
@@ -108,3 +123,44 @@ def test_a_line_goes_on_behind_a_backslash_and_ends_before_its_comment() -> None
     lines = [line.text for line in shown("docs/operations.md") if line.text.startswith("holdfast cluster up")]
     assert any("--nodes 4" in line and "--on-demand-price 0.71" in line for line in lines)
     assert not [line for line in lines if "#" in line]
+
+
+# -- what a test types -------------------------------------------------------------------------------------------------
+
+
+def test_every_command_is_typed_or_has_a_reason() -> None:
+    lines = [line for page in pages() for line in shown(page)]
+    typed = {line.text for found in plan().values() for line in found} | {
+        line.text for line in typed_of(TUTORIAL)
+    }
+    reasons = {line.text: NOT_TYPED[entry] for line in lines if (entry := entry_for(line))}
+    assert typed | reasons.keys() == {line.text for line in lines}
+    assert not typed & reasons.keys()
+    assert all(reasons.values())
+
+
+@pytest.mark.parametrize("table", [NOT_TYPED, EXIT_CODES, TYPED_ONCE])
+def test_every_entry_is_about_a_command_of_a_page(table: Iterable[str]) -> None:
+    texts = [line.text for page in pages() for line in shown(page)]
+    assert [beginning for beginning in table if not any(text.startswith(beginning) for text in texts)] == []
+    lines = [line for page in pages() for line in shown(page)]
+    assert {*map(entry_for, lines)} - {""} == NOT_TYPED.keys(), "an entry that another one hides"
+
+
+def test_every_name_of_the_scene_is_one_of_a_page() -> None:
+    texts = [line.text for found in plan().values() for line in found]
+    left = dict(SCENE)
+    for text in texts:
+        for pattern, meant in SCENE.items():
+            if re.search(pattern, text):
+                left.pop(pattern, None)
+            text = re.sub(pattern, meant, text)
+    assert not left
+
+
+def test_a_command_is_typed_with_the_names_of_the_scene() -> None:
+    typed = as_typed(
+        "mpirun -n 8 python train.py : -n 1 holdfast stager --store /mnt/nfs/run", {"page": "/here"}
+    )
+    assert typed == "mpirun -n 2 python train.py : -n 1 holdfast stager --store /here/mnt/nfs/run"
+    assert as_typed("ssh -t stager holdfast status", {}) == "holdfast status"

@@ -99,6 +99,17 @@ def test_nothing_is_asked_of_another_host(site: Path, seen: dict[str, Seen]) -> 
     assert (site / "search" / "search_index.json").exists(), "the search is made with the site"
 
 
+def test_no_page_has_what_makes_the_scripts_of_the_theme_ask_another_host(site: Path) -> None:
+    """They fetch mermaid where a page draws with it, and count stars where the navigation has a repository."""
+    scripts = "".join(path.read_text(encoding="utf-8") for path in (site / "assets/javascripts").glob("*.js"))
+    named = set(re.findall(r"[\"'`]https://([\w.-]+)/", scripts))
+    assert "unpkg.com" in named, "the pattern finds too little"
+    assert named <= {"unpkg.com", "api.github.com", "gitlab.com"}, "another one: what makes a page ask it?"
+    drawn = re.compile(r"""class="[^"]*\bmermaid\b|data-md-component="source\"""")
+    asking = [path for path in site.rglob("*.html") if drawn.search(path.read_text(encoding="utf-8"))]
+    assert not asking
+
+
 def test_every_link_leads_to_a_page_and_a_heading_of_it(site: Path, seen: dict[str, Seen]) -> None:
     missing = []
     for page, found in seen.items():

@@ -1,0 +1,49 @@
+"""What the pages tell a reader to type, typed: each line of a page into one shell, in order. Each ends with 0, if the
+page says nothing else.
+
+Left out is what tests/support/typing_pages.py names, with its reason, and docs/tutorial.md: test_tutorial.py types it
+and looks at what comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.moto_s3 import running_moto
+from tests.support.page_scene import Scene
+from tests.support.s3_place import plain_client, s3_environment
+from tests.support.swift import SwiftServer
+from tests.support.typing_pages import exit_code_of, plan
+
+pytestmark = [pytest.mark.mpi, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+PLAN = plan()
+
+
+@pytest.fixture(scope="module")
+def scene(swift_server: SwiftServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    s3 = s3_environment(swift_server.endpoint, swift_server.access_key, swift_server.secret_key)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.items():
+            patch.setenv(name, value)
+        client = plain_client()
+        client.create_bucket(Bucket="bucket")
+        client.close()
+    with running_moto() as ec2:
+        made = Scene(tmp_path_factory.mktemp("scene"), s3, ec2)
+        try:
+            made.make()
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.mark.parametrize("page", PLAN)
+def test_every_line_of_a_page_does_what_it_is_for(page: str, scene: Scene) -> None:
+    session = scene.type(page, PLAN[page])
+    ended = [(line, session.codes.get(line.number)) for line in PLAN[page]]
+    wrong = [f"{line}: {code}" for line, code in ended if code != exit_code_of(line)]
+    assert not wrong, session.said

@@ -1,0 +1,140 @@
+"""Which commands of the pages are typed by a test, how a page's names are those of this machine, and what is left out.
+
+    page ─► Shown lines ─► NOT_TYPED? ─yes─► left out, with its reason
+                               │no
+                               └─► SCENE (the page's names ─► the scene's) ─► bash, in order, in a folder for each page
+
+What no entry of `NOT_TYPED` begins like is typed: docs/tutorial.md by tests/integration/test_tutorial.py, all others by
+tests/integration/test_pages.py. `python -m tests.support.typing_pages` counts them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from tests.support.doc_commands import ELSEWHERE, Shown, shown
+from tests.unit.test_documents import pages
+
+__all__ = [
+    "EXIT_CODES",
+    "NOT_TYPED",
+    "SCENE",
+    "TUTORIAL",
+    "TYPED_ONCE",
+    "as_typed",
+    "entry_for",
+    "exit_code_of",
+    "plan",
+    "typed_of",
+]
+
+TUTORIAL = "docs/tutorial.md"
+_OWN_TARGET = "a test run of its own: "
+_ENVIRONMENT = "changes the environment that the tests run in"
+_DRILL = (
+    "a minute and more each; the tutorial's drill is typed, tests/integration/test_drill.py plays notices"
+)
+# A command that begins so is not typed, for this reason. What runs it instead is said, if something does.
+NOT_TYPED = {
+    **{f"{program} ": reason for program, reason in ELSEWHERE.items()},
+    ". .venv/bin/activate": "that environment comes first in the PATH already",
+    "make setup": _ENVIRONMENT,
+    "pip install": _ENVIRONMENT,
+    "make lint": "CI runs it before the tests",
+    "make types": "CI runs it beside the tests",
+    "make ci": _OWN_TARGET + "the one that this test is of",
+    "make test": _OWN_TARGET + "the one that this test is of, or a part of it",
+    "SIMULATION_SCHEDULES=200000": _OWN_TARGET + "a night of it",
+    "make chaos": _OWN_TARGET + "tests/chaos, which `make test` runs too",
+    "make infra": _OWN_TARGET + "tests/infra, which `make test` runs too; installs packages as root",
+    "make pm": _OWN_TARGET + "a power cut in QEMU; installs packages as root",
+    "make hosts": _OWN_TARGET + "minutes with network namespaces; installs packages as root",
+    "make nfs": _OWN_TARGET + "a power cut in QEMU; installs packages as root",
+    "make demo": "two to three minutes; `make soak` plays it (tests/integration/test_demo.py)",
+    "make bench": "ten minutes and more; `make soak` runs a small one (tests/integration/test_benchmarks.py)",
+    "make figures": "writes into docs/; tests/unit/test_benchmarks_document.py compares what it would write",
+    "python -m benchmarks reality": "many minutes; `make soak` plays it (tests/integration/test_reality.py)",
+    "REALITY_TRACE=": "many minutes; `make soak` plays it (tests/integration/test_reality.py)",
+    'eval "$(holdfast completion zsh)"': "in zsh; tests/integration/test_completion.py asks each shell that is there",
+    "holdfast run -n 8 --cluster": "needs machines that can be reached; moto's cannot",
+    "holdfast drill -n 2 --kills 3": _DRILL,
+    "holdfast drill -n 2 --with notice": _DRILL,
+    "python -m tests.fuzz.guided layout": "ten minutes, with a package that is not in the dev extra",
+}
+# What a name in the pages means here: pattern ─► what is typed. `{page}` is the page's folder (page_scene.py).
+# s3://bucket/run is there as it stands, on a server of this machine, and so are files such as trace.csv.
+SCENE = {
+    r"(?<![\w.])/mnt/": "{page}/mnt/",  # no root's folder
+    r"@(?:123|1000)\b": "@29",  # a step that the scene's training has left
+    r"\bLOGS\b": "~/.local/state/holdfast/runs/logs",  # the log directory of `holdfast run`
+    r"^ssh (?:-t )?stager ": "",  # the reader is on the stager's machine already
+    r"(?<=\s)-n (?:8|16)\b|(?<=^mpirun )…": "-n 2",  # ranks; two cores
+    r"--min-ranks \d+": "--min-ranks 2",
+    r"\bring_bytes=8GiB\b": "ring_bytes=128MiB",
+    r"--ring-bytes 8GiB\b": "--ring-bytes 128MiB",
+    # A model that trains in seconds, and some steps of it.
+    r"(?<=python examples/train_gpt\.py)(?=$| :)": " --layers 1 --width 64 --steps 40 --every 10",
+    # Where a job without a stager has left slices; of the newest step for certain.
+    r"(?<=^holdfast assemble )s3://bucket/run(?=$| )": "{page}/mnt/sliced",
+    r"(?<=^holdfast assemble )s3://bucket/run@29\b": "{page}/mnt/sliced@39",
+    r"\bs3://bucket/new\b": "s3://bucket/new-{name}",  # each page is read by somebody else
+    r"\bsubnet-0b\b": "{subnet}",  # of moto's EC2
+    r"\bcollector:4318\b": "127.0.0.1:9",  # where nobody takes spans: no checkpoint waits for that
+    r"--count 1000\b": "--count 20",
+    r"^make (?=docs)": "make VENV={venv} -o {venv}/.ready ",  # of the environment that is there
+    # It would stay for ever: it is told to end, as a service is, once it has the run.
+    r"^(holdfast flusher .*)$": r"HOLDFAST_EVENTS=ready \1 & "
+    r"until grep -qs flusher_ready ready; do sleep 0.2; done; kill $!; wait $!",
+}
+# Where a page says itself that a command does not end with 0.
+EXIT_CODES = {"python -m tests.simulation --mutation": 1}
+# A job of many seconds, which no page needs for its next line, is typed on the first page that has it.
+TYPED_ONCE = ("holdfast doctor", "holdfast run", "holdfast simulate", "mpirun ")
+
+
+def entry_for(line: Shown) -> str:
+    """What in `NOT_TYPED` the line begins like; empty if it is to be typed."""
+    return next((beginning for beginning in NOT_TYPED if line.text.startswith(beginning)), "")
+
+
+def exit_code_of(line: Shown) -> int:
+    """How it is to end."""
+    return next((code for beginning, code in EXIT_CODES.items() if line.text.startswith(beginning)), 0)
+
+
+def typed_of(page: str) -> list[Shown]:
+    """The lines of a page that a test types."""
+    return [line for line in shown(page) if not entry_for(line)]
+
+
+def as_typed(text: str, names: dict[str, str]) -> str:
+    """The same line, with the scene's names for those of the pages."""
+    for pattern, meant in SCENE.items():
+        for name, value in names.items():
+            meant = meant.replace(f"{{{name}}}", value)
+        text = re.sub(pattern, meant, text)
+    return text
+
+
+def plan() -> dict[str, list[Shown]]:
+    """What is typed of each page but the tutorial; of `TYPED_ONCE` what no page before has had."""
+    seen: set[str] = set()
+    found: dict[str, list[Shown]] = {}
+    for line in (line for page in pages() if page != TUTORIAL for line in typed_of(page)):
+        if not line.text.startswith(TYPED_ONCE) or line.text not in seen:
+            found.setdefault(line.page, []).append(line)
+        seen.add(line.text)
+    return found
+
+
+def main() -> None:
+    lines = [line for page in pages() for line in shown(page)]
+    entries = Counter(map(entry_for, lines))
+    print(f"{len(lines)} commands in the pages: {entries.pop('')} are typed, {entries.total()} are not:")
+    for entry, count in entries.items():
+        print(f"{count:4}  {entry.strip():40}  {NOT_TYPED[entry]}")
+
+
+if __name__ == "__main__":
+    main()
