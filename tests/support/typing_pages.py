@@ -50,6 +50,7 @@ NOT_TYPED = {
     "make infra": _OWN_TARGET + "tests/infra, which `make test` runs too; installs packages as root",
     "make pm": _OWN_TARGET + "a power cut in QEMU; installs packages as root",
     "make hosts": _OWN_TARGET + "minutes with network namespaces; installs packages as root",
+    "make slurm": _OWN_TARGET + "minutes with a Slurm on several hosts; installs packages as root",
     "make nfs": _OWN_TARGET + "a power cut in QEMU; installs packages as root",
     "make demo": "two to three minutes; `make soak` plays it (tests/integration/test_demo.py)",
     "make bench": "ten minutes and more; `make soak` runs a small one (tests/integration/test_benchmarks.py)",
@@ -62,6 +63,8 @@ NOT_TYPED = {
     "holdfast drill -n 2 --with notice": _DRILL,
     "python -m tests.fuzz.guided layout": "ten minutes, with a package that is not in the dev extra",
 }
+# Targets that are typed. Another one needs an entry above: it may install packages, or run for hours.
+_QUICK_TARGETS = ("make docs",)
 # What a name in the pages means here: pattern ─► what is typed. `{page}` is the page's folder (page_scene.py).
 # s3://bucket/run is there as it stands, on a server of this machine, and so are files such as trace.csv.
 SCENE = {
@@ -105,7 +108,11 @@ def exit_code_of(line: Shown) -> int:
 
 def typed_of(page: str) -> list[Shown]:
     """The lines of a page that a test types."""
-    return [line for line in shown(page) if not entry_for(line)]
+    lines = [line for line in shown(page) if not entry_for(line)]
+    for line in lines:
+        target = line.text.startswith("make ") and not line.text.startswith(_QUICK_TARGETS)
+        assert not target, f"{line}: a target is typed only if _QUICK_TARGETS has it; else NOT_TYPED needs it"
+    return lines
 
 
 def as_typed(text: str, names: dict[str, str]) -> str:
