@@ -62,7 +62,8 @@ def cluster() -> None:
     short_help="Raise the cluster: all trainers or none, and the stager.",
     epilog=examples(
         "holdfast cluster up --nodes 8 --types c7i.4xlarge,c6i.4xlarge --hostfile hosts",
-        "holdfast cluster up --nodes 8 --nodes-min 4 --types g6.xlarge --on-demand-max 2 --budget-per-hour 20",
+        "holdfast cluster up --nodes 8 --nodes-min 4 --types g6.xlarge --on-demand-max 2 "
+        "--on-demand-price 0.81 --budget-per-hour 20",
     ),
 )
 @_FILE
