@@ -55,7 +55,7 @@ class DirectWriter:
     """
 
     def __init__(self, folder: Path, nbytes: int, chunk_bytes: int) -> None:
-        self._path = folder / "direct.bin"
+        self._path, self._old = folder / "direct.bin", folder / "direct-over.bin"
         self._nbytes, self._chunk_bytes = nbytes, chunk_bytes
         self._slots = max(1, min(_SOURCE_BYTES_MAX, nbytes) // chunk_bytes)
         self._memory = mmap.mmap(-1, self._slots * chunk_bytes)
@@ -64,7 +64,7 @@ class DirectWriter:
             self._memory[slot * chunk_bytes : (slot + 1) * chunk_bytes] = tile
 
     def write(self, threads: int, *, anew: bool = True) -> float:
-        """Write and sync a new file, and remove it; or, with `anew` False, write over the one of the call before.
+        """Write and sync a new file, and remove it; or, with `anew` False, write over the file of the last such call.
 
         Returns:
             Seconds from open to the return of fsync.
@@ -74,7 +74,7 @@ class DirectWriter:
         view = memoryview(self._memory)
         begin = time.monotonic()
         try:
-            with direct_file(self._path, self._nbytes, anew=anew) as fd:
+            with direct_file(self._path if anew else self._old, self._nbytes, anew=anew) as fd:
 
                 def some(first: int) -> None:
                     for chunk in range(first, chunks, threads):
@@ -98,7 +98,8 @@ class DirectWriter:
     def close(self) -> None:
         """Give back the buffer, and the file if one is left."""
         self._memory.close()
-        self._path.unlink(missing_ok=True)
+        for path in (self._path, self._old):
+            path.unlink(missing_ok=True)
 
 
 def read_direct(path: Path, chunk_bytes: int, threads: int) -> float:

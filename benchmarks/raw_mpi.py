@@ -3,7 +3,8 @@
     mpirun -n 2 python -m benchmarks.raw_mpi sender … : -n 1 python -m benchmarks.raw_mpi receiver …
 
     transfer   touched memory ─► MPI ─► touched memory
-    pipeline   tensors ─ copy ─► touched memory ─► MPI ─► touched memory ─ O_DIRECT, two threads ─► file, synced
+    pipeline   tensors ─ copy ─► touched memory ─► MPI ─► touched memory ─ O_DIRECT, two threads ─► the file of the call
+                                                                                              before, synced
 
 The pipeline is the way of a checkpoint's bytes with nothing else on it: what copy, transfer and write take
 together on these cores, whoever does them. No protocol, no credits, no CRCs: shared memory at the receiver, as the
@@ -13,7 +14,6 @@ ring is, receives posted before anything is sent, completion polled with short s
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import mmap
 import os
@@ -138,7 +138,7 @@ def _receive(world: Any, image: _Image, memory: _Memory, path: Path | None) -> f
         _exchange(image.in_turn(), memory.slots, post)
         return time.monotonic()
     writing: dict[int, Future[int]] = {}
-    with ThreadPoolExecutor(_WRITERS) as pool, direct_file(path, image.nbytes) as fd:
+    with ThreadPoolExecutor(_WRITERS) as pool, direct_file(path, image.nbytes, anew=False) as fd:
 
         def arrived(slot: int, chunk: int) -> bool:
             data = memory.part(slot, whole_pages(image.length(chunk)))
@@ -177,6 +177,7 @@ def main() -> None:
     slots = min(image.chunks, arguments.ring_chunks) if receiving else len(image.slices[rank])
     memory = _Memory(slots, image.chunk_bytes)
     tensors: _Memory | None = None
+    written: Path | None = None
 
     link = Link(arguments.hub, job="raw_mpi", rank=rank)
     for order in link.orders():
@@ -191,9 +192,9 @@ def main() -> None:
             _send(world, image, memory, tensors if path is not None else None)
             staged = time.monotonic()
         link.answer({"start": begin, "staged": staged, "end": time.monotonic()})
-        if path is not None and receiving:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+        written = path or written
+    if receiving and written is not None:
+        written.unlink(missing_ok=True)
     link.close()
 
 

@@ -39,6 +39,9 @@ _log = logging.getLogger("holdfast.flusher")
     "--niceness", type=int, help="CPU priority given up: 10 yields to training on the same machine."
 )
 @click.option("--verify/--no-verify", default=None, help="Read every checkpoint back after it was published.")
+@click.option(
+    "--reuse/--no-reuse", default=None, help="Write over checkpoints that are no longer kept (ext4, XFS)."
+)
 @click.option("--linger/--no-linger", default=None, help="Stay after the training has ended.")
 @click.option("--writers", type=int, help="How many threads write parts.")
 @click.option(

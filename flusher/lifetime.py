@@ -80,6 +80,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
             verify=config.verify,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
+            reuse=config.reuse,
             events=events,
         )
         held.callback(upkeep.stop)

@@ -58,6 +58,7 @@ class Upkeep:
         inbox: Gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
         verify: Whether to read back at all.
         keep_last: As the setting. `keep_every`: too.
+        reuse: Whether the room of what is removed may be written over by the next checkpoint.
         events: The event log, for what is found and what becomes of slices.
         gives_way_seconds_max: How long one read waits for what is being written.
     """
@@ -71,12 +72,14 @@ class Upkeep:
         verify: bool,
         keep_last: int,
         keep_every: int,
+        reuse: bool = True,
         events: EventLog | None = None,
         gives_way_seconds_max: float = _GIVES_WAY_SECONDS_MAX,
     ) -> None:
         self._store, self._tenure, self._inbox = store, tenure, inbox
         self._gives_way_seconds_max = gives_way_seconds_max
         self._verify, self._keep_last, self._keep_every = verify, keep_last, keep_every
+        self._remove = store.retire if reuse else store.delete
         self._events = events
         self._way_is_free = threading.Event()
         self._way_is_free.set()
@@ -316,7 +319,7 @@ class Upkeep:
             # The manifest first: a file without one is no checkpoint, a manifest without its file would be a lie.
             self._store.delete(name)
             reach(Point.MANIFEST_DELETED)
-            self._store.delete(one.file)
+            self._remove(one.file)
         if removed:
             self._inbox.put(Pruned(tuple(removed)))
 

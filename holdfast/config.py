@@ -259,6 +259,8 @@ class _RingConfig(_RoleConfig):
         keep_last: How many of the newest good checkpoints to keep; 0 keeps all.
         keep_every: Keep each step that this divides as well; 0 is off.
         verify: Read every checkpoint back after it was published, and mark it verified or bad.
+        reuse: Whether a new checkpoint may be written over one that is no longer kept and that nobody has open (on ext4
+            and XFS). To be off where other machines read the store's files over NFS from this one.
         linger: Whether the flusher stays after the training has ended.
         writers: How many threads write parts; by default as many as suit the store (`holdfast.storage.parts_at_once`).
         runtime_dir: Where the ring, its journal and the socket live; wants to be in memory (tmpfs).
@@ -275,6 +277,7 @@ class _RingConfig(_RoleConfig):
     keep_last: _Count = 3
     keep_every: _Count = 0
     verify: bool = True
+    reuse: bool = True
     linger: bool = False
     writers: Annotated[int, Field(ge=1, le=64)] | None = None
     runtime_dir: Path = Field(default_factory=default_runtime_dir)

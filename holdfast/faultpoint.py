@@ -53,6 +53,10 @@ class Point(StrEnum):
     MANIFEST_WRITTEN = "manifest_written"  # flusher: durable, and nobody was told
     VERIFYING = "verifying"  # flusher: in the middle of a read-back
     MANIFEST_DELETED = "manifest_deleted"  # flusher: retention has removed a manifest, not yet its file
+    FILE_RETIRED = (
+        "file_retired"  # flusher: a file that is no longer kept has lost its name; its room is kept
+    )
+    ROOM_TAKEN = "room_taken"  # flusher: the next upload has that room, nothing is written over it
     RECOVERING = "recovering"  # flusher: has found a dead one's ring, and done nothing yet
     SLICE_STORED = "slice_stored"  # rank: its slice is in the store, its seal is not
     SLICE_SEALED = "slice_sealed"  # rank: its slice is sealed in the store, and nobody was told

@@ -52,6 +52,9 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
 )
 @click.option("--verify/--no-verify", default=None, help="Read every checkpoint back after it was published.")
 @click.option(
+    "--reuse/--no-reuse", default=None, help="Write over checkpoints that are no longer kept (ext4, XFS)."
+)
+@click.option(
     "--linger/--no-linger", default=None, help="Leave the flusher running after the training has ended."
 )
 @click.option("--writers", type=int, help="How many threads of the flusher write parts.")

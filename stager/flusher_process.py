@@ -190,6 +190,7 @@ def _arguments(config: StagerConfig) -> list[str]:
         *(() if config.writers is None else ("--writers", str(config.writers))),
         *("--runtime-dir", str(config.runtime_dir)),
         "--verify" if config.verify else "--no-verify",
+        "--reuse" if config.reuse else "--no-reuse",
         "--linger" if config.linger else "--no-linger",
         *(() if config.metrics_port is None else ("--metrics-port", str(config.metrics_port))),
         *("--metrics-address", config.metrics_address),

@@ -22,7 +22,8 @@ __all__ = ["RawTransfer", "grids", "measure", "medians"]
 
 _ROUNDS = 5
 _IDLE_SECONDS = 10.0
-_RAW = ("raw_mpi", "raw_direct", "raw_both", "raw_pipeline")
+_RAW = ("raw_mpi", "raw_direct", "raw_over", "raw_both", "raw_pipeline")
+_DISK = ("raw_direct", "raw_over")
 _PHASES = (
     "save_seconds",
     "copy_seconds",
@@ -102,6 +103,7 @@ def measure(options: Options) -> dict[str, Any]:
         idle = memory.idle_cpu_percent(cluster.pids(), options.count(int(_IDLE_SECONDS), 1))
         direct = DirectWriter(cluster.folders.scratch, image_bytes, cluster.shape.chunk_bytes)
         with contextlib.closing(direct):
+            direct.write(2, anew=False)  # there is a file to write over
             for number, group in enumerate(TOGETHER):
                 peers = available(group)
                 for peer in peers:
@@ -109,7 +111,7 @@ def measure(options: Options) -> dict[str, Any]:
                 with _raw(cluster) if number == 0 else contextlib.nullcontext() as raw:
                     for turned in range(count):
                         options.progress(f"round {turned + 1} of {count}: {', '.join(peers)}")
-                        order = turn(["holdfast", *peers, *(_RAW if raw else ("raw_direct",))], turned)
+                        order = turn(["holdfast", *peers, *(_RAW if raw else _DISK)], turned)
                         figures = {peer: _figures(cluster, peer, raw, direct) for peer in order}
                         rounds.append(figures)
                 for peer in peers:
@@ -138,7 +140,7 @@ def _figures(cluster: Cluster, peer: str, raw: RawTransfer | None, direct: Direc
     if peer == "raw_both":
         assert raw is not None
         with ThreadPoolExecutor(1) as pool:
-            writing = pool.submit(direct.write, 2)
+            writing = pool.submit(lambda: direct.write(2, anew=False))
             staged = raw.seconds()
             done = writing.result()
         cluster.quiet()
@@ -148,8 +150,8 @@ def _figures(cluster: Cluster, peer: str, raw: RawTransfer | None, direct: Direc
         figures = raw.pipeline()
         cluster.quiet()
         return figures
-    if peer == "raw_direct":
-        by_threads = {threads: direct.write(threads) for threads in (1, 2)}
+    if peer in _DISK:
+        by_threads = {threads: direct.write(threads, anew=peer == "raw_direct") for threads in (1, 2)}
         best = min(by_threads, key=lambda threads: by_threads[threads])
         cluster.quiet()
         return {"done_seconds": by_threads[best], "threads": float(best)}
@@ -222,7 +224,16 @@ def _ratio_grid(rounds: list[dict[str, dict[str, float]]]) -> Grid:
                 rows.append((f"{what}: {peer} / holdfast", value.text()))
     for name, over, under in (
         ("staged: holdfast / raw MPI", ("holdfast", "staged_seconds"), ("raw_mpi", "done_seconds")),
-        ("durable: holdfast / raw O_DIRECT", ("holdfast", "done_seconds"), ("raw_direct", "done_seconds")),
+        (
+            "durable: holdfast / raw O_DIRECT, a new file",
+            ("holdfast", "done_seconds"),
+            ("raw_direct", "done_seconds"),
+        ),
+        (
+            "durable: holdfast / raw O_DIRECT, over an old file",
+            ("holdfast", "done_seconds"),
+            ("raw_over", "done_seconds"),
+        ),
         (
             "staged: holdfast / both raw at once",
             ("holdfast", "staged_seconds"),

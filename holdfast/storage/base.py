@@ -144,6 +144,10 @@ class Store(Protocol):
         """Remove an object; nothing happens if it is not there."""
         ...
 
+    def retire(self, name: str) -> None:
+        """As `delete`, of a big object: a backend may keep its room for the next `begin`, until `close`."""
+        ...
+
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> Upload:
         """Start an upload of `nbytes` that `publish` will make visible as `name`.
 

@@ -143,6 +143,10 @@ class GenericStore:
         """Remove an object."""
         self.remove(self._path(check_name(name)))
 
+    def retire(self, name: str) -> None:
+        """As `delete`."""
+        self.delete(name)
+
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> GenericUpload:
         """Start a big object."""
         temporary = self._path(temporary_name(write_id, name))

@@ -2,6 +2,7 @@
 
     begin ─► .holdfast/tmp/<write-id>-<name>, room reserved ─► parts (O_DIRECT) ─► count ─► fsync ─► rename
           ─► fsync of the directory
+      └── into the room of a retired file (posix_room)
     resume ─► the same inode, by either name, goes on
 
 The rename is the one visible act. Nothing else relies on the page cache: parts go past it where the file
@@ -21,8 +22,9 @@ from pathlib import Path
 from holdfast.errors import DamageError
 from holdfast.storage.base import ObjectInfo
 from holdfast.storage.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
-from holdfast.storage.posix_errors import translated
+from holdfast.storage.posix_errors import is_full, translated
 from holdfast.storage.posix_io import make_directories, read_whole, sync_directory, write_all
+from holdfast.storage.posix_room import SpareRoom
 from holdfast.storage.posix_upload import PosixUpload
 
 __all__ = ["PosixStore"]
@@ -39,6 +41,12 @@ class PosixStore:
 
     def __init__(self, root: Path) -> None:
         self._root = Path(os.path.abspath(root))  # noqa: PTH100  (Path.absolute keeps "..")
+        self._room = SpareRoom(self._root)
+
+    def close(self) -> None:
+        """Remove what was kept for its room."""
+        with translated("clear", self._root):
+            self._room.drop()
 
     @property
     def url(self) -> str:
@@ -162,6 +170,14 @@ class PosixStore:
                 return
             sync_directory(path.parent)
 
+    def retire(self, name: str) -> None:
+        """Remove a file, durably; the next upload may get its room."""
+        path = self._path(name)
+        with translated("delete", path):
+            kept = self._room.keep(path)
+        if not kept:
+            self.delete(name)
+
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> PosixUpload:
         """Start a big file; its room is reserved before the first byte is sent."""
         return PosixUpload(
@@ -169,6 +185,7 @@ class PosixStore:
             temporary=self._root / temporary_name(write_id, name),
             nbytes=nbytes,
             part_bytes=chunk_bytes,
+            room=self._room,
         )
 
     def resume(
@@ -219,7 +236,12 @@ class PosixStore:
         """The finished temporary file for a small file, and the directory that it will stand in."""
         with translated("write", path, needed_bytes=len(data)):
             make_directories(path.parent)
-            return self._write_temporary(name, data)
+            try:
+                return self._write_temporary(name, data)
+            except OSError as error:
+                if not is_full(error) or not self._room.drop():
+                    raise
+                return self._write_temporary(name, data)
 
     def _write_temporary(self, name: str, data: bytes) -> Path:
         temporary = self._root / temporary_name(f"small.{secrets.token_hex(8)}", name)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from holdfast.errors import StoreError, StoreMissing
 
-__all__ = ["free_bytes", "no_room", "translated"]
+__all__ = ["free_bytes", "is_full", "no_room", "translated"]
 
 _ADVICE = {
     errno.EACCES: "give the user of this process write permission there",
@@ -66,6 +66,11 @@ def free_bytes(path: Path) -> int | None:
             continue
         return status.f_bavail * status.f_frsize
     return None
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk is full, or a quota exhausted."""
+    return error.errno in _NO_ROOM
 
 
 def no_room(path: Path, *, needed_bytes: int, cause: str) -> StoreError:

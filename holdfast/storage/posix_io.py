@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 PAGE_BYTES = 4096
+_BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -161,8 +162,8 @@ def reserve(descriptor: int, path: Path, nbytes: int) -> None:
     writing into every block, which takes as long as the checkpoint itself. There a look at the free room must
     do. The file gets its size in any case: one that is taken up again is known by it.
     """
-    free = free_bytes(path)
-    if free is not None and free < nbytes:
+    free, held_bytes = free_bytes(path), os.fstat(descriptor).st_blocks * _BLOCK_BYTES
+    if free is not None and free < nbytes - held_bytes:
         raise no_room(path, needed_bytes=nbytes, cause="the file system is too full")
     os.ftruncate(descriptor, whole_pages(nbytes))
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)

@@ -41,6 +41,7 @@ from holdfast.storage.posix_io import (
     write_all,
     write_in_order,
 )
+from holdfast.storage.posix_room import SpareRoom
 
 __all__ = ["PosixUpload"]
 
@@ -58,6 +59,7 @@ class PosixUpload:
         nbytes: Size of the file.
         part_bytes: Size of a part.
         token: Of an upload that another process began and that goes on here; None begins one.
+        room: Of a retired file, which a new upload may use.
 
     Raises:
         StoreMissing: Nothing of the upload that `token` names is left.
@@ -65,7 +67,14 @@ class PosixUpload:
     """
 
     def __init__(
-        self, *, path: Path, temporary: Path, nbytes: int, part_bytes: int, token: str | None = None
+        self,
+        *,
+        path: Path,
+        temporary: Path,
+        nbytes: int,
+        part_bytes: int,
+        token: str | None = None,
+        room: SpareRoom | None = None,
     ) -> None:
         self._ledger = PartLedger(str(path), nbytes=nbytes, part_bytes=part_bytes)
         self._path, self._temporary = path, temporary
@@ -74,7 +83,7 @@ class PosixUpload:
         self._file = self._direct = self._inode = -1
         self._closing = threading.Lock()
         if token is None:
-            self._begin()
+            self._begin(room)
         else:
             self._resume(token)
 
@@ -164,12 +173,14 @@ class PosixUpload:
         with translated("abort", self._temporary):
             self._temporary.unlink(missing_ok=True)
 
-    def _begin(self) -> None:
+    def _begin(self, room: SpareRoom | None) -> None:
         with translated("begin", self._path, needed_bytes=self._ledger.nbytes):
             make_directories(self._path.parent)
             make_directories(self._temporary.parent)
             self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
+                if room is not None:
+                    self._file = room.take(self._temporary, self._file)
                 reserve(self._file, self._path, self._ledger.nbytes)
                 self._direct = open_direct(self._temporary)
                 self._inode = os.fstat(self._file).st_ino

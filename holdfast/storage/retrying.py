@@ -197,6 +197,10 @@ class Retrying:
         """As the store's."""
         self._call("delete", lambda: self._inner.delete(name))
 
+    def retire(self, name: str) -> None:
+        """As the store's."""
+        self._call("retire", lambda: self._inner.retire(name))
+
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> RetryingUpload:
         """As the store's; the upload's calls are tried again too."""
         upload = self._call(

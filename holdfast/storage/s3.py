@@ -204,6 +204,10 @@ class S3Store:
         """Remove an object."""
         self._delete(self.key(name))
 
+    def retire(self, name: str) -> None:
+        """As `delete`."""
+        self.delete(name)
+
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> S3Upload:
         """Start a multipart upload, even of a small image: one way, tested always."""
         from holdfast.storage.s3_upload import S3Upload, part_bytes_for

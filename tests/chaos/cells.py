@@ -117,6 +117,7 @@ MOMENTS = (
     Stage("part begun", "flusher@part_begun", _MID_IMAGE, _MID_IMAGE_S3, staged=1),
     Stage("file named", "flusher@file_named"),
     Stage("manifest written", "flusher@manifest_written", durable=2),
+    Stage("room of an old one kept", "flusher@file_retired", 1, 1, durable=2, keep_last=1),
     Stage(
         "killed again in recovery",
         "flusher@part_written",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.faultpoint import Point
+from holdfast.storage.posix_room import writes_in_place
 from tests.chaos.cells import CELLS, Cell
 from tests.chaos.place import BucketPlace, DirectoryPlace, Place
 from tests.chaos.scenario import Scenario
@@ -20,6 +22,8 @@ def _parameter(cell: Cell) -> object:
 @pytest.mark.parametrize("cell", [_parameter(cell) for cell in CELLS])
 def test_cell(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     stage, victims = cell.stage, cell.victims
+    if stage.point is Point.FILE_RETIRED and not writes_in_place(tmp_path):
+        pytest.skip(f"{tmp_path} is not on ext4 or XFS: no room is used again there")
     place: Place
     if cell.store == "s3":
         place = BucketPlace(request.getfixturevalue("swift_s3"))

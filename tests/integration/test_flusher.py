@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from holdfast.claim import Claim, Identity
 from holdfast.keeper import Keeper
 from holdfast.ring import Ring, SlotState
 from holdfast.storage import open_store
+from holdfast.storage.posix_room import writes_in_place
 from tests.support.cluster import wait_until
 from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file
@@ -336,6 +338,57 @@ def test_a_read_back_or_a_removal_that_was_cut_short_is_finished_by_the_next_flu
     assert third.wait() == 0
     for step in (2, 3):
         assert third.manifest(step)["state"] == "verified"
+
+
+@pytest.mark.parametrize("point", ["file_retired", "room_taken"])
+def test_a_flusher_that_dies_with_the_room_of_an_old_checkpoint_costs_none(
+    start: Start, attach: Attach, tmp_path: Path, point: str
+) -> None:
+    if not writes_in_place(tmp_path):
+        pytest.skip(f"{tmp_path} is not on ext4 or XFS: no room is used again there")
+    first = start("--keep-last", "1", fault=f"flusher@{point}#2=kill")
+    stager = attach(first.directory)
+    for step in range(1, 5):  # the second room is kept when 3 is verified, and taken by 4
+        stager.save(image_of(tmp_path, step), step)
+        if point == "file_retired" and step == 3:
+            break
+        if step < 4:
+            stager.wait("verified", step=step)
+    first.wait_killed()
+    stager.close()
+    newest = 4 if point == "room_taken" else 3
+    second = start("--keep-last", "1")
+    back = attach(second.directory)
+    back.finish()
+    assert second.wait() == 0
+    assert second.visible() == [f"step-{newest:09d}.json", f"step-{newest:09d}.pt"]
+    assert_loads(second.store / f"step-{newest:09d}.pt", newest)
+    assert second.manifest(newest)["state"] == "verified"
+    assert second.hidden() == []
+
+
+def test_each_checkpoint_is_written_into_the_room_of_the_one_before(
+    start: Start, attach: Attach, tmp_path: Path
+) -> None:
+    if not writes_in_place(tmp_path):
+        pytest.skip(f"{tmp_path} is not on ext4 or XFS: no room is used again there")
+    for reuse in ("--reuse", "--no-reuse"):
+        flusher = start("--keep-last", "1", reuse)
+        stager = attach(flusher.directory)
+        inodes = []
+        for step in range(1, 5):
+            rows = 400 + 50 * step
+            stager.save(image_of(tmp_path, step, rows=rows), step)
+            stager.wait("verified", step=step)
+            path = flusher.store / f"step-{step:09d}.pt"
+            wait_until(lambda: len(flusher.visible()) == 2, 30.0, "the one before is not removed")  # noqa: B023
+            inodes.append(path.stat().st_ino)
+        assert len(set(inodes)) == (2 if reuse == "--reuse" else 4)
+        assert_loads(path, step, rows=rows)
+        stager.finish()
+        assert flusher.wait() == 0
+        assert flusher.hidden() == []
+        shutil.rmtree(flusher.store)
 
 
 @pytest.mark.parametrize("how", ["terminate", "held_seconds_max"])

@@ -47,10 +47,17 @@ class Disk:
     die_at: int = -1
     skip: Callable[[Call], bool] = lambda call: False  # a deliberate bug: not recorded, so never durable
     _paths: dict[int, tuple[str, int]] = field(default_factory=dict)
+    _files: dict[int, int] = field(default_factory=dict)  # inode → which of the files that had this number
 
     def returned(self, note: Any) -> None:
         """The product says that something is durable now."""
         self.calls.append(Call("returned", None, note=note))
+
+    def _file(self, status: os.stat_result, *, new: bool = False) -> int:
+        """What stands for an inode here: a number that is given out again is another file."""
+        if new:
+            self._files[status.st_ino] = -2 - len(self.calls)
+        return self._files.get(status.st_ino, status.st_ino)
 
     def _add(self, call: Call) -> None:
         if len(self.calls) == self.die_at:
@@ -82,7 +89,7 @@ class Disk:
             new = name is not None and flags & os.O_CREAT and not os.path.lexists(path)
             fd: int = real["open"](path, flags, *args, **kwargs)
             if name is not None:
-                inode = os.fstat(fd).st_ino
+                inode = self._file(os.fstat(fd), new=bool(new))
                 if new:
                     directory, last = where(name)
                     self._add(Call("link", directory, last, inode))
@@ -115,8 +122,8 @@ class Disk:
         def sim_rename(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
             old, new = inside(source), inside(target)
             if old is not None and new is not None:
-                inode = os.lstat(source).st_ino if os.path.lexists(source) else -1
-                if inode >= 0:
+                inode = self._file(os.lstat(source)) if os.path.lexists(source) else -1
+                if inode != -1:
                     directory, last = where(new)
                     self._add(Call("rename", directory, last, inode, note=old))
             real["rename"](source, target, *args, **kwargs)
@@ -125,7 +132,7 @@ class Disk:
             new = inside(target)
             if new is not None and not os.path.lexists(target):
                 directory, last = where(new)
-                self._add(Call("link", directory, last, os.lstat(source).st_ino))
+                self._add(Call("link", directory, last, self._file(os.lstat(source))))
             real["link"](source, target, *args, **kwargs)
 
         def sim_unlink(path: Any, *args: Any, **kwargs: Any) -> None:
@@ -205,6 +212,6 @@ class Disk:
         found = {}
         for path, inode in names.items():
             parents = [str(parent) for parent in Path(path).parents if str(parent) != "."]
-            if inode >= 0 and all(names.get(parent) == -1 for parent in parents):
+            if inode != -1 and all(names.get(parent) == -1 for parent in parents):
                 found[path] = bytes(files.get(inode, b""))
         return found, notes

@@ -152,6 +152,10 @@ class StoreClient:
 
         self.act("delete", name, remove, writes=True)
 
+    def retire(self, name: str) -> None:
+        """As `delete`."""
+        self.delete(name)
+
     def _get(self, name: str) -> bytes:
         if name not in self.state.objects:
             raise StoreMissing(f"{URL}/{name}: not there")

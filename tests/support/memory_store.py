@@ -79,6 +79,10 @@ class MemoryStore:
         with self.lock:
             self.objects.pop(name, None)
 
+    def retire(self, name: str) -> None:
+        """As `delete`."""
+        self.delete(name)
+
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> MemoryUpload:
         self.before("begin", name)
         with self.lock:

@@ -315,6 +315,7 @@ def test_the_machines_limit_stands_beside_the_verdict() -> None:
     table = _table(0.01)
     for figures in table["rounds"]:
         figures["raw_direct"] = {"done_seconds": 0.5}
+        figures["raw_over"] = {"done_seconds": 0.5}
         figures["raw_pipeline"] = {"staged_seconds": 0.5, "done_seconds": 0.8}
     resnet = _makespan()
     theirs = [run for run in resnet["runs"] if run["peer"] == "holdfast"]
