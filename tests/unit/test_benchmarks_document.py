@@ -330,9 +330,11 @@ def test_the_machines_limit_stands_beside_the_verdict() -> None:
     )
     assert limits["makespan, GPT-2, every 2 iterations"] == "a raw write takes 0.50 of the 0.4 s between two"
     assert limits["PGT-2 against MLC-base"] == ""
-    assert (
-        limits["PGT-2: bandwidth of raw O_DIRECT"] == "bare copy, MPI and write in one pipeline: 62 (62–62) %"
-    )
+    for how in ("a new file", "over an old file"):
+        assert (
+            limits[f"PGT-2: bandwidth of raw O_DIRECT, {how}"]
+            == "bare copy, MPI and write in one pipeline: 62 (62–62) %"
+        )
     assert limits["PGT-1: bandwidth of raw MPI"] == "bare copy, MPI and write in one pipeline: 80 (80–80) %"
     assert limits["makespan, ResNet-50, every iteration"].startswith(
         "with the bare copy and write of pccheck-like: "
