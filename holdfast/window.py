@@ -10,12 +10,12 @@ import contextlib
 import ctypes
 import mmap
 
-__all__ = ["window"]
+__all__ = ["direct_window"]
 
 _HUGE_BYTES = 2 << 20
 
 
-def window(nbytes: int) -> memoryview:
+def direct_window(nbytes: int) -> memoryview:
     """`nbytes` (above 0) of zeroed memory that begins where a page does, for reads past the page cache. Any thread.
 
     What is at least 2 MiB begins where a huge page does. No more than `nbytes` ever becomes resident.

@@ -34,7 +34,7 @@ import torch
 from holdfast.crc import combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, StoreError
 from holdfast.faultpoint import Point, reach
-from holdfast.window import window
+from holdfast.window import direct_window
 from trainer_side.crew import Crew
 from trainer_side.described import Mapped
 from trainer_side.origins import Origin
@@ -73,7 +73,7 @@ class _Window(NamedTuple):
 
     @classmethod
     def of_size(cls, nbytes: int) -> _Window:
-        memory = window(nbytes)
+        memory = direct_window(nbytes)
         return cls(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), memory)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.window import window
+from holdfast.window import direct_window
 
 _PAGE_BYTES, _HUGE_BYTES = 4096, 2 << 20
 
@@ -20,7 +20,7 @@ def _address(view: memoryview) -> int:
 
 @pytest.mark.parametrize("nbytes", [1, 5000, _HUGE_BYTES - 1, _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
 def test_it_is_zero_and_holds_what_is_written_from_its_first_byte_to_its_last(nbytes: int) -> None:
-    view = window(nbytes)
+    view = direct_window(nbytes)
     assert (view.nbytes, view.format) == (nbytes, "B")
     assert not any(view)
     view[:] = b"\x07" * nbytes
@@ -29,13 +29,13 @@ def test_it_is_zero_and_holds_what_is_written_from_its_first_byte_to_its_last(nb
 
 @pytest.mark.parametrize("nbytes", [1, 5000, _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
 def test_it_begins_where_a_page_does_and_a_large_one_where_a_huge_page_does(nbytes: int) -> None:
-    address = _address(window(nbytes))
+    address = _address(direct_window(nbytes))
     assert address % (_PAGE_BYTES if nbytes < _HUGE_BYTES else _HUGE_BYTES) == 0
 
 
 @pytest.mark.parametrize("nbytes", [5000, 2 * _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
 def test_no_more_of_it_is_resident_than_was_asked_for(nbytes: int) -> None:
-    view = window(nbytes)
+    view = direct_window(nbytes)
     view[:] = bytes(nbytes)
     memory = view.obj
     assert isinstance(memory, mmap.mmap)
@@ -48,7 +48,7 @@ def test_no_more_of_it_is_resident_than_was_asked_for(nbytes: int) -> None:
 def test_whole_huge_pages_are_what_the_kernel_gives() -> None:
     if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
         pytest.skip("this kernel gives no huge pages")
-    view = window(2 * _HUGE_BYTES + 5000)
+    view = direct_window(2 * _HUGE_BYTES + 5000)
     view[:] = bytes(view.nbytes)
     assert _huge_bytes(_address(view)) >= 2 * _HUGE_BYTES
 
@@ -59,7 +59,7 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.Monkey
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr("holdfast.window.mmap.mmap", Plain)
-    assert not any(window(_HUGE_BYTES))
+    assert not any(direct_window(_HUGE_BYTES))
 
 
 def _huge_bytes(address: int) -> int:
