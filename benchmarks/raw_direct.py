@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast.window import direct_window
+
 __all__ = ["DirectWriter", "direct_file", "read_direct", "whole_pages"]
 
 _ALIGNMENT_BYTES = 4096
@@ -115,8 +117,7 @@ def read_direct(path: Path, chunk_bytes: int, threads: int) -> float:
     """
     nbytes = path.stat().st_size
     chunks = -(-nbytes // chunk_bytes)
-    memory = mmap.mmap(-1, threads * chunk_bytes)
-    view = memoryview(memory)
+    view = direct_window(threads * chunk_bytes)
     view[:] = bytes(len(view))
     got = [0] * threads
     begin = time.monotonic()
@@ -137,6 +138,5 @@ def read_direct(path: Path, chunk_bytes: int, threads: int) -> float:
     finally:
         os.close(fd)
         view.release()
-        memory.close()
     assert sum(got) == nbytes, (sum(got), nbytes)
     return seconds

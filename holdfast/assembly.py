@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import mmap
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -33,6 +32,7 @@ from holdfast.ring import Source
 from holdfast.slice_sets import LoadedSet
 from holdfast.slices import Frame, frames_of
 from holdfast.storage.base import Store
+from holdfast.window import direct_window
 
 __all__ = [
     "WRITE_ID_PREFIX",
@@ -404,7 +404,7 @@ def _write_parts(upload: Parts, image: Image, read: Read) -> Generator[int, None
             f"the store wants parts of {upload.part_bytes} bytes, no multiple of {layout.chunk_bytes}"
         )
     nbytes_max = min(upload.part_bytes, layout.image_bytes)
-    buffers = [memoryview(mmap.mmap(-1, nbytes_max)) for _ in range(_BUFFERS)]
+    buffers = [direct_window(nbytes_max) for _ in range(_BUFFERS)]
     part_chunks = upload.part_bytes // layout.chunk_bytes
     written: Future[int] | None = None
     with (

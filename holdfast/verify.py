@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import mmap
 import queue
 import struct
 import zipfile
@@ -30,6 +29,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.manifest import EntryRecord, Manifest
 from holdfast.storage.base import Store
 from holdfast.storage.ranged import RangedFile
+from holdfast.window import direct_window
 
 __all__ = ["Damage", "VerifyReport", "verify_file"]
 
@@ -184,7 +184,7 @@ def _chunk_sums(
     buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     nbytes = max(1, min(buffer_bytes, manifest.chunk_bytes, manifest.image_bytes))
     for _ in range(threads):
-        buffers.put(memoryview(mmap.mmap(-1, nbytes)))  # page-aligned: the store may read directly into it
+        buffers.put(direct_window(nbytes))
     bounds = _Bounds(manifest.entries)
 
     def sums_of(chunk: int) -> list[_Sum]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import bisect
 import ctypes
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ import torch
 from holdfast.crc import combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, StoreError
 from holdfast.faultpoint import Point, reach
+from holdfast.window import direct_window
 from trainer_side.crew import Crew
 from trainer_side.described import Mapped
 from trainer_side.origins import Origin
@@ -73,8 +73,8 @@ class _Window(NamedTuple):
 
     @classmethod
     def of_size(cls, nbytes: int) -> _Window:
-        memory = mmap.mmap(-1, nbytes)
-        return cls(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), memoryview(memory))
+        memory = direct_window(nbytes)
+        return cls(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), memory)
 
 
 class Sum(NamedTuple):

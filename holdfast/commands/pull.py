@@ -7,7 +7,6 @@ store ─► buffer ─► CRC of each chunk against the manifest ─► .DEST.�
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.manifest import Manifest, step_file_name
 from holdfast.slice_sets import SliceSet, complete_sets, load_set
 from holdfast.storage.base import Store
+from holdfast.window import direct_window
 
 __all__ = ["pull", "pull_file"]
 
@@ -179,7 +179,7 @@ def _kept(fd: int, manifest: Manifest) -> int:
 
 def _stream(store: Store, manifest: Manifest, fd: int, first: int, advance: Callable[[int], None]) -> None:
     """Fetch the chunks from `first` on."""
-    buffer = memoryview(mmap.mmap(-1, max(1, min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes))))
+    buffer = direct_window(max(1, min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes)))
     for chunk, expected in list(enumerate(manifest.chunk_crc32s))[first:]:
         begin, end = _extent(manifest, chunk)
         found = 0

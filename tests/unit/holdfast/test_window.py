@@ -1,0 +1,74 @@
+"""A window is like any other memory: zero, writable, and where it must lie to be read into directly."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+from pathlib import Path
+
+import pytest
+
+from holdfast.window import direct_window
+
+_PAGE_BYTES, _HUGE_BYTES = 4096, 2 << 20
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+
+
+@pytest.mark.parametrize("nbytes", [1, 5000, _HUGE_BYTES - 1, _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
+def test_it_is_zero_and_holds_what_is_written_from_its_first_byte_to_its_last(nbytes: int) -> None:
+    view = direct_window(nbytes)
+    assert (view.nbytes, view.format) == (nbytes, "B")
+    assert not any(view)
+    view[:] = b"\x07" * nbytes
+    assert bytes(view) == b"\x07" * nbytes
+
+
+@pytest.mark.parametrize("nbytes", [1, 5000, _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
+def test_it_begins_where_a_page_does_and_a_large_one_where_a_huge_page_does(nbytes: int) -> None:
+    address = _address(direct_window(nbytes))
+    assert address % (_PAGE_BYTES if nbytes < _HUGE_BYTES else _HUGE_BYTES) == 0
+
+
+@pytest.mark.parametrize("nbytes", [5000, 2 * _HUGE_BYTES, 2 * _HUGE_BYTES + 5000])
+def test_no_more_of_it_is_resident_than_was_asked_for(nbytes: int) -> None:
+    view = direct_window(nbytes)
+    view[:] = bytes(nbytes)
+    memory = view.obj
+    assert isinstance(memory, mmap.mmap)
+    pages = (ctypes.c_ubyte * -(-len(memory) // _PAGE_BYTES))()
+    begin = ctypes.c_void_p(_address(memoryview(memory)))
+    assert ctypes.CDLL(None, use_errno=True).mincore(begin, ctypes.c_size_t(len(memory)), pages) == 0
+    assert sum(page & 1 for page in pages) == -(-nbytes // _PAGE_BYTES)
+
+
+def test_whole_huge_pages_are_what_the_kernel_gives() -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this kernel gives no huge pages")
+    view = direct_window(2 * _HUGE_BYTES + 5000)
+    view[:] = bytes(view.nbytes)
+    assert _huge_bytes(_address(view)) >= 2 * _HUGE_BYTES
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("holdfast.window.mmap.mmap", Plain)
+    assert not any(direct_window(_HUGE_BYTES))
+
+
+def _huge_bytes(address: int) -> int:
+    """Of the mapping that has this address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        begins = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if begins:
+            inside = int(begins[1], 16) <= address < int(begins[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0
