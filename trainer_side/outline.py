@@ -12,7 +12,7 @@ Python code runs for a tensor, and little for a container.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, eq
 from typing import Any, NamedTuple, Self
 
@@ -40,7 +40,6 @@ _FACTS: tuple[Callable[[torch.Tensor], Any], ...] = (
     attrgetter("shape", "dtype", "device", "layout", "requires_grad"),
     torch.Tensor.stride,
     torch.Tensor.storage_offset,
-    torch.Tensor.is_conj,
     torch.Tensor.is_neg,
 )
 _address = attrgetter("_cdata")
@@ -140,10 +139,12 @@ class Facts:
     """All about some tensors that a survey and a pickle depend on, except bytes and addresses. Keeps none alive."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> None:
-        self._of_each = [[*map(fact, tensors)] for fact in _FACTS]
+        # Only complex tensors can be conjugate, and the dtype is compared before it would be asked.
+        self._asked = (*_FACTS, torch.Tensor.is_conj) if any(map(torch.is_complex, tensors)) else _FACTS
+        self._of_each = [[*map(fact, tensors)] for fact in self._asked]
         self._storage_bytes = [*map(torch.UntypedStorage.nbytes, storages)]
-        self._shared_storages = _firsts(map(_address, storages))
-        self._same_objects = _firsts(map(id, tensors))
+        self._shared_storages = _Identities([*map(_address, storages)])
+        self._same_objects = _Identities([*map(id, tensors)])
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Self | None:
@@ -160,7 +161,7 @@ class Facts:
         try:
             if len(tensors) != len(self._storage_bytes) or any(map(vars, tensors)):
                 return None
-            for fact, known in zip(_FACTS, self._of_each, strict=True):
+            for fact, known in zip(self._asked, self._of_each, strict=True):
                 if not all(map(eq, map(fact, tensors), known)):
                     return None
             storages = [*map(torch.Tensor.untyped_storage, tensors)]
@@ -168,14 +169,28 @@ class Facts:
             return None
         same = (
             all(map(eq, map(torch.UntypedStorage.nbytes, storages), self._storage_bytes))
-            and _firsts(map(_address, storages)) == self._shared_storages
-            and _firsts(map(id, tensors)) == self._same_objects
+            and self._shared_storages.hold([*map(_address, storages)])
+            and self._same_objects.hold([*map(id, tensors)])
         )
         return storages if same else None
 
 
-def _firsts(values: Iterable[int]) -> list[int]:
-    """For each value, the place of the first that equals it: who is who, whatever the values themselves are."""
-    listed = [*values]
-    first = dict(zip(reversed(listed), range(len(listed) - 1, -1, -1), strict=True))
-    return [*map(first.__getitem__, listed)]
+class _Identities:
+    """Which of some values are equal to one another, whatever the values themselves are."""
+
+    def __init__(self, values: list[int]) -> None:
+        self._count = len(values)
+        # Nearly always all differ, and then a set says so in a third of the time.
+        self._firsts = None if len(set(values)) == self._count else _firsts(values)
+
+    def hold(self, values: list[int]) -> bool:
+        """Whether the same of these are equal."""
+        if len(values) != self._count:
+            return False
+        return len(set(values)) == self._count if self._firsts is None else _firsts(values) == self._firsts
+
+
+def _firsts(values: list[int]) -> list[int]:
+    """For each value, the place of the first that equals it."""
+    first = dict(zip(reversed(values), range(len(values) - 1, -1, -1), strict=True))
+    return [*map(first.__getitem__, values)]

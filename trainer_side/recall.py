@@ -97,10 +97,12 @@ class Recall:
         """Per entry of the layout, where its bytes lie now."""
         sources: list[Source | None] = [None] * entries
         storages = seen.storages
+        # Not `Source(…)`: that runs Python code for each.
+        new = tuple.__new__
         for entry, tensor, start_bytes, nbytes, device in self._places:
             storage = storages[tensor]
             address = storage.data_ptr() + start_bytes if nbytes else 0
-            sources[entry] = Source(entry, storage, start_bytes, nbytes, address, device)
+            sources[entry] = new(Source, (entry, storage, start_bytes, nbytes, address, device))
         return sources
 
     def pickle(self, tree: Mapping[str, Any], seen: Seen) -> tuple[bytes, set[Any]] | None:

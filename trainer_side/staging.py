@@ -62,6 +62,13 @@ class Staging:
         self._frame_at = {offset: frame for frame, offset in enumerate(plan.frames)}
         # Per frame; nothing is ready before the first checkpoint.
         self._copies_left = [1] * len(plan.frames)
+        # One more than there are: no frame is given away before all of what is captured at once is here.
+        self._copies_at_first = [1] * len(plan.frames)
+        for piece in plan.gated:
+            self._copies_at_first[piece.frame] += 1
+        self._now_entries = sorted({piece.entry for piece in plan.now})
+        self._places: list[tuple[int, int, torch.device] | None] = []
+        self._now: tuple[tuple[Batch, ...], tuple[Batch, ...]] = (), ()
         self._landing: Callable[[], None] | None = None
         for frame in frames_of(skeleton.layout, skeleton.rank):
             offset = frame.offset
@@ -97,25 +104,42 @@ class Staging:
             sources: Per entry its storage; None where `contents` has the bytes.
             contents: Entries whose bytes are made, not copied from a tensor (data.pkl, `PerRank` values).
         """
-        # One more than there are: no frame is given away before all of what is captured at once is here.
-        left = [1] * len(self._plan.frames)
-        for piece in self._plan.gated:
-            left[piece.frame] += 1
-        self._copies_left = left
-        host: list[Piece] = []
-        device: list[Piece] = []
+        self._copies_left = [*self._copies_at_first]
         for piece in self._plan.now:
             content = contents.get(piece.entry)
-            source = sources[piece.entry]
             if content is not None:
                 self._view[piece.offset : piece.offset + piece.nbytes] = memoryview(content)[
                     piece.entry_offset : piece.entry_offset + piece.nbytes
                 ]
-            elif source is not None:
-                (host if source.device.type == "cpu" else device).append(piece)
-        for batch in batches(host, sources):
+        host, device = self._batches_now(sources, contents)
+        for batch in host:
             self._engine.copy_host(batch, self.memory, self._move)
-        self._landing = self._engine.capture(batches(device, sources), sources, self.memory)
+        self._landing = self._engine.capture(device, sources, self.memory)
+
+    def _batches_now(
+        self, sources: Sequence[Source | None], contents: Collection[int]
+    ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
+        """What `copy_now` copies from tensors in host memory and on a device; made anew only where one has moved."""
+        # All that a batch depends on, beside the plan. It holds addresses, never memory.
+        places = [
+            None
+            if source is None or entry in contents
+            else (source.data_ptr, source.start_bytes, source.device)
+            for entry, source in zip(
+                self._now_entries, map(sources.__getitem__, self._now_entries), strict=True
+            )
+        ]
+        if places != self._places:
+            host: list[Piece] = []
+            device: list[Piece] = []
+            place_of = dict(zip(self._now_entries, places, strict=True))
+            for piece in self._plan.now:
+                place = place_of[piece.entry]
+                if place is not None:
+                    (host if place[2].type == "cpu" else device).append(piece)
+            self._now = batches(host, sources), batches(device, sources)
+            self._places = places
+        return self._now
 
     def copy_gated(
         self,

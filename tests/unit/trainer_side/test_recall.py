@@ -375,6 +375,36 @@ def test_over_many_random_changes_both_captures_are_the_same(seed: int, referenc
     assert recalled > 12
 
 
+TYING: dict[str, Callable[[State], Any]] = {
+    "one storage": lambda state: state.update(b=state["a"].detach()),
+    "one object": lambda state: state.update(b=state["a"]),
+    "one storage, another part": lambda state: state.update(b=torch.ones(6)[3:], a=torch.ones(3)),
+    "both parts of one storage": lambda state: state.update(
+        zip("ab", torch.arange(6.0).reshape(2, 3), strict=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TYING)
+def test_tensors_that_all_differed_and_no_longer_do_are_seen_at_once(
+    what: str, reference: _Reference
+) -> None:
+    state: State = {"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(3)}
+    skeleton = _ready(state)
+    assert reference.compare(state, skeleton)
+    TYING[what](state)
+    assert not reference.compare(state, skeleton), "not what was known"
+
+
+def test_tied_tensors_that_are_tied_to_others_are_seen_at_once(reference: _Reference) -> None:
+    one, other = torch.ones(3), torch.zeros(3)
+    state: State = {"a": one, "b": one.detach(), "c": other, "d": one.detach()}
+    skeleton = _ready(state)
+    assert reference.compare(state, skeleton)
+    state["d"] = other.detach()
+    assert reference.compare(state, skeleton) is None
+
+
 def test_a_rank_that_sends_no_pickle_recalls_too(reference: _Reference) -> None:
     state = _state()
     skeleton = make_plan(state, rank=1, ranks=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -202,3 +203,46 @@ def test_the_next_checkpoint_starts_from_nothing() -> None:
     watcher = _fill(_staging(skeleton), skeleton, taken)
     watcher.staging.copy_now(taken.sources, taken.contents)
     assert len(watcher.ready()) < len(watcher.frames)
+
+
+def _swap(model: Any, chance: random.Random) -> None:
+    """Two buffers trade their memory."""
+    one, other = chance.sample(model, 2)
+    one.data, other.data = other.data, one.data
+
+
+def _relocate(model: Any, chance: random.Random) -> None:
+    """A buffer comes to lie elsewhere, and at another place in its storage."""
+    buffer = chance.choice(model)
+    buffer.data = torch.randn(buffer.numel() + 8)[chance.randrange(8) :][: buffer.numel()]
+
+
+def _fill_in_place(model: Any, chance: random.Random) -> None:
+    chance.choice(model).normal_()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_taken_at_once_is_taken_from_where_it_lies_now(seed: int) -> None:
+    """One area, many checkpoints, buffers that move, or not, between them: always the bytes of this one."""
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
+    state = _state()
+    state["model"] = torch.nn.Sequential(*[torch.nn.BatchNorm1d(30) for _ in range(6)])
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters())
+    buffers = [buffer for buffer in state["model"].buffers() if buffer.numel() == 30]
+    skeleton, _ = _plan(state, 0)
+    staging = _staging(skeleton)
+    plan_of_slice = SlicePlan.of(skeleton.layout, 0, skeleton.gated)
+    for count in range(30):
+        chance.choice([_swap, _relocate, _fill_in_place, _fill_in_place])(buffers, chance)
+        state["note"] = f"{count:05}"
+        taken = capture(collect(state), skeleton)
+        assert taken is not None
+        # Whatever lay in the area before must be gone.
+        for piece in plan_of_slice.now:
+            staging.view(piece.offset, piece.nbytes)[:] = b"\xff" * piece.nbytes
+        staging.copy_now(taken.sources, taken.contents)
+        for piece in plan_of_slice.now:
+            expected = _expected(skeleton.layout, 0, taken, piece.entry)
+            found = bytes(staging.view(piece.offset, piece.nbytes))
+            assert found == expected[piece.entry_offset : piece.entry_offset + piece.nbytes], (count, piece)
