@@ -7,7 +7,6 @@ better.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 import time
@@ -60,7 +59,7 @@ class DirectWriter:
         self._path, self._old = folder / "direct.bin", folder / "direct-over.bin"
         self._nbytes, self._chunk_bytes = nbytes, chunk_bytes
         self._slots = max(1, min(_SOURCE_BYTES_MAX, nbytes) // chunk_bytes)
-        self._memory = mmap.mmap(-1, self._slots * chunk_bytes)
+        self._memory = direct_window(self._slots * chunk_bytes)
         tile = os.urandom(chunk_bytes)
         for slot in range(self._slots):
             self._memory[slot * chunk_bytes : (slot + 1) * chunk_bytes] = tile
@@ -73,7 +72,7 @@ class DirectWriter:
         """
         pages = whole_pages(self._nbytes)
         chunks = -(-self._nbytes // self._chunk_bytes)
-        view = memoryview(self._memory)
+        view = self._memory[:]
         begin = time.monotonic()
         try:
             with direct_file(self._path if anew else self._old, self._nbytes, anew=anew) as fd:
@@ -99,7 +98,7 @@ class DirectWriter:
 
     def close(self) -> None:
         """Give back the buffer, and the file if one is left."""
-        self._memory.close()
+        self._memory.release()
         for path in (self._path, self._old):
             path.unlink(missing_ok=True)
 

@@ -7,15 +7,14 @@
                                                                                               before, synced
 
 The pipeline is the way of a checkpoint's bytes with nothing else on it: what copy, transfer and write take
-together on these cores, whoever does them. No protocol, no credits, no CRCs: shared memory at the receiver, as the
-ring is, receives posted before anything is sent, completion polled with short sleeps as all processes share the cores.
+together on these cores, whoever does them. No protocol, no credits, no CRCs: huge pages on both sides, receives posted
+before anything is sent, completion polled with short sleeps as all processes share the cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any
 
 from benchmarks.hub import Link
 from benchmarks.raw_direct import direct_file, whole_pages
+from holdfast.window import direct_window
 
 __all__ = ["main"]
 
@@ -48,7 +48,7 @@ class _Memory:
         import numpy as np
 
         self.slots, self._chunk_bytes = slots, chunk_bytes
-        self.array = np.frombuffer(mmap.mmap(-1, max(1, slots) * chunk_bytes), np.uint8)
+        self.array = np.frombuffer(direct_window(max(1, slots) * chunk_bytes), np.uint8)
         self.array[:] = 1
 
     def part(self, slot: int, nbytes: int) -> Any:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         ring = held.enter_context(
             _ring(directory, config, tenure.attempt, found, lambda: service.leaves_ring)
         )
+        held.enter_context(_huge_pages(ring))
         held.enter_context(serve_metrics(config, events, ring=ring, store=store))
         board = Board("flusher", store.url)
         events.listen(board.hear)
@@ -156,6 +159,28 @@ def _ring(
             raise
     if not is_left():
         Ring.remove(directory)
+
+
+@contextlib.contextmanager
+def _huge_pages(ring: Ring) -> Iterator[None]:
+    """Have a thread move the ring into huge pages while the job starts."""
+    ended = threading.Event()
+
+    def move() -> None:
+        begun = time.monotonic()
+        moved_bytes, ring_bytes = ring.use_huge_pages(ended.is_set), ring.ring_chunks * ring.chunk_bytes
+        seconds = time.monotonic() - begun
+        _log.info(
+            "%d of the ring's %d bytes lie in huge pages, after %.1f s", moved_bytes, ring_bytes, seconds
+        )
+
+    thread = threading.Thread(target=move, name="huge-pages", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _close_store(store: Store) -> None:

@@ -1,7 +1,8 @@
-"""Memory that a store reads into, in huge pages where the kernel has them.
+"""Memory that a store reads into or writes from, in huge pages where the kernel has them.
 
-A direct read of 4 MiB into small pages that lie anywhere is a thousand pieces, for the kernel and for the device: it
-cuts the request where its list of pieces is full. Into two huge pages it is two pieces, whatever else is the same.
+A direct read or write of 4 MiB of small pages that lie anywhere is a thousand pieces, for the kernel and for the
+device: it cuts the request where its list of pieces is full. Of two huge pages it is two pieces, whatever else is the
+same.
 """
 
 from __future__ import annotations
@@ -9,10 +10,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Callable
 
-__all__ = ["direct_window"]
+__all__ = ["direct_window", "use_huge_pages"]
 
 _HUGE_BYTES = 2 << 20
+_FAILURES_MAX = 8  # in a row: a page in use is left, a kernel without them or without any free would go on so
+_PROT_NONE, _MAP_FIXED, _MADV_COLLAPSE = (
+    0,
+    0x10,
+    25,
+)  # mmap(2), madvise(2), Linux 6.1; Python has no names for them
 
 
 def direct_window(nbytes: int) -> memoryview:
@@ -29,3 +37,48 @@ def direct_window(nbytes: int) -> memoryview:
     with contextlib.suppress(OSError):  # a kernel without them: pages are small, and all else is the same
         memory.madvise(mmap.MADV_HUGEPAGE, begin, huge_bytes)
     return memoryview(memory)[begin : begin + nbytes]
+
+
+def use_huge_pages(descriptor: int, nbytes: int, stopped: Callable[[], bool]) -> int:
+    """Move a file in shared memory into huge pages, as far as the kernel has them. Its bytes stay; it may be in use.
+
+    Shared memory mostly gets none by itself (`shmem_enabled`); here they are asked for, two MiB after two MiB, which
+    takes some seconds for each GiB. Whoever maps the file, wherever, then has its bytes in few pieces. Any thread.
+
+    Args:
+        descriptor: Open for reading and writing; the file has all its pages.
+        nbytes: How many; what is left of two MiB stays as it is.
+        stopped: Asked before each step; True ends it.
+
+    Returns:
+        How many bytes lie in huge pages.
+    """
+    huge_bytes = nbytes // _HUGE_BYTES * _HUGE_BYTES
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    )
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    # Only what is mapped where a huge page could begin is moved: room for that, and the file in the midst of it.
+    room_bytes = huge_bytes + _HUGE_BYTES
+    room = libc.mmap(None, room_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if not huge_bytes or room == ctypes.c_void_p(-1).value:
+        return 0
+    moved_bytes = failures = 0
+    try:
+        begin = -(-room // _HUGE_BYTES) * _HUGE_BYTES
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if libc.mmap(begin, huge_bytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != begin:
+            return 0
+        for offset in range(0, huge_bytes, _HUGE_BYTES):
+            if stopped() or failures == _FAILURES_MAX:
+                break
+            moved = libc.madvise(begin + offset, _HUGE_BYTES, _MADV_COLLAPSE) == 0
+            moved_bytes += moved * _HUGE_BYTES
+            failures = 0 if moved else failures + 1
+    finally:
+        libc.munmap(room, room_bytes)
+    return moved_bytes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from holdfast.window import direct_window
+from holdfast.window import direct_window, use_huge_pages
 
 _PAGE_BYTES, _HUGE_BYTES = 4096, 2 << 20
 
@@ -72,3 +74,47 @@ def _huge_bytes(address: int) -> int:
         elif inside and line.startswith("AnonHugePages:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def test_a_file_in_shared_memory_keeps_its_bytes_in_huge_pages_while_it_is_used() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm here")
+    nbytes = 4 * _HUGE_BYTES + 5000
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.write(os.urandom(nbytes))
+        file.flush()
+        with mmap.mmap(file.fileno(), nbytes) as used:
+            before = bytes(used)
+            moved_bytes = use_huge_pages(file.fileno(), nbytes, lambda: False)
+            assert used[:] == before
+            used[_HUGE_BYTES] ^= 0xFF
+            file.seek(_HUGE_BYTES)
+            assert file.read(1)[0] == before[_HUGE_BYTES] ^ 0xFF
+            assert moved_bytes % _HUGE_BYTES == 0
+            assert moved_bytes <= 4 * _HUGE_BYTES
+            if not moved_bytes:
+                pytest.skip("this kernel gives shared memory no huge pages (Linux 6.1)")
+
+
+def test_it_ends_when_it_is_told_to() -> None:
+    asked = []
+
+    def after_two() -> bool:
+        asked.append(None)
+        return len(asked) > 2
+
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.write(bytes(6 * _HUGE_BYTES))
+        file.flush()
+        assert use_huge_pages(file.fileno(), 6 * _HUGE_BYTES, after_two) <= 2 * _HUGE_BYTES
+        assert len(asked) == 3
+
+
+def test_where_there_are_none_nothing_is_done(tmp_path: Path) -> None:
+    with (tmp_path / "ordinary").open("w+b") as file:
+        file.write(b"x" * _HUGE_BYTES)
+        file.flush()
+        assert use_huge_pages(file.fileno(), 5000, lambda: False) == 0
+        use_huge_pages(file.fileno(), _HUGE_BYTES, lambda: False)
+        file.seek(0)
+        assert file.read() == b"x" * _HUGE_BYTES
