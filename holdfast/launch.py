@@ -5,15 +5,20 @@ Used wherever holdfast itself starts an MPI job (demo, tests, benchmarks). By ha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import ConfigError
 
 __all__ = ["find_mpirun", "mpirun_command"]
+
+_DAEMONS = {"mpirun", "mpiexec", "prterun", "prte", "prted"}
 
 
 def find_mpirun() -> str:
@@ -44,6 +49,10 @@ def mpirun_command(
 ) -> list[str]:
     """Build the command line of one MPI job: `ranks` trainers, and one stager if asked for.
 
+    What a killed mpirun has left in the temporary directory is removed: the next one that gets its process id would
+    not start ("The PMIx server's listener thread failed to start"). In a container that starts again that is the
+    very next one.
+
     Args:
         ranks: Number of training ranks.
         trainer: Their command, such as `[sys.executable, "train.py"]`.
@@ -57,6 +66,7 @@ def mpirun_command(
         ConfigError: No mpirun beside this Python nor on PATH.
     """
     command = [find_mpirun()]
+    _remove_dead_sessions(Path(tempfile.gettempdir()))
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")  # mpirun refuses root otherwise; containers run as root
     processes = ranks + (stager is not None)
@@ -73,3 +83,22 @@ def mpirun_command(
     if stager is not None:
         command += [":", *(("--host", f"{stager_host}:1") if hosts is not None else ()), "-n", "1", *stager]
     return command
+
+
+def _remove_dead_sessions(temporary: Path) -> None:
+    """Remove the session directories of this user's Open MPI daemons of this host that are no more."""
+    processes = Path("/proc")
+    if not (processes / "self" / "comm").exists():
+        return
+    names = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    for session in [*temporary.glob("ompi.*"), *temporary.glob("prted.*")]:
+        pid = session.name.rpartition(".")[2]
+        with contextlib.suppress(OSError):  # gone by now, or not ours: then nothing stands in our way
+            # Its rendezvous file is what the next one of this id finds in its way; containers that share the
+            # directory have names of their own, and their process ids say nothing here.
+            if not any((session / f"pmix.{name}.tool.{pid}").exists() for name in names):
+                continue
+            comm = processes / pid / "comm"
+            running = comm.read_text().strip() if comm.exists() else ""
+            if running not in _DAEMONS and session.stat().st_uid == os.geteuid():
+                shutil.rmtree(session)

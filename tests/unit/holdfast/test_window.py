@@ -97,7 +97,7 @@ def test_a_file_in_shared_memory_keeps_its_bytes_in_huge_pages_while_it_is_used(
 
 
 def test_it_ends_when_it_is_told_to() -> None:
-    asked = []
+    asked: list[None] = []
 
     def after_two() -> bool:
         asked.append(None)
