@@ -238,7 +238,7 @@ class Cluster:
 
     def cpu_seconds(self) -> float:
         """User and system seconds so far, of ranks, their helpers, the stager and the flusher."""
-        pids = [self.flusher_pid, *self._job.pids()]
+        pids = {self.flusher_pid, *self._job.pids()}  # the stager has started it, so it is there twice
         total = 0.0
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -125,7 +125,7 @@ def _bare_is(*peers: str) -> Callable[[Documents], str]:
     def limit(documents: Documents) -> str:
         table = documents.get("table")
         texts = []
-        for bare, what in ((_PIPELINE, "a bare pipeline"), (_OVER, "a raw write alone")):
+        for bare, what in _BARE:
             values = [ratio(table["rounds"], (peer, _DONE), (bare, _DONE)) for peer in peers] if table else []
             found = [value for value in values if value is not None]
             if found:
@@ -147,17 +147,16 @@ def _pipeline(figure: str, alone: str) -> Callable[[Documents], str]:
 
 
 def _disk_interval(peer: str, more: float) -> Callable[[Documents], str]:
-    """Beside a bare write: how soon one checkpoint would have to follow another."""
+    """How soon one checkpoint would have to follow another, beside one that is nothing but bytes on their way."""
 
     def limit(documents: Documents) -> str:
         table, makespan = documents.get("table"), documents.get("makespan")
-        raw = columns(table["rounds"], _OVER, _DONE) if table else []
-        if not raw or not makespan:
+        if not table or not makespan:
             return ""
         seconds = makespan["iteration_seconds"]
         theirs = interval_under(makespan["runs"], peer, seconds, 0.05)
         wanted = theirs * seconds / more
-        return f"it would be one every {wanted:.2f} s; a raw write takes {spread(raw).median:.2f} s"
+        return "; ".join([f"it would be one every {wanted:.2f} s", *_bare_takes(table)])
 
     return limit
 
@@ -195,17 +194,22 @@ def _raw_ranges(documents: Documents) -> str:
 
 
 def _disk_share(every: int) -> Callable[[Documents], str]:
-    """How much of the time between two checkpoints the disk needs for one."""
+    """How much of the time between two checkpoints one needs that is nothing but bytes on their way."""
 
     def limit(documents: Documents) -> str:
         table, makespan = documents.get("table"), documents.get("makespan")
-        raw = columns(table["rounds"], _OVER, _DONE) if table else []
-        if not raw or not makespan:
+        if not table or not makespan:
             return ""
         between = every * makespan["iteration_seconds"]
-        return f"a raw write takes {spread(raw).median:.2f} of the {between:.1f} s between two"
+        return "; ".join([f"{between:.1f} s are between two", *_bare_takes(table)])
 
     return limit
+
+
+def _bare_takes(table: Document) -> list[str]:
+    """Seconds of the same bytes with nothing else on their way."""
+    found = ((what, columns(table["rounds"], bare, _DONE)) for bare, what in _BARE)
+    return [f"{what} takes {spread(seconds).median:.2f} s" for what, seconds in found if seconds]
 
 
 def _bare_save(model: str, every: int) -> Callable[[Documents], str]:
@@ -269,6 +273,7 @@ def _nvme(document: Document) -> Verdict | None:
 _DONE, _STALL, _STAGED = "done_seconds", "stall_seconds", "staged_seconds"
 _SAVE = "torch.save+fsync"
 _PIPELINE, _OVER = "raw_pipeline", "raw_over"
+_BARE = ((_PIPELINE, "a bare pipeline"), (_OVER, "a raw write alone"))
 
 TARGETS = (
     Target(

@@ -19,7 +19,7 @@ _ROUNDS = 3
 _ITERATION_SECONDS = 0.2
 _OVERHEAD_MAX = 0.05
 # Checkpoints in a run, by interval: the more often, the more are needed until the pipeline is full.
-_SAVES = {2: 6, 10: 2}
+_SAVES = {2: 6, 5: 3, 10: 2}
 # In two parts, as all their buffers together do not fit in memory; the second one's are slow, and seen at one interval.
 _PARTS = (
     (("holdfast", "torch.save+fsync", "dcp-thread", "checkfreq", "pccheck-like"), _SAVES),
