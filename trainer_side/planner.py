@@ -11,10 +11,8 @@ With a new plan come new areas.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,10 +105,9 @@ class Planner:
                 return self._plan, taken
         # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
         # each other; a rank that is still sending must wait for its buffer first, and not decline.
-        with _no_collections():
-            self._agree(tree)
-            planned = self._renew_together(tree)
-            taken = capture(tree, planned.skeleton)
+        self._agree(tree)
+        planned = self._renew_together(tree)
+        taken = capture(tree, planned.skeleton)
         assert taken is not None
         return planned, taken
 
@@ -225,19 +222,3 @@ class Planner:
         checked = self._config.on_divergence != "off" and layout.ranks > 1
         self._plan = Plan(skeleton, Router(slice_plan), watched(layout) if checked else ())
         return self._plan
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """The search for garbage in cycles pauses.
-
-    A plan makes dozens of objects for each tensor and keeps most of them until it is made: looking through all of them
-    again and again was a third of the time that a plan of 10,000 tensors took.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

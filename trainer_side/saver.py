@@ -32,6 +32,7 @@ from holdfast.faultpoint import Point, reach
 from trainer_side.alone import Alone
 from trainer_side.copier import Copier, Job
 from trainer_side.fingerprint import Fingerprints
+from trainer_side.garbage import no_collections
 from trainer_side.ledger import Ledger
 from trainer_side.link import Link
 from trainer_side.planner import Plan, Planner
@@ -83,7 +84,8 @@ class Saver:
         if (problem := self._link.problem) is not None and self._keeper is None:
             return self._decline(step, f"stager lost: {problem}", tell=False)
         try:
-            plan, taken = self._planner.take(collect(self._state))
+            with no_collections():
+                plan, taken = self._planner.take(collect(self._state))
         except PeerLost as lost:
             if lost is not self._problem() or self._keeper is not None:
                 raise  # the stager is there, a rank is not: going on would leave the ranks at different steps
@@ -108,7 +110,8 @@ class Saver:
             return self._decline(step, str(refusal))
         record["wait_seconds"] = wait_seconds
         try:
-            return self._begin(step, plan, taken, place, answer, record, begun)
+            with no_collections():
+                return self._begin(step, plan, taken, place, answer, record, begun)
         except BaseException:
             self._room.give_back(place, "copy failed: save() ended with an error")
             raise
