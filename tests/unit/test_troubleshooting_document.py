@@ -22,7 +22,10 @@ from tests.unit.test_documents import ROOT, files, headings, text
 PAGE = "docs/troubleshooting.md"
 PACKAGES = ("holdfast/", "trainer_side/", "stager/", "flusher/")
 # Said by others: mpirun and EC2. What the operating system says of an errno is taken from there.
-OF_OTHERS = {"All nodes which are allocated for this job are already filled"}
+OF_OTHERS = {
+    "All nodes which are allocated for this job are already filled",
+    "The PMIx server's listener thread failed to start",
+}
 VALUE = "\0"
 _LOGGED_VALUE = re.compile(r"%[-0-9.]*[sdrgf]")
 _LETTERS_MIN = 8  # shorter pieces, such as `s` or `of`, would be found anywhere
