@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
@@ -137,8 +137,18 @@ def test_what_a_notice_keeps_may_be_worth_less_than_a_slow_restore() -> None:
     assert useful(job, way, 2, events) == 1 + 42
 
 
+def _stager_follows(events: Column, within_us: int) -> bool:
+    """Whether the stager is lost so soon after a machine."""
+    losses = [int(time) for time, lost in zip(events.time_us, events.lost, strict=True) if lost]
+    stagers = [int(time) for time, lost in zip(events.time_us, events.stager_lost, strict=True) if lost]
+    return any(0 <= stager - loss <= within_us for loss in losses for stager in stagers)
+
+
 @given(jobs(), ways(), st.integers(1, 7), columns())
 def test_a_faster_restore_is_never_worse(job: Job, strategy: Strategy, every: int, events: Column) -> None:
+    # Of several that a lost job has on their way to the store the replay goes on with the newest alone (rule 2). Who
+    # begins one a moment sooner than another has an older one in the store if the stager is lost before it is there.
+    assume(not _stager_follows(events, strategy.durable_us))
     fast = replace(strategy, restore_near_us=0, restore_store_us=0, lead_us=0)
     assert useful(job, replace(strategy, lead_us=0), every, events) <= useful(job, fast, every, events)
 
