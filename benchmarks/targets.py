@@ -146,7 +146,7 @@ def _pipeline(figure: str, alone: str) -> Callable[[Documents], str]:
     return limit
 
 
-def _disk_interval(peer: str, more: float) -> Callable[[Documents], str]:
+def _bare_interval(peer: str, more: float) -> Callable[[Documents], str]:
     """How soon one checkpoint would have to follow another, beside one that is nothing but bytes on their way."""
 
     def limit(documents: Documents) -> str:
@@ -193,7 +193,7 @@ def _raw_ranges(documents: Documents) -> str:
     )
 
 
-def _disk_share(every: int) -> Callable[[Documents], str]:
+def _bare_share(every: int) -> Callable[[Documents], str]:
     """How much of the time between two checkpoints one needs that is nothing but bytes on their way."""
 
     def limit(documents: Documents) -> str:
@@ -339,10 +339,10 @@ TARGETS = (
         _server_share,
     ),
     Target(
-        "makespan, GPT-2, every 10 iterations", "within 1 %", "makespan", _overhead(10, 0.01), _disk_share(10)
+        "makespan, GPT-2, every 10 iterations", "within 1 %", "makespan", _overhead(10, 0.01), _bare_share(10)
     ),
     Target(
-        "makespan, GPT-2, every 2 iterations", "within 5 %", "makespan", _overhead(2, 0.05), _disk_share(2)
+        "makespan, GPT-2, every 2 iterations", "within 5 %", "makespan", _overhead(2, 0.05), _bare_share(2)
     ),
     Target(
         "makespan, ResNet-50, every iteration",
@@ -356,14 +356,14 @@ TARGETS = (
         "10 times more frequent",
         "makespan",
         _more_often("checkfreq", 10),
-        _disk_interval("checkfreq", 10),
+        _bare_interval("checkfreq", 10),
     ),
     Target(
         "interval at 5 % overhead, torch.save",
         "50 times more frequent",
         "makespan",
         _more_often(_SAVE, 50),
-        _disk_interval(_SAVE, 50),
+        _bare_interval(_SAVE, 50),
     ),
     Target(
         "restore from disk, cold, torch.load",

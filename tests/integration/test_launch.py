@@ -17,21 +17,22 @@ _LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 
 @pytest.fixture
-def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # Of its own: another test's launcher would clean up what this one looks at. Short: it holds sockets.
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="hf") as name:
         monkeypatch.setenv("TMPDIR", name)
         monkeypatch.setattr(tempfile, "tempdir", None)
         yield Path(name)
-    monkeypatch.setattr(tempfile, "tempdir", None)
 
 
 def _killed(command: list[str], temporary: Path) -> int:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     left = temporary / f"ompi.{process.pid}"
-    wait_until(lambda: any(left.glob("pmix.*.tool.*")), 60.0, "mpirun did not start")
-    process.kill()
-    process.wait(60.0)
+    try:
+        wait_until(lambda: any(left.glob("pmix.*.tool.*")), 60.0, "mpirun did not start")
+    finally:
+        process.kill()
+        process.wait(60.0)
     assert left.exists(), "nothing is left of it: this test shows nothing"
     return process.pid
 

@@ -154,29 +154,28 @@ def test_so_many_steps_are_taken_as_there_are_areas(link: FakeLink, areas: int) 
 def test_what_a_save_drops_sets_off_no_search_for_garbage(link: FakeLink) -> None:
     rank = Rank(link)
     rank.model.extend(torch.nn.Parameter(torch.zeros(1)) for _ in range(1000))
-    searches: list[tuple[int, int]] = []
-    saving: list[int] = []
+    searches = [0] * 4
+    saving = False
 
-    def note(phase: str, information: dict[str, int]) -> None:
-        if phase == "start" and saving and threading.get_ident() == saving[0]:
-            searches.append((step, information["generation"]))
+    def note(phase: str, _: dict[str, int]) -> None:
+        searches[step] += phase == "start" and saving
 
     gc.callbacks.append(note)
     try:
         for step in range(4):
             gc.collect()
-            saving.append(threading.get_ident())
+            saving = True
             assert rank.save(step)
-            saving.clear()
+            saving = False
             link.bytes_of(step)
             link.stage(step)
             assert gc.isenabled()
     finally:
         gc.callbacks.remove(note)
         rank.checkpointer.close()
-    # What is kept until the copy is done, a thousand sources, sets off one at the end of each pause; without pauses
-    # there are 27 in each save, and sooner or later one of them goes through all objects of the process.
-    assert len(searches) <= 2 * 4
+    # What is kept until the copy is done, a thousand sources, may set off one at the end of each of two pauses. Without
+    # pauses each save has 5, and the first one, which plans, 94.
+    assert max(searches) <= 2
 
 
 def test_wait_waits_for_the_oldest_only(link: FakeLink, monkeypatch: pytest.MonkeyPatch) -> None:
