@@ -14,6 +14,7 @@ a save           saver    from call to return                   planner   what i
                  room     areas and slots, the wait for them    ledger    what became of each
 the state        state, outline, survey   its tensors, and who may change them
                  table    what the ranks compare                recall    the quick way where only values have changed
+                 snapshot plain values as they were, for a pickle that is made later
 the file         skeleton its bytes without the tensors', made of image, zip_parts, pickling, blobs
 the copy         copier   the thread                            gate, split_step    who waits for it
                  copy_plan   in which order                     copy_engine, device_copy   how

@@ -1,6 +1,7 @@
 """The copy thread: takes what `save()` left behind the gate, and the fingerprints, then lets training go on.
 
-    save() ── gate closes ── Job ──► sample replicas ─► copy layer, layer, … ─► gate opens ─► last frame to the sender
+    save() ── gate closes ── Job ──► data.pkl ─► sample replicas ─► copy layer, layer, … ─► gate opens ─► last frame
+                                                                                                          to the sender
     optimizer.step() waits for each layer … ────────────►│──────►│────────────►│
                      … longer than `seconds_max`: the job is abandoned, the step declined, and the gate opens
 
@@ -27,7 +28,7 @@ from trainer_side.fingerprint import Fingerprints
 from trainer_side.gate import Gate
 from trainer_side.ledger import Ledger
 from trainer_side.link import Link
-from trainer_side.skeleton import Source
+from trainer_side.skeleton import Capture, Outgrown
 from trainer_side.staging import Staging
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer
@@ -45,7 +46,7 @@ class Job:
         transfer: Whose bytes they are.
         staging: Where they go.
         router: Knows the way through what is behind the gate.
-        sources: Per entry its storage.
+        taken: What it copies.
         after: Recorded on the compute stream at `save()`, if tensors are on a device.
         fingerprints: Of the replicas; None where they are not asked for.
         keeping: In local tiers; None without any.
@@ -55,7 +56,7 @@ class Job:
     transfer: Transfer
     staging: Staging
     router: Router
-    sources: Sequence[Source | None]
+    taken: Capture
     after: torch.cuda.Event | None
     fingerprints: Fingerprints | None
     keeping: Keeping | None = None
@@ -165,18 +166,21 @@ class Copier:
         while (job := self._jobs.get()) is not None:
             try:
                 self._copy(job)
+            except Outgrown as outgrown:
+                self._fail(job, f"outgrown: {outgrown}")
             except Exception as error:  # noqa: BLE001 - the thread must not die: every later save() would wait for it
-                job.give_up(f"copy failed: {error}")
-                _log.error(
-                    "rank %d: the copy of step %d failed: %s", self._link.rank, job.transfer.step, error
-                )
+                self._fail(job, f"copy failed: {error}")
                 _log.debug("the copy failed", exc_info=True)
-                self._link.decline(job.transfer.step, f"copy failed: {error}")
             finally:
                 self.gate.open()  # whatever happened here, the training goes on
                 self._job = None
                 del job  # and while this thread waits, another area may take the place of its
                 self._idle.set()
+
+    def _fail(self, job: Job, reason: str) -> None:
+        job.give_up(reason)
+        _log.error("rank %d gives up step %d: %s", self._link.rank, job.transfer.step, reason)
+        self._link.decline(job.transfer.step, reason)
 
     def _copy(self, job: Job) -> None:
         begun, record = time.monotonic(), job.transfer.record
@@ -190,14 +194,18 @@ class Copier:
 
         if job.after is not None:
             torch.cuda.set_device(job.after.device)  # of this thread: it begins on the first one
+        if job.taken.deferred is not None:
+            job.staging.fill(job.taken.deferred.contents())
         if job.fingerprints is not None and not job.cancelled():
             _fingerprint(
                 job, job.fingerprints, record
             )  # of all replicas, so before any of them is given free
-        route = job.router.route(job.sources, self.gate.update_order, order_changed=self.gate.order_changed)
+        route = job.router.route(
+            job.taken.sources, self.gate.update_order, order_changed=self.gate.order_changed
+        )
         self.gate.hold(route.storages)
         job.staging.copy_gated(
-            job.sources,
+            job.taken.sources,
             route,
             after=job.after,
             cancelled=job.cancelled,
@@ -210,6 +218,6 @@ class Copier:
 
 def _fingerprint(job: Job, fingerprints: Fingerprints, record: dict[str, Any]) -> None:
     begun = time.monotonic()
-    fingerprints.take_gated(job.sources, job.after)
+    fingerprints.take_gated(job.taken.sources, job.after)
     job.transfer.fingerprints = fingerprints.text()
     record["fingerprint_seconds"] = time.monotonic() - begun

@@ -1,7 +1,7 @@
 """The outline of a tree: which places hold tensors, and what the tensors are like. Cheap enough for every save.
 
     {"model": {"w": t0, "note": 7}, "lr": [t1]}
-    rows     (model, lr: dict, list) · (w, note: tensor, plain) · (0: tensor)        names and kinds, breadth first
+    rows     (model, lr: dict, list) · (w, note: tensor, plain) · (0: tensor)        keys and kinds, breadth first
     facts    shape, stride, dtype, device, … of t0, t1; which of them share a storage, or are the same object
 
 Two trees of equal rows have their tensors at the same paths; with equal facts, too, one survey holds for both, whatever
@@ -12,7 +12,7 @@ Python code runs for a tensor, and little for a container.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, eq
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +22,7 @@ from torch.nn.parameter import Parameter
 from trainer_side.per_rank import PerRank
 from trainer_side.state import children
 
-__all__ = ["Facts", "Outline"]
+__all__ = ["Facts", "Outline", "Walked"]
 
 _Kind = str | type
 _PLAIN, _TENSOR, _DICT, _LIST, _OTHER_CONTAINER, _STRANGE = (
@@ -34,6 +34,8 @@ _PLAIN, _TENSOR, _DICT, _LIST, _OTHER_CONTAINER, _STRANGE = (
     "strange",
 )
 _CONTAINERS = frozenset({_DICT, _LIST, _OTHER_CONTAINER})
+_PLAIN_KINDS = frozenset({_PLAIN, _TENSOR, _DICT, _LIST})
+_KEYS = frozenset({str, int, float, bool, bytes, tuple, type(None)})
 
 _FACTS: tuple[Callable[[torch.Tensor], Any], ...] = (
     type,
@@ -47,12 +49,20 @@ _NOT_PLAIN = (RuntimeError, AttributeError)  # what sparse, nested and other ten
 
 
 class _Row(NamedTuple):
-    """One container: the names of its values (None: they are numbered), the kind of each, and the places of those that
-    are containers met before.
+    """One container.
+
+    Attributes:
+        keys: Of its values; None: they are numbered.
+        types, kinds: Of each value.
+        tensors, containers: The places of those in it.
+        again: The places of containers in it that were met before.
     """
 
-    names: tuple[str, ...] | None
+    keys: tuple[Any, ...] | None
+    types: tuple[type, ...]
     kinds: tuple[_Kind, ...]
+    tensors: tuple[int, ...]
+    containers: tuple[int, ...]
     again: tuple[int, ...]
 
 
@@ -71,58 +81,43 @@ _KINDS.update({list: _LIST, tuple: _LIST})
 _KINDS.update(dict.fromkeys((bool, int, float, complex, str, bytes, type(None)), _PLAIN))
 
 
+class Walked(NamedTuple):
+    """What was met in a tree that has the outline.
+
+    Attributes:
+        tensors: All of them; those of one container together.
+        containers: All of them, breadth first.
+        is_exact: Whether its values are of the very classes, too, and not only of their kinds.
+    """
+
+    tensors: list[torch.Tensor]
+    containers: list[Any]
+    is_exact: bool
+
+
 class Outline:
-    """Of one tree. Keeps nothing of it alive."""
+    """Of one tree. Keeps nothing of it alive but keys."""
 
     def __init__(self, rows: list[_Row]) -> None:
         self._rows = rows
 
     @classmethod
-    def of(cls, tree: Any) -> tuple[Self, list[torch.Tensor]] | None:
-        """The outline of a dict, and its tensors; those of one container together.
+    def of(cls, tree: Any) -> tuple[Self, Walked] | None:
+        """The outline of a dict, and what is in it.
 
         Returns:
-            None if it holds what only `tensor_paths` judges: tensor subclasses, storages.
+            None if it holds what only `tensor_paths` judges: tensor subclasses, storages; or keys of unknown classes.
         """
         rows: list[_Row] = []
         tensors: list[torch.Tensor] = []
-        for row in _walk(tree, tensors):
-            if row is None:
+        containers, seen = [tree], {id(tree)}
+        for node in containers:  # grows
+            keys, values = _parts(node)
+            types = tuple(map(type, values))
+            kinds = tuple(map(_KINDS.__getitem__, types))
+            if _STRANGE in kinds or not _KEYS.issuperset(map(type, keys or ())):
                 return None
-            rows.append(row)
-        return cls(rows), tensors
-
-    def tensors(self, tree: Any) -> list[torch.Tensor] | None:
-        """Those of another tree, in the same order; None if that has another outline."""
-        tensors: list[torch.Tensor] = []
-        known = iter(self._rows)
-        # Compared row by row: a list of what is thrown away at once would set off the garbage collector.
-        same = all(row == next(known, None) for row in _walk(tree, tensors))
-        return tensors if same and next(known, None) is None else None
-
-
-def _walk(tree: Any, tensors: list[torch.Tensor]) -> Iterator[_Row | None]:
-    """The rows of a tree, in order; finds the tensors on the way. Ends with None at what it does not know."""
-    kind_of = _KINDS.__getitem__
-    seen = {id(tree)}
-    pending = [tree]
-    for node in pending:  # grows
-        names: tuple[str, ...] | None = None
-        values: Sequence[Any] = node
-        if type(node) is dict or type(node) is OrderedDict:
-            names, values = tuple(map(format, node)), [*node.values()]
-        elif type(node) is not list and type(node) is not tuple:
-            pairs = [*children(node)]
-            names, values = tuple([format(key) for key, _ in pairs]), [value for _, value in pairs]
-        kinds = tuple(map(kind_of, map(type, values)))
-        again: list[int] = []
-        distinct = set(kinds)
-        if distinct == {_TENSOR}:
-            tensors.extend(values)
-        elif _STRANGE in distinct:
-            yield None
-            return
-        elif _TENSOR in distinct or not distinct.isdisjoint(_CONTAINERS):
+            again = []
             for place, (kind, value) in enumerate(zip(kinds, values, strict=True)):
                 if kind is _TENSOR:
                     tensors.append(value)
@@ -131,8 +126,53 @@ def _walk(tree: Any, tensors: list[torch.Tensor]) -> Iterator[_Row | None]:
                         again.append(place)
                     else:
                         seen.add(id(value))
-                        pending.append(value)
-        yield _Row(names, kinds, tuple(again))
+                        containers.append(value)
+            tensor_places = tuple(place for place, kind in enumerate(kinds) if kind is _TENSOR)
+            container_places = tuple(place for place, kind in enumerate(kinds) if kind in _CONTAINERS)
+            rows.append(_Row(keys, types, kinds, tensor_places, container_places, tuple(again)))
+        return cls(rows), Walked(tensors, containers, is_exact=True)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no value of a class of which nothing is known here, and no container twice."""
+        return not any(row.again or not _PLAIN_KINDS.issuperset(row.kinds) for row in self._rows)
+
+    def walk(self, tree: Any) -> Walked | None:
+        """The same of another tree, in the same order; None if that has another outline."""
+        tensors: list[torch.Tensor] = []
+        containers, seen = [tree], {id(tree)}
+        is_exact = True
+        for node, row in zip(containers, self._rows, strict=False):  # grows
+            keys, values = _parts(node)
+            if keys != row.keys:
+                return None
+            types = tuple(map(type, values))
+            if types != row.types:
+                if tuple(map(_KINDS.__getitem__, types)) != row.kinds:
+                    return None
+                is_exact = False
+            if len(row.tensors) == len(values):
+                tensors.extend(values)
+            else:
+                tensors.extend(map(values.__getitem__, row.tensors))
+            for place in row.containers:
+                value = values[place]
+                if (id(value) in seen) != (place in row.again):
+                    return None
+                if place not in row.again:
+                    seen.add(id(value))
+                    containers.append(value)
+        return Walked(tensors, containers, is_exact)
+
+
+def _parts(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
+    """Keys and values of a container."""
+    if type(node) is dict or type(node) is OrderedDict:
+        return tuple(node), [*node.values()]
+    if type(node) is list or type(node) is tuple:
+        return None, node
+    pairs = [*children(node)]
+    return tuple([key for key, _ in pairs]), [value for _, value in pairs]
 
 
 class Facts:

@@ -14,7 +14,7 @@ import io
 import pickle
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import IO, Any, cast
 
@@ -32,7 +32,7 @@ from trainer_side.image import SparseFile
 from trainer_side.state import children
 from trainer_side.survey import Survey
 
-__all__ = ["REFUSED", "Pickling", "Ready", "blame", "load_structure"]
+__all__ = ["REFUSED", "Pickling", "Ready", "StandIn", "blame", "load_structure"]
 
 # What saving or loading a value that torch does not take may raise, from pickle, torch, or the value's own code.
 REFUSED = (
@@ -106,10 +106,10 @@ class Pickling:
         for tensor in tensors:
             if id(tensor) not in kept:
                 kept[id(tensor)] = self._kept(tensor)
-        reductions = [kept[id(tensor)] for tensor in tensors]
-        if None in reductions:
+        if None in kept.values():
             return None
-        return Ready(cast(list[tuple[Any, ...]], reductions), torch.serialization.DEFAULT_PROTOCOL)
+        stand_ins = {key: StandIn(cast(tuple[Any, ...], reduction)) for key, reduction in kept.items()}
+        return Ready([stand_ins[id(tensor)] for tensor in tensors], torch.serialization.DEFAULT_PROTOCOL)
 
     def _kept(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
         """How `tensor` was pickled, without what belongs to this one tensor."""
@@ -226,6 +226,12 @@ class _Reduced:
         self.reduction = reduction
 
 
+class StandIn(_Reduced):
+    """What stands for a tensor in a tree that is pickled without it."""
+
+    __slots__ = ()
+
+
 class _Persistent:
     """Stands for a storage."""
 
@@ -239,26 +245,29 @@ class Ready:
     """How the tensors of a tree are pickled; all else is pickled as it is.
 
     Args:
-        reductions: Of each tensor.
+        stand_ins: Of each tensor; the same tensor has the same one.
         protocol: Of the pickle.
     """
 
-    def __init__(self, reductions: list[tuple[Any, ...]], protocol: int) -> None:
-        self._reductions, self._protocol = reductions, protocol
+    def __init__(self, stand_ins: list[StandIn], protocol: int) -> None:
+        self._stand_ins, self._protocol = stand_ins, protocol
 
-    def pickle(self, value: Any, tensors: Sequence[torch.Tensor]) -> tuple[bytes, set[Any]]:
-        """The pickle of `value`, and the classes in it (see `Pickling.kinds`), except those of tensors.
+    def stand_ins(self, tensors: Sequence[torch.Tensor]) -> dict[int, StandIn]:
+        """By id(): what stands for each of these, which are like those that this was made of, in the same order."""
+        return dict(zip(map(id, tensors), self._stand_ins, strict=True))
+
+    def pickle(self, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
+        """The pickle of `value`, and the classes in it (see `Pickling.kinds`), except those of tensors. Any thread.
 
         Args:
-            value: A tree.
-            tensors: Its tensors, in the order of `reductions`; each as the one before it there.
+            value: A tree, with tensors or with what stands for them.
+            stand_ins: Of those that are in it.
 
         Raises:
             One of `REFUSED`: `Pickling.head` would raise, too, and say why.
         """
         out = io.BytesIO()
-        by_id = dict(zip(map(id, tensors), self._reductions, strict=True))
-        pickler = _ReadyPickler(out, self._protocol, by_id)
+        pickler = _ReadyPickler(out, self._protocol, stand_ins)
         try:
             pickler.dump(value)
         finally:
@@ -274,10 +283,10 @@ _never_persistent = cast(Callable[[Any], Any], deque[Any](maxlen=0).append)
 
 
 class _ReadyPickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO, protocol: int, reductions: dict[int, tuple[Any, ...]]) -> None:
+    def __init__(self, out: io.BytesIO, protocol: int, stand_ins: Mapping[int, StandIn]) -> None:
         super().__init__(out, protocol)
         self.kinds: set[Any] = set()
-        self._reductions = reductions
+        self._stand_ins = stand_ins
         self._ask = self._persistent_id
         self.persistent_id = _never_persistent  # type: ignore[method-assign]
 
@@ -289,10 +298,10 @@ class _ReadyPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is _Reduced:
             return value.reduction
-        reduction = self._reductions.get(id(value))
-        if reduction is not None:
+        stand_in = value if type(value) is StandIn else self._stand_ins.get(id(value))
+        if stand_in is not None:
             self.persistent_id = self._ask  # type: ignore[method-assign]
-            return reduction
+            return stand_in.reduction
         if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
             raise pickle.PicklingError("a tensor that the survey has not found")
         self.kinds.add(_kind(value))

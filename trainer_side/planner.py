@@ -100,7 +100,7 @@ class Planner:
         self._widen(tree)
         self._spare()
         if self._plan is not None:
-            taken = capture(tree, self._plan.skeleton)
+            taken = capture(tree, self._plan.skeleton, defer=True)
             if taken is not None:
                 return self._plan, taken
         # First save, or other tensors than before. All ranks come here at the same step, so they may wait for

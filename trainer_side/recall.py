@@ -12,23 +12,32 @@ that it was made of must give the same bytes as torch gave.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from trainer_side.outline import Facts, Outline
-from trainer_side.pickling import REFUSED, Pickling, Ready
+from trainer_side.outline import Facts, Outline, Walked
+from trainer_side.pickling import REFUSED, Pickling, Ready, StandIn
+from trainer_side.snapshot import Constants, Snapshot, snapshot
 from trainer_side.survey import Source, Survey
 
-__all__ = ["Recall", "Seen"]
+__all__ = ["Last", "Recall", "Seen"]
 
 
 class Seen(NamedTuple):
-    """The tensors of a tree that was recognised, and their storages; in the order of the outline."""
+    """What is in a tree that was recognised, and the storages of its tensors; in the order of the outline."""
 
-    tensors: list[torch.Tensor]
+    walked: Walked
     storages: list[torch.UntypedStorage]
+
+
+class Last(NamedTuple):
+    """The last pickle that was made of a snapshot: its size, and `Snapshot.text_length`."""
+
+    pickle_bytes: int
+    text_length: int
 
 
 class _Place(NamedTuple):
@@ -42,10 +51,18 @@ class _Place(NamedTuple):
 
 
 class Recall:
-    """Of one tree. Training thread only. Keeps no tensor and no storage alive."""
+    """Of one tree. Training thread, except `pickle_snapshot`. Keeps no tensor and no storage alive.
+
+    Attributes:
+        last: See `Last`. Any thread.
+        holds: False: it recognises nothing any more. Any thread.
+    """
 
     def __init__(self, outline: Outline, facts: Facts, places: list[_Place], ready: Ready | None) -> None:
         self._outline, self._facts, self._places, self._ready = outline, facts, places, ready
+        self._constants: Constants | None = None
+        self.last = Last(0, 0)
+        self.holds = True
 
     @classmethod
     def of(
@@ -69,7 +86,8 @@ class Recall:
         outlined = Outline.of(tree)
         if outlined is None:
             return None
-        outline, tensors = outlined
+        outline, walked = outlined
+        tensors = walked.tensors
         if len(tensors) != len(found.slots) or not all(id(tensor) in found.paths for tensor in tensors):
             return None
         facts = Facts.of(tensors)
@@ -85,13 +103,13 @@ class Recall:
                 places.setdefault(entry, place)
         ready = None if pickled is None else pickled[0].ready(tensors)
         recall = cls(outline, facts, [*places.values()], ready)
-        return recall if pickled is None or recall._proves(tree, tensors, *pickled) else None
+        return recall if pickled is None or recall._proves(tree, walked, *pickled) else None
 
     def look(self, tree: Mapping[str, Any]) -> Seen | None:
         """The tensors of `tree`, if but for values it is the tree that this was made of."""
-        tensors = self._outline.tensors(tree)
-        storages = None if tensors is None else self._facts.storages(tensors)
-        return None if tensors is None or storages is None else Seen(tensors, storages)
+        walked = self._outline.walk(tree) if self.holds else None
+        storages = None if walked is None else self._facts.storages(walked.tensors)
+        return None if walked is None or storages is None else Seen(walked, storages)
 
     def sources(self, seen: Seen, entries: int) -> list[Source | None]:
         """Per entry of the layout, where its bytes lie now."""
@@ -105,15 +123,46 @@ class Recall:
             sources[entry] = new(Source, (entry, storage, start_bytes, nbytes, address, device))
         return sources
 
-    def pickle(self, tree: Mapping[str, Any], seen: Seen) -> tuple[bytes, set[Any]] | None:
+    def pickle(self, tree: Mapping[str, Any], walked: Walked) -> tuple[bytes, set[Any]] | None:
         """The bytes that `Pickling.head` would give, and the classes of values; None if that must say what is wrong."""
-        if self._ready is None:
+        return None if self._ready is None else self._pickled(tree, self._ready.stand_ins(walked.tensors))
+
+    def snapshot(self, tree: Mapping[str, Any], walked: Walked) -> Snapshot | None:
+        """The tree as it is now; None if there may be more to it than a copy of its containers keeps."""
+        if self._ready is None or self._constants is None or not walked.is_exact:
             return None
+        known: dict[int, Any] = {
+            **self._ready.stand_ins(walked.tensors),
+            **self._constants.known(walked.containers),
+        }
+        return snapshot(tree, known)
+
+    def pickle_snapshot(self, taken: Snapshot) -> tuple[bytes, set[Any]] | None:
+        """As `pickle`, of a tree as it was. Any thread."""
+        return self._pickled(taken.tree, {})
+
+    def _pickled(self, tree: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]] | None:
+        assert self._ready is not None
         try:
-            return self._ready.pickle(tree, seen.tensors)
+            return self._ready.pickle(tree, stand_ins)
         except REFUSED:
             return None
 
-    def _proves(self, tree: Any, tensors: list[torch.Tensor], job: Pickling, expected: bytes) -> bool:
-        again = self.pickle(tree, Seen(tensors, []))
-        return again is not None and again[0] == expected and again[1] <= job.kinds
+    def _proves(self, tree: Mapping[str, Any], walked: Walked, job: Pickling, expected: bytes) -> bool:
+        """Whether it pickles the tree as torch did. Snapshots are made only if they are pickled like that, too."""
+
+        def same(again: tuple[bytes, set[Any]] | None) -> bool:
+            return again is not None and again[0] == expected and again[1] <= job.kinds
+
+        if not same(self.pickle(tree, walked)):
+            return False
+        assert self._ready is not None
+        if self._outline.is_plain:
+            with contextlib.suppress(ValueError):
+                self._constants = Constants(walked.containers, self._ready.stand_ins(walked.tensors))
+        taken = self.snapshot(tree, walked)
+        if taken is not None and same(self.pickle_snapshot(taken)):
+            self.last = Last(len(expected), taken.text_length)
+        else:
+            self._constants = None
+        return True

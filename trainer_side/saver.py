@@ -6,7 +6,8 @@
     room for it (room.py), or declined
     copy what anything may change
     close the gate, offer ────────────────────────────────────────────────► OFFER … credits
-    return                                           copy the slice ──────► frames, as the bytes get ready
+    return                                           data.pkl, if it was left to it; then
+                                                     copy the slice ──────► frames, as the bytes get ready
                                                                        └──► local tiers (tiers/keeper.py)
     next optimizer.step(): waits for the gate ◄───── open the gate
 
@@ -149,7 +150,7 @@ class Saver:
             return self._decline(step, transfer.reason, code=transfer.code, tell=False)
         record["save_seconds"] = time.monotonic() - begun
         self._room.send(place, transfer)
-        self._copier.copy(Job(transfer, area, plan.router, sources, after, fingerprints, place.keeping))
+        self._copier.copy(Job(transfer, area, plan.router, taken, after, fingerprints, place.keeping))
         self._ledger.begun(transfer, place.keeping)
         return True
 
@@ -175,6 +176,8 @@ class Saver:
 
 def _device(sources: Sequence[Source | None]) -> torch.device | None:
     """The CUDA device that tensors of the state lie on; None: all are in host memory."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
     devices = {source.device for source in sources if source is not None and source.device.type == "cuda"}
     if len(devices) > 1:
         raise StateError(

@@ -3,7 +3,8 @@
     plan, once per set of tensors                           capture, every save
     ──────────────────────────────────────────────────      ────────────────────────────────────────────
     survey the tree: tensors, their storages, the part      do the tensors still fit? recall the last capture, or
-      of each storage that is used                            survey again; data.pkl anew (rank 0), padded
+      of each storage that is used                            survey again; data.pkl anew (rank 0), padded, now
+                                                              or later of a snapshot
     torch.save(skip_data) ─► literals and holes             PerRank blobs anew, padded to theirs
     read the zip's structure ─► Layout, CRC fields          where each storage lies now
     torch.load(weights_only) of it: would it be accepted?
@@ -26,12 +27,13 @@ from trainer_side.blobs import Blobs
 from trainer_side.image import Literals, SparseFile
 from trainer_side.per_rank import PerRank, encode
 from trainer_side.pickling import REFUSED, Pickling, blame, load_structure
-from trainer_side.recall import Recall
+from trainer_side.recall import Last, Recall
+from trainer_side.snapshot import Snapshot
 from trainer_side.state import Ownership
 from trainer_side.survey import Source, Survey, survey
 from trainer_side.zip_parts import ZipParts
 
-__all__ = ["Capture", "Outgrown", "Skeleton", "Source", "capture", "plan"]
+__all__ = ["Capture", "Deferred", "Outgrown", "Skeleton", "Source", "capture", "plan"]
 
 
 class Outgrown(StateError):
@@ -75,9 +77,57 @@ class Skeleton:
     _accepted: set[Any]  # classes of values of which weights_only is known to read the pickle
     _recalls: list[Recall]  # the newest, if any; the training thread's
 
+    @property
+    def pickle_reserve_bytes(self) -> int:
+        """Room for data.pkl."""
+        return self.layout.entries[self.zip_parts.pickle_entry].nbytes
+
     def write_literals(self, extent: Extent, out: memoryview) -> None:
         """Lay the literals of a part of the image into `out`; bytes of entries are left as they are."""
         self.literals.write(extent.offset, out[: extent.nbytes])
+
+
+class Deferred:
+    """A data.pkl that is not made yet. It is made once, by any thread.
+
+    Args:
+        recall: Recognised the tree. If nothing comes of it, it does not again: the next capture looks at everything.
+        snapshot: The tree as it was.
+        skeleton: The plan.
+    """
+
+    def __init__(self, recall: Recall, snapshot: Snapshot, skeleton: Skeleton) -> None:
+        self._recall, self._snapshot, self._skeleton = recall, snapshot, skeleton
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has room enough, as far as can be told: nothing but numbers has grown since the one before."""
+        last = self._recall.last
+        return (
+            last.text_length == self._snapshot.text_length
+            and last.pickle_bytes + _GROWTH_BYTES <= self._skeleton.pickle_reserve_bytes
+        )
+
+    def contents(self) -> dict[int, bytes]:
+        """What `Capture.contents` lacks.
+
+        Raises:
+            Outgrown: It has not room enough.
+            StateError: It cannot be made like this; a capture in full says why.
+        """
+        recall, skeleton = self._recall, self._skeleton
+        pickled = recall.pickle_snapshot(self._snapshot)
+        if pickled is None or not pickled[1] <= skeleton._accepted:
+            recall.holds = False
+            raise StateError(
+                "the plain values of the state cannot be pickled any more; the next save says why"
+            )
+        data, reserve = pickled[0], skeleton.pickle_reserve_bytes
+        if len(data) > reserve:
+            recall.holds = False
+            raise Outgrown("", len(data), reserve)
+        recall.last = Last(len(data), self._snapshot.text_length)
+        return {skeleton.zip_parts.pickle_entry: data.ljust(reserve, b"\0")}
 
 
 class Capture(NamedTuple):
@@ -86,11 +136,13 @@ class Capture(NamedTuple):
     Attributes:
         sources: Per entry of the layout the storage to copy; None where `contents` has the bytes, or another rank does.
         contents: Bytes of data.pkl and the serialization id (rank 0), and of this rank's `PerRank` values; by entry.
+        deferred: Has those of data.pkl where `contents` lacks them.
         signature: See `Skeleton.signature`.
     """
 
     sources: list[Source | None]
     contents: dict[int, bytes]
+    deferred: Deferred | None
     signature: tuple[Any, ...]
 
 
@@ -174,12 +226,14 @@ def plan(
     )
 
 
-def capture(tree: Mapping[str, Any], skeleton: Skeleton) -> Capture | None:
+def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False) -> Capture | None:
     """The cheap step of every save: what is small is made, what is large is pointed to. Training thread.
 
     Args:
         tree: What `collect` gave.
         skeleton: The plan.
+        defer: Whether data.pkl may be left to be made later. It is where the tree is recalled, holds nothing but what a
+            snapshot keeps as it is, and has nothing in it that might make the pickle much longer than the last one.
 
     Returns:
         None if the tensors are not those of the plan any more: make a new one.
@@ -193,13 +247,17 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton) -> Capture | None:
     if per_rank.keys() != blobs.by_name.keys():
         return None
     full = blobs.expand(tree)
-    found = _recalled(full, skeleton) or _in_full(full, skeleton)
+    found = _recalled(full, skeleton, defer=defer) or _in_full(full, skeleton)
     if found is None:
         return None
     sources, data_pkl = found
     contents: dict[int, bytes] = {}
-    if data_pkl is not None:
+    deferred = None
+    if isinstance(data_pkl, Deferred):
+        deferred = data_pkl
+    elif data_pkl is not None:
         contents[parts.pickle_entry] = data_pkl
+    if data_pkl is not None:
         contents[parts.serialization_id_entry] = parts.serialization_id
     for name, entries in skeleton._blob_entries.items():
         entry = entries[skeleton.rank]
@@ -208,13 +266,16 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton) -> Capture | None:
         if len(blob) > reserve:
             raise Outgrown(name, len(blob), reserve)
         contents[entry] = blob.ljust(reserve, b"\0")
-    return Capture(sources, contents, skeleton.signature)
+    return Capture(sources, contents, deferred, skeleton.signature)
 
 
-_Found = tuple[list[Source | None], bytes | None]  # per entry its storage; data.pkl, padded (rank 0)
+_Found = tuple[
+    list[Source | None], bytes | Deferred | None
+]  # per entry its storage; data.pkl, padded (rank 0)
+_GROWTH_BYTES = 1024  # more than numbers alone make of a pickle: a few bytes each where they get longer
 
 
-def _recalled(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
+def _recalled(full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool) -> _Found | None:
     """What `_in_full` would give, where only values have changed since it last gave something; else None."""
     for recall in skeleton._recalls:
         seen = recall.look(full)
@@ -223,9 +284,14 @@ def _recalled(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
         sources = recall.sources(seen, len(skeleton.layout.entries))
         if skeleton.rank != 0:
             return sources, None
-        pickled = recall.pickle(full, seen)
-        reserve = skeleton.layout.entries[skeleton.zip_parts.pickle_entry].nbytes
+        snapshot = recall.snapshot(full, seen.walked) if defer else None
+        if snapshot is not None and (deferred := Deferred(recall, snapshot, skeleton)).fits:
+            return sources, deferred
+        pickled = recall.pickle(full, seen.walked)
+        reserve = skeleton.pickle_reserve_bytes
         if pickled is not None and len(pickled[0]) <= reserve and pickled[1] <= skeleton._accepted:
+            if snapshot is not None:
+                recall.last = Last(len(pickled[0]), snapshot.text_length)
             return sources, pickled[0].ljust(reserve, b"\0")
     return None
 
@@ -249,7 +315,7 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
         skeleton._recalls.append(recall)
     if pickled is None:
         return sources, None
-    return sources, pickled[1].ljust(skeleton.layout.entries[zip_parts.pickle_entry].nbytes, b"\0")
+    return sources, pickled[1].ljust(skeleton.pickle_reserve_bytes, b"\0")
 
 
 def _pickled(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> tuple[Pickling, bytes]:

@@ -105,16 +105,24 @@ class Staging:
             contents: Entries whose bytes are made, not copied from a tensor (data.pkl, `PerRank` values).
         """
         self._copies_left = [*self._copies_at_first]
+        self.fill(contents)
+        host, device = self._batches_now(sources, contents)
+        for batch in host:
+            self._engine.copy_host(batch, self.memory, self._move)
+        self._landing = self._engine.capture(device, sources, self.memory)
+
+    def fill(self, contents: Mapping[int, bytes | memoryview]) -> None:
+        """Lay down entries whose bytes are made. By `copy_now`, or after it and before `copy_gated` gives frames away.
+
+        Args:
+            contents: As of `copy_now`.
+        """
         for piece in self._plan.now:
             content = contents.get(piece.entry)
             if content is not None:
                 self._view[piece.offset : piece.offset + piece.nbytes] = memoryview(content)[
                     piece.entry_offset : piece.entry_offset + piece.nbytes
                 ]
-        host, device = self._batches_now(sources, contents)
-        for batch in host:
-            self._engine.copy_host(batch, self.memory, self._move)
-        self._landing = self._engine.capture(device, sources, self.memory)
 
     def _batches_now(
         self, sources: Sequence[Source | None], contents: Collection[int]

@@ -361,6 +361,29 @@ def test_values_that_outgrow_the_room_they_were_just_given_decline_another_step(
     )
 
 
+def test_numbers_that_outgrow_the_room_after_the_save_give_the_step_up_and_the_next_one_asks_for_more(
+    link: FakeLink,
+) -> None:
+    rank = Rank(link)
+    rank.note[:] = [1] * 100
+    for step in (0, 1):
+        assert rank.save(step)
+        link.stage(step)
+    rank.note[:] = [1 << 2000] * 100
+    assert rank.save(2), "only the pickle could tell, and it is made behind the gate"
+    deadline = time.monotonic() + SECONDS_MAX
+    while 2 not in link.declined:
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+    assert not link.needed_pickle_bytes
+    assert not rank.save(3)
+    assert link.needed_pickle_bytes > 20_000
+    assert {cause_of(reason) for reason in link.declined.values()} == {"outgrown"}
+    link.new_pickle_reserve_bytes = 2 * link.needed_pickle_bytes
+    assert rank.save(4)
+    rank.checkpointer.close()
+
+
 def _forbidden(*_: Any, **__: Any) -> None:
     raise AssertionError("the image is planned again")
 

@@ -15,6 +15,7 @@ from trainer_side.copier import Copier, Job
 from trainer_side.copy_plan import Route, Router
 from trainer_side.ledger import Ledger
 from trainer_side.link import Link
+from trainer_side.skeleton import Capture
 from trainer_side.staging import Staging
 from trainer_side.transfer import Transfer
 
@@ -85,7 +86,7 @@ def _begin(copier: Copier, staging: SlowStaging, step: int) -> Job:
     ((parameter_storage, _),) = copier.gate.update_order().items()
     staging.storage = parameter_storage
     transfer = Transfer(step, {"save_seconds": 0.5})
-    job = Job(transfer, cast(Staging, staging), cast(Router, staging), [], None, None)
+    job = Job(transfer, cast(Staging, staging), cast(Router, staging), Capture([], {}, None, ()), None, None)
     copier.shut()
     copier.copy(job)
     return job
@@ -133,7 +134,7 @@ def test_no_error_ends_the_thread(error: BaseException, caplog: pytest.LogCaptur
     optimizer.step()
     assert not copier.wait()
     assert link.declined == [(3, f"copy failed: {error}")]
-    assert "the copy of step 3 failed" in caplog.text
+    assert f"rank 1 gives up step 3: copy failed: {error}" in caplog.text
     good = SlowStaging()
     _begin(copier, good, 4)
     good.go.set()

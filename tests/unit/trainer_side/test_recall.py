@@ -20,7 +20,7 @@ from holdfast.errors import StateError
 from tests.unit.trainer_side.assemble import make_plan, sent, taken
 from trainer_side import skeleton as skeleton_module
 from trainer_side.per_rank import PerRank
-from trainer_side.pickling import Pickling, Ready
+from trainer_side.pickling import Pickling, Ready, StandIn
 from trainer_side.skeleton import Capture, Skeleton, capture
 from trainer_side.state import collect
 from trainer_side.survey import survey
@@ -486,8 +486,8 @@ def test_what_does_not_prove_itself_is_not_used(monkeypatch: pytest.MonkeyPatch)
     skeleton._recalls.clear()
     pickled = Ready.pickle
 
-    def wrong(ready: Ready, value: Any, tensors: list[torch.Tensor]) -> tuple[bytes, set[Any]]:
-        data, kinds = pickled(ready, value, tensors)
+    def wrong(ready: Ready, value: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]]:
+        data, kinds = pickled(ready, value, stand_ins)
         return data.replace(b"exp_avg", b"exp_abc"), kinds
 
     monkeypatch.setattr(Ready, "pickle", wrong)
