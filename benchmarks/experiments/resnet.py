@@ -10,9 +10,9 @@ from benchmarks.grid import Grid
 
 __all__ = ["grids", "measure"]
 
-_ROUNDS = 3
+_ROUNDS = 5
 _ITERATION_SECONDS = 0.2
-_SAVES = {1: 12, 2: 8, 10: 2}
+_SAVES = {1: 20, 2: 8, 10: 2}
 _MODELS = {"resnet50": _SAVES, "resnet152": {1: 6, 10: 2}}
 _PEERS = ("torch.save+fsync", "checkfreq", "pccheck-like")
 
