@@ -253,8 +253,8 @@ class Checkpointer:
 
         Returns:
             False if the step is declined: all staging areas are still being sent, or the stager is lost and there are
-            no local tiers. True if it was begun here, for the stager or for a tier. Another rank may still decline it, or
-            this one, if its copy fails or numbers outgrow their room; `stats` counts it.
+            no local tiers. True if it was begun here, for the stager or for a tier. Another rank may still decline it,
+            or this one, if its copy fails or numbers outgrow their room; `stats` counts it.
 
         Raises:
             StateError: The state cannot be saved: what and where; or the ranks' states differ.

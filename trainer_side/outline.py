@@ -87,7 +87,7 @@ class Walked(NamedTuple):
     Attributes:
         tensors: All of them; those of one container together.
         containers: All of them, breadth first.
-        is_exact: Whether its values are of the very classes, too, and not only of their kinds.
+        is_exact: Whether its tensors and containers are of the very classes, too, and not only of their kinds.
     """
 
     tensors: list[torch.Tensor]
@@ -150,7 +150,10 @@ class Outline:
             if types != row.types:
                 if tuple(map(_KINDS.__getitem__, types)) != row.kinds:
                     return None
-                is_exact = False
+                changed = (
+                    kind for kind, new, old in zip(row.kinds, types, row.types, strict=True) if new is not old
+                )
+                is_exact = is_exact and all(kind is _PLAIN for kind in changed)
             if len(row.tensors) == len(values):
                 tensors.extend(values)
             else:

@@ -269,10 +269,9 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
     return Capture(sources, contents, deferred, skeleton.signature)
 
 
-_Found = tuple[
-    list[Source | None], bytes | Deferred | None
-]  # per entry its storage; data.pkl, padded (rank 0)
-_GROWTH_BYTES = 1024  # more than numbers alone make of a pickle: a few bytes each where they get longer
+# Per entry its storage; data.pkl, padded (rank 0).
+_Found = tuple[list[Source | None], bytes | Deferred | None]
+_GROWTH_BYTES = 1024  # much for numbers alone: those that get longer take a few bytes more
 
 
 def _recalled(full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool) -> _Found | None:

@@ -24,7 +24,7 @@ __all__ = ["EXPERIMENTS", "Experiment", "Options", "available", "document", "exp
 # In the order in which `make bench` runs them: what has the same shape stands together, so that one job serves for it.
 EXPERIMENTS = {
     "table": "Every peer once a round: stall, staged, durable; ratios; memory; idle CPU",
-    "makespan": "A training of GPT-2 that saves every 2 and 10 iterations, beside one that saves nothing",
+    "makespan": "A training of GPT-2 that saves every 2 to 10 iterations, beside one that saves nothing",
     "cpu": "Real forward, backward and update on both cores; CPU seconds that a checkpoint costs",
     "sizes": "Time of a checkpoint by its size, 0.2 to 4 GB",
     "resnet": "ResNet-50 that saves in every iteration, and ResNet-152",

@@ -342,7 +342,7 @@ def test_a_read_back_or_a_removal_that_was_cut_short_is_finished_by_the_next_flu
 
 
 def _kept_alone(flusher: FlusherProcess, stager: StagerClient, step: int) -> None:
-    """A step is verified, and the room of the one before is there to be taken: its name goes earlier, before two fsyncs."""
+    """A step is verified, and there is the room of the one before: its name goes earlier, before two fsyncs."""
     stager.wait("verified", step=step)
     wait_until(lambda: len(flusher.happened("pruned")) == step - 1, 30.0, "the one before was not removed")
 
