@@ -129,6 +129,7 @@ class Cluster:
             compared = max(answer["compared_bytes"] for answer in self.ask(do="verify", peer=peer))
             self._compared.add(peer)
             self.clean(peer)
+            self.quiet()
             if not compared and not (peer == "holdfast" and self.remote):
                 raise RuntimeError(f"{peer}: nothing that it wrote could be compared")
         pairs = list(zip(before, after, strict=True))
@@ -260,7 +261,8 @@ class Cluster:
         }
 
     def quiet(self) -> None:
-        """What was removed is freed on the disk now, and not in the next peer's turn."""
+        """What was removed is freed on the disk now, what was dropped in memory, and not in the next peer's turn."""
+        self.ask(do="collect")
         os.sync()
         time.sleep(_QUIET_SECONDS)
 

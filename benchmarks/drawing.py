@@ -106,7 +106,7 @@ def _makespan(axes: Axes, document: Document) -> None:
 
 
 def _throughput(axes: Axes, document: Document) -> None:
-    runs = [run for run in document["runs"] if run["model"] == next(iter(document["image_bytes"]))]
+    runs = [run for run in document["runs"] if run["model"] == "resnet50"]
     series = {}
     for peer in dict.fromkeys(run["peer"] for run in runs):
         places = sorted({run["every"] for run in runs if run["peer"] == peer})
@@ -142,16 +142,24 @@ def _intervals(axes: Axes, document: Document) -> None:
     _bars(axes, names, values, unit="shortest interval with at most 5 % overhead, iterations", log=True)
 
 
-def _resnet(axes: Axes, document: Document) -> None:
+def _every_iteration(axes: Axes, document: Document) -> None:
+    _makespans(axes, document, 1, "a checkpoint in every iteration")
+
+
+def _workloads(axes: Axes, document: Document) -> None:
+    _makespans(axes, document, 10, "a checkpoint every 10 iterations")
+
+
+def _makespans(axes: Axes, document: Document, every: int, how: str) -> None:
     names, values = [], []
     for model in document["image_bytes"]:
         runs = [run for run in document["runs"] if run["model"] == model]
         for peer in dict.fromkeys(run["peer"] for run in runs):
-            value = overheads(runs, peer, 1) if peer != "none" else None
+            value = overheads(runs, peer, every) if peer != "none" else None
             if value is not None:
                 names.append(f"{peer}, {model}")
                 values.append(Spread(value.median + 1, value.least + 1, value.greatest + 1))
-    _bars(axes, names, values, unit="makespan, a checkpoint in every iteration; no checkpoint = 1")
+    _bars(axes, names, values, unit=f"makespan, {how}; no checkpoint = 1")
     axes.axvline(1.0, color="black", lw=0.8)
 
 
@@ -368,7 +376,7 @@ PICTURES: dict[str, tuple[str, str, Callable[[Axes, Document], None]]] = {
     "phases": ("table", "Where the time goes (ACUTE fig. 10)", _phases),
     "slices": ("slices", "By number of slices (ACUTE fig. 11)", _slices),
     "rings": ("rings", "By size of the stager's ring (ACUTE fig. 12)", _rings),
-    "throughput": ("resnet", "Throughput by checkpoint interval, ResNet-50 (PCcheck fig. 8)", _throughput),
+    "throughput": ("workloads", "Throughput by checkpoint interval, ResNet-50 (PCcheck fig. 8)", _throughput),
     "sizes": ("sizes", "One checkpoint by its size (PCcheck fig. 11)", _sizes),
     "flights": ("flights", "Slowdown by checkpoints in flight and interval (PCcheck fig. 12)", _flights),
     "intervals": (
@@ -377,7 +385,8 @@ PICTURES: dict[str, tuple[str, str, Callable[[Axes, Document], None]]] = {
         _intervals,
     ),
     "gate": ("gate", "With and without the layer-wise pipeline (LightCheck fig. 10)", _gate),
-    "resnet": ("resnet", "A checkpoint in every iteration", _resnet),
+    "workloads": ("workloads", "Makespan of other models (ACUTE fig. 7)", _workloads),
+    "resnet": ("workloads", "A checkpoint in every iteration", _every_iteration),
     "jitter": ("jitter", "Iterations of a Python-heavy loop", _jitter),
     "restore": ("restore", "Restore from a disk, page cache cold", _restore),
     "s3": ("s3", "Into an S3 server on the same two cores", _s3),

@@ -216,7 +216,7 @@ def _bare_save(model: str, every: int) -> Callable[[Documents], str]:
     """The same training with one that copies and writes and does nothing else; what both cores have for it."""
 
     def limit(documents: Documents) -> str:
-        document = documents.get("resnet")
+        document = documents.get("workloads")
         runs = [run for run in document["runs"] if run["model"] == model] if document else []
         bare = overheads(runs, "pccheck-like", every)
         if not document or bare is None:
@@ -347,7 +347,7 @@ TARGETS = (
     Target(
         "makespan, ResNet-50, every iteration",
         "within 3 %",
-        "resnet",
+        "workloads",
         _overhead(1, 0.03, "resnet50"),
         _bare_save("resnet50", 1),
     ),

@@ -27,7 +27,7 @@ EXPERIMENTS = {
     "makespan": "A training of GPT-2 that saves every 2 to 10 iterations, beside one that saves nothing",
     "cpu": "Real forward, backward and update on both cores; CPU seconds that a checkpoint costs",
     "sizes": "Time of a checkpoint by its size, 0.2 to 4 GB",
-    "resnet": "ResNet-50 that saves in every iteration, and ResNet-152",
+    "workloads": "ResNet-50 that saves in every iteration, ResNet-152, and BERT-large",
     "jitter": "Iterations of plain Python with and without checkpoints: p50 to the slowest",
     "rings": "PGT by size of the stager's ring, smaller than the image included",
     "slices": "PGT and CST by number of ranks",

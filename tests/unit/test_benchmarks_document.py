@@ -139,7 +139,7 @@ _CONTENT: dict[str, dict[str, Any]] = {
         ],
         "checkpoints": {"compared": 2, "differences": []},
     },
-    "resnet": {
+    "workloads": {
         "image_bytes": {"resnet50": _LARGE},
         "runs": [{"model": "resnet50", **run} for run in _makespan()["runs"]],
         **_ITERATION,
@@ -323,7 +323,7 @@ def test_the_machines_limit_stands_beside_the_verdict() -> None:
     resnet["runs"] = [{**run, "model": "resnet50", "every": 1} for run in resnet["runs"]]
     limits = {
         row[0]: row[4]
-        for row in targets.grid({"table": table, "makespan": _makespan(), "resnet": resnet}).rows
+        for row in targets.grid({"table": table, "makespan": _makespan(), "workloads": resnet}).rows
     }
     assert limits["PGT-2 against torch.save+fsync"] == (
         "a bare pipeline is 5.0 (5.0–5.0) times faster; a raw write alone is 8.0 (8.0–8.0) times faster"
