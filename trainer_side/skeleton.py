@@ -101,12 +101,11 @@ class Deferred:
 
     @property
     def fits(self) -> bool:
-        """Whether it has room enough, as far as can be told: nothing but numbers has grown since the one before."""
+        """Whether it has room enough, as far as can be told: the one before had, with what text has grown since."""
         last = self._recall.last
-        return (
-            last.text_length == self._snapshot.text_length
-            and last.pickle_bytes + _GROWTH_BYTES <= self._skeleton.pickle_reserve_bytes
-        )
+        longer = max(0, self._snapshot.text_length - last.text_length)
+        more_bytes = longer * _CHARACTER_BYTES_MAX + _GROWTH_BYTES
+        return last.pickle_bytes + more_bytes <= self._skeleton.pickle_reserve_bytes
 
     def contents(self) -> dict[int, bytes]:
         """What `Capture.contents` lacks.
@@ -272,6 +271,7 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
 # Per entry its storage; data.pkl, padded (rank 0).
 _Found = tuple[list[Source | None], bytes | Deferred | None]
 _GROWTH_BYTES = 1024  # much for numbers alone: those that get longer take a few bytes more
+_CHARACTER_BYTES_MAX = 4  # in UTF-8
 
 
 def _recalled(full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool) -> _Found | None:

@@ -9,13 +9,13 @@ is not known nobody can say what it takes to keep them as they are.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 __all__ = ["Constants", "Snapshot", "snapshot"]
 
-_KEPT = frozenset({bool, int, float, complex, type(None)})
+_KEPT = frozenset({bool, int, float, type(None)})  # and str: all that is pickled without naming a class
 
 
 class Snapshot(NamedTuple):
@@ -23,7 +23,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         tree: The copy. What was one container in it is one here.
-        text_length: Of all its strings and bytes together; keys do not count.
+        text_length: Of all its strings together; keys do not count.
     """
 
     tree: Any
@@ -38,7 +38,7 @@ def snapshot(tree: Any, known: Mapping[int, Any]) -> Snapshot | None:
     """Copy the containers of `tree`; None if it holds anything of a class that is not known, or itself.
 
     Args:
-        tree: A dict, OrderedDict, list or tuple.
+        tree: A dict, OrderedDict, Counter, list or tuple.
         known: By id(): what takes the place of a tensor, or of a container.
     """
     copying = _Copying(known)
@@ -57,7 +57,7 @@ class _Copying:
         kind = type(value)
         if kind in _KEPT:
             return value
-        if kind is str or kind is bytes:
+        if kind is str:
             self.text_length += len(value)
             return value
         if (copied := self._copies.get(id(value))) is not None:
@@ -69,6 +69,8 @@ class _Copying:
             copied = OrderedDict((key, self.of(one)) for key, one in value.items())
             if attributes := vars(value):  # the versions of modules, in the state of one; pickled with it
                 vars(copied).update(self.of(attributes))
+        elif kind is Counter:  # of a scheduler's milestones; attributes are not pickled with it
+            copied = Counter({key: self.of(one) for key, one in value.items()})
         elif kind is list or kind is tuple:
             copied = kind([one if type(one) in _KEPT else self.of(one) for one in value])
         else:
@@ -104,12 +106,15 @@ class Constants:
 
     def __init__(self, containers: Sequence[Any], known: Mapping[int, Any]) -> None:
         constant: set[int] = set()
-        inner: set[int] = set()  # those without attributes: to know one above is to know it
+        # Those without attributes, in one place only: to know the one above is to know it. Of one that is in several
+        # places, it is another tree's business which ones these are.
+        inner: set[int] = set()
+        times = Counter(id(value) for node in containers for value in _values(node) or ())
         for node in reversed(containers):
             values = _values(node)
             if values is not None and all(id(value) in known or id(value) in inner for value in values):
                 constant.add(id(node))
-                if not _attributes(node):
+                if times[id(node)] == 1 and not _attributes(node):
                     inner.add(id(node))
         below = {
             id(value) for node in containers if id(node) in constant for value in _values(node) or ()
@@ -134,7 +139,7 @@ class Constants:
 
 
 def _values(node: Any) -> Sequence[Any] | None:
-    if type(node) is dict or type(node) is OrderedDict:
+    if type(node) is dict or type(node) is OrderedDict or type(node) is Counter:
         return [*node.values()]
     return node if type(node) is list or type(node) is tuple else None
 

@@ -43,6 +43,7 @@ def test_an_experiment_measures_and_leaves_nothing(tmp_path: Path) -> None:
     cpu = {peer: cell(runs, peer, 1, "cpu_seconds")[0] for peer in ("none", "holdfast")}
     assert cpu["holdfast"] > cpu["none"]
     assert document["machine"]["cores"] == os.cpu_count()
+    assert 0 <= document["stolen_share"] < 1
     assert "overhead" in done.stdout.lower()
     assert list(folder.iterdir()) == []
     left = [process.pid for process in psutil.process_iter() if str(folder) in " ".join(_words(process))]

@@ -355,6 +355,15 @@ def test_a_table_from_another_machine_than_the_page_names_says_so() -> None:
     assert "`python -m benchmarks makespan` on another one\n" in filled
 
 
+def test_what_the_host_stole_stands_beside_the_command_where_it_was_counted() -> None:
+    page = "<!-- measured: makespan 0 -->\n<!-- end -->\n"
+    counted = {**_makespan(), "stolen_share": 0.1234}
+    assert "makespan`, 12.3 % of the cores' time stolen by the host\n" in document.filled(
+        page, {"makespan": counted}
+    )
+    assert "makespan`\n" in document.filled(page, {"makespan": _makespan()})
+
+
 def test_every_target_names_an_experiment() -> None:
     assert {target.experiment for target in targets.TARGETS} <= set(EXPERIMENTS)
     assert {name for name, _, _ in drawing.PICTURES.values()} <= set(EXPERIMENTS)

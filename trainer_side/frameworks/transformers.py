@@ -199,7 +199,10 @@ class _Seen:
 
     def state_dict(self) -> dict[str, str]:
         trainer = self._trainer
-        state = dataclasses.asdict(trainer.state)
+        # Not `asdict`: that copies the log, which grows at every step that is logged, for nothing.
+        state = {
+            field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)
+        }
         kinds: dict[str, list[dict[str, Any]]] = {}
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):

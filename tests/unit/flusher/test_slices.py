@@ -13,6 +13,7 @@ from holdfast.claim import Claim
 from holdfast.errors import FencedError, StoreError
 from holdfast.manifest import Manifest
 from holdfast.slice_sets import SliceName, find_sets
+from holdfast.storage.base import ObjectInfo
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 from tests.support.store_slices import tier_of, write_frames, write_slices
@@ -97,6 +98,34 @@ def test_only_sets_of_jobs_before_that_of_a_good_checkpoint_go(rig: Rig) -> None
     assert made.order == (2, 3)
     rig.slices.published(made)
     assert rig.orders() == [(3, 1), (2, 3)], "a living job looks after its own"
+
+
+def test_only_the_first_good_checkpoint_of_a_job_has_the_store_listed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it fails: then the next one does what was left."""
+    made = rig.make()
+    assert made is not None
+    lists = []
+    objects = rig.store.list
+
+    def counted() -> list[ObjectInfo]:
+        lists.append(1)
+        return objects()
+
+    def failing(name: str) -> None:
+        raise StoreError(f"{name}: not now")
+
+    monkeypatch.setattr(rig.store, "list", counted)
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.store, "delete", failing)
+        with pytest.raises(StoreError):
+            rig.slices.published(made.model_copy(update={"attempt": 2}))
+    for attempt, looks in ((2, True), (2, False), (3, True), (3, False)):
+        lists.clear()
+        rig.slices.published(made.model_copy(update={"attempt": attempt}))
+        assert bool(lists) == looks
+    assert find_sets(objects()) == []
 
 
 def test_a_job_that_begins_ends_what_the_ones_before_had_begun(rig: Rig) -> None:

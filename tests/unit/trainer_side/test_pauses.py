@@ -87,7 +87,7 @@ class _Waits:
 
 @pytest.mark.parametrize(
     ("crowding", "longest_seconds"),
-    [(0.0, 0.5e-3), (1.5, 0.5e-3), (2.0, 0.5e-3), (16.0, 4e-3), (200.0, 10e-3)],
+    [(0.0, 0.5e-3), (1.5, 0.5e-3), (2.0, 0.5e-3), (16.0, 4e-3), (200.0, 20e-3)],
 )
 def test_where_ranks_crowd_on_the_cores_they_look_less_often(
     monkeypatch: pytest.MonkeyPatch, crowding: float, longest_seconds: float
@@ -99,6 +99,43 @@ def test_where_ranks_crowd_on_the_cores_they_look_less_often(
         pauses.rest(fetching=False)
     assert waits.seconds[0] == pytest.approx(0.2e-3), "after something has happened it is as quick as ever"
     assert max(waits.seconds) == pytest.approx(longest_seconds)
+
+
+@pytest.mark.parametrize(
+    ("streaming", "waited_seconds", "longest_seconds"),
+    [
+        (False, 0.01, 0.5e-3),
+        (False, 0.1, 2e-3),
+        (False, 0.5, 10e-3),
+        (False, 60.0, 20e-3),
+        (True, 60.0, 0.5e-3),
+    ],
+)
+def test_after_a_long_wait_it_looks_less_often_unless_bytes_move_only_while_it_looks(
+    monkeypatch: pytest.MonkeyPatch, *, streaming: bool, waited_seconds: float, longest_seconds: float
+) -> None:
+    waits, now = _Waits(streaming=streaming), [0.0]
+    pauses = Pauses(cast(Outbox, waits), lambda: now[0], 1.0)
+    monkeypatch.setattr(pauses, "_wake", waits)
+    now[0] = waited_seconds
+    for _ in range(40):
+        pauses.rest(fetching=False)
+    assert max(waits.seconds) == pytest.approx(longest_seconds)
+
+
+def test_once_something_has_happened_it_looks_as_often_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, now = _Waits(streaming=False), [0.0]
+    pauses = Pauses(cast(Outbox, waits), lambda: now[0], 1.0)
+    monkeypatch.setattr(pauses, "_wake", waits)
+    now[0] = 60.0
+    for _ in range(40):
+        pauses.rest(fetching=False)
+    pauses.busy()
+    waits.seconds.clear()
+    for _ in range(40):
+        pauses.rest(fetching=False)
+    assert waits.seconds[0] == pytest.approx(0.2e-3)
+    assert max(waits.seconds) == pytest.approx(0.5e-3)
 
 
 @pytest.mark.parametrize(("crowding", "pause_seconds"), [(1.5, 0), (16.0, 0.2e-3)])
