@@ -216,6 +216,7 @@ def test_a_missed_wait_says_who_waited_for_whom(tmp_path: Path) -> None:
     assert "Find out why the store is slow" in output
 
 
+@pytest.mark.soak
 def test_a_killed_stager_costs_the_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     steps = 30
     undisturbed = Pressed(tmp_path / "undisturbed", "together", steps, rate=1024 * MIB, **SMALL)

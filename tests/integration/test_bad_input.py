@@ -131,7 +131,9 @@ def test_a_tier_that_one_rank_cannot_use_ends_the_first_save_of_all(tmp_path: Pa
 # -- two writers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["same runtime directory", "another one"])
+@pytest.mark.parametrize(
+    "where", ["same runtime directory", pytest.param("another one", marks=pytest.mark.soak)]
+)
 def test_a_second_stager_is_refused_and_the_first_goes_on(tmp_path: Path, where: str) -> None:
     cluster = cluster_on(tmp_path, str(tmp_path / "store"))
     with cluster.start(RANKS, "hold", "3") as first:

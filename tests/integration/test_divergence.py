@@ -66,6 +66,7 @@ def test_the_rank_that_drifted_is_named_by_majority(tmp_path: Path) -> None:
     assert outcome.output.count("rank 2 differs from most ranks in model/module.head.weight") == 1
 
 
+@pytest.mark.soak
 def test_of_two_ranks_both_are_named(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, "tensor", ranks=2)
     assert outcome.divergences[0]["undecided"] == {"model/module.head.weight": [[0], [1]]}

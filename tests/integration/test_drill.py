@@ -51,6 +51,7 @@ def left(runtime: Path) -> list[str]:
     return found
 
 
+@pytest.mark.soak
 def test_a_script_that_saves_all_goes_on_exactly(tmp_path: Path) -> None:
     """Two kills, one of them with a notice."""
     code, said, stderr = drill(tmp_path, "--kills", "2", "--seed", "4", script=("60", "10"))

@@ -76,6 +76,7 @@ def _check(run: Stalled, areas: int) -> None:
     assert min(sum(run.said(f"rank-{rank}.json")["took"]) for rank in range(RANKS)) == areas
 
 
+@pytest.mark.soak
 def test_one_area_declines_every_step_but_the_first(tmp_path: Path) -> None:
     run = Stalled(tmp_path)
     run.run(str(STEPS))

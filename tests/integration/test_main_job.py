@@ -67,7 +67,7 @@ def check_files(store: Path) -> None:
     check_loadable(files)
 
 
-@pytest.mark.parametrize("ulfm", [True, False], ids=["ulfm", "no-ulfm"])
+@pytest.mark.parametrize("ulfm", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["ulfm", "no-ulfm"])
 def test_a_killed_run_continues_bit_for_bit(local: Cluster, reference: Path, ulfm: bool) -> None:
     with local.start(2, *RUN, str(PAUSE_AT), ulfm=ulfm) as job:
         kill_ranks(local, job, 2, 1, saved=SAVED)

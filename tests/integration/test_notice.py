@@ -259,7 +259,7 @@ def memory() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.parametrize(("tier", "told"), [("store", 1), ("memory", 0)])
+@pytest.mark.parametrize(("tier", "told"), [pytest.param("store", 1, marks=pytest.mark.soak), ("memory", 0)])
 def test_without_a_stager_the_ranks_save_one_step_among_themselves(
     make: Callable[[int], Spot], reference: Path, memory: Path, tier: str, told: int
 ) -> None:

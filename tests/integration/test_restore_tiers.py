@@ -105,6 +105,7 @@ def test_a_lost_machine_is_made_good_by_the_store_and_by_the_other_rank(cluster:
     assert reports[0]["sources"][cluster.tier(0)] > 0
 
 
+@pytest.mark.soak
 def test_three_ranks_go_on_from_what_two_have_kept(cluster: Cluster) -> None:
     cluster.save(2, 5, 6)
     reports = cluster.restore(3)

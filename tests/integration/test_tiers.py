@@ -101,7 +101,7 @@ def check_kept_once(cluster: Cluster, saves: int) -> None:
         assert event["direct"] == event["tier"].startswith("memory")
 
 
-@pytest.mark.parametrize("lost", ["", "memory"], ids=["memory", "disk"])
+@pytest.mark.parametrize("lost", [pytest.param("", marks=pytest.mark.soak), "memory"], ids=["memory", "disk"])
 def test_without_a_stager_a_killed_run_resumes_from_its_tiers(
     cluster: Cluster, reference: Path, memory: Path, lost: str
 ) -> None:
@@ -152,6 +152,7 @@ def test_beside_the_stager_a_killed_run_resumes_from_memory(cluster: Cluster, re
     assert durable >= {3, 11}, "the stager got them as well"
 
 
+@pytest.mark.soak
 def test_a_killed_stager_ends_neither_training_nor_checkpoints(cluster: Cluster, reference: Path) -> None:
     with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
         wait_for_pause(cluster, job, kept=SAVED)

@@ -1,4 +1,4 @@
-"""Seeded schedules of the whole system, with faults at every step: no invariant breaks. CI and `make soak` play 10,000.
+"""Seeded schedules of the whole system, with faults at every step: no invariant breaks. `make soak` plays 10,000.
 
 More of them, or others: `SIMULATION_SCHEDULES=200000 SIMULATION_FIRST_SEED=1000000 pytest -k test_schedules`.
 """

@@ -1,7 +1,7 @@
-"""Leave torch's compiler out of a training job: building an optimizer imports it, and nothing here uses it.
+"""Leave torch's compiler out of a training job: building an optimizer or DDP imports it, and nothing here uses it.
 
 That is half of a rank's start-up; over all jobs of the tests it is minutes. Call it after torch.distributed is set up
-and before the first optimizer is made.
+and before the first optimizer is made. The demo, the tutorial, the pages and the frameworks' examples run with it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,23 @@ from __future__ import annotations
 import sys
 import types
 
+import torch
+
 __all__ = ["do_without_compiler"]
 
 
 def do_without_compiler() -> None:
-    """Put an empty one in its place."""
+    """Put an empty one in its place, with what optimizers and DDP ask of it."""
     nothing = types.ModuleType("torch._dynamo")
-    nothing.disable = lambda call, recursive=True, **_: call  # type: ignore[attr-defined]
-    nothing.graph_break = lambda *_, **__: None  # type: ignore[attr-defined]
-    sys.modules["torch._dynamo"] = nothing
+    answers = {
+        "disable": lambda call, recursive=True, **_: call,
+        "graph_break": lambda *_, **__: None,
+        "utils": types.SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization"),
+        "trace_rules": types.SimpleNamespace(
+            LEGACY_MOD_INLINELIST=set(),
+            get_legacy_mod_inlinelist=types.SimpleNamespace(cache_clear=lambda: None),
+        ),
+    }
+    for name, answer in answers.items():
+        setattr(nothing, name, answer)
+    sys.modules["torch._dynamo"] = torch._dynamo = nothing  # type: ignore[assignment]

@@ -72,8 +72,8 @@ SCENE = {
     r"@(?:123|1000)\b": "@29",  # a step that the scene's training has left
     r"\bLOGS\b": "~/.local/state/holdfast/runs/logs",  # the log directory of `holdfast run`
     r"^ssh (?:-t )?stager ": "",  # the reader is on the stager's machine already
-    r"(?<=\s)-n (?:8|16)\b|(?<=^mpirun )…": "-n 2",  # ranks; two cores
-    r"--min-ranks \d+": "--min-ranks 2",
+    r"(?<=\s)-n (?:8|16)\b|(?<=^mpirun )…": "-n 1",  # ranks; the README's two jobs have two
+    r"--min-ranks \d+": "--min-ranks 1",
     r"\bring_bytes=8GiB\b": "ring_bytes=128MiB",
     r"--ring-bytes 8GiB\b": "--ring-bytes 128MiB",
     # A model that trains in seconds, and some steps of it.

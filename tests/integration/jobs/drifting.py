@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, init_torch_distributed
 
 FEATURES, WIDTH = 16, 64
@@ -49,6 +50,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     rank, ranks = init_torch_distributed("gloo")
+    do_without_compiler()
     torch.manual_seed(1)
     net = Net()
     model = DistributedDataParallel(net)

@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
 
 SAMPLES, FEATURES, BATCH, STEP_SECONDS = 64, 8, 4, 0.05
@@ -19,6 +20,7 @@ def main() -> None:
     steps, every, bugs = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     rank, ranks = init_torch_distributed("gloo")
+    do_without_compiler()
     torch.manual_seed(1)
     data = torch.randn(SAMPLES, FEATURES)
     model = torch.nn.Sequential(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, init_torch_distributed
 
 
@@ -21,6 +22,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     rank, _ = init_torch_distributed("gloo")
+    do_without_compiler()
     torch.manual_seed(1)
     model = torch.nn.Linear(256, 256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

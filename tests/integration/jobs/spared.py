@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from holdfast import faultpoint
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank
 
 STEPS_MAX = 10_000
@@ -43,6 +44,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
+    do_without_compiler()
     torch.manual_seed(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(20)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init_torch_distributed
 
 SAMPLES, FEATURES, BATCH = 96, 16, 4
@@ -32,6 +33,7 @@ def main() -> None:
     pause_at = int(sys.argv[4]) if len(sys.argv) > 4 else -1
     torch.set_num_threads(1)
     rank, ranks = init_torch_distributed("gloo")
+    do_without_compiler()
     out.mkdir(parents=True, exist_ok=True)
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     torch.manual_seed(1)
