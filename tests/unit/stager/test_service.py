@@ -129,3 +129,30 @@ def test_flushers_that_all_end_too_early_are_the_stagers_error(
     assert bench.attach_calls == 7
     assert "another host has the run" in str(caught.value)
     assert str(bench.directory) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "waited_seconds", "longest_seconds"),
+    [
+        ("idle", 0.0, 5e-3),
+        ("waits for ranks", 0.01, 0.5e-3),
+        ("waits for ranks", 0.1, 2e-3),
+        ("waits for ranks", 60.0, 5e-3),
+        ("streaming", 60.0, 0.5e-3),
+    ],
+)
+def test_it_looks_less_often_the_longer_nothing_comes_unless_bytes_move_only_while_it_looks(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, state: str, waited_seconds: float, longest_seconds: float
+) -> None:
+    if state != "idle":  # credits are out, and the ranks have nothing sent
+        bench.offer_all()
+        bench.flusher.send("began", attempt=3, step=1, part_chunks=1)
+    bench.port.unsent = state == "streaming"
+    assert bench.service._trainer_desk.streaming == (state == "streaming")
+    pauses: list[float] = []
+    monkeypatch.setattr(bench.service._line, "wait", pauses.append)
+    bench.now += waited_seconds
+    for _ in range(40):
+        bench.service._rest()
+    assert pauses[0] == pytest.approx(50e-6)
+    assert max(pauses) == pytest.approx(longest_seconds)
