@@ -27,6 +27,7 @@ STAGER = ("--chunk-bytes", "1MiB", "--ring-bytes", "16MiB", "--keep-last", "0")
 
 
 @pytest.mark.s3
+@pytest.mark.soak
 def test_a_job_on_s3_of_which_a_tenth_of_all_requests_fails(swift_s3: S3Place, tmp_path: Path) -> None:
     with running_proxy(swift_s3.endpoint, seed=3) as proxy:
         kinds = (Fault.RESET_BEFORE, Fault.LOST_ANSWER, Fault.INTERNAL_ERROR, Fault.SLOW_DOWN)

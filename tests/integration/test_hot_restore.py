@@ -107,6 +107,7 @@ def test_what_is_durable_and_still_in_the_ring_costs_no_byte_of_the_store(machin
     assert sum(one["sources"].get(RING, 0) for one in damaged) > 4 * 64 << 10
 
 
+@pytest.mark.soak
 def test_what_is_only_staged_is_restored_while_the_store_takes_nothing(tmp_path: Path) -> None:
     site, store = REPOSITORY / "tests" / "support" / "fsspec_site", tmp_path / "store"
     machine = Machine(tmp_path, f"elsewhere://{store}", {"PYTHONPATH": f"{site}{os.pathsep}{REPOSITORY}"})

@@ -162,5 +162,5 @@ def test_a_command_is_typed_with_the_names_of_the_scene() -> None:
     typed = as_typed(
         "mpirun -n 8 python train.py : -n 1 holdfast stager --store /mnt/nfs/run", {"page": "/here"}
     )
-    assert typed == "mpirun -n 2 python train.py : -n 1 holdfast stager --store /here/mnt/nfs/run"
+    assert typed == "mpirun -n 1 python train.py : -n 1 holdfast stager --store /here/mnt/nfs/run"
     assert as_typed("ssh -t stager holdfast status", {}) == "holdfast status"
