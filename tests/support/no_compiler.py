@@ -28,4 +28,4 @@ def do_without_compiler() -> None:
     }
     for name, answer in answers.items():
         setattr(nothing, name, answer)
-    sys.modules["torch._dynamo"] = torch._dynamo = nothing  # type: ignore[assignment]
+    sys.modules["torch._dynamo"] = torch._dynamo = nothing
