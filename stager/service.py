@@ -45,9 +45,8 @@ _DRAIN_FAILURES_MAX = 8  # flushers in a row that did nothing, with pauses of ha
 _PAUSE_SECONDS_MIN = 50e-6
 _BUSY_PAUSE_SECONDS_MAX = 0.5e-3  # while bytes are under way: sleeping longer would cost bandwidth
 _IDLE_PAUSE_SECONDS_MAX = 5e-3
-_PAUSE_PER_SECOND_WAITED = (
-    0.02  # a full ring waits for the store: a look at the ranks every moment finds nothing
-)
+# A full ring waits for the store: a look at the ranks every moment finds nothing.
+_PAUSE_PER_SECOND_WAITED = 0.02
 _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only while we poll
 
 

@@ -21,11 +21,6 @@ def do_without_compiler() -> None:
         "disable": lambda call, recursive=True, **_: call,
         "graph_break": lambda *_, **__: None,
         "utils": types.SimpleNamespace(get_optimize_ddp_mode=lambda: "no_optimization"),
-        "trace_rules": types.SimpleNamespace(
-            LEGACY_MOD_INLINELIST=set(),
-            get_legacy_mod_inlinelist=types.SimpleNamespace(cache_clear=lambda: None),
-        ),
     }
-    for name, answer in answers.items():
-        setattr(nothing, name, answer)
+    vars(nothing).update(answers)
     sys.modules["torch._dynamo"] = torch._dynamo = nothing
