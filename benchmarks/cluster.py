@@ -27,10 +27,10 @@ from benchmarks.hub import Hub
 from benchmarks.spread import round_figures
 from benchmarks.workload import is_toy
 from holdfast.errors import StoreMissing
-from holdfast.layout import CHUNK_BYTES
-from holdfast.manifest import Manifest, State, manifest_name, step_file_name
-from holdfast.storage import open_store
-from holdfast.storage.retrying import Retrying
+from holdfast.image.layout import CHUNK_BYTES
+from holdfast.image.manifest import Manifest, State, manifest_name, step_file_name
+from holdfast.store import open_store
+from holdfast.store.retrying import Retrying
 
 __all__ = ["Cluster", "Clusters", "Shape", "running", "turn"]
 

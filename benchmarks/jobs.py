@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.machine import file_system
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
 
 __all__ = ["Folders", "Job", "end_process", "flusher_pid", "folders", "rank_environment", "run"]
 

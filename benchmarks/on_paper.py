@@ -1,4 +1,4 @@
-"""Tables of docs/scaling.md, computed by holdfast/policy/scale.py: `python -m benchmarks.on_paper` fills them in.
+"""Tables of docs/scaling.md, computed by scale.py: `python -m benchmarks.on_paper` fills them in.
 
 <!-- computed: load -->    what one checkpoint is made of, by ranks and size
 <!-- computed: stagers --> how many of a machine take a terabyte each so many minutes
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.grid import Grid
-from holdfast.policy.scale import (
+from operator_side.simulate.scale import (
     STAGERS,
     STAGERS_SOURCE,
     Load,

@@ -208,7 +208,7 @@ class _Rank:
 
 def force_gate(*, coarse: bool) -> None:
     """Let holdfast's gate in this process hold every update for the whole copy, or layer by layer again."""
-    from trainer_side import gate, split_step
+    from trainer_side.save import gate, split_step
 
     assert hasattr(gate, "split_step"), "the gate no longer calls `split_step`: force it in another way"
     gate.split_step = _whole_step if coarse else split_step.split_step

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.window import direct_window
+from holdfast.ring.pages import direct_window
 
 __all__ = ["DirectWriter", "direct_file", "read_direct", "whole_pages"]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.hub import Link
 from benchmarks.raw_direct import direct_file, whole_pages
-from holdfast.window import direct_window
+from holdfast.ring.pages import direct_window
 
 __all__ = ["main"]
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.complete import IncompleteError, leaves
 from benchmarks.workload import Workload
-from trainer_side.ring_slices import RingSlices
+from trainer_side.restore.ring_slices import RingSlices
 
 if TYPE_CHECKING:
     from trainer_side import Checkpointer

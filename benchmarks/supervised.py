@@ -29,7 +29,7 @@ _WAIT_SECONDS_MAX = 120.0
 _END_SECONDS_MAX = 60.0
 _LOOK_SECONDS = 0.02
 _RANK = "benchmarks.supervised_rank"
-_KEEPER = "holdfast.supervise.rank"
+_KEEPER = "operator_side.supervise.rank"
 
 
 @dataclass(frozen=True)

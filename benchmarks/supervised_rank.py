@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.device_update import install
 from benchmarks.workload import Workload
 from holdfast.config import TrainerConfig
-from holdfast.supervise.report import ATTEMPT_VARIABLE
+from holdfast.supervised import ATTEMPT_VARIABLE
 from trainer_side import Checkpointer, init_torch_distributed
 
 __all__ = ["main"]

@@ -16,11 +16,11 @@ from typing import Any
 
 from benchmarks.workload import Workload
 from holdfast.crc import crc32
-from holdfast.layout import Layout
-from holdfast.slices import frames_of
-from trainer_side.huge import huge_buffer
-from trainer_side.skeleton import plan
-from trainer_side.state import classify, collect
+from holdfast.image.layout import Layout
+from holdfast.image.slices import frames_of
+from trainer_side.save.huge import huge_buffer
+from trainer_side.state.skeleton import plan
+from trainer_side.state.tree import classify, collect
 from trainer_side.tiers.base import SliceWriter, Tier
 from trainer_side.tiers.media import Copy, Medium, address_of
 

@@ -15,11 +15,11 @@ from typing import Any
 import click
 
 from flusher.lifetime import live
-from holdfast.commands.examples import examples
+from holdfast.command.examples import examples
 from holdfast.config import FlusherConfig
 from holdfast.errors import HoldfastError
 from holdfast.faultpoint import identify
-from holdfast.priority import yield_to_training
+from holdfast.process import yield_to_training
 
 __all__ = ["flusher"]
 

@@ -42,12 +42,12 @@ from flusher.tenure import Tenure
 from flusher.upkeep import Pruned, ReadBack, Upkeep
 from flusher.workers import Inbox, Workers
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
-from holdfast.events import EventLog
-from holdfast.layout import Layout
-from holdfast.layout_index import LayoutIndex
-from holdfast.manifest import State
-from holdfast.ring import Ring, SlotRecord, SlotState
-from holdfast.storage.base import Store
+from holdfast.image.index import LayoutIndex
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import State
+from holdfast.ring.ring import Ring, SlotRecord, SlotState
+from holdfast.store.base import Store
+from holdfast.telemetry.events import EventLog
 
 __all__ = ["Engine"]
 

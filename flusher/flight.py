@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from flusher.steps import Begin, ChunkFull, Key, Resume
 from holdfast.crc import combine_all
 from holdfast.errors import HoldfastError
-from holdfast.layout_index import LayoutIndex
+from holdfast.image.index import LayoutIndex
 
 __all__ = ["Flight", "chunk_complaint", "resume_complaint"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from flusher.steps import Key
 from holdfast.errors import StoreError
-from holdfast.events import EventLog
+from holdfast.telemetry.events import EventLog
 
 __all__ = ["Held"]
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from holdfast.errors import FencedError
-from holdfast.runtime import make_private_directory, open_private_file
+from holdfast.ring.directory import make_private_directory, open_private_file
 
 __all__ = ["Instance"]
 

@@ -1,7 +1,7 @@
 """Does the jobs of the pipeline: the only place where a checkpoint's bytes meet the store. Runs in worker threads.
 
     Open ─► choose a name, Store.begin; or Store.resume with what a dead flusher recorded
-    Verify, Patch ─► the slot's memory (holdfast/chunkwork.py)
+    Verify, Patch ─► the slot's memory (holdfast/image/chunks.py)
     WritePart ─► Upload.write_part ─► recorded (flusher/progress.py)
     Publish ─► claim still ours? ─► Upload.publish ─► manifest
 
@@ -35,15 +35,15 @@ from flusher.steps import (
     Verify,
     WritePart,
 )
-from holdfast.chunkwork import patch_chunk, verify_chunk
+from holdfast.checkpoints.publish import Times, build_manifest, choose_name
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError, ProtocolError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
-from holdfast.layout import Layout
-from holdfast.manifest import Manifest, manifest_name, step_file_name
-from holdfast.publish import Times, build_manifest, choose_name
-from holdfast.ring import Ring
-from holdfast.storage.base import Store, Upload
+from holdfast.image.chunks import patch_chunk, verify_chunk
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import Manifest, manifest_name, step_file_name
+from holdfast.ring.ring import Ring
+from holdfast.store.base import Store, Upload
 
 if TYPE_CHECKING:
     from flusher.tenure import Tenure

@@ -28,21 +28,21 @@ from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
+from holdfast.checkpoints.slice_sets import is_slice_upload
 from holdfast.config import FlusherConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolError
-from holdfast.events import EventLog
 from holdfast.faultpoint import Point, reach
-from holdfast.ipc import SOCKET_NAME, Listener
-from holdfast.metrics_page import serve_metrics
-from holdfast.ring import Ring
-from holdfast.runtime import runtime_directory
-from holdfast.slice_sets import is_slice_upload
-from holdfast.status.board import Board
-from holdfast.status.desk import serve_status
-from holdfast.storage import open_store, parts_at_once
-from holdfast.storage.base import Store
-from holdfast.storage.names import is_kept
-from holdfast.tracing import export_spans
+from holdfast.ring.directory import runtime_directory
+from holdfast.ring.doorbell import SOCKET_NAME, Listener
+from holdfast.ring.ring import Ring
+from holdfast.store import open_store, parts_at_once
+from holdfast.store.base import Store
+from holdfast.store.names import is_kept
+from holdfast.telemetry.board import Board
+from holdfast.telemetry.events import EventLog
+from holdfast.telemetry.metrics_page import serve_metrics
+from holdfast.telemetry.status_socket import serve_status
+from holdfast.telemetry.tracing import export_spans
 
 __all__ = ["live"]
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from flusher.steps import Key
 from flusher.upkeep import ReadBack
 from holdfast.errors import HoldfastError
-from holdfast.manifest import Manifest
+from holdfast.image.manifest import Manifest
 
 __all__ = ["Durable", "Listener"]
 

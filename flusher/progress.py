@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flusher.steps import Key, Resume
 from holdfast.crc import crc32
 from holdfast.errors import ProtocolError, StoreError
-from holdfast.runtime import open_private_file
+from holdfast.ring.directory import open_private_file
 
 __all__ = ["Head", "Progress", "progress_path"]
 

@@ -17,9 +17,9 @@ from flusher.engine import Engine
 from flusher.progress import Progress, progress_path
 from flusher.steps import Key
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreMissing
-from holdfast.manifest import is_manifest_name, manifest_name
-from holdfast.ring import CheckpointRecord, Ring, SlotRecord, SlotState
-from holdfast.storage.base import Store
+from holdfast.image.manifest import is_manifest_name, manifest_name
+from holdfast.ring.ring import CheckpointRecord, Ring, SlotRecord, SlotState
+from holdfast.store.base import Store
 
 __all__ = ["recorded", "remove_orphans", "settle", "take_up"]
 

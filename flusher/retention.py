@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from holdfast.manifest import Manifest, State
+from holdfast.image.manifest import Manifest, State
 
 __all__ = ["Known", "to_remove"]
 

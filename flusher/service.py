@@ -3,7 +3,7 @@
     wait for a stager ─► serve ──finish──────────► drain ─► drained ─► end, or wait for the next (linger, keeper)
                            └──stager gone─► dead ─► settle ─► drain ─► grace ─► end, or the next stager attaches
                                             └ alive: waited for until it is dead, or comes back
-    kept by `holdfast run` (holdfast/keeper.py): nothing ends it but SIGTERM, until the keeper is gone
+    kept by `holdfast run` (holdfast/ring/wanted.py): nothing ends it but SIGTERM, until the keeper is gone
     SIGTERM at any time ─► publish what is staged, leave the rest in the ring to the next flusher, end
 
 Draining is nothing special: the engine and the upkeep become idle. The loop sleeps in one `select` over the stager's
@@ -29,12 +29,12 @@ from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
 from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
-from holdfast.events import EventLog
-from holdfast.ipc import Listener
-from holdfast.keeper import is_kept
-from holdfast.ring import Ring
-from holdfast.storage import parts_at_once
-from holdfast.storage.base import Store
+from holdfast.ring.doorbell import Listener
+from holdfast.ring.ring import Ring
+from holdfast.ring.wanted import is_kept
+from holdfast.store import parts_at_once
+from holdfast.store.base import Store
+from holdfast.telemetry.events import EventLog
 
 __all__ = ["Service"]
 

@@ -15,12 +15,9 @@ from collections.abc import Callable, Collection
 
 from flusher.steps import Key
 from flusher.tenure import Tenure
-from holdfast.assembly import assemble
-from holdfast.catalog import Catalog
-from holdfast.errors import BusyError, DamageError
-from holdfast.events import EventLog
-from holdfast.manifest import Manifest
-from holdfast.slice_sets import (
+from holdfast.checkpoints.assembly import assemble
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.slice_sets import (
     SliceSet,
     complete_sets,
     find_sets,
@@ -29,7 +26,10 @@ from holdfast.slice_sets import (
     remove_stale,
     sweep_uploads,
 )
-from holdfast.storage.base import Store
+from holdfast.errors import BusyError, DamageError
+from holdfast.image.manifest import Manifest
+from holdfast.store.base import Store
+from holdfast.telemetry.events import EventLog
 
 __all__ = ["Slices"]
 

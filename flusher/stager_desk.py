@@ -18,12 +18,12 @@ from flusher.engine import Engine
 from flusher.listener import Durable
 from flusher.steps import Key
 from flusher.upkeep import ReadBack
-from holdfast import ipc
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.faultpoint import Point, reach
-from holdfast.ipc import Channel, Message
-from holdfast.manifest import State
-from holdfast.ring import Ring, SlotState
+from holdfast.image.manifest import State
+from holdfast.ring import doorbell as ipc
+from holdfast.ring.doorbell import Channel, Message
+from holdfast.ring.ring import Ring, SlotState
 
 __all__ = ["StagerDesk"]
 

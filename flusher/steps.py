@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
-from holdfast.layout_index import LayoutIndex
-from holdfast.manifest import Key
-from holdfast.ring import Source
+from holdfast.image.index import LayoutIndex
+from holdfast.image.manifest import Key
+from holdfast.ring.ring import Source
 
 __all__ = [
     "Aborted",

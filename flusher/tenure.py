@@ -10,9 +10,9 @@ import logging
 import threading
 from collections.abc import Callable
 
-from holdfast.claim import Claim
+from holdfast.checkpoints.claim import Claim
 from holdfast.errors import FencedError, StoreError
-from holdfast.storage.base import Store
+from holdfast.store.base import Store
 
 __all__ = ["Tenure"]
 

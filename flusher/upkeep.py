@@ -20,12 +20,12 @@ from flusher.slices import Slices
 from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.workers import Inbox, Workers
+from holdfast.checkpoints.verify import verify_file
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
-from holdfast.events import EventLog
 from holdfast.faultpoint import Point, reach
-from holdfast.manifest import Manifest, State, is_manifest_name, manifest_name
-from holdfast.storage.base import Store
-from holdfast.verify import verify_file
+from holdfast.image.manifest import Manifest, State, is_manifest_name, manifest_name
+from holdfast.store.base import Store
+from holdfast.telemetry.events import EventLog
 
 __all__ = ["Pruned", "ReadBack", "Upkeep"]
 

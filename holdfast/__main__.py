@@ -1,5 +1,5 @@
 """`python -m holdfast`: the command, where the script of that name is not on PATH."""
 
-from holdfast.cli import main
+from holdfast.command.cli import main
 
 main()

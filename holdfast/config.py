@@ -42,8 +42,8 @@ from pydantic_core.core_schema import ValidationInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from holdfast.errors import ConfigError
-from holdfast.layout import CHUNK_BYTES
-from holdfast.session_checkpoint import IN_FLIGHT_MAX
+from holdfast.image.layout import CHUNK_BYTES
+from stager.session.checkpoint import IN_FLIGHT_MAX
 
 __all__ = [
     "RING_CHUNKS_MIN",
@@ -262,7 +262,7 @@ class _RingConfig(_RoleConfig):
         reuse: Whether a new checkpoint may be written over one that is no longer kept and that nobody has open (on ext4
             and XFS). To be off where other machines read the store's files over NFS from this one.
         linger: Whether the flusher stays after the training has ended.
-        writers: How many threads write parts; by default as many as suit the store (`holdfast.storage.parts_at_once`).
+        writers: How many threads write parts; by default as many as suit the store (`holdfast.store.parts_at_once`).
         runtime_dir: Where the ring, its journal and the socket live; wants to be in memory (tmpfs).
         niceness: CPU priority given up, 0 to 19. 10 has stager and flusher yield to training ranks on the same
             machine; it wants ranks that leave some of the cores' time (docs/design/028-priority.md).

@@ -1,6 +1,6 @@
 """Lv.1. The MPI rank on the on-demand node: receives every rank's slices into the ring, and never unpacks them.
 
-trainers ══MPI══► mpi ─► service ─► ring ─ ─ ─ (doorbell: holdfast.ipc) ─ ─ ─► flusher
+trainers ══MPI══► mpi ─► service ─► ring ─ ─ ─ (doorbell: holdfast.ring.doorbell) ─ ─ ─► flusher
                     session (holdfast): who may send what, when
 
 command    `holdfast stager`                 service   the loop, from the first rank to the last durable step

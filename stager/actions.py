@@ -13,12 +13,16 @@ import re
 import time
 from collections.abc import Callable
 
-from holdfast import wire
 from holdfast.errors import HoldfastError, ProtocolError
-from holdfast.events import EventLog
 from holdfast.faultpoint import Point, reach
-from holdfast.session import Session
-from holdfast.session_steps import (
+from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
+from stager.flusher_line import FlusherLine
+from stager.notices import Notices
+from stager.payloads import Payloads
+from stager.session.machine import Session
+from stager.session.steps import (
     Abort,
     Action,
     Begin,
@@ -34,10 +38,6 @@ from holdfast.session_steps import (
     Staged,
     Tell,
 )
-from holdfast.wire import Kind
-from stager.flusher_line import FlusherLine
-from stager.notices import Notices
-from stager.payloads import Payloads
 from stager.trainers import Trainers
 
 __all__ = ["Actions"]

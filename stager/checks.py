@@ -1,6 +1,6 @@
 """The stager's part of `holdfast doctor`: is there an MPI, does it carry bytes, does a job outlive a rank's death?
 
-Two small jobs under the launcher that runs will use (stager/mpi_probe.py): one measures, in the other a rank is killed.
+Two small jobs under the launcher that runs will use (doctor_job.py): one measures, in the other a rank is killed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.doctor import Finding, Plan, State
 from holdfast.errors import ConfigError
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
+from operator_side.doctor import Finding, Plan, State
 
 __all__ = ["mpi"]
 
@@ -78,7 +78,7 @@ def _job(mode: str, plan: Plan, *, ulfm: bool) -> dict[str, Any] | str:
     """What the probe said, or why it said nothing."""
     with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as directory:
         answer = Path(directory) / "answer.json"
-        command = mpirun_command(2, [sys.executable, "-m", "stager.mpi_probe", mode, str(answer)], ulfm=ulfm)
+        command = mpirun_command(2, [sys.executable, "-m", "stager.doctor_job", mode, str(answer)], ulfm=ulfm)
         if plan.hostfile is not None:
             command[1:1] = ["--hostfile", str(plan.hostfile), "--map-by", "node"]
         environment = {

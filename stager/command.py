@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast.commands.examples import examples
+from holdfast.command.examples import examples
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError
-from holdfast.events import EventLog
 from holdfast.faultpoint import identify
-from holdfast.metrics_page import serve_metrics
-from holdfast.priority import yield_to_training
-from holdfast.status.board import Board
-from holdfast.status.desk import serve_status
-from holdfast.tracing import export_spans
+from holdfast.process import yield_to_training
+from holdfast.telemetry.board import Board
+from holdfast.telemetry.events import EventLog
+from holdfast.telemetry.metrics_page import serve_metrics
+from holdfast.telemetry.status_socket import serve_status
+from holdfast.telemetry.tracing import export_spans
 
 if TYPE_CHECKING:
     from stager.mpi import Port

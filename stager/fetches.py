@@ -1,6 +1,6 @@
 """Gives ranks what is left of checkpoints in the ring, for their restore.
 
-    FETCH: what is there?      every checkpoint that slots still hold chunks of     (holdfast/remains.py)
+    FETCH: what is there?      every checkpoint that slots still hold chunks of     (holdfast/ring/remains.py)
            a layout            as it lies beside the ring
            bytes of a chunk    copied out of the slot at that moment ─► FETCHED
 
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from holdfast import wire
 from holdfast.errors import ProtocolError
-from holdfast.remains import Asked, held_in, tell_held
-from holdfast.ring import Ring
-from holdfast.wire import Frame, Kind
+from holdfast.ring.remains import Asked, held_in, tell_held
+from holdfast.ring.ring import Ring
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
 from stager.flusher_line import FlusherLine
 
 if TYPE_CHECKING:

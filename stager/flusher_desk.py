@@ -14,14 +14,14 @@ import logging
 from typing import Any
 
 from holdfast.errors import PeerLost, ProtocolError
-from holdfast.ring import Ring, SlotState
-from holdfast.session import Session
-from holdfast.session_steps import Began, Durable, Failed, FlusherGone, SlotsFreed
+from holdfast.ring.ring import Ring, SlotState
 from stager.actions import Actions
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher
 from stager.payloads import Payloads
 from stager.replay import replay
+from stager.session.machine import Session
+from stager.session.steps import Began, Durable, Failed, FlusherGone, SlotsFreed
 
 __all__ = ["FlusherDesk", "slot_owners"]
 

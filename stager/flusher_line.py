@@ -21,8 +21,8 @@ from typing import Any
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
-from holdfast.events import EventLog
-from holdfast.ipc import Message
+from holdfast.ring.doorbell import Message
+from holdfast.telemetry.events import EventLog
 from stager.flusher_process import Flusher, attach, log_path
 
 __all__ = ["FlusherLine"]

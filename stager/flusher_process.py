@@ -23,12 +23,12 @@ from typing import Any, BinaryIO
 
 import platformdirs
 
-from holdfast import ipc
 from holdfast.config import StagerConfig
 from holdfast.errors import ConfigError, PeerLost, ProtocolError
-from holdfast.ring import Ring
-from holdfast.runtime import run_key, runtime_directory
-from holdfast.wire import peer_error
+from holdfast.ring import doorbell as ipc
+from holdfast.ring.directory import run_key, runtime_directory
+from holdfast.ring.ring import Ring
+from holdfast.wire.frames import peer_error
 
 __all__ = ["Flusher", "attach", "log_path", "reap"]
 

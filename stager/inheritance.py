@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 
 from holdfast.errors import ProtocolError
-from holdfast.remains import held_in
-from holdfast.ring import Ring
+from holdfast.ring.remains import held_in
+from holdfast.ring.ring import Ring
 
 __all__ = ["Inheritance"]
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from holdfast.ending import FINALIZE_SECONDS_MAX, end_within
 from holdfast.errors import ConfigError, PeerLost
-from holdfast.layout import Extent
-from holdfast.wire import CONTROL_TAG, MAX_MESSAGE_BYTES, Role, data_tag, payload_messages
+from holdfast.image.layout import Extent
+from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Role, data_tag, payload_messages
 
 mpi4py.rc.thread_level = "serialized"  # one thread of this process talks to MPI
 mpi4py.rc.finalize = False  # it would wait for a process that dies meanwhile: decided at exit (`_finalize`)
@@ -43,7 +43,7 @@ _MESSAGES_PER_POLL_MAX = 256  # so that payloads are looked at, too, when a rank
 
 
 def _finalize() -> None:
-    """At exit, after everything else here: end MPI, unless a process of the job is dead. As in trainer_side/mpi.py."""
+    """At exit, after everything else here: end MPI, unless a process of the job is dead. As in mpi.py."""
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return
     world = MPI.COMM_WORLD
@@ -113,7 +113,7 @@ class Port:
             raise ConfigError(
                 f"{len(stagers)} stagers in one MPI job, at world ranks {stagers.tolist()}; expected one"
             )
-        control = world.Dup()  # in the same order as trainer_side.mpi.World
+        control = world.Dup()  # in the same order as trainer_side.ranks.mpi.World
         control.Set_errhandler(MPI.ERRORS_RETURN)
         world.Split(MPI.UNDEFINED, world.rank)
         if not len(trainers):

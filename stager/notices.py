@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.config import StagerConfig
-from holdfast.emergency import Call, Emergency
-from holdfast.emergency_plan import InFlight
-from holdfast.emergency_wire import hear
-from holdfast.events import EventLog
-from holdfast.saying import carry_out
-from holdfast.wire import Frame, Kind
+from holdfast.notices.decider import Call, Emergency
+from holdfast.notices.emergency_wire import hear
+from holdfast.notices.messages import carry_out
+from holdfast.notices.worth import InFlight
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.frames import Frame, Kind
 from stager.trainers import Trainers
 
 __all__ = ["Notices"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.layout import Extent, Layout
-from holdfast.ring import Ring
+from holdfast.image.layout import Extent, Layout
+from holdfast.ring.ring import Ring
 
 if TYPE_CHECKING:
     from stager.mpi import Port

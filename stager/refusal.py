@@ -9,9 +9,9 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from holdfast import wire
 from holdfast.errors import HoldfastError, ProtocolError
-from holdfast.wire import Kind, Welcome
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind, Welcome
 
 if TYPE_CHECKING:
     from stager.mpi import Port

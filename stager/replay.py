@@ -9,10 +9,10 @@ or later with `durable` or `failed`; so none stays staged for ever because the w
 
 from __future__ import annotations
 
-from holdfast.ring import SlotState
-from holdfast.session import Session
-from holdfast.session_steps import FlusherBack
+from holdfast.ring.ring import SlotState
 from stager.flusher_line import FlusherLine
+from stager.session.machine import Session
+from stager.session.steps import FlusherBack
 
 __all__ = ["replay"]
 

@@ -20,7 +20,7 @@ import stat
 from pathlib import Path
 
 from holdfast.errors import ConfigError
-from holdfast.runtime import open_private_file
+from holdfast.ring.directory import open_private_file
 
 __all__ = ["SegmentList", "mapped_segments"]
 

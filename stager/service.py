@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING
 
 from holdfast.config import StagerConfig
 from holdfast.errors import PeerLost
-from holdfast.events import EventLog
-from holdfast.keeper import is_kept
-from holdfast.session import Session
-from holdfast.session_steps import FlusherGone, Tick
-from holdfast.status.said import RankSaid
+from holdfast.ring.wanted import is_kept
+from holdfast.telemetry.events import EventLog
+from holdfast.telemetry.status_document import RankSaid
 from stager.actions import Actions
 from stager.flusher_desk import FlusherDesk, slot_owners
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher, log_path, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
+from stager.session.machine import Session
+from stager.session.steps import FlusherGone, Tick
 from stager.trainer_desk import TrainerDesk
 from stager.trainers import Trainers
 

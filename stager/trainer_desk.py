@@ -15,13 +15,21 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from holdfast import wire
-from holdfast.agreement import Round
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, ProtocolError, StateError
-from holdfast.events import EventLog
-from holdfast.layout import Layout
-from holdfast.session_steps import (
+from holdfast.image.layout import Layout
+from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
+from holdfast.wire.agreement import Round
+from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome
+from stager.actions import Actions
+from stager.fetches import Fetches
+from stager.flusher_line import FlusherLine
+from stager.inheritance import Inheritance
+from stager.interval import Paces
+from stager.notices import Notices
+from stager.payloads import Payloads
+from stager.session.steps import (
     Decline,
     Done,
     Event,
@@ -34,14 +42,6 @@ from holdfast.session_steps import (
     Returned,
     Sent,
 )
-from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome
-from stager.actions import Actions
-from stager.fetches import Fetches
-from stager.flusher_line import FlusherLine
-from stager.inheritance import Inheritance
-from stager.notices import Notices
-from stager.paces import Paces
-from stager.payloads import Payloads
 from stager.trainers import Trainers
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast import wire
-from holdfast.status.said import RankSaid, RankState
-from holdfast.wire import Frame, Kind
+from holdfast.telemetry.status_document import RankSaid, RankState
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
 
 if TYPE_CHECKING:
     from stager.mpi import Port

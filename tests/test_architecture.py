@@ -13,7 +13,7 @@ import pytest
 from tests.support.blocked import environment_without
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("holdfast", "trainer_side", "stager", "flusher")
+PACKAGES = ("holdfast", "trainer_side", "stager", "flusher", "operator_side")
 
 # Imports every module of the packages named as arguments, except what would run on import.
 IMPORT_ALL = """
@@ -62,7 +62,7 @@ def test_contract_and_flusher_import_without_torch_and_mpi(tmp_path: Path) -> No
     env = environment_without(tmp_path, ("torch", "mpi4py"))
     result = python(IMPORT_ALL, "holdfast", "flusher", env=env)
     assert result.returncode == 0, result.stderr
-    assert python("import holdfast.cli, flusher.service", env=env).returncode == 0
+    assert python("import holdfast.command.cli, flusher.service", env=env).returncode == 0
 
 
 def test_the_stager_imports_without_torch(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_stager_imports_without_torch(tmp_path: Path) -> None:
 
 def test_the_command_line_lists_every_role_without_torch_and_mpi(tmp_path: Path) -> None:
     env = environment_without(tmp_path, ("torch", "mpi4py"))
-    result = python("import holdfast.cli; holdfast.cli.main(['--help'])", env=env)
+    result = python("import holdfast.command.cli; holdfast.command.cli.main(['--help'])", env=env)
     assert result.returncode == 0, result.stderr
     for command in ("ls", "inspect", "verify", "pull", "stager", "flusher"):
         assert f"\n  {command} " in result.stdout
@@ -80,7 +80,7 @@ def test_the_command_line_lists_every_role_without_torch_and_mpi(tmp_path: Path)
 
 def test_naming_the_package_starts_neither_torch_nor_mpi() -> None:
     result = python(
-        "import sys, holdfast.cli, stager, flusher; print(sorted({'torch', 'mpi4py.MPI'} & set(sys.modules)))"
+        "import sys, holdfast.command.cli, stager, flusher; print(sorted({'torch', 'mpi4py.MPI'} & set(sys.modules)))"
     )
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
 

@@ -33,12 +33,12 @@ others           doors/   what `holdfast export` and `holdfast import` need torc
 """
 
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.data import ResumableSampler
-from trainer_side.distributed import init_torch_distributed
-from trainer_side.per_rank import PerRank
-from trainer_side.rng import RngState
-from trainer_side.seeded import SeededSamples
-from trainer_side.stream import ResumableStream
+from trainer_side.data.sampler import ResumableSampler
+from trainer_side.data.seeded import SeededSamples
+from trainer_side.data.stream import ResumableStream
+from trainer_side.ranks.distributed import init_torch_distributed
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.rng import RngState
 
 __all__ = [
     "Checkpointer",

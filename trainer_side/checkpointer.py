@@ -21,25 +21,25 @@ from typing import Any, Literal, Self
 
 import torch
 
+from holdfast import diary
 from holdfast.config import TrainerConfig
-from holdfast.drill import diary
 from holdfast.errors import ConfigError, StateError
-from holdfast.events import EventLog
-from holdfast.notice import Notice
-from holdfast.sparing import NO_LIMIT, Ability
-from holdfast.storage import open_store
-from holdfast.supervise.report import tell
-from trainer_side import restore as restoring
-from trainer_side.areas import Areas
-from trainer_side.copier import Copier
-from trainer_side.copy_engine import CopyEngine
+from holdfast.notices.notice import Notice
+from holdfast.notices.sparing import NO_LIMIT, Ability
+from holdfast.store import open_store
+from holdfast.supervised import tell
+from holdfast.telemetry.events import EventLog
 from trainer_side.joining import join, open_keeper
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.opening import open_watch
 from trainer_side.pace.pacer import Pacer, chosen, open_pacer
-from trainer_side.planner import Planner
-from trainer_side.room import Room
-from trainer_side.saver import Saver
+from trainer_side.restore import restore as restoring
+from trainer_side.save.areas import Areas
+from trainer_side.save.copier import Copier
+from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.places import Room
+from trainer_side.save.planner import Planner
+from trainer_side.save.saver import Saver
 from trainer_side.transfer import TransferState
 
 __all__ = ["Checkpointer", "Stats"]

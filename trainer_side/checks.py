@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from holdfast.doctor import Finding, Plan, State
-from trainer_side.notice.check import metadata
+from operator_side.doctor import Finding, Plan, State
+from trainer_side.check import metadata
 
 __all__ = ["devices", "trainer"]
 

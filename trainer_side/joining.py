@@ -16,30 +16,30 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from holdfast import wire
-from holdfast.claim import may_live, note_attempt
+from holdfast.checkpoints.claim import may_live, note_attempt
+from holdfast.checkpoints.slice_sets import sweep_uploads
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
-from holdfast.events import EventLog
 from holdfast.faultpoint import identify
-from holdfast.slice_sets import sweep_uploads
-from holdfast.storage import open_store
-from holdfast.storage.base import Store
-from holdfast.wire import Kind, Welcome
-from trainer_side.agreeing import gather
-from trainer_side.alone import Alone
-from trainer_side.distributed import refuse_other_launchers
-from trainer_side.findings import newest_attempt
+from holdfast.store import open_store
+from holdfast.store.base import Store
+from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind, Welcome
 from trainer_side.ledger import Ledger
-from trainer_side.link import Link
-from trainer_side.outgoing import StagerPort
-from trainer_side.peers import Peers
+from trainer_side.link.link import Link
+from trainer_side.link.no_stager import Alone
+from trainer_side.link.outgoing import StagerPort
+from trainer_side.ranks.agreeing import gather
+from trainer_side.ranks.distributed import refuse_other_launchers
+from trainer_side.ranks.peers import Peers
+from trainer_side.restore.inventory import newest_attempt
 from trainer_side.tiers.base import Tier
 from trainer_side.tiers.inventory import Inventory, take_inventory
 from trainer_side.tiers.keeper import Keeper, open_tiers
 
 if TYPE_CHECKING:
-    from trainer_side.mpi import World
+    from trainer_side.ranks.mpi import World
 
 __all__ = ["join", "open_keeper"]
 
@@ -58,7 +58,7 @@ def join(config: TrainerConfig) -> Link | Alone:
         PeerLost: Somebody did not come.
         HoldfastError: The stager could not start.
     """
-    from trainer_side.mpi import World  # starts MPI: not when somebody only imports this package
+    from trainer_side.ranks.mpi import World  # starts MPI: not when somebody only imports this package
 
     world = World.join(config.start_seconds_max)
     refuse_other_launchers(world.ranks)
@@ -138,7 +138,7 @@ def open_keeper(config: TrainerConfig, link: Link | Alone, ledger: Ledger, event
     """
     if not config.tiers:
         return None
-    from trainer_side.mpi import World
+    from trainer_side.ranks.mpi import World
 
     peers = link.peers
     tiers, error = _opened(config, link.store_url)

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from holdfast.causes import cause_of
+from holdfast.telemetry.causes import cause_of
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer, TransferState
 

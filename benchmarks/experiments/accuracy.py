@@ -16,12 +16,12 @@ from typing import Any
 from benchmarks.accuracy_rank import epoch_steps
 from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
-from holdfast.drill.compare import compare, constants
-from holdfast.drill.findings import Struck, examine
-from holdfast.drill.job import Run, Setup, wait_until
-from holdfast.drill.plan import Kill, Target
-from holdfast.drill.play import disturb
-from holdfast.storage import open_store
+from holdfast.store import open_store
+from operator_side.drill.compare import compare, constants
+from operator_side.drill.findings import Struck, examine
+from operator_side.drill.job import Run, Setup, wait_until
+from operator_side.drill.plan import Kill, Target
+from operator_side.drill.play import disturb
 
 __all__ = ["grids", "measure", "run"]
 

@@ -26,13 +26,13 @@ from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
 from benchmarks.spread import spread
 from benchmarks.supervised import Attempt, Program, Supervised
-from holdfast.catalog import Catalog
-from holdfast.simulate.profiles import Measured, Profile
-from holdfast.simulate.replay import Job, Lane, replay
-from holdfast.simulate.traces import Trace, read_trace
-from holdfast.simulate.units import SECOND_US, microseconds
-from holdfast.simulate.windows import cut
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.store import open_store
+from operator_side.simulate.profiles import Measured, Profile
+from operator_side.simulate.replay import Job, Lane, replay
+from operator_side.simulate.traces import Trace, read_trace
+from operator_side.simulate.units import SECOND_US, microseconds
+from operator_side.simulate.windows import cut
 
 __all__ = [
     "ERROR_MAX",

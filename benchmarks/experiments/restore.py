@@ -17,7 +17,7 @@ from benchmarks.raw_direct import read_direct
 from benchmarks.restoring import OURS
 from benchmarks.restoring import RING as FROM_RING
 from benchmarks.spread import ratios, spread
-from holdfast.manifest import manifest_name
+from holdfast.image.manifest import manifest_name
 
 __all__ = ["RAW", "WAYS", "grids", "measure"]
 

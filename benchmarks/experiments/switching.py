@@ -27,7 +27,7 @@ from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
 from benchmarks.spread import ratios, spread
 from benchmarks.switching_rank import WAYS
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
 
 __all__ = ["grids", "measure"]
 

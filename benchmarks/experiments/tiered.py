@@ -18,7 +18,7 @@ from benchmarks.cluster import Shape
 from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
 from benchmarks.spread import spread
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
 
 __all__ = ["grids", "measure"]
 

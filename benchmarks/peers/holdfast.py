@@ -14,7 +14,7 @@ from benchmarks.complete import require_same
 from benchmarks.peers import load
 from benchmarks.workload import Workload
 from holdfast.config import TrainerConfig
-from holdfast.manifest import step_file_name
+from holdfast.image.manifest import step_file_name
 from trainer_side import Checkpointer
 
 __all__ = ["Holdfast"]

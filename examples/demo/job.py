@@ -20,7 +20,7 @@ from types import TracebackType
 
 import psutil
 
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
 
 __all__ = ["DemoError", "Job", "Step", "clean_environment"]
 

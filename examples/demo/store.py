@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.errors import HoldfastError
-from holdfast.manifest import Manifest, is_manifest_name
+from holdfast.image.manifest import Manifest, is_manifest_name
 
 __all__ = ["StoreWatch"]
 

@@ -25,13 +25,13 @@ from typing import Any, cast
 
 import psutil
 
-from holdfast.catalog import Catalog, CatalogItem
+from holdfast.checkpoints.catalog import Catalog, CatalogItem
+from holdfast.checkpoints.verify import verify_file
 from holdfast.errors import StoreMissing
 from holdfast.faultpoint import FIRED_VARIABLE, VARIABLE, parse_faults
-from holdfast.runtime import runtime_directory
-from holdfast.storage import open_store
-from holdfast.storage.retrying import Retrying
-from holdfast.verify import verify_file
+from holdfast.ring.directory import runtime_directory
+from holdfast.store import open_store
+from holdfast.store.retrying import Retrying
 from tests.chaos import job as training
 from tests.chaos.cells import EVERY, RANKS, SAVES, STEPS
 from tests.chaos.place import Place

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.faultpoint import Point
-from holdfast.storage.posix_room import writes_in_place
+from holdfast.store.posix_reuse import writes_in_place
 from tests.chaos.cells import CELLS, Cell
 from tests.chaos.place import BucketPlace, DirectoryPlace, Place
 from tests.chaos.scenario import Scenario

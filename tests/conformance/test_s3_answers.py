@@ -13,10 +13,10 @@ from botocore.exceptions import ReadTimeoutError
 
 from holdfast.crc import crc32
 from holdfast.errors import StoreError, StoreMissing
-from holdfast.storage import Store, Upload
-from holdfast.storage.retrying import RetryBudget, Retrying
-from holdfast.storage.s3 import S3Store
-from holdfast.storage.s3_client import crc_header
+from holdfast.store import Store, Upload
+from holdfast.store.retrying import RetryBudget, Retrying
+from holdfast.store.s3 import S3Store
+from holdfast.store.s3_client import crc_header
 from tests.support.s3_place import S3Place, plain_client
 
 pytestmark = pytest.mark.s3
@@ -347,7 +347,7 @@ def test_parts_are_listed_over_many_pages(
     place: S3Place, raw: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than 1,000 parts come in pages; a small page shows the same with few parts."""
-    monkeypatch.setattr("holdfast.storage.s3._PARTS_PER_PAGE", 2)
+    monkeypatch.setattr("holdfast.store.s3._PARTS_PER_PAGE", 2)
     image = memoryview(bytes(5 << 20))  # one buffer serves for every part
     nbytes = 4 * len(image) + 10
     upload = raw.begin("many.pt", nbytes=nbytes, chunk_bytes=_CHUNK_BYTES, write_id="w1")

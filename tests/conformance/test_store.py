@@ -1,4 +1,4 @@
-"""What every backend must do: one suite, each promise of `holdfast.storage.base` at least once."""
+"""What every backend must do: one suite, each promise of `holdfast.store.base` at least once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.storage import ObjectInfo, Store, Upload
+from holdfast.store import ObjectInfo, Store, Upload
 from tests.conformance.conftest import Backend
 
 _CHUNK_BYTES = 1 << 20
@@ -289,8 +289,8 @@ def test_sweep_removes_what_is_unfinished_except_what_is_kept(backend: Backend) 
 
 def test_two_runs_side_by_side_do_not_see_each_other(backend: Backend) -> None:
     """`run` must not take `run2` for its own, though its name begins alike."""
-    from holdfast.storage import open_store
-    from holdfast.storage.retrying import Retrying
+    from holdfast.store import open_store
+    from holdfast.store.retrying import Retrying
 
     other = open_store(backend.store.url + "2")
     other.write("theirs", b"x")

@@ -10,9 +10,8 @@ from typing import cast
 
 import pytest
 
-from holdfast.assembly import assemble
-from holdfast.manifest import Key, State, manifest_name
-from holdfast.slice_sets import (
+from holdfast.checkpoints.assembly import assemble
+from holdfast.checkpoints.slice_sets import (
     find_sets,
     is_slice_upload,
     layout_name,
@@ -21,9 +20,10 @@ from holdfast.slice_sets import (
     remove_stale,
     upload_attempt,
 )
-from holdfast.slices import area_bytes, frames_of
-from holdfast.storage.retrying import RetryBudget, Retrying
-from holdfast.verify import verify_file
+from holdfast.checkpoints.verify import verify_file
+from holdfast.image.manifest import Key, State, manifest_name
+from holdfast.image.slices import area_bytes, frames_of
+from holdfast.store.retrying import RetryBudget, Retrying
 from tests.conformance.conftest import Backend
 from tests.support.images import Image, from_torch_file, made_up
 from tests.support.store_slices import frame_buffer, tier_of, write_frames, write_slices
@@ -72,7 +72,7 @@ def test_slices_become_the_very_file_that_the_stager_makes(backend: Backend) -> 
 def test_a_real_file_of_torch_comes_out_byte_for_byte(tmp_path: Path, ranks: int) -> None:
     import torch
 
-    from holdfast.storage import open_store
+    from holdfast.store import open_store
 
     torch.save(
         {"a": torch.arange(9000.0), "b": torch.ones(7), "c": {"d": torch.rand(5000)}}, tmp_path / "x.pt"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError, DamageError, StoreError
-from holdfast.layout import Layout
-from holdfast.slices import area_bytes, frames_of
+from holdfast.image.layout import Layout
+from holdfast.image.slices import area_bytes, frames_of
 from tests.support.tiers import RANKS, RUN, aligned, check, image, put, read, save, slice_of, write
 from trainer_side.tiers import libpmem
 from trainer_side.tiers.base import Nearness, Tier

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
 from tests.faults.failing_disk import Calls
 from tests.faults.jobs import hanging
 from tests.integration.jobs.tiers import saved, tier_of

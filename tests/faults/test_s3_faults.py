@@ -16,13 +16,13 @@ from typing import NamedTuple, cast
 import pytest
 import torch
 
-from holdfast.catalog import Catalog
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.verify import verify_file
 from holdfast.errors import HoldfastError
-from holdfast.manifest import State
-from holdfast.ring import SlotState
-from holdfast.storage import open_store
-from holdfast.storage.retrying import RetryBudget, Retrying
-from holdfast.verify import verify_file
+from holdfast.image.manifest import State
+from holdfast.ring.ring import SlotState
+from holdfast.store import open_store
+from holdfast.store.retrying import RetryBudget, Retrying
 from tests.faults.flushing import FaultedFlusher, image_of, original, wait_until
 from tests.support.fault_proxy import Fault, FaultProxy, Rule, running_proxy
 from tests.support.images import Image
@@ -30,7 +30,7 @@ from tests.support.job import REPOSITORY
 from tests.support.restoring import Ranks
 from tests.support.s3_place import S3Place, plain_client
 from tests.support.stager_client import StagerClient
-from trainer_side.restore import restore
+from trainer_side.restore.restore import restore
 
 pytestmark = pytest.mark.s3
 

@@ -10,12 +10,12 @@ from typing import NamedTuple, cast
 
 import pytest
 
-from holdfast.assembly import assemble
+from holdfast.checkpoints.assembly import assemble
+from holdfast.checkpoints.slice_sets import find_sets, load_set, remove_set, remove_stale
 from holdfast.errors import StoreError
-from holdfast.manifest import Manifest, manifest_name
-from holdfast.slice_sets import find_sets, load_set, remove_set, remove_stale
-from holdfast.storage import open_store
-from holdfast.storage.retrying import RetryBudget, Retrying
+from holdfast.image.manifest import Manifest, manifest_name
+from holdfast.store import open_store
+from holdfast.store.retrying import RetryBudget, Retrying
 from tests.support.fault_proxy import Fault, FaultProxy, Rule, running_proxy
 from tests.support.images import Image, made_up
 from tests.support.s3_place import S3Place, plain_client

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from holdfast.manifest import EntryRecord, Manifest
+from holdfast.image.manifest import EntryRecord, Manifest
 from tests.support.checkpoints import entry_records, manifest_of
 from tests.support.memory_store import MemoryStore
-from trainer_side.peers import LonePeers
-from trainer_side.restore import Restored, restore
+from trainer_side.ranks.peers import LonePeers
+from trainer_side.restore.restore import Restored, restore
 
 __all__ = ["SEED", "file_with_pickle", "live_state", "manifest_for", "put", "restore_bytes", "torch_pickle"]
 

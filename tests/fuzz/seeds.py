@@ -5,18 +5,18 @@ from __future__ import annotations
 import mmap
 import zlib
 
-from holdfast.claim import Claim
-from holdfast.ipc import Message
-from holdfast.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
-from holdfast.notice import Notice, NoticeKind, Terms
+from holdfast.checkpoints.claim import Claim
+from holdfast.notices.notice import Notice, NoticeKind, Terms
+from holdfast.ring.doorbell import Message
+from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
 from holdfast.sealed import unseal
-from holdfast.status.said import CheckpointSaid, Line, RankSaid, Said
-from holdfast.wire import Agreement, Kind, Proposal, Welcome, decode, encode, to_json
+from holdfast.telemetry.status_document import CheckpointSaid, Line, RankSaid, Said
+from holdfast.wire.frames import Agreement, Kind, Proposal, Welcome, decode, encode, to_json
 from tests.fuzz.files import SEED, manifest_for
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
-from tests.unit.holdfast.report.logs import EVENTS as _EVENT_LOG
-from tests.unit.holdfast.report.logs import STATUS as _STATUS_LOG
+from tests.unit.operator_side.report.logs import EVENTS as _EVENT_LOG
+from tests.unit.operator_side.report.logs import STATUS as _STATUS_LOG
 
 __all__ = ["SEEDS"]
 

@@ -24,37 +24,35 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from holdfast.catalog import Catalog
-from holdfast.claim import Claim, Identity
-from holdfast.commands.status_output import render
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.claim import Claim, Identity
+from holdfast.checkpoints.verify import verify_file
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError
-from holdfast.ipc import Message
-from holdfast.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
-from holdfast.layout import Layout
-from holdfast.layout_index import LayoutIndex
-from holdfast.manifest import Manifest
-from holdfast.notice import Notice, Terms
-from holdfast.report.facts import gather
-from holdfast.report.page import page
-from holdfast.report.reading import Log, read_logs
-from holdfast.report.sentences import look_at, what_happened
+from holdfast.image.index import LayoutIndex
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import Manifest
+from holdfast.notices.notice import Notice, Terms
+from holdfast.ring.doorbell import Message
+from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
 from holdfast.sealed import seal
-from holdfast.simulate.profiles import load_profile
-from holdfast.simulate.replay import Job, Lane, replay
-from holdfast.simulate.strategy import IDEAL
-from holdfast.simulate.traces import read_trace
-from holdfast.simulate.tuning import Question, tune
-from holdfast.simulate.windows import cut
-from holdfast.status.picture import Peer, Stored, compose
-from holdfast.status.said import read_said
-from holdfast.storage.names import check_name, check_write_id
-from holdfast.verify import verify_file
-from holdfast.wire import (
-    HEADER_BYTES as FRAME_HEADER_BYTES,
-)
-from holdfast.wire import Agreement, Frame, Kind, Proposal, Welcome, decode, json_body
+from holdfast.store.names import check_name, check_write_id
+from holdfast.telemetry.status_document import read_said
+from holdfast.wire.frames import HEADER_BYTES as FRAME_HEADER_BYTES
+from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, decode, json_body
+from operator_side.commands.status_output import render
+from operator_side.report.facts import gather
+from operator_side.report.page import page
+from operator_side.report.reading import Log, read_logs
+from operator_side.report.sentences import look_at, what_happened
+from operator_side.simulate.profiles import load_profile
+from operator_side.simulate.replay import Job, Lane, replay
+from operator_side.simulate.strategy import IDEAL
+from operator_side.simulate.traces import read_trace
+from operator_side.simulate.tuning import Question, tune
+from operator_side.simulate.windows import cut
+from operator_side.status.picture import Peer, Stored, compose
 from tests.support.memory_store import MemoryStore
 
 __all__ = ["TARGETS", "within_our_errors"]

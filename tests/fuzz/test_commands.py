@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast import cli
-from holdfast.claim import Claim
-from holdfast.commands.target import parse_target
+from holdfast.checkpoints.claim import Claim
+from holdfast.command import cli
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, StoreError
-from holdfast.manifest import Manifest
+from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal
-from holdfast.storage.names import check_name, temporary_name
-from holdfast.storage.posix import PosixStore
+from holdfast.store.names import check_name, temporary_name
+from holdfast.store.posix import PosixStore
+from operator_side.commands.target import parse_target
 from tests.support.checkpoints import manifest_of, small_image
 from tests.support.job import HOLDFAST
 

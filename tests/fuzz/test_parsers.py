@@ -18,13 +18,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.catalog import Catalog
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError, HoldfastError, ProtocolError
-from holdfast.layout import Layout
-from holdfast.manifest import Manifest
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal
-from holdfast.storage.base import ObjectInfo
-from holdfast.wire import Frame, Kind, Proposal, Welcome, decode, to_json
+from holdfast.store.base import ObjectInfo
+from holdfast.wire.frames import Frame, Kind, Proposal, Welcome, decode, to_json
 from tests.fuzz.seeds import SEEDS
 from tests.fuzz.targets import TARGETS, within_our_errors
 from tests.support.memory_store import MemoryStore

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.storage import normalise_url, open_store
+from holdfast.store import normalise_url, open_store
 from tests.integration.jobs import train
 from tests.support.cluster import SMALL, Cluster
 from tests.support.job import HOLDFAST, environment

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.ring import Ring
-from holdfast.runtime import open_private_file
+from holdfast.ring.directory import open_private_file
+from holdfast.ring.ring import Ring
 from tests.support.stager_client import FlusherProcess, StagerClient
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")

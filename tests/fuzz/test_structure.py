@@ -20,8 +20,8 @@ import torch
 from holdfast.errors import DamageError, HoldfastError, StateError
 from tests.fuzz.files import SEED, file_with_pickle, live_state, restore_bytes, torch_pickle
 from tests.support.job import REPOSITORY
-from trainer_side.per_rank import decode, encode
-from trainer_side.state import tensor_paths
+from trainer_side.state.per_rank import decode, encode
+from trainer_side.state.tree import tensor_paths
 
 
 def test_the_seed_itself_is_restored() -> None:
@@ -50,8 +50,8 @@ def _globals() -> list[str]:
         *("os system", "posix system", "builtins eval", "builtins exec", "builtins getattr", "builtins open"),
         *("subprocess Popen", "shutil rmtree", "importlib import_module", "torch.hub load", "torch load"),
         *(
-            "holdfast.storage.posix PosixStore",
-            "trainer_side.restore restore",
+            "holdfast.store.posix PosixStore",
+            "trainer_side.restore.restore restore",
             "pathlib Path",
             "functools partial",
         ),

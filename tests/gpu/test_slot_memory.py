@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from holdfast.crc import crc32
-from holdfast.slices import area_bytes, frames_of
+from holdfast.image.slices import area_bytes, frames_of
 from tests.gpu.test_staging import OnDevice
-from trainer_side.slot_memory import in_slot
-from trainer_side.staging import Staging
+from trainer_side.save.slot_memory import in_slot
+from trainer_side.save.staging import Staging
 from trainer_side.tiers.opening import open_tier
 
 pytestmark = [

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side.copy_engine import CopyEngine
-from trainer_side.copy_plan import Router, SlicePlan
-from trainer_side.rng import RngState
-from trainer_side.skeleton import Capture, Skeleton, capture, plan
-from trainer_side.staging import Staging
-from trainer_side.state import classify, collect
-from trainer_side.table import table
+from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.copy_plan import Router, SlicePlan
+from trainer_side.save.staging import Staging
+from trainer_side.state.proposal import table
+from trainer_side.state.rng import RngState
+from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
+from trainer_side.state.tree import classify, collect
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,9 +15,9 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError
 
+from holdfast.checkpoints.slice_sets import SliceName, find_sets
 from holdfast.errors import HoldfastError, StoreError
-from holdfast.slice_sets import SliceName, find_sets
-from holdfast.storage import Store, open_store
+from holdfast.store import Store, open_store
 from tests.infra.iam import decide, lacking_resources, statements, unknown_to_aws
 from tests.infra.rendered import Rendered
 from tests.support.images import made_up

@@ -180,7 +180,7 @@ def test_the_launcher_is_told_what_it_needs(rendered: Rendered) -> None:
 
 
 def test_the_launcher_reads_what_terraform_puts_out(rendered: Rendered, tmp_path: Path) -> None:
-    file = pytest.importorskip("holdfast.cluster.file", reason="the launcher is not here yet")
+    file = pytest.importorskip("operator_side.cluster.file", reason="the launcher is not here yet")
     path = tmp_path / "terraform-output.json"
     path.write_text(json.dumps(rendered.outputs["launcher"]), encoding="utf-8")
     read = file.ClusterFile.load(path)

@@ -232,8 +232,8 @@ def build_wheel(path: Path) -> None:
             "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         points = (
-            "[console_scripts]\nholdfast = holdfast.cli:main\n"
-            "[holdfast.commands]\nflusher = flusher.command:flusher\n"
+            "[console_scripts]\nholdfast = holdfast.command.cli:main\n"
+            "[operator_side.commands]\nflusher = flusher.command:flusher\n"
         )
         wheel.writestr(f"{info}/entry_points.txt", points)
         wheel.writestr(f"{info}/RECORD", "")

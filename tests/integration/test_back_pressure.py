@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.store import open_store
 from tests.integration.jobs import pressure
 from tests.support.cluster import load, same, wait_until
 from tests.support.events import read_events

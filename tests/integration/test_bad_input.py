@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.manifest import State
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.image.manifest import State
+from holdfast.store import open_store
 from tests.integration.jobs import guarded
 from tests.support.cluster import SMALL, Cluster, assert_nothing_left, wait_until
 from tests.support.job import Job

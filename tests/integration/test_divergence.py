@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.replicas import ROW_BYTES, first_row, stride
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.image.replicas import ROW_BYTES, first_row, stride
+from holdfast.store import open_store
 from tests.integration.jobs import drifting
 from tests.support.job import Job, environment
 

@@ -53,7 +53,7 @@ def test_a_machine_that_is_fit(tmp_path: Path) -> None:
 def test_without_mpirun_it_is_not_fit_and_says_what_to_install(tmp_path: Path) -> None:
     # mpirun is looked for beside this Python first: one that says it is elsewhere stands for a machine without.
     code = "import pathlib, sys; sys.executable = str(pathlib.Path(sys.argv.pop(1)) / 'python'); "
-    code += "from holdfast.cli import main; main()"
+    code += "from holdfast.command.cli import main; main()"
     arguments = ["doctor", "--json", "--ring-bytes", "64MiB", "--chunk-bytes", "1MiB"]
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), *arguments],

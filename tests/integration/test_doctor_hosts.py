@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.doctor import Finding, Plan, State
-from holdfast.doctor.hosts import examine_hosts
+from operator_side.doctor import Finding, Plan, State
+from operator_side.doctor.hosts import examine_hosts
 from tests.support.two_hosts import TwoHosts, two_hosts, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "two hosts can be played")
@@ -64,7 +64,7 @@ def test_a_host_that_lets_nobody_in_and_one_whose_clock_is_wrong(tmp_path: Path)
 
 def test_an_image_without_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = script(tmp_path, 'shift; exec sh -c "$1"')  # over there: this machine's Python, and nothing of MPI
-    monkeypatch.setattr("holdfast.doctor.hosts.find_mpirun", lambda: str(tmp_path / "bin" / "mpirun"))
+    monkeypatch.setattr("operator_side.doctor.hosts.find_mpirun", lambda: str(tmp_path / "bin" / "mpirun"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert examine(tmp_path, here, "spot-7")["host spot-7 MPI"].state is State.FAIL
     daemon = tmp_path / "bin" / "prted"

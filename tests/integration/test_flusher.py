@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.claim import Claim, Identity
-from holdfast.keeper import Keeper
-from holdfast.ring import Ring, SlotState
-from holdfast.storage import open_store
-from holdfast.storage.posix_room import writes_in_place
+from holdfast.checkpoints.claim import Claim, Identity
+from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.wanted import Keeper
+from holdfast.store import open_store
+from holdfast.store.posix_reuse import writes_in_place
 from tests.support.cluster import wait_until
 from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file

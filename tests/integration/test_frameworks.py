@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.store import open_store
 from tests.support.cluster import Cluster, kill_ranks, load, losses, same
 from tests.support.job import REPOSITORY, environment
 

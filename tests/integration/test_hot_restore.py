@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.ring import Ring, SlotState
-from holdfast.runtime import runtime_directory
+from holdfast.ring.directory import runtime_directory
+from holdfast.ring.ring import Ring, SlotState
 from tests.integration.jobs import hot
 from tests.support.cluster import Cluster, wait_until
 from tests.support.job import REPOSITORY

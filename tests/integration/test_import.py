@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.catalog import Catalog
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.store import open_store
 from tests.integration.jobs import train
 from tests.support.cluster import Cluster, load, same
 from tests.support.job import HOLDFAST, environment

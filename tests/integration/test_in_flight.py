@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.store import open_store
 from tests.integration.jobs import in_flight
 from tests.support.cluster import load, same
 from tests.support.job import REPOSITORY, Job, environment

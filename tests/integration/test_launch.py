@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
 from tests.support.cluster import wait_until
 
 _LAST_PID = Path("/proc/sys/kernel/ns_last_pid")

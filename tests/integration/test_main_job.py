@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.manifest import State
-from holdfast.storage import open_store
-from holdfast.storage.generic import GenericStore
-from holdfast.storage.retrying import Retrying
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.image.manifest import State
+from holdfast.store import open_store
+from holdfast.store.generic import GenericStore
+from holdfast.store.retrying import Retrying
 from tests.integration.jobs import train
 from tests.support.cluster import Cluster, check_continued, check_loadable, kill_ranks, load, same
 from tests.support.fsspec_site import sitecustomize  # noqa: F401 - registers the driver here, too

@@ -10,11 +10,11 @@ from typing import NamedTuple, cast
 
 import pytest
 
-from holdfast.catalog import Catalog, CatalogItem
-from holdfast.manifest import State
-from holdfast.storage import open_store
-from holdfast.storage.retrying import Retrying
-from holdfast.storage.s3_upload import part_bytes_for
+from holdfast.checkpoints.catalog import Catalog, CatalogItem
+from holdfast.image.manifest import State
+from holdfast.store import open_store
+from holdfast.store.retrying import Retrying
+from holdfast.store.s3_upload import part_bytes_for
 from tests.integration.jobs import train
 from tests.support.cluster import Cluster, check_continued, check_loadable, kill_ranks, load
 from tests.support.job import HOLDFAST

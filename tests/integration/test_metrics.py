@@ -15,7 +15,7 @@ import torch
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.spans import root_ids
+from holdfast.telemetry.spans import root_ids
 from tests.integration.jobs import train
 from tests.support.cluster import SMALL, Cluster, wait_until
 from tests.support.collector import Collector, collecting

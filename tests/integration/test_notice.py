@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.store import open_store
 from tests.integration.jobs import noticed, spared, train
 from tests.support.blocked import environment_without
 from tests.support.cluster import Cluster, check_continued, check_loadable, load, losses, same, wait_until

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.runtime import runtime_directory
-from holdfast.status.look import Watch
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.ring.directory import runtime_directory
+from holdfast.store import open_store
+from operator_side.status.look import Watch
 from tests.integration.jobs import pacing
 from tests.integration.test_tiers import stager_of
 from tests.support.cluster import SMALL, Cluster, wait_until

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.manifest import manifest_name
+from holdfast.image.manifest import manifest_name
 from tests.support.cluster import wait_until
 from tests.support.fault_proxy import Fault, FaultProxy, Rule, running_proxy
 from tests.support.job import HOLDFAST

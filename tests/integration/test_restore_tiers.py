@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
 from tests.integration.jobs import tiers as job
 from tests.support.job import environment
 

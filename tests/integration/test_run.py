@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.runtime import runtime_directory
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.ring.directory import runtime_directory
+from holdfast.store import open_store
 from tests.integration.jobs import buggy, supervised, train
 from tests.support.cluster import SMALL, Cluster, check_continued, load, wait_until
 from tests.support.events import read_events
@@ -224,7 +224,7 @@ def test_one_rank_is_enough(run: Run, reference: Path) -> None:
 def test_ranks_stager_and_mpirun_are_killed(run: Run, reference: Path) -> None:
     run.main_job()
     run.pause()
-    stager = run.job(lambda line: "stager" in line and "holdfast.supervise.rank" not in line)
+    stager = run.job(lambda line: "stager" in line and "operator_side.supervise.rank" not in line)
     mpirun = run.job(lambda line: Path(line[0]).name in {"mpirun", "prterun"})
     assert len(stager) == 1
     assert mpirun

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
 from tests.integration.jobs import sharing
 from tests.support.job import environment
 from tests.support.restoring import publish

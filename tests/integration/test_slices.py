@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.claim import Claim
-from holdfast.layout import CHUNK_BYTES
-from holdfast.manifest import Manifest, State, manifest_name
-from holdfast.slice_sets import SliceName, find_sets, layout_name
-from holdfast.slices import frames_of
-from holdfast.storage import open_store
+from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.slice_sets import SliceName, find_sets, layout_name
+from holdfast.image.layout import CHUNK_BYTES
+from holdfast.image.manifest import Manifest, State, manifest_name
+from holdfast.image.slices import frames_of
+from holdfast.store import open_store
 from tests.support.flushers import watched
 from tests.support.images import Image, from_torch_file
 from tests.support.stager_client import FlusherProcess, StagerClient
@@ -32,7 +32,7 @@ RANKS = 3
 SECONDS_MAX = 100
 RUN_AND_TELL = """
 import pathlib, re, sys
-from holdfast.cli import main
+from holdfast.command.cli import main
 try:
     main(sys.argv[1:])
 finally:
@@ -424,7 +424,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from holdfast.faultpoint import identify
-from holdfast.storage import open_store
+from holdfast.store import open_store
 from tests.support.images import from_torch_file
 from tests.support.store_slices import write_slices
 identify("rank:1")

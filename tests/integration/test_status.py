@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from holdfast.ring import Ring
+from holdfast.ring.ring import Ring
 from tests.integration.jobs import train
 from tests.support.cluster import SMALL, Cluster, wait_until
 from tests.support.flushers import watched

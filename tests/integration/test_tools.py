@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.manifest import Manifest
+from holdfast.image.manifest import Manifest
 from tests.support.blocked import environment_without
 from tests.support.checkpoints import write_torch_run
 

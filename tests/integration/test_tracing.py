@@ -9,7 +9,7 @@ import pytest
 import torch
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from holdfast.spans import root_ids
+from holdfast.telemetry.spans import root_ids
 from tests.support.collector import Collector, collecting
 from tests.support.images import Image, from_torch_file
 from tests.support.stager_client import FlusherProcess, StagerClient

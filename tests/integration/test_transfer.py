@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
 from tests.integration.jobs import transfer
 from tests.support.job import REPOSITORY, Job, environment
 

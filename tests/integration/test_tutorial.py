@@ -20,8 +20,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.storage import open_store
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.store import open_store
 from tests.support.doc_commands import Shown
 from tests.support.job import NOT_LAUNCHED, REPOSITORY, environment
 from tests.support.typing_pages import TUTORIAL, typed_of

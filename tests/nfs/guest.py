@@ -14,8 +14,8 @@ import sys
 import zlib
 from pathlib import Path
 
-from holdfast.manifest import manifest_name, step_file_name
-from holdfast.storage import Store, open_store
+from holdfast.image.manifest import manifest_name, step_file_name
+from holdfast.store import Store, open_store
 from tests.support.checkpoints import manifest_of, zip_image
 
 CHUNK_BYTES = 1 << 20

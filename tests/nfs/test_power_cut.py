@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.storage import open_store
-from holdfast.storage.names import TEMPORARY
-from holdfast.verify import verify_file
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.verify import verify_file
+from holdfast.store import open_store
+from holdfast.store.names import TEMPORARY
 from tests.nfs.machine import Guest, missing_parts, running_ganesha
 
 _WHY_NOT = (

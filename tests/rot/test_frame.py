@@ -7,12 +7,22 @@ from collections import Counter
 import pytest
 
 from flusher.steps import Key, Verify
-from holdfast.chunkwork import verify_chunk
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, ProtocolError
-from holdfast.journal import Source
-from holdfast.layout_index import LayoutIndex
-from holdfast.wire import HEADER_BYTES, Agreement, Frame, Kind, Proposal, Welcome, decode, encode, to_json
+from holdfast.image.chunks import verify_chunk
+from holdfast.image.index import LayoutIndex
+from holdfast.ring.journal import Source
+from holdfast.wire.frames import (
+    HEADER_BYTES,
+    Agreement,
+    Frame,
+    Kind,
+    Proposal,
+    Welcome,
+    decode,
+    encode,
+    to_json,
+)
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import made_up
 

@@ -17,8 +17,8 @@ from flusher.engine import Engine
 from flusher.recovery import settle, take_up
 from flusher.steps import Key
 from holdfast.errors import HoldfastError, ProtocolError
-from holdfast.journal import HEADER_BYTES, RECORD_BYTES
-from holdfast.ring import CheckpointRecord, Ring, SlotRecord, SlotState
+from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES
+from holdfast.ring.ring import CheckpointRecord, Ring, SlotRecord, SlotState
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import made_up
 

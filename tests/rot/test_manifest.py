@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.catalog import Catalog
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError
-from holdfast.manifest import Manifest, manifest_name
-from holdfast.storage.posix import PosixStore
+from holdfast.image.manifest import Manifest, manifest_name
+from holdfast.store.posix import PosixStore
 from tests.rot.flips import COUNT, flips
 from tests.support.restoring import publish
-from trainer_side.peers import LonePeers
-from trainer_side.restore import restore
+from trainer_side.ranks.peers import LonePeers
+from trainer_side.restore.restore import restore
 
 
 def _values(seed: int) -> torch.Tensor:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.catalog import Catalog
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError
-from holdfast.ring import SlotState
-from holdfast.storage.posix import PosixStore
+from holdfast.ring.ring import SlotState
+from holdfast.store.posix import PosixStore
 from tests.rot.flips import flips
 from tests.support.images import Image, from_torch_file
 from tests.support.stager_client import FlusherProcess, StagerClient

@@ -21,12 +21,12 @@ from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
-from holdfast.catalog import Catalog
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError, HoldfastError
-from holdfast.events import EventLog
-from holdfast.layout_index import LayoutIndex
-from holdfast.manifest import State, manifest_name
-from holdfast.ring import Ring, SlotState
+from holdfast.image.index import LayoutIndex
+from holdfast.image.manifest import State, manifest_name
+from holdfast.ring.ring import Ring, SlotState
+from holdfast.telemetry.events import EventLog
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import Image, from_torch_file, made_up
 from tests.support.memory_store import MemoryStore

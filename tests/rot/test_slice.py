@@ -7,10 +7,10 @@ import zlib
 
 import pytest
 
-from holdfast.assembly import assemble
+from holdfast.checkpoints.assembly import assemble
+from holdfast.checkpoints.slice_sets import SliceName, find_sets, layout_name, load_set
 from holdfast.errors import DamageError
-from holdfast.slice_sets import SliceName, find_sets, layout_name, load_set
-from holdfast.slices import frames_of
+from holdfast.image.slices import frames_of
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 from tests.support.store_slices import write_slices

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.catalog import Catalog
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.verify import verify_file
 from holdfast.errors import DamageError
-from holdfast.manifest import Manifest
-from holdfast.storage.posix import PosixStore
-from holdfast.verify import verify_file
+from holdfast.image.manifest import Manifest
+from holdfast.store.posix import PosixStore
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.cluster import same
 from tests.support.restoring import Ranks, publish
-from trainer_side.peers import LonePeers
-from trainer_side.per_rank import PerRank, encode
-from trainer_side.restore import Restored, restore
+from trainer_side.ranks.peers import LonePeers
+from trainer_side.restore.restore import Restored, restore
+from trainer_side.state.per_rank import PerRank, encode
 
 OLDER, NEWER = 7, 8
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from flusher.progress import Head, _whole_lines, progress_path
 from flusher.steps import Key as FlushKey
-from holdfast.catalog import Catalog
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import HoldfastError
-from holdfast.manifest import Manifest, State, is_manifest_name
-from holdfast.ring import Ring, SlotState
-from holdfast.session_checkpoint import IN_FLIGHT_MAX, Phase
+from holdfast.image.manifest import Manifest, State, is_manifest_name
+from holdfast.ring.ring import Ring, SlotState
+from stager.session.checkpoint import IN_FLIGHT_MAX, Phase
 from tests.simulation.hot import check_remains
 from tests.simulation.images import image
 from tests.simulation.scheduler import Process, Task

@@ -55,10 +55,11 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     import stager.flusher_process
     from flusher.instance import Instance
     from flusher.progress import Progress
-    from holdfast import claim, ipc
-    from holdfast.events import EventLog
-    from holdfast.ring import Ring
-    from holdfast.storage import retrying
+    from holdfast.checkpoints import claim
+    from holdfast.ring import doorbell as ipc
+    from holdfast.ring.ring import Ring
+    from holdfast.store import retrying
+    from holdfast.telemetry.events import EventLog
     from tests.simulation import checks, world
 
     install()

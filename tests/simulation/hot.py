@@ -10,22 +10,22 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from holdfast.catalog import Catalog
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError, HoldfastError, StoreError
-from holdfast.layout_index import LayoutIndex
-from holdfast.remains import Asked, held_in
-from holdfast.ring import Ring
-from holdfast.slices import frames_of
+from holdfast.image.index import LayoutIndex
+from holdfast.image.slices import frames_of
+from holdfast.ring.remains import Asked, held_in
+from holdfast.ring.ring import Ring
 from tests.simulation.store import pristine
 from tests.simulation.transport import Job
-from trainer_side.peers import LonePeers
-from trainer_side.ring_slices import RingSlices, look
-from trainer_side.sources import Stored
+from trainer_side.ranks.peers import LonePeers
+from trainer_side.restore.choice import Stored
+from trainer_side.restore.ring_slices import RingSlices, look
 from trainer_side.tiers.base import Kept
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
-    from trainer_side.link import Link
+    from trainer_side.link.link import Link
 
 __all__ = ["check_remains", "reread", "restored_from_ring"]
 

@@ -1,4 +1,4 @@
-"""A store that keeps what `holdfast.storage.base` promises, and misbehaves in every way that it leaves open.
+"""A store that keeps what `holdfast.store.base` promises, and misbehaves in every way that it leaves open.
 
     StoreState (survives every process)          StoreClient (one per process)
       objects: visible, whole                      before each act: others run, it may fail, the process may die
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.storage.base import ObjectInfo
-from holdfast.storage.names import Keep, is_kept
+from holdfast.store.base import ObjectInfo
+from holdfast.store.names import Keep, is_kept
 from tests.simulation.scheduler import Process
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class StoreState:
 
 
 class StoreClient:
-    """As `holdfast.storage.base.Store`, for one process."""
+    """As `holdfast.store.base.Store`, for one process."""
 
     def __init__(self, world: World, process: Process) -> None:
         self._world, self._process = world, process
@@ -219,7 +219,7 @@ class StoreClient:
 
 
 class SimUpload:
-    """As `holdfast.storage.base.Upload`."""
+    """As `holdfast.store.base.Upload`."""
 
     def __init__(
         self,

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.catalog import Catalog
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import StoreMissing
-from holdfast.manifest import EntryRecord, Manifest, manifest_name, step_file_name
-from holdfast.storage import posix as posix_module
-from holdfast.storage import posix_io, posix_room, posix_upload
-from holdfast.storage.base import ObjectInfo
-from holdfast.storage.names import TEMPORARY
-from holdfast.storage.posix import PosixStore
+from holdfast.image.manifest import EntryRecord, Manifest, manifest_name, step_file_name
+from holdfast.store import posix as posix_module
+from holdfast.store import posix_io, posix_upload
+from holdfast.store import posix_reuse as posix_room
+from holdfast.store.base import ObjectInfo
+from holdfast.store.names import TEMPORARY
+from holdfast.store.posix import PosixStore
 from tests.simulation.disk import Call, Disk, PowerCut
 from tests.simulation.images import CHUNK_BYTES, image
 from tests.support.images import Image

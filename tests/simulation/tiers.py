@@ -55,7 +55,7 @@ def play(seed: int, directory: Path) -> int:
 
 class World:
     def __init__(self, chance: random.Random, device: Device, directory: Path, *, slots: int) -> None:
-        from holdfast.slices import frames_of
+        from holdfast.image.slices import frames_of
         from tests.support.images import made_up
 
         self.chance, self.device, self.directory, self.slots = chance, device, directory, slots

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from holdfast.errors import PeerLost
-from holdfast.layout import Extent
+from holdfast.image.layout import Extent
 from tests.simulation.scheduler import Process, Scheduler
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class StagerPort:
 
 
 class RankPort:
-    """As `trainer_side.mpi.Port`, the part that `Link` uses."""
+    """As `trainer_side.ranks.mpi.Port`, the part that `Link` uses."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self.rank = job, rank
@@ -240,7 +240,7 @@ class RankPort:
         return inbox
 
     def leave(self, seconds_max: float, *, lost: bool = False) -> None:
-        from holdfast import wire
+        from holdfast.wire import frames as wire
 
         if not self.stager_is_dead and not self.left:
             self.left = True

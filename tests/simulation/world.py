@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from flusher.lifetime import live
-from holdfast.catalog import Catalog
-from holdfast.claim import Claim, Identity
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.claim import Claim, Identity
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
-from holdfast.events import EventLog
-from holdfast.ring import Ring, SlotState
-from holdfast.slices import area_bytes, frames_of
-from holdfast.storage.retrying import RetryBudget, Retrying
-from holdfast.wire import VERSION, Kind, Welcome, decode, encode, to_json
+from holdfast.image.slices import area_bytes, frames_of
+from holdfast.ring.ring import Ring, SlotState
+from holdfast.store.retrying import RetryBudget, Retrying
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.frames import VERSION, Kind, Welcome, decode, encode, to_json
 from stager.flusher_process import attach
 from stager.service import Service
 from tests.simulation.checks import RING_CHUNKS, Checks
@@ -44,7 +44,7 @@ from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.store import URL, StoreClient, StoreState, pristine
 from tests.simulation.transport import Job, notice_death
 from tests.support.images import Image
-from trainer_side.link import Link
+from trainer_side.link.link import Link
 from trainer_side.transfer import TransferState
 
 __all__ = ["Broken", "Plan", "World"]
@@ -472,7 +472,7 @@ class World:
                 out.say({"error": {"code": error.code, "message": str(error)}})
 
     def open_store(self, _url: str) -> Any:
-        """In place of `holdfast.storage.open_store`."""
+        """In place of `holdfast.store.open_store`."""
         client = StoreClient(self, self.scheduler.here)
         from tests.simulation.runtime import _FAKES
 
@@ -618,7 +618,7 @@ class World:
 
     def ring_directory(self) -> Path:
         if self._directory is None:
-            from holdfast.runtime import runtime_directory
+            from holdfast.ring.directory import runtime_directory
 
             self._directory = runtime_directory(URL, self.runtime_dir)
         return self._directory

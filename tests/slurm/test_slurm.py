@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.catalog import Catalog
-from holdfast.storage import open_store
-from holdfast.verify import verify_file
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.verify import verify_file
+from holdfast.store import open_store
 from tests.hosts import job
 from tests.hosts.checks import check_done_twice, resumed_at
 from tests.hosts.cluster import EVERY, PAUSE_AT, STAGER, STEPS, Cluster, cluster_of

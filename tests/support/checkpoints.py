@@ -1,6 +1,6 @@
 """Checkpoints made without holdfast's own writing path: images by torch.save or zipfile, manifests by plain means.
 
-Nothing here uses holdfast/layout.py or holdfast/crc.py, so that a fault in those cannot hide itself.
+Nothing here uses holdfast/image/layout.py or holdfast/crc.py, so that a fault in those cannot hide itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.manifest import EntryRecord, Manifest, State, TensorRecord, manifest_name, step_file_name
+from holdfast.image.manifest import EntryRecord, Manifest, State, TensorRecord, manifest_name, step_file_name
 from tests.support.memory_store import MemoryStore
 
 CHUNK_BYTES = 4096

@@ -18,10 +18,10 @@ from typing import Any, cast
 import psutil
 import torch
 
-from holdfast.catalog import Catalog
-from holdfast.runtime import runtime_directory
-from holdfast.storage import open_store
-from holdfast.storage.retrying import Retrying
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.ring.directory import runtime_directory
+from holdfast.store import open_store
+from holdfast.store.retrying import Retrying
 from tests.support.job import REPOSITORY, Job, environment
 
 __all__ = [

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from holdfast.cli import cli
+from holdfast.command.cli import cli
 from holdfast.config import FlusherConfig, StagerConfig
 from holdfast.errors import ConfigError
 from tests.support.job import REPOSITORY

@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
 
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL_HEADER = struct.Struct("<IHHHHHHIIIHHHHHII")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.launch import mpirun_command
+from holdfast.mpirun import mpirun_command
 
 __all__ = ["HOLDFAST", "NOT_LAUNCHED", "REPOSITORY", "Job", "environment"]
 

@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.storage.base import ObjectInfo
-from holdfast.storage.names import Keep, is_kept
+from holdfast.store.base import ObjectInfo
+from holdfast.store.names import Keep, is_kept
 
 
 class MemoryStore:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from holdfast.errors import PeerLost
-from holdfast.manifest import Manifest, TensorRecord, manifest_name, step_file_name
-from holdfast.storage.posix import PosixStore
+from holdfast.image.manifest import Manifest, TensorRecord, manifest_name, step_file_name
+from holdfast.store.posix import PosixStore
 from tests.support.checkpoints import CHUNK_BYTES, manifest_of, torch_image
-from trainer_side.state import tensor_paths
+from trainer_side.state.tree import tensor_paths
 
 __all__ = ["CHUNK_BYTES", "CountingStore", "Ranks", "ThreadPeers", "publish"]
 

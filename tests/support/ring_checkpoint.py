@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-from holdfast import wire
-from holdfast.remains import Asked
-from holdfast.ring import Ring
-from holdfast.slices import frames_of
-from holdfast.wire import Frame, Kind
+from holdfast.image.slices import frames_of
+from holdfast.ring.remains import Asked
+from holdfast.ring.ring import Ring
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
 from stager.fetches import Fetches
 from tests.support.slices import Checkpoint
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import DamageError, StoreError
-from holdfast.layout import Layout
-from holdfast.manifest import EntryRecord, Manifest, TensorRecord, manifest_name, step_file_name
-from holdfast.slices import SliceSeal, area_bytes, frames_of
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import EntryRecord, Manifest, TensorRecord, manifest_name, step_file_name
+from holdfast.image.slices import SliceSeal, area_bytes, frames_of
 from tests.support.checkpoints import manifest_of
 from tests.unit.trainer_side.assemble import assembled, make_plan, sent, taken
 from trainer_side.tiers.base import Kept, Nearness, Tier

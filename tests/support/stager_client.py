@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holdfast.ipc import SOCKET_NAME, Message, connect
-from holdfast.ring import Ring, SlotState
+from holdfast.ring.doorbell import SOCKET_NAME, Message, connect
+from holdfast.ring.ring import Ring, SlotState
 from tests.support.events import read_events
 from tests.support.images import Image
 

@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.slices import frames_of
-from holdfast.storage.base import Store
+from holdfast.image.slices import frames_of
+from holdfast.store.base import Store
 from tests.support.images import Image
 from trainer_side.tiers.store import StoreSliceWriter, StoreTier
 

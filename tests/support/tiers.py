@@ -6,8 +6,8 @@ import mmap
 import random
 
 from holdfast.crc import crc32
-from holdfast.layout import Layout
-from holdfast.slices import frames_of
+from holdfast.image.layout import Layout
+from holdfast.image.slices import frames_of
 from tests.support.images import Image, made_up
 from trainer_side.tiers.base import Kept, SliceWriter, Tier
 

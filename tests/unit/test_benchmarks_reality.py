@@ -16,7 +16,7 @@ from benchmarks.experiments.reality import (
     written,
 )
 from benchmarks.supervised import Attempt, lines
-from tests.unit.holdfast.simulate.test_traces import NODES
+from tests.unit.operator_side.simulate.test_traces import NODES
 
 _ITERATION, _STALL, _EVERY = 0.1, 0.04, 25
 _RELAUNCH, _RESTORE, _STAGED, _DURABLE = 8.0, 0.5, 0.3, 0.6

@@ -12,8 +12,8 @@ import torch
 from benchmarks import device_update
 from benchmarks.rank import force_gate
 from benchmarks.workload import Workload
-from trainer_side import gate as gates
-from trainer_side import split_step
+from trainer_side.save import gate as gates
+from trainer_side.save import split_step
 
 _SECONDS_MAX = 60.0
 

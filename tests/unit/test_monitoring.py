@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from yamllint import linter  # type: ignore[import-untyped]
 from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
-from holdfast.metrics import Metrics, RingChunks, StoreRetries
-from holdfast.ring import Ring
+from holdfast.ring.ring import Ring
+from holdfast.telemetry.metrics import Metrics, RingChunks, StoreRetries
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "infra/grafana/dashboards/holdfast.json"

@@ -1,4 +1,4 @@
-"""docs/scaling.md has what holdfast/policy/scale.py computes, and nothing typed by hand."""
+"""docs/scaling.md has what operator_side/simulate/scale.py computes, and nothing typed by hand."""
 
 from __future__ import annotations
 

@@ -11,17 +11,25 @@ import click
 import pytest
 
 import trainer_side
-from holdfast import claim, errors, ipc, journal, wire
-from holdfast.cli import cli
-from holdfast.manifest import Manifest
-from holdfast.slices import SliceSeal
+from holdfast import errors
+from holdfast.checkpoints import claim
+from holdfast.command.cli import cli
+from holdfast.image.manifest import Manifest
+from holdfast.image.slices import SliceSeal
+from holdfast.ring import doorbell as ipc
+from holdfast.ring import journal
+from holdfast.wire import frames as wire
 from trainer_side.doors import safetensors_format
 from trainer_side.tiers import slot_format
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = ROOT / "trainer_side" / "frameworks"
 INTERNAL = {"__init__", "missing", "rng_again"}
-GIVEN_BACK = {"trainer_side.checkpointer.Stats", "trainer_side.trial.Restored", "holdfast.notice.Notice"}
+GIVEN_BACK = {
+    "trainer_side.checkpointer.Stats",
+    "trainer_side.restore.candidate.Restored",
+    "holdfast.notices.notice.Notice",
+}
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ import click
 import pytest
 
 from holdfast import errors
-from holdfast.cli import cli
-from holdfast.commands.explain import section
+from holdfast.command.cli import cli
 from holdfast.cures import help_for
 from holdfast.errors import HoldfastError
+from operator_side.commands.explain import section
 from tests.unit.test_documents import ROOT, files, headings, text
 
 PAGE = "docs/troubleshooting.md"

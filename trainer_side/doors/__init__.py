@@ -6,5 +6,5 @@ out   contents   a checkpoint of a run, read storage by storage, each byte under
 in    foreign    a file of torch.save, or safetensors_in, or dcp_in, as a state
         └► publishing   that state as the image of a checkpoint of one rank
 
-The commands are holdfast/commands/export.py and its neighbours. Why it is so: docs/design/024-doors.md.
+The commands are operator_side/commands/export.py and its neighbours. Why it is so: docs/design/024-doors.md.
 """

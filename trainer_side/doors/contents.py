@@ -18,10 +18,10 @@ import torch
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StateError
-from holdfast.manifest import Manifest
-from holdfast.storage.base import Store
-from trainer_side.state import Named, tensor_paths
-from trainer_side.structure import Structure, check_structure_chunks, read_structure_bytes
+from holdfast.image.manifest import Manifest
+from holdfast.store.base import Store
+from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
+from trainer_side.state.tree import Named, tensor_paths
 
 __all__ = ["Contents", "bytes_of", "dense"]
 

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from holdfast.commands.doors import Exported
-from holdfast.commands.output import progress_bar
-from holdfast.commands.place import write_folder
+from holdfast.command.doors import Exported
+from holdfast.command.output import progress_bar
+from holdfast.command.place import write_folder
 from holdfast.errors import HoldfastError, StateError
-from holdfast.manifest import Manifest
-from holdfast.storage.base import Store
+from holdfast.image.manifest import Manifest
+from holdfast.store.base import Store
 from trainer_side.doors.contents import Contents, dense
 from trainer_side.doors.names import flatten
 

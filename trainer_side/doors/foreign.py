@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError, DamageError, StateError
-from holdfast.manifest import Key
+from holdfast.image.manifest import Key
 from trainer_side.doors.dcp_in import read_dcp
 from trainer_side.doors.publishing import StateImage, plan_state
 from trainer_side.doors.safetensors_in import read_safetensors
-from trainer_side.nesting import refuse_deep_tuples
-from trainer_side.state import tensor_paths
+from trainer_side.state.nesting import refuse_deep_tuples
+from trainer_side.state.tree import tensor_paths
 
 __all__ = ["Import", "open_foreign"]
 
@@ -30,7 +30,7 @@ _NAMES_SHOWN = 8
 
 
 class Import:
-    """A state that was read, ready to be published. See `holdfast.commands.doors.Foreign`.
+    """A state that was read, ready to be published. See `holdfast.command.doors.Foreign`.
 
     Args:
         kind: What it was read from.

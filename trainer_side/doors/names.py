@@ -12,7 +12,7 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.doors.contents import Contents
-from trainer_side.state import Named
+from trainer_side.state.tree import Named
 
 __all__ = ["Flat", "flatten"]
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.assembly import ChunkFinisher, Finished, Read
+from holdfast.checkpoints.assembly import ChunkFinisher, Finished, Read
 from holdfast.crc import crc32
-from holdfast.layout import CHUNK_BYTES, Extent, Layout
-from holdfast.manifest import Key
-from holdfast.ring import Source
+from holdfast.image.layout import CHUNK_BYTES, Extent, Layout
+from holdfast.image.manifest import Key
+from holdfast.ring.ring import Source
 from trainer_side.doors.contents import bytes_of
-from trainer_side.skeleton import Skeleton, capture, plan
-from trainer_side.state import classify
-from trainer_side.table import table
+from trainer_side.state.proposal import table
+from trainer_side.state.skeleton import Skeleton, capture, plan
+from trainer_side.state.tree import classify
 
 __all__ = ["StateImage", "plan_state"]
 
@@ -43,7 +43,7 @@ def plan_state(tree: Mapping[str, Any]) -> Skeleton:
 
 
 class StateImage:
-    """The image of a tree. See `holdfast.assembly.Image`.
+    """The image of a tree. See `holdfast.checkpoints.assembly.Image`.
 
     Args:
         key: What it is published as.

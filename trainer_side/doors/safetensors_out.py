@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.commands.doors import Exported
-from holdfast.commands.output import progress_bar
-from holdfast.commands.place import write_whole
+from holdfast.command.doors import Exported
+from holdfast.command.output import progress_bar
+from holdfast.command.place import write_whole
 from holdfast.errors import StateError
-from holdfast.manifest import Manifest
-from holdfast.storage.base import Store
+from holdfast.image.manifest import Manifest
+from holdfast.store.base import Store
 from trainer_side.doors.contents import Contents, bytes_of, dense
 from trainer_side.doors.names import Flat, flatten
 from trainer_side.doors.plain_values import encode

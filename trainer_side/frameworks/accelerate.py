@@ -15,8 +15,8 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from trainer_side.frameworks.missing import missing
-from trainer_side.per_rank import PerRank
-from trainer_side.rng import RngState
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.rng import RngState
 
 try:
     from accelerate import Accelerator

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from holdfast.errors import StateError
-from trainer_side.data import ReadAhead, ResumableSampler
+from trainer_side.data.sampler import ReadAhead, ResumableSampler
 
 __all__ = ["EpochLoader"]
 

@@ -24,12 +24,12 @@ from typing_extensions import override
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
-from trainer_side.agreeing import gather
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.distributed import init_torch_distributed
 from trainer_side.frameworks.missing import missing
 from trainer_side.frameworks.rng_again import RngAgain
-from trainer_side.per_rank import PerRank
+from trainer_side.ranks.agreeing import gather
+from trainer_side.ranks.distributed import init_torch_distributed
+from trainer_side.state.per_rank import PerRank
 
 try:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -56,7 +56,7 @@ class HoldfastEnvironment(ClusterEnvironment):
     """
 
     def __init__(self, backend: Literal["gloo", "nccl"] | None = None) -> None:
-        from trainer_side.mpi import World  # starts MPI: not when somebody only imports this module
+        from trainer_side.ranks.mpi import World  # starts MPI: not when somebody only imports this module
 
         self._rank, self._ranks = init_torch_distributed(backend)
         world = World.join(TrainerConfig().start_seconds_max)

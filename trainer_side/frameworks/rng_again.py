@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer_side.rng import RngState
+from trainer_side.state.rng import RngState
 
 __all__ = ["RngAgain"]
 

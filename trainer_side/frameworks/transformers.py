@@ -29,7 +29,7 @@ from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.frameworks.missing import missing
 from trainer_side.frameworks.rng_again import RngAgain
-from trainer_side.per_rank import PerRank
+from trainer_side.state.per_rank import PerRank
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

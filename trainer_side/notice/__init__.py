@@ -1,7 +1,7 @@
 """The spot watch: who says that this machine will be taken away, and what the ranks then do together.
 
 aws, azure, gcp (http, words) ─┐
-signals ───────────────────────┴► watch ─► link ══► stager: holdfast/emergency.py ══► appointments: save at step n
+signals ───────────────────────┴► watch ─► link ══► stager: holdfast/notices/decider.py ══► appointments: save at step n
                                      or ─► council ══► rank 0: chair, likewise ══► (a job without a stager)
 
 base: what a source is.

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from holdfast.emergency import Word
-from holdfast.notice import Notice, Terms
-from holdfast.sparing import NOBODY, Ability
+from holdfast.notices.decider import Word
+from holdfast.notices.notice import Notice, Terms
+from holdfast.notices.sparing import NOBODY, Ability
 
 __all__ = ["Answer", "Appointments"]
 

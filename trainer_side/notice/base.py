@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from holdfast.errors import HoldfastError
-from holdfast.notice import Notice, NoticeKind
+from holdfast.notices.notice import Notice, NoticeKind
 
 __all__ = ["Notice", "NoticeKind", "Source", "SourceError"]
 

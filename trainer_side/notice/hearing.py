@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast import wire
-from holdfast.emergency import Word
 from holdfast.errors import ProtocolError
-from holdfast.wire import Frame, Kind
+from holdfast.notices.decider import Word
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
 from trainer_side.notice.appointments import Appointments
 
 __all__ = ["hear_appointment"]

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
-from holdfast.events import EventLog
-from holdfast.pace import Wish
 from holdfast.policy import Governor, Hazard
-from trainer_side.alone import Alone
-from trainer_side.link import Link
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.pace import Wish
+from trainer_side.link.link import Link
+from trainer_side.link.no_stager import Alone
+from trainer_side.link.schedule import Phase, Schedule
 from trainer_side.pace.profile import Profile
-from trainer_side.pace.schedule import Phase, Schedule
 from trainer_side.pace.updates import Updates
 
 __all__ = ["AUTO", "Pacer", "chosen", "open_pacer"]

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from holdfast.layout import Layout
-from holdfast.slices import SliceSeal
+from holdfast.image.layout import Layout
+from holdfast.image.slices import SliceSeal
 
 __all__ = ["Kept", "Nearness", "SliceWriter", "Tier"]
 

@@ -22,14 +22,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from holdfast import wire
-from holdfast.agreement import Round, pickle_reserve_bytes
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
-from holdfast.notice import Notice
-from holdfast.wire import Agreement, Kind, Proposal, decode, peer_error
+from holdfast.notices.notice import Notice
+from holdfast.wire import frames as wire
+from holdfast.wire.agreement import Round, pickle_reserve_bytes
+from holdfast.wire.frames import Agreement, Kind, Proposal, decode, peer_error
 from trainer_side.notice.appointments import Appointments
-from trainer_side.notice.chair import Chair
 from trainer_side.notice.hearing import hear_appointment
+from trainer_side.tiers.chair import Chair
 from trainer_side.tiers.muster import Muster
 from trainer_side.tiers.tally import Order, Tally, Verdict
 from trainer_side.tiers.words import Said, Word
@@ -45,7 +45,7 @@ _ROOT = 0
 
 
 class CouncilPort(Protocol):
-    """What it needs of MPI (`trainer_side.mpi.CouncilPort`). The council's thread only."""
+    """What it needs of MPI (`trainer_side.ranks.mpi.CouncilPort`). The council's thread only."""
 
     def send(self, rank: int, message: bytes) -> None:
         """Send to another rank; the order is kept. To a dead one it does nothing."""

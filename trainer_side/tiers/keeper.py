@@ -17,16 +17,16 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from holdfast.causes import cause_of
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.events import EventLog
-from holdfast.layout import Layout
-from holdfast.slices import Frame, frames_of
+from holdfast.image.layout import Layout
+from holdfast.image.slices import Frame, frames_of
+from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.notice.appointments import Appointments
-from trainer_side.notice.chair import Chair, farthest
 from trainer_side.tiers.base import Nearness, SliceWriter, Tier
+from trainer_side.tiers.chair import Chair, farthest
 from trainer_side.tiers.council import Council, CouncilPort
 from trainer_side.tiers.inventory import Inventory
 from trainer_side.tiers.keeping import Keeping

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.crc import crc32
-from holdfast.slices import Frame
+from holdfast.image.slices import Frame
 from trainer_side.tiers.base import SliceWriter
 from trainer_side.transfer import SliceSource
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 from holdfast.errors import HoldfastError, StoreError
-from trainer_side.patience import within
+from trainer_side.ranks.deadlines import within
 from trainer_side.tiers.base import Tier
 from trainer_side.tiers.keeping import Keeping, Part
 from trainer_side.tiers.tally import Order, Verdict

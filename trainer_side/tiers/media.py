@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.storage.posix_errors import translated
-from holdfast.storage.posix_io import is_aligned, open_direct, write_all
+from holdfast.store.posix_errors import translated
+from holdfast.store.posix_io import is_aligned, open_direct, write_all
 
 __all__ = ["CachedFile", "Copy", "DirectFile", "MappedFile", "Medium", "address_of"]
 

@@ -6,7 +6,7 @@ READY of every rank ─► all go on  ·  one has refused, is dead, or does not 
 from __future__ import annotations
 
 from holdfast.errors import HoldfastError, PeerLost
-from holdfast.wire import peer_error
+from holdfast.wire.frames import peer_error
 
 __all__ = ["Muster"]
 

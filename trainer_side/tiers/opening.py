@@ -67,7 +67,7 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
 
 
 def _open_store(run_url: str, slots: int | None, writers: int | None) -> Tier:
-    from holdfast.storage import open_store
+    from holdfast.store import open_store
     from trainer_side.tiers.store import StoreTier
 
     store = open_store(run_url)

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from holdfast.errors import ConfigError, StoreError
-from holdfast.runtime import check_private_directory, make_private_directory, open_private_file
-from holdfast.storage import normalise_url
-from holdfast.storage.posix_errors import translated
-from holdfast.storage.posix_io import sync_directory
+from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
+from holdfast.store import normalise_url
+from holdfast.store.posix_errors import translated
+from holdfast.store.posix_io import sync_directory
 
 __all__ = ["Place", "RankLock", "SlotPath", "run_digest", "run_name"]
 

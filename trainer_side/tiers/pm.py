@@ -18,7 +18,7 @@ import mmap
 import os
 from pathlib import Path
 
-from holdfast.storage.posix_errors import translated
+from holdfast.store.posix_errors import translated
 from trainer_side.tiers import libpmem
 from trainer_side.tiers.media import Copy, MappedFile, address_of
 

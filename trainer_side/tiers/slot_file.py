@@ -15,8 +15,8 @@ from collections.abc import Callable, MutableMapping
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError
 from holdfast.faultpoint import Point, reach
-from holdfast.layout import Layout
-from holdfast.slices import SliceSeal
+from holdfast.image.layout import Layout
+from holdfast.image.slices import SliceSeal
 from trainer_side.tiers.media import Medium
 from trainer_side.tiers.slot_format import (
     PAGE_BYTES,

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import ConfigError, DamageError, HoldfastError, ProtocolError, StoreError
-from holdfast.layout import Layout
-from holdfast.runtime import open_private_file
-from holdfast.slices import area_bytes
-from holdfast.storage.posix_errors import free_bytes, translated
-from holdfast.storage.posix_io import reserve, sync_directory, write_all
+from holdfast.image.layout import Layout
+from holdfast.image.slices import area_bytes
+from holdfast.ring.directory import open_private_file
+from holdfast.store.posix_errors import free_bytes, translated
+from holdfast.store.posix_io import reserve, sync_directory, write_all
 from trainer_side.tiers.media import Medium
 from trainer_side.tiers.place import Place, RankLock
 from trainer_side.tiers.profile import SCRATCH_BYTES, Profile, measure

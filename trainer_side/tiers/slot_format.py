@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, ProtocolError
-from holdfast.layout import Layout
-from holdfast.slices import area_bytes, frames_of
+from holdfast.image.layout import Layout
+from holdfast.image.slices import area_bytes, frames_of
 
 __all__ = [
     "PAGE_BYTES",

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, DamageError, HoldfastError
-from holdfast.layout import Layout
-from holdfast.runtime import open_private_file
-from holdfast.storage.posix_errors import translated
+from holdfast.image.layout import Layout
+from holdfast.ring.directory import open_private_file
+from holdfast.store.posix_errors import translated
 from trainer_side.tiers.base import Kept
 from trainer_side.tiers.place import Place
 from trainer_side.tiers.slot_file import read_layout, read_seal, read_sectors

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import ConfigError, DamageError, StoreError
-from holdfast.layout import Layout
-from holdfast.storage.posix_errors import translated
-from holdfast.storage.posix_io import read_whole
+from holdfast.image.layout import Layout
+from holdfast.store.posix_errors import translated
+from holdfast.store.posix_io import read_whole
 from trainer_side.tiers.base import Kept, Nearness
 from trainer_side.tiers.media import Medium
 from trainer_side.tiers.place import Place, RankLock

@@ -16,8 +16,8 @@ from typing import Any
 
 from holdfast.errors import StoreError
 from holdfast.faultpoint import Point, reach
-from holdfast.layout import Layout
-from holdfast.slices import SliceSeal, frames_of
+from holdfast.image.layout import Layout
+from holdfast.image.slices import SliceSeal, frames_of
 from trainer_side.tiers.media import Copy
 from trainer_side.tiers.slot_file import SlotFile
 from trainer_side.tiers.slot_format import Commitment

@@ -2,7 +2,7 @@
 
     begin ─► first write: an upload ─► parts, as frames come ─► layout ─► publish ─► seal        the slice exists
     begin(newer) ─► the oldest one's seal, then its slice, if the slots are taken and a newer step is complete
-    all ranks sealed ─► whoever writes the run next makes the portable file of it (holdfast/assembly.py)
+    all ranks sealed ─► whoever writes the run next makes the portable file of it (holdfast/checkpoints/assembly.py)
 
 No two ranks touch the same object and no name is written twice, so nothing is agreed on and nobody is fenced: names
 carry attempt and step, and order is (attempt, step). Errors of the store are waited out within the store's own bounds;
@@ -16,10 +16,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
-from holdfast.layout import Layout
-from holdfast.manifest import Key
-from holdfast.slice_sets import (
+from holdfast.checkpoints.slice_sets import (
     SliceName,
     SliceSet,
     find_sets,
@@ -27,9 +24,12 @@ from holdfast.slice_sets import (
     read_layout,
     read_seal,
 )
-from holdfast.slices import SliceSeal, area_bytes
-from holdfast.storage import parts_at_once
-from holdfast.storage.base import Store
+from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import Key
+from holdfast.image.slices import SliceSeal, area_bytes
+from holdfast.store import parts_at_once
+from holdfast.store.base import Store
 from trainer_side.tiers.base import Kept, Nearness
 from trainer_side.tiers.store_shelf import SliceShelf
 from trainer_side.tiers.store_writer import Layouts, StoreSliceWriter

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.crc import crc32
-from holdfast.slices import Frame
+from holdfast.image.slices import Frame
 
 __all__ = ["PartCutter"]
 

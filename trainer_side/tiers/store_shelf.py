@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 
+from holdfast.checkpoints.slice_sets import SliceName, SliceSet, find_sets, read_seal
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
-from holdfast.manifest import Key
-from holdfast.slice_sets import SliceName, SliceSet, find_sets, read_seal
-from holdfast.storage.base import Store
+from holdfast.image.manifest import Key
+from holdfast.store.base import Store
 
 __all__ = ["SliceShelf"]
 

@@ -13,12 +13,12 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.checkpoints.slice_sets import SliceName, layout_name, read_layout, slice_write_id
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
-from holdfast.layout import Layout
-from holdfast.slice_sets import SliceName, layout_name, read_layout, slice_write_id
-from holdfast.slices import Frame, SliceSeal, area_bytes, frames_of
-from holdfast.storage.base import Store, Upload
+from holdfast.image.layout import Layout
+from holdfast.image.slices import Frame, SliceSeal, area_bytes, frames_of
+from holdfast.store.base import Store, Upload
 from trainer_side.tiers.store_parts import PartCutter
 from trainer_side.tiers.store_shelf import SliceShelf
 

@@ -17,9 +17,9 @@ import torch
 from holdfast.errors import StoreError
 from tests.integration.jobs.tiers import model, tier_of
 from tests.support.restoring import CountingStore
-from trainer_side.mpi import World
-from trainer_side.per_rank import PerRank
-from trainer_side.restore import restore
+from trainer_side.ranks.mpi import World
+from trainer_side.restore.restore import restore
+from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.inventory import take_inventory
 
 RESTORE_SECONDS_MAX, START_SECONDS_MAX = 10.0, 1.0

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank, init_torch_distributed
-from trainer_side.staging import Staging
+from trainer_side.save.staging import Staging
 
 SECONDS_MAX = 60
 GROWN = 300_000  # characters; the room set aside for plain values is 64 KiB

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.storage.retrying import Retrying
+from holdfast.store.retrying import Retrying
 from trainer_side import Checkpointer, PerRank
 
 SIZES = (60_000, 7, 20_000)  # 320,028 bytes and what the zip adds: 5 chunks of 64 KiB

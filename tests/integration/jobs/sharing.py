@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from tests.support.restoring import CountingStore
-from trainer_side.mpi import World
-from trainer_side.restore import restore
+from trainer_side.ranks.mpi import World
+from trainer_side.restore.restore import restore
 
 SIZES = [
     1,

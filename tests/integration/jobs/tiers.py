@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.events import EventLog
 from holdfast.faultpoint import identify
+from holdfast.telemetry.events import EventLog
 from tests.support.restoring import CountingStore
 from tests.support.slices import Checkpoint, checkpoint, keep
-from trainer_side.findings import newest_attempt
-from trainer_side.mpi import World
-from trainer_side.peers import Peers
-from trainer_side.per_rank import PerRank
-from trainer_side.restore import restore
+from trainer_side.ranks.mpi import World
+from trainer_side.ranks.peers import Peers
+from trainer_side.restore.inventory import newest_attempt
+from trainer_side.restore.restore import restore
+from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.base import Tier
 from trainer_side.tiers.opening import open_tier
 

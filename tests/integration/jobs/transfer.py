@@ -20,11 +20,11 @@ import psutil
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError
-from holdfast.layout import REPLICATED, Entry, Layout, TensorInfo
-from holdfast.slices import area_bytes, frames_of
-from holdfast.wire import Proposal
+from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.image.slices import area_bytes, frames_of
+from holdfast.wire.frames import Proposal
 from trainer_side.joining import join
-from trainer_side.link import Link
+from trainer_side.link.link import Link
 from trainer_side.transfer import TransferState
 
 WAIT_SECONDS_MAX = 120.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.demo.store import StoreWatch
-from holdfast.manifest import Manifest, State
+from holdfast.image.manifest import Manifest, State
 
 IMAGE = b"x" * 100
 

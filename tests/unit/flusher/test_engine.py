@@ -21,9 +21,9 @@ from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
-from holdfast.events import EventLog
-from holdfast.manifest import Manifest, State, manifest_name
-from holdfast.ring import Ring, SlotState
+from holdfast.image.manifest import Manifest, State, manifest_name
+from holdfast.ring.ring import Ring, SlotState
+from holdfast.telemetry.events import EventLog
 from tests.support.images import Image, from_torch_file, made_up
 from tests.support.memory_store import MemoryStore
 

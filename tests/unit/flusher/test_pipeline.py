@@ -35,10 +35,10 @@ from flusher.steps import (
     Verify,
     WritePart,
 )
-from holdfast.chunkwork import patch_chunk, verify_chunk
 from holdfast.errors import ConfigError, DamageError, HoldfastError, PeerLost, ProtocolError, StoreError
-from holdfast.layout_index import LayoutIndex
-from holdfast.ring import Source
+from holdfast.image.chunks import patch_chunk, verify_chunk
+from holdfast.image.index import LayoutIndex
+from holdfast.ring.ring import Source
 from tests.support.images import Image, made_up
 
 CHUNK_BYTES = 4096

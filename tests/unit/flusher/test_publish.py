@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from flusher.steps import Key, Publish
+from holdfast.checkpoints.publish import Times, build_manifest, choose_name, saved_at_unix
 from holdfast.errors import BusyError
-from holdfast.layout_index import LayoutIndex
-from holdfast.manifest import Manifest, State
-from holdfast.publish import Times, build_manifest, choose_name, saved_at_unix
+from holdfast.image.index import LayoutIndex
+from holdfast.image.manifest import Manifest, State
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flusher.retention import Known, to_remove
-from holdfast.manifest import State, step_file_name
+from holdfast.image.manifest import State, step_file_name
 
 
 def checkpoint(step: int, state: State = State.VERIFIED, attempt: int = 1) -> Known:

@@ -17,9 +17,9 @@ from flusher.tenure import Tenure
 from flusher.upkeep import Upkeep
 from flusher.workers import Inbox
 from holdfast.config import FlusherConfig
-from holdfast.events import EventLog
-from holdfast.ipc import SOCKET_NAME, VERSION, Channel, Listener, Message, connect
-from holdfast.ring import Ring, SlotState
+from holdfast.ring.doorbell import SOCKET_NAME, VERSION, Channel, Listener, Message, connect
+from holdfast.ring.ring import Ring, SlotState
+from holdfast.telemetry.events import EventLog
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 

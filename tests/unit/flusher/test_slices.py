@@ -9,11 +9,11 @@ import pytest
 from flusher.slices import Slices
 from flusher.steps import Key
 from flusher.tenure import Tenure
-from holdfast.claim import Claim
+from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.slice_sets import SliceName, find_sets
 from holdfast.errors import FencedError, StoreError
-from holdfast.manifest import Manifest
-from holdfast.slice_sets import SliceName, find_sets
-from holdfast.storage.base import ObjectInfo
+from holdfast.image.manifest import Manifest
+from holdfast.store.base import ObjectInfo
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 from tests.support.store_slices import tier_of, write_frames, write_slices

@@ -14,8 +14,8 @@ from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import Pruned, ReadBack, Upkeep
 from flusher.workers import Inbox
-from holdfast.manifest import Manifest, State, manifest_name
-from holdfast.storage.posix import PosixStore
+from holdfast.image.manifest import Manifest, State, manifest_name
+from holdfast.store.posix import PosixStore
 from tests.support.restoring import publish
 
 SECONDS_MAX = 60

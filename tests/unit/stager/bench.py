@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast import wire
 from holdfast.config import StagerConfig
 from holdfast.crc import crc32
 from holdfast.errors import FencedError, HoldfastError
-from holdfast.events import EventLog
-from holdfast.ipc import Channel
-from holdfast.layout import REPLICATED, Entry, Extent, Layout
-from holdfast.ring import Ring
-from holdfast.wire import Frame, Kind
+from holdfast.image.layout import REPLICATED, Entry, Extent, Layout
+from holdfast.ring.doorbell import Channel
+from holdfast.ring.ring import Ring
+from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
 from stager import flusher_line
 from stager.flusher_process import Flusher
 from stager.service import Service

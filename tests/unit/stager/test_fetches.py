@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ProtocolError
-from holdfast.remains import Asked
-from holdfast.ring import Ring
-from holdfast.wire import MAX_BODY_BYTES, Frame, Kind, to_json
+from holdfast.ring.remains import Asked
+from holdfast.ring.ring import Ring
+from holdfast.wire.frames import MAX_BODY_BYTES, Frame, Kind, to_json
 from tests.support.ring_checkpoint import LiveFetch, put_in_ring
 from tests.unit.trainer_side.tiered import saved
 

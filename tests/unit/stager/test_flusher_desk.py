@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from holdfast import wire
-from holdfast.ring import Ring, SlotState
-from holdfast.wire import Kind
+from holdfast.ring.ring import Ring, SlotState
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
 from stager.flusher_process import log_path
 from tests.unit.stager.bench import LAYOUT, Bench
 

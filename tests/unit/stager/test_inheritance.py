@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from holdfast.ring import Ring
+from holdfast.ring.ring import Ring
 from stager.inheritance import Inheritance
 from tests.support.images import made_up
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from holdfast import wire
-from holdfast.wire import Frame, Kind
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
 from tests.unit.stager.bench import Bench
 
 

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast import wire
 from holdfast.errors import FencedError
-from holdfast.wire import Kind
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
 from stager.refusal import refuse_start
 from tests.unit.stager.bench import FakePort
 

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from holdfast import wire
 from holdfast.crc import crc32
 from holdfast.errors import PeerLost
-from holdfast.ring import SlotState
-from holdfast.wire import Kind
+from holdfast.ring.ring import SlotState
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
 from stager import flusher_line
 from tests.unit.stager.bench import IMAGE, LAYOUT, Bench
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast import wire
-from holdfast.ring import SlotState
-from holdfast.wire import Kind
+from holdfast.ring.ring import SlotState
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
 from tests.unit.stager.bench import LAYOUT, Bench
 
 

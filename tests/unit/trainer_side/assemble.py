@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.crc import crc32
-from holdfast.layout import Layout
-from trainer_side.skeleton import Capture, Skeleton, capture, plan
-from trainer_side.state import classify, collect
-from trainer_side.table import table
+from holdfast.image.layout import Layout
+from trainer_side.state.proposal import table
+from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
+from trainer_side.state.tree import classify, collect
 
 CHUNK_BYTES = 4096
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.trainer_side.stager_port import LAYOUT, FakePort, make
-from trainer_side.link import Link
+from trainer_side.link.link import Link
 from trainer_side.transfer import TransferState
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.layout import Entry, Layout
-from trainer_side.copy_plan import SlicePlan
-from trainer_side.survey import Source
+from holdfast.image.layout import Entry, Layout
+from trainer_side.save.copy_plan import SlicePlan
+from trainer_side.state.survey import Source
 
 CPU = torch.device("cpu")
 

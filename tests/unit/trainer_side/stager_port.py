@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast import wire
 from holdfast.config import TrainerConfig
 from holdfast.errors import PeerLost
-from holdfast.layout import REPLICATED, Entry, Layout
-from holdfast.slices import area_bytes, frames_of
-from holdfast.wire import Frame, Kind, Welcome
-from trainer_side.link import Link
+from holdfast.image.layout import REPLICATED, Entry, Layout
+from holdfast.image.slices import area_bytes, frames_of
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind, Welcome
+from trainer_side.link.link import Link
 from trainer_side.transfer import Transfer
 
 CHUNK = 4096

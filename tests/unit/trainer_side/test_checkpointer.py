@@ -12,24 +12,25 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.causes import cause_of
 from holdfast.config import TrainerConfig
-from holdfast.emergency import Word
 from holdfast.errors import ConfigError
-from holdfast.events import EventLog
-from holdfast.layout import Layout
-from holdfast.notice import Notice, NoticeKind, Terms
-from holdfast.pace import PaceWord, Wish
-from holdfast.slices import area_bytes
-from holdfast.sparing import NO_LIMIT, Sparing
-from holdfast.wire import Agreement, Proposal, Welcome
-from trainer_side import joining, planner
-from trainer_side.alone import Alone
+from holdfast.image.layout import Layout
+from holdfast.image.slices import area_bytes
+from holdfast.notices.decider import Word
+from holdfast.notices.notice import Notice, NoticeKind, Terms
+from holdfast.notices.sparing import NO_LIMIT, Sparing
+from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.frames import Agreement, Proposal, Welcome
+from holdfast.wire.pace import PaceWord, Wish
+from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
+from trainer_side.link.no_stager import Alone
+from trainer_side.link.schedule import Schedule
 from trainer_side.notice.appointments import Appointments
 from trainer_side.pace.pacer import open_pacer
-from trainer_side.pace.schedule import Schedule
-from trainer_side.staging import Staging
+from trainer_side.save import planner
+from trainer_side.save.staging import Staging
 from trainer_side.transfer import Transfer, TransferState
 
 SECONDS_MAX = 60.0

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import PeerLost
-from holdfast.events import EventLog
+from holdfast.telemetry.events import EventLog
 from tests.unit.trainer_side.test_checkpointer import FakeLink
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.checkpointer import Checkpointer

@@ -12,20 +12,20 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.claim import Claim, Identity, _started, newest_attempt
+from holdfast.checkpoints.claim import Claim, Identity, _started, newest_attempt
+from holdfast.checkpoints.slice_sets import SliceName, find_sets, slice_write_id
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
-from holdfast.slice_sets import SliceName, find_sets, slice_write_id
-from holdfast.storage import open_store
-from holdfast.storage.base import Store
+from holdfast.store import open_store
+from holdfast.store.base import Store
 from tests.support.restoring import Ranks, ThreadPeers
 from tests.unit.trainer_side.tiers.ranks import Area, laid_out
-from trainer_side.alone import Alone
 from trainer_side.joining import _alone, _beside, compare
-from trainer_side.link import Link
-from trainer_side.mpi import World
-from trainer_side.peers import LonePeers
+from trainer_side.link.link import Link
+from trainer_side.link.no_stager import Alone
+from trainer_side.ranks.mpi import World
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.tiers.base import Tier
 from trainer_side.tiers.inventory import Inventory, take_inventory
 from trainer_side.tiers.opening import open_tier

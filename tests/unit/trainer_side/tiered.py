@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers
 from tests.support.slices import Checkpoint, checkpoint
-from trainer_side.per_rank import PerRank
-from trainer_side.restore import Restored, restore
+from trainer_side.restore.restore import Restored, restore
+from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.base import Tier
 
 

@@ -16,16 +16,16 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from holdfast import cli
+from holdfast.command import cli
 from holdfast.errors import DamageError
-from holdfast.storage import open_store
+from holdfast.store import open_store
 from tests.support.blocked import environment_without
 from tests.support.restoring import publish
 from tests.unit.trainer_side.doors.test_safetensors_out import training_state
-from tests.unit.trainer_side.test_restore import Run, assert_same, bring_back
-from tests.unit.trainer_side.test_skeleton import DTYPES, _bits, _filled, _same
+from tests.unit.trainer_side.restore.test_restore import Run, assert_same, bring_back
+from tests.unit.trainer_side.state.test_skeleton import DTYPES, _bits, _filled, _same
 from trainer_side.doors.dcp_out import write_dcp
-from trainer_side.state import tensor_paths
+from trainer_side.state.tree import tensor_paths
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -15,20 +15,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 
-from holdfast import cli
-from holdfast.catalog import Catalog
-from holdfast.claim import Claim
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.verify import verify_file
+from holdfast.command import cli
 from holdfast.errors import StateError
-from holdfast.storage import open_store
-from holdfast.verify import verify_file
+from holdfast.store import open_store
 from tests.support.job import HOLDFAST
 from tests.support.restoring import publish
 from tests.unit.trainer_side.doors.test_safetensors_out import training_state
-from tests.unit.trainer_side.test_restore import Run, assert_same, bring_back
-from tests.unit.trainer_side.test_skeleton import _same, _states
+from tests.unit.trainer_side.restore.test_restore import Run, assert_same, bring_back
+from tests.unit.trainer_side.state.test_skeleton import _same, _states
 from trainer_side.doors.safetensors_out import write_safetensors
-from trainer_side.per_rank import PerRank
-from trainer_side.rng import RngState
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.rng import RngState
 
 Command = Callable[..., tuple[int, str, str]]
 

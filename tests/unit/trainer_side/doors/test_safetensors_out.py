@@ -15,16 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from holdfast import cli
+from holdfast.command import cli
 from holdfast.errors import DamageError, StateError
-from holdfast.storage import open_store
-from holdfast.storage.base import Store
+from holdfast.store import open_store
+from holdfast.store.base import Store
 from tests.support.restoring import CountingStore, publish
-from tests.unit.trainer_side.test_skeleton import DTYPES, _bits, _filled, _same, _states
+from tests.unit.trainer_side.state.test_skeleton import DTYPES, _bits, _filled, _same, _states
 from trainer_side.doors.plain_values import decode, encode
 from trainer_side.doors.safetensors_format import DTYPES as NAMED
 from trainer_side.doors.safetensors_out import write_safetensors
-from trainer_side.state import tensor_paths
+from trainer_side.state.tree import tensor_paths
 
 WITHOUT_A_NAME = {torch.complex128}
 
@@ -180,8 +180,8 @@ def test_a_byte_that_changed_on_its_way_is_read_again(tmp_path: Path) -> None:
 _HOLDS = """
 import resource, sys
 from pathlib import Path
-from holdfast.storage import open_store
-from holdfast.catalog import Catalog
+from holdfast.store import open_store
+from holdfast.checkpoints.catalog import Catalog
 from trainer_side.doors.safetensors_out import write_safetensors
 store = open_store(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

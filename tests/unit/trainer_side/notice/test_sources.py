@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.notice import NoticeKind
+from holdfast.notices.notice import NoticeKind
 from tests.support.fake_metadata import (
     AWS_ACTION,
     AWS_REBALANCE,

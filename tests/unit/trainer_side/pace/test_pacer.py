@@ -10,10 +10,10 @@ import torch
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
-from holdfast.events import EventLog
-from holdfast.pace import PaceWord, Wish
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.pace import PaceWord, Wish
+from trainer_side.link.schedule import Schedule
 from trainer_side.pace.pacer import Pacer, chosen
-from trainer_side.pace.schedule import Schedule
 
 
 class Rank:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StateError
-from holdfast.wire import Agreement, Proposal
+from holdfast.wire.frames import Agreement, Proposal
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.tiers.council import Council
 from trainer_side.tiers.tally import Verdict

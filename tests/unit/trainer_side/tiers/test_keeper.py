@@ -14,9 +14,9 @@ import pytest
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
-from holdfast.events import EventLog
-from holdfast.notice import Notice, NoticeKind
-from holdfast.slices import FRAME_ALIGNMENT_BYTES
+from holdfast.image.slices import FRAME_ALIGNMENT_BYTES
+from holdfast.notices.notice import Notice, NoticeKind
+from holdfast.telemetry.events import EventLog
 from tests.support.events import read_events
 from tests.unit.trainer_side.tiers.ranks import Area, Net, laid_out, until
 from trainer_side.ledger import Ledger

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import DamageError, HoldfastError
-from holdfast.slices import area_bytes
+from holdfast.image.slices import area_bytes
 from tests.support.tiers import image
 from tests.unit.trainer_side.slices import laid_out
 from trainer_side.tiers.slot_format import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreError
-from holdfast.slices import frames_of
+from holdfast.image.slices import frames_of
 from tests.support.tiers import RUN, aligned, image, put, slice_of
 from tests.unit.trainer_side.slices import laid_out
 from trainer_side.tiers.base import Nearness

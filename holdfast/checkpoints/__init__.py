@@ -1,0 +1,1 @@
+"""Checkpoints in the store: names, manifests, claims, slices."""

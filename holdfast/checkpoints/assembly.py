@@ -1,0 +1,454 @@
+"""Slices that lie in the store become the portable file that the stager's way would have made: the same bytes.
+
+    slices ─► frames of a part's chunks, checked and put in place ─► CRC fields filled in ─► part ─► upload
+              └ several reads at once, while the part before is being written ┘               └─► publish ─► manifest
+
+Chunks come in order here, so all that a CRC field states is known when its chunk is there (docs/design/004).
+The order of the acts is the flusher's: file, then manifest; who calls removes the slices after that. Dying in between
+leaves a good state each time: slices only; slices and a file that no manifest names; both. It is then done once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from holdfast.checkpoints.publish import Times, build_manifest, choose_name
+from holdfast.checkpoints.slice_sets import LoadedSet
+from holdfast.crc import combine, combine_all, crc32
+from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreMissing
+from holdfast.faultpoint import Point, reach
+from holdfast.image.chunks import patch_chunk, verify_chunk
+from holdfast.image.index import LayoutIndex
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import Key, Manifest, manifest_name
+from holdfast.image.slices import Frame, frames_of
+from holdfast.ring.pages import direct_window
+from holdfast.ring.ring import Source
+from holdfast.store.base import Store
+
+__all__ = [
+    "WRITE_ID_PREFIX",
+    "Assembler",
+    "ChunkFinisher",
+    "Finished",
+    "Image",
+    "Parts",
+    "Read",
+    "assemble",
+    "copy_out",
+    "publish_image",
+]
+
+_log = logging.getLogger("holdfast.assembly")
+WRITE_ID_PREFIX = "assemble"  # of the uploads: what a dead one left is told from a flusher's, which may go on
+_READERS = 4
+_BUFFERS = 2  # one is filled while the other is written
+_RECORD_BYTES_MAX = 1 << 16  # of one rank, in the manifest; it is input from outside
+
+Read = Callable[[int, int, memoryview], None]
+"""Fill a view with the bytes of a rank's slice from an offset on."""
+
+
+class Parts(Protocol):
+    """What takes an image part by part: an upload, or an open file."""
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of every part but the last: a multiple of the chunk's."""
+        ...
+
+    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
+        """Write part `index`, whose bytes are `buffers` back to back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Verify:
+    key: Key
+    chunk: int
+    sources: tuple[Source, ...]
+    index: LayoutIndex
+
+
+@dataclass(frozen=True, slots=True)
+class _Patch:
+    key: Key
+    chunk: int
+    values: tuple[tuple[int, bytes], ...]
+    touched: tuple[int, ...]
+    verified_crcs: tuple[int, ...]
+    index: LayoutIndex
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a manifest says of an image."""
+
+    key: Key
+    index: LayoutIndex
+    image_crc32: int
+    chunk_crc32s: tuple[int, ...]
+    entry_crc32s: tuple[int, ...]
+
+
+class Image(Protocol):
+    """An image whose chunks can be made, in order."""
+
+    @property
+    def layout(self) -> Layout:
+        """Its layout."""
+        ...
+
+    def senders(self, chunk: int) -> tuple[int, ...]:
+        """The ranks that have something of a chunk."""
+        ...
+
+    def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:
+        """Put what `rank` has of `chunk` in its place. Any thread."""
+        ...
+
+    def finish_chunk(self, memory: memoryview) -> int:
+        """Fill the CRC fields of the next chunk, all of whose frames are there; its CRC-32."""
+        ...
+
+    def finished(self) -> Finished:
+        """What the manifest says, after the last chunk."""
+        ...
+
+
+class ChunkFinisher:
+    """Fills the CRC fields of an image's chunks, which come in order, and keeps the sums.
+
+    Args:
+        key: The checkpoint.
+        layout: The image.
+    """
+
+    def __init__(self, key: Key, layout: Layout) -> None:
+        self._key, self._layout = key, layout
+        self.index = LayoutIndex(layout)
+        self._chunk_crcs: list[int] = []
+        self._entry_crcs = [0] * len(layout.entries)
+
+    @property
+    def chunk(self) -> int:
+        """The next one."""
+        return len(self._chunk_crcs)
+
+    def finish(self, memory: memoryview, sources: tuple[Source, ...]) -> int:
+        """Fill the CRC fields of the next chunk.
+
+        Args:
+            memory: All of its bytes.
+            sources: Each sender, and the CRC-32 of its frame.
+
+        Returns:
+            The CRC-32 of the chunk as it is then.
+
+        Raises:
+            DamageError: A frame has another CRC-32.
+        """
+        chunk = self.chunk
+        crcs = list(verify_chunk(memory, _Verify(self._key, chunk, sources, self.index)))
+        segments = self._layout.segments(chunk)
+        for segment, crc in zip(segments, crcs, strict=True):
+            if segment.entry is not None:
+                self._entry_crcs[segment.entry] = combine(
+                    self._entry_crcs[segment.entry], crc, segment.nbytes
+                )
+        if self.index.fields[chunk]:
+            values = tuple(
+                (
+                    part.offset,
+                    self._entry_crcs[part.entry].to_bytes(4, "little")[part.first : part.first + part.nbytes],
+                )
+                for part in self.index.fields[chunk]
+            )
+            touched = self.index.patched[chunk]
+            verified = tuple(crcs[number] for number in touched)
+            for number, crc in patch_chunk(
+                memory, _Patch(self._key, chunk, values, touched, verified, self.index)
+            ):
+                crcs[number] = crc
+        total = combine_all((crc, segment.nbytes) for segment, crc in zip(segments, crcs, strict=True))
+        self._chunk_crcs.append(total)
+        return total
+
+    def finished(self) -> Finished:
+        """What the manifest says, after the last chunk."""
+        assert self.chunk == self._layout.chunks
+        image_crc = combine_all(
+            (crc, self._layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(self._chunk_crcs)
+        )
+        return Finished(self._key, self.index, image_crc, tuple(self._chunk_crcs), tuple(self._entry_crcs))
+
+
+class Assembler:
+    """Makes the chunks of one image, in order, from the slices of all ranks. No store, no threads of its own.
+
+    Args:
+        loaded: The set.
+        where: Names the place of a rank's slice, for messages.
+    """
+
+    def __init__(self, loaded: LoadedSet, where: Callable[[int], str]) -> None:
+        self.layout, self._where = loaded.layout, where
+        self._key = loaded.found.order
+        self._finisher = ChunkFinisher(self._key, loaded.layout)
+        self._seals = loaded.seals
+        self._frames: tuple[dict[int, tuple[int, Frame]], ...] = tuple(
+            {frame.chunk: (number, frame) for number, frame in enumerate(frames_of(loaded.layout, rank))}
+            for rank in range(loaded.layout.ranks)
+        )
+
+    def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:
+        """Put what `rank` has of `chunk` in its place, checked. Any thread.
+
+        Raises:
+            DamageError: Its bytes are not what was sealed: which rank and chunk, in which object, of which tensors.
+            StoreError: The store failed.
+        """
+        number, frame = self._frames[rank][chunk]
+        expected = self._seals[rank].frame_crc32s[number]
+        base = chunk * self.layout.chunk_bytes
+        whole = len(frame.extents) == 1
+        begin = frame.extents[0].offset - base
+        view = memory[begin : begin + frame.nbytes] if whole else memoryview(bytearray(frame.nbytes))
+        for last_look in (False, True):
+            read(rank, frame.offset, view)
+            found = crc32(view)
+            if found == expected:
+                break
+            if last_look:  # the first time it may have been flipped on its way to us
+                raise DamageError(
+                    f"{self._where(rank)}: bytes {frame.offset} to {frame.offset + frame.nbytes} (chunk {chunk} of "
+                    f"{self._key} from rank {rank}): CRC-32 {found:#010x}, the rank sealed {expected:#010x}; they hold "
+                    f"{self._finisher.index.contents(chunk, rank)}. Nothing is published of it; take another step"
+                )
+        if not whole:
+            at = 0
+            for extent in frame.extents:
+                memory[extent.offset - base : extent.end - base] = view[at : at + extent.nbytes]
+                at += extent.nbytes
+
+    def senders(self, chunk: int) -> tuple[int, ...]:
+        """The ranks that have something of a chunk."""
+        return self.layout.senders(chunk)
+
+    def finish_chunk(self, memory: memoryview) -> int:
+        """Fill the CRC fields of the next chunk, all of whose frames are there; its CRC-32."""
+        chunk = self._finisher.chunk
+        sources = tuple(
+            Source(rank, self._seals[rank].frame_crc32s[self._frames[rank][chunk][0]])
+            for rank in self.senders(chunk)
+        )
+        return self._finisher.finish(memory, sources)
+
+    def finished(self) -> Finished:
+        """What the manifest says, after the last chunk."""
+        return self._finisher.finished()
+
+
+def assemble(
+    store: Store,
+    loaded: LoadedSet,
+    *,
+    check: Callable[[], None],
+    progress: Callable[[int], None] | None = None,
+) -> Manifest:
+    """Publish a complete set as a portable file; the slices stay. Blocks; memory is two parts of the upload.
+
+    Args:
+        store: The run.
+        loaded: The set.
+        check: Sees that the run is still ours, before each part and each visible act; raises `FencedError` if not.
+        progress: Called from the calling thread with the bytes newly written.
+
+    Returns:
+        The manifest, as it stands in the store: durable, not read back.
+
+    Raises:
+        DamageError: A slice is not what was sealed; nothing is published.
+        BusyError: This step of this attempt is already published.
+        FencedError: The run is another's.
+        StoreError: The store failed.
+    """
+    assembler, read = _assembler_of(store, loaded)
+    manifest = publish_image(
+        store,
+        loaded.found.order,
+        assembler,
+        read,
+        check=check,
+        progress=progress,
+        times=_times(loaded),
+        record={"ranks": {str(seal.rank): _small(seal.record) for seal in loaded.seals}},
+        writer="assembly",
+    )
+    _log.info("%s: put together from %d slices as %s", loaded.found.order, len(loaded.seals), manifest.file)
+    return manifest
+
+
+def publish_image(
+    store: Store,
+    key: Key,
+    image: Image,
+    read: Read,
+    *,
+    check: Callable[[], None],
+    progress: Callable[[int], None] | None,
+    times: Times,
+    record: Mapping[str, Any],
+    writer: str,
+) -> Manifest:
+    """Publish an image as a portable file, and then its manifest. Blocks; memory is two parts of the upload.
+
+    Args:
+        store: The run.
+        key: What it is published as.
+        image: The image.
+        read: Handed on to `image.read_frame`.
+        check: Sees that the run is still ours, before each part and each visible act; raises `FencedError` if not.
+        progress: Called from the calling thread with the bytes newly written.
+        times: When it was staged and durable.
+        record: What the manifest tells people.
+        writer: Key in the record under which the time of this call stands.
+
+    Returns:
+        The manifest, as it stands in the store: durable, not read back.
+
+    Raises:
+        DamageError, BusyError, FencedError, StoreError: As `assemble`.
+    """
+    layout = image.layout
+    begun = time.monotonic()
+    file, write_id = choose_name(store, key, ()), f"{WRITE_ID_PREFIX}-{uuid.uuid4().hex}"
+    check()
+    upload = store.begin(file, nbytes=layout.image_bytes, chunk_bytes=layout.chunk_bytes, write_id=write_id)
+    try:
+        with contextlib.closing(_write_parts(upload, image, read)) as parts:
+            for nbytes in parts:
+                check()
+                if progress is not None:
+                    progress(nbytes)
+        check()
+        upload.publish()
+    except BaseException:
+        with contextlib.suppress(HoldfastError):
+            upload.abort()
+        raise
+    reach(Point.IMAGE_NAMED)
+    check()
+    manifest = build_manifest(
+        image.finished(),
+        run=store.url.rstrip("/").rpartition("/")[2],
+        file=file,
+        write_id=write_id,
+        times=times,
+        record=record,
+        writer=writer,
+        writer_record={"seconds": round(time.monotonic() - begun, 6)},
+    )
+    store.write(manifest_name(file), manifest.to_bytes())
+    reach(Point.IMAGE_LISTED)
+    return manifest
+
+
+def copy_out(
+    store: Store, loaded: LoadedSet, parts: Parts, *, progress: Callable[[int], None] | None = None
+) -> int:
+    """Give the parts of the portable file of a complete set to `parts`, in order; changes nothing in the store.
+
+    Blocks; memory is two parts. What was written counts only when this has returned.
+
+    Returns:
+        CRC-32 of the file.
+
+    Raises:
+        DamageError: A slice is not what was sealed, or went while it was read.
+        StoreError: The store failed.
+    """
+    assembler, read = _assembler_of(store, loaded)
+    with contextlib.closing(_write_parts(parts, assembler, read)) as written:
+        for nbytes in written:
+            if progress is not None:
+                progress(nbytes)
+    return assembler.finished().image_crc32
+
+
+def _assembler_of(store: Store, loaded: LoadedSet) -> tuple[Assembler, Read]:
+    def read(rank: int, offset: int, view: memoryview) -> None:
+        try:
+            store.read_into(loaded.found.name(rank).slice, offset, view)
+        except StoreMissing as error:
+            raise DamageError(
+                f"{loaded.found.order}: a slice went while it was read, so a newer step is complete: {error}"
+            ) from error
+
+    return Assembler(loaded, lambda rank: f"{store.url}/{loaded.found.name(rank).slice}"), read
+
+
+def _write_parts(upload: Parts, image: Image, read: Read) -> Generator[int, None, None]:
+    """Write all parts; gives the bytes of each when it is written."""
+    layout = image.layout
+    if upload.part_bytes <= 0 or upload.part_bytes % layout.chunk_bytes:
+        raise ProtocolError(
+            f"the store wants parts of {upload.part_bytes} bytes, no multiple of {layout.chunk_bytes}"
+        )
+    nbytes_max = min(upload.part_bytes, layout.image_bytes)
+    buffers = [direct_window(nbytes_max) for _ in range(_BUFFERS)]
+    part_chunks = upload.part_bytes // layout.chunk_bytes
+    written: Future[int] | None = None
+    with (
+        ThreadPoolExecutor(_READERS, thread_name_prefix="slices") as readers,
+        ThreadPoolExecutor(1, thread_name_prefix="image") as writer,
+    ):
+        for part, first in enumerate(range(0, layout.chunks, part_chunks)):
+            chunks = range(first, min(first + part_chunks, layout.chunks))
+            memory = buffers[part % _BUFFERS]
+            base = first * layout.chunk_bytes
+            extents = {chunk: layout.chunk_extent(chunk) for chunk in chunks}
+            places = {chunk: memory[at.offset - base : at.end - base] for chunk, at in extents.items()}
+            reads = [
+                readers.submit(image.read_frame, chunk, rank, places[chunk], read)
+                for chunk in chunks
+                for rank in image.senders(chunk)
+            ]
+            _wait_all(reads)
+            crcs = [(image.finish_chunk(places[chunk]), places[chunk].nbytes) for chunk in chunks]
+            reach(Point.SLICES_READ)
+            if written is not None:
+                yield written.result()
+            written = writer.submit(_write_part, upload, part, list(places.values()), combine_all(crcs))
+        assert written is not None, "an image has at least one chunk"
+        yield written.result()
+
+
+def _write_part(upload: Parts, part: int, views: Sequence[memoryview], crc: int) -> int:
+    upload.write_part(part, views, crc)
+    return sum(view.nbytes for view in views)
+
+
+def _wait_all(futures: Sequence[Future[None]]) -> None:
+    """Wait for all of them, whatever becomes of some; then raise what the first one raised."""
+    wait(futures)
+    for future in futures:
+        future.result()
+
+
+def _times(loaded: LoadedSet) -> Times:
+    """A slice in the store is durable at once: staged and durable are when the last rank had sealed its own."""
+    last = max(seal.sealed_at_unix for seal in loaded.seals) or time.time()
+    return Times(last, last)
+
+
+def _small(record: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(record) if len(json.dumps(record)) <= _RECORD_BYTES_MAX else {}

@@ -1,0 +1,186 @@
+"""Which checkpoints a run holds, newest first. Reads manifests only; `holdfast/checkpoints/verify.py` reads the bytes.
+
+    list()      every manifest, readable or not; why it cannot be used    `holdfast ls`, restore
+    get(step)   one of them, by its step or the newest good one           `holdfast inspect|verify|pull URL@STEP`
+
+Newest is the highest (attempt, step), never a time. A file without a manifest is not a checkpoint and is not
+listed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets
+from holdfast.errors import DamageError, StoreMissing
+from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, is_manifest_name, manifest_name
+from holdfast.store.base import ObjectInfo, Store
+
+__all__ = ["Catalog", "CatalogItem"]
+
+_log = logging.getLogger("holdfast.catalog")
+
+_NAME = re.compile(r"step-(\d+)(?:-a(\d+))?\.json")
+_READERS = (
+    8  # a manifest is one small request: a long run on S3 would otherwise be listed one round trip at a time
+)
+_NEAR_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogItem:
+    """One manifest of the run, readable or not.
+
+    Attributes:
+        name: Name of the manifest's object.
+        step: The step, from the name.
+        manifest: What it says; None when it cannot be read.
+        fault: Why restore does not use it, for people; empty when it may.
+        file_bytes: Size of the portable file in the store; None when there is none.
+    """
+
+    name: str
+    step: int
+    manifest: Manifest | None
+    fault: str
+    file_bytes: int | None
+
+    @property
+    def state(self) -> str:
+        """`verified` or `durable`; `bad` if it was read back and found so; `damaged` if manifest or file is
+        not whole.
+        """
+        if self.manifest is not None and (not self.fault or self.manifest.state is State.BAD):
+            return self.manifest.state.value
+        return "damaged"
+
+
+class Catalog:
+    """The checkpoints of one run. Holds no state but the store: each call looks anew. May be used from any
+    thread.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def store(self) -> Store:
+        """The run."""
+        return self._store
+
+    def list(self) -> Sequence[CatalogItem]:
+        """Every manifest, newest first. One that cannot be read stands where the newest attempt would have
+        put it.
+
+        Sizes are compared, bytes are not read: restore checks every chunk's CRC as it reads.
+
+        Raises:
+            StoreError: The store failed. That one manifest is damaged or vanishes meanwhile is no error.
+        """
+        objects = self._store.list()
+        sizes = {info.name: info.nbytes for info in objects}
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="catalog") as readers:
+            found = readers.map(lambda info: self._item(info, sizes), self._manifests(objects))
+            items = [item for item in found if item is not None]
+        newest = max((item.manifest.attempt for item in items if item.manifest), default=0)
+
+        def order(item: CatalogItem) -> tuple[int, int]:
+            return item.manifest.order if item.manifest else (newest, item.step)
+
+        return sorted(items, key=order, reverse=True)
+
+    def get(self, step: int | None = None) -> Manifest:
+        """The manifest of `step`, in its newest attempt; or without a step the newest good one, with a warning for
+        each newer one that is not.
+
+        A step that is asked for by number is given even if its state is bad: people want to look at it.
+
+        Raises:
+            StoreMissing: No run, no checkpoint in it, or no such step; names the steps that are near.
+            DamageError: There is one, but it cannot be used.
+        """
+        items = self.list()
+        if not items:
+            raise self._nothing()
+        if step is None:
+            for item in items:
+                if item.manifest is not None and not item.fault:
+                    return item.manifest
+                _log.warning("%s: not used: %s", self._store.url, item.fault)
+            reasons = "\n".join(f"  {item.name}: {item.fault}" for item in items)
+            raise DamageError(f"{self._store.url}: none of {len(items)} checkpoints can be used:\n{reasons}")
+        of_step = [item for item in items if item.step == step]
+        if not of_step:
+            if any(found.step == step for found in complete_sets(self.slices())):
+                raise StoreMissing(
+                    f"{self._store.url}: step {step} is there as slices, not as a file; `holdfast pull` fetches it all "
+                    f"the same, `holdfast assemble {self._store.url}@{step}` makes a file of it"
+                )
+            near = sorted({item.step for item in items}, key=lambda other: (abs(other - step), other))
+            names = ", ".join(str(other) for other in sorted(near[:_NEAR_STEPS]))
+            raise StoreMissing(f"{self._store.url}: no step {step}; near it: {names}")
+        for item in of_step:
+            if item.manifest is not None:
+                return item.manifest
+        raise DamageError(f"{self._store.url}: step {step}: {of_step[0].fault}")
+
+    def slices(self) -> Sequence[SliceSet]:
+        """What ranks wrote to the store themselves and is no file yet, newest first; by name, nothing is read.
+
+        Raises:
+            StoreError: The store failed.
+        """
+        return find_sets(self._store.list())
+
+    def _nothing(self) -> StoreMissing:
+        url = self._store.url
+        objects = self._store.list()
+        sets = complete_sets(find_sets(objects))
+        if sets:
+            return StoreMissing(
+                f"{url}: there is no file yet, only slices that ranks wrote themselves (newest: step {sets[0].step}); "
+                f"`holdfast assemble {url}` makes a file of them"
+            )
+        if objects:
+            return StoreMissing(f"{url}: there is no checkpoint in this run yet (no step-….json)")
+        return StoreMissing(f"{url}: there is no run here (nothing at all); is the URL right?")
+
+    @staticmethod
+    def _manifests(objects: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
+        return [info for info in objects if is_manifest_name(info.name)]
+
+    def _item(self, info: ObjectInfo, sizes: dict[str, int]) -> CatalogItem | None:
+        name = info.name
+        match = _NAME.fullmatch(name)
+        assert match is not None, name
+        step = int(match[1])
+        if info.nbytes > MANIFEST_BYTES_MAX:
+            fault = f"{name}: {info.nbytes} bytes, a manifest has at most {MANIFEST_BYTES_MAX}; not read"
+            return CatalogItem(name, step, None, fault, sizes.get(name.removesuffix(".json") + ".pt"))
+        try:
+            manifest = Manifest.from_bytes(self._store.read(name), source=name)
+        except DamageError as error:
+            return CatalogItem(name, step, None, str(error), sizes.get(name.removesuffix(".json") + ".pt"))
+        except StoreMissing:  # pruned between listing and reading
+            return None
+        if manifest_name(manifest.file) != name or manifest.step != step:
+            fault = (
+                f"{name}: is the manifest of {manifest.file}, step {manifest.step}: it was renamed or copied"
+            )
+            return CatalogItem(name, step, None, fault, None)
+        file_bytes = sizes.get(manifest.file)
+        return CatalogItem(name, step, manifest, _fault(manifest, file_bytes), file_bytes)
+
+
+def _fault(manifest: Manifest, file_bytes: int | None) -> str:
+    if manifest.state is State.BAD:
+        return f"{manifest.file}: was read back and found bad: {manifest.note or 'no note'}"
+    if file_bytes is None:
+        return f"{manifest.file}: the file is missing"
+    if file_bytes != manifest.image_bytes:
+        return f"{manifest.file}: expected {manifest.image_bytes} bytes, the file has {file_bytes}"
+    return ""

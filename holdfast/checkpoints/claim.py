@@ -1,0 +1,423 @@
+"""One writer per run: the fencing epoch, kept as small files in the store.
+
+    RUN/.holdfast/writer-000007.json      {attempt, write_id, host, …, pid, heartbeat_seconds, beat, released}
+
+    take: read the claims ─► newest one alive? ── yes ─► FencedError, naming its host and pid
+                                   │ no
+                                   ▼
+          create writer-<highest + 1> ── someone was faster ─► read again
+                                   │ ours
+                                   ▼
+          beat() now and then · check() before every publish · release() at the end
+
+The number of the claim is the *attempt*: it only grows, and the highest one owns the run. Nobody has to be
+told that they lost it: a writer that finds a higher attempt than its own stops (`FencedError`), however long
+it was asleep.
+
+Whether the newest claim is alive needs no clock shared between hosts. In the same place (host, boot, pid
+namespace) its process is looked up, with its start time, because pids are reused. Elsewhere its `beat` is
+watched: a live writer changes it within two heartbeats. A claim file that cannot be read counts as dead,
+with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.checkpoints.slice_sets import find_sets
+from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
+from holdfast.image.manifest import Manifest, is_manifest_name
+from holdfast.sealed import seal, unseal
+from holdfast.store.base import Store
+
+__all__ = ["Claim", "Identity", "may_live", "newest_attempt", "note_attempt"]
+
+_NAME = re.compile(r"\.holdfast/writer-(\d{6,18})\.json")
+_CRC_FIELD = "claim_crc32"
+_KEPT_CLAIMS = 3  # people read them after a failure; more only cost listing
+_TAKE_ROUNDS_MAX = 10  # each lost round means that someone else won it, and is then found alive or dead
+_HEARTBEAT_SECONDS_MAX = 60.0  # a claim from outside must not make us wait for hours
+_LOOKS_PER_HEARTBEAT = 4
+
+_Text = Annotated[str, Field(max_length=1024)]
+_Whole = Annotated[int, Field(ge=0, lt=2**62)]
+
+_log = logging.getLogger("holdfast.claim")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which process on which machine a writer is.
+
+    Attributes:
+        host: Name of the machine, for people.
+        boot_id: Random for each start of the machine's kernel.
+        pid_namespace: Pids mean something only within it: containers of one machine share host and boot.
+        pid: The process.
+        started: Its start time in ticks since boot, 0 where the system does not tell.
+    """
+
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    started: int
+
+    @classmethod
+    def of_this_process(cls) -> Identity:
+        """The identity of the caller's process."""
+        pid = os.getpid()
+        return cls(
+            host=platform.node(),
+            boot_id=_first_line(Path("/proc/sys/kernel/random/boot_id")),
+            pid_namespace=_link(Path("/proc/self/ns/pid")),
+            pid=pid,
+            started=_started(pid) or 0,
+        )
+
+    def shares_place(self, other: Identity) -> bool:
+        """Whether the other's pid can be looked up here."""
+        mine = (self.host, self.boot_id, self.pid_namespace)
+        return bool(self.boot_id) and mine == (other.host, other.boot_id, other.pid_namespace)
+
+    def is_running(self) -> bool:
+        """Whether this very process runs. Only meaningful in the same place."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except (PermissionError, OverflowError):
+            pass  # it exists and is another user's; or is no pid, which the start time below decides
+        started = _started(self.pid)
+        return started is not None and (started == self.started or not self.started)
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> int | None:
+    """Start time of a process in ticks since boot; 0 if the system does not tell; None if there is no such
+    process.
+    """
+    if not Path("/proc/self/stat").exists():
+        return 0
+    # The name, in parentheses, may hold spaces and parentheses itself: count the fields from its end.
+    fields = _first_line(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    if len(fields) < 20 or fields[0] in "ZX":  # a zombie writes nothing any more
+        return None
+    return int(fields[19])
+
+
+class _Record(BaseModel):
+    """What a claim file says."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    format: Literal["holdfast-claim/2"] = "holdfast-claim/2"
+    attempt: Annotated[int, Field(ge=1, lt=2**62)]
+    write_id: _Text
+    host: _Text
+    boot_id: _Text
+    pid_namespace: _Text
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
+    started: _Whole
+    heartbeat_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    beat: _Whole
+    released: bool = False
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.host, self.boot_id, self.pid_namespace, self.pid, self.started)
+
+    def to_bytes(self) -> bytes:
+        return seal(self.model_dump_json().encode(), _CRC_FIELD)
+
+
+class Claim:
+    """The right to write to a run, until a higher attempt appears. Made by `take`; may be used from any thread."""
+
+    def __init__(self, store: Store, record: _Record) -> None:
+        self._store = store
+        self._record = record
+        self._lock = threading.Lock()  # a beat must not undo a release
+
+    @classmethod
+    def take(
+        cls,
+        store: Store,
+        *,
+        heartbeat_seconds: float = 5.0,
+        sleep: Callable[[float], None] = time.sleep,
+        takeover: bool = False,
+        identity: Identity | None = None,
+    ) -> Claim:
+        """Claim the run, with the next attempt.
+
+        Blocks for up to two heartbeats when the last writer was on another host and did not release its claim.
+
+        Args:
+            store: The run.
+            heartbeat_seconds: How often the caller is going to call `beat`.
+            sleep: Waits; a test hands in its own.
+            takeover: Do not ask whether the last writer lives: it is fenced, and stops at its next publish.
+            identity: Who takes it; None: this process.
+
+        Raises:
+            FencedError: Another writer is alive, or was faster.
+            StoreError: The store failed.
+        """
+        identity = identity or Identity.of_this_process()
+        for _ in range(_TAKE_ROUNDS_MAX):
+            attempts = _attempts(store)
+            if attempts and not takeover:
+                _refuse_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
+            record = _Record(
+                attempt=(attempts[-1] if attempts else _highest_published(store)) + 1,
+                write_id=uuid.uuid4().hex,
+                host=identity.host,
+                boot_id=identity.boot_id,
+                pid_namespace=identity.pid_namespace,
+                pid=identity.pid,
+                started=identity.started,
+                heartbeat_seconds=heartbeat_seconds,
+                beat=0,
+            )
+            # Read back either way: a `create` that was retried after a lost answer finds its own file and says
+            # False; and where it is not exclusive someone may have written after us, which `check` sees.
+            created = store.create(_name(record.attempt), record.to_bytes())
+            if created or _is_of(_read(store, record.attempt), record.write_id):
+                claim = cls(store, record)
+                claim.check()
+                claim._prune(attempts)
+                _log.info("claimed %s as attempt %d", store.url, record.attempt)
+                return claim
+        raise FencedError(
+            f"{store.url}: {_TAKE_ROUNDS_MAX} times another writer was faster; start one at a time"
+        )
+
+    @property
+    def attempt(self) -> int:
+        """Fencing epoch: 1 for the first writer of a run, more for each one after."""
+        return self._record.attempt
+
+    @property
+    def write_id(self) -> str:
+        """Random name of this claim."""
+        return self._record.write_id
+
+    def check(self) -> None:
+        """See that the run is still ours. Call before every act that others can see.
+
+        Raises:
+            FencedError: A higher attempt exists, or our claim is another's or gone.
+            StoreError: The store failed, so nobody can say.
+        """
+        url, attempt = self._store.url, self.attempt
+        attempts = _attempts(self._store)
+        if attempts and attempts[-1] > attempt:
+            owner = _read(self._store, attempts[-1])
+            who = f"process {owner.pid} on {owner.host}" if owner else "another writer"
+            message = f"attempt {attempts[-1]} ({who}) took the run over; attempt {attempt} stops writing"
+            raise FencedError(f"{url}: {message}; let only one job use this URL, and end the other")
+        mine = _read(self._store, attempt) if attempt in attempts else None
+        if not _is_of(mine, self.write_id):
+            who = f"process {mine.pid} on {mine.host} wrote over" if mine else "someone removed"
+            raise FencedError(
+                f"{url}: {who} the claim {_name(attempt)} of this writer; it stops writing; see that no other job "
+                "uses this URL, then start again"
+            )
+
+    def beat(self) -> None:
+        """Show other hosts that this writer lives. Call every `heartbeat_seconds`; after `release` it does
+        nothing.
+
+        Raises:
+            FencedError, StoreError: as `check`.
+        """
+        with self._lock:
+            if self._record.released:
+                return
+            self.check()
+            self._put(self._record.model_copy(update={"beat": self._record.beat + 1}))
+
+    def release(self) -> None:
+        """Say that this writer has ended in order, so that the next need not wait. May be called twice.
+
+        Not raised, only logged: that the run is another's by now, or that the store fails. It ends either
+        way.
+        """
+        with self._lock:
+            if self._record.released:
+                return
+            try:
+                self.check()
+                self._put(self._record.model_copy(update={"released": True}))
+            except (FencedError, StoreError) as error:
+                _log.warning("claim not released: %s", error)
+
+    def _put(self, record: _Record) -> None:
+        self._store.write(_name(record.attempt), record.to_bytes())
+        self._record = record
+
+    def _prune(self, older: list[int]) -> None:
+        for attempt in older[: len(older) + 1 - _KEPT_CLAIMS]:
+            try:
+                self._store.delete(_name(attempt))
+            except StoreError as error:  # it costs a line in a listing, and the next start tries again
+                _log.warning("old claim not removed: %s", error)
+
+
+def newest_attempt(store: Store) -> int:
+    """The highest attempt that anybody has claimed or published in this run; 0 on a new one.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    return max([*_attempts(store), _highest_published(store)])
+
+
+def may_live(store: Store, before_attempt: int) -> str:
+    """Who took the newest attempt before this one, if that one may still be at work; empty if it has ended.
+
+    Never waits. In the same place its process is looked up, whatever its claim says: that of a job without a stager is
+    released from the first. Elsewhere a claim that is not released counts as alive.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    older = [attempt for attempt in _attempts(store) if attempt < before_attempt]
+    record = _read(store, older[-1]) if older else None
+    mine = Identity.of_this_process()
+    if record is None or record.identity == mine:
+        return ""
+    lives = record.identity.is_running() if mine.shares_place(record.identity) else not record.released
+    return f"process {record.pid} on {record.host} (attempt {record.attempt})" if lives else ""
+
+
+def note_attempt(store: Store, attempt: int) -> bool:
+    """Leave word that this attempt is taken, by a job that has no claim: later ones get higher numbers.
+
+    Returns:
+        Whether it is this call's; False if somebody else has taken it.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    identity = Identity.of_this_process()
+    record = _Record(
+        attempt=attempt,
+        write_id=uuid.uuid4().hex,
+        host=identity.host,
+        boot_id=identity.boot_id,
+        pid_namespace=identity.pid_namespace,
+        pid=identity.pid,
+        started=identity.started,
+        heartbeat_seconds=1.0,
+        beat=0,
+        released=True,
+    )
+    return store.create(_name(attempt), record.to_bytes()) or _is_of(_read(store, attempt), record.write_id)
+
+
+def _name(attempt: int) -> str:
+    return f".holdfast/writer-{attempt:06d}.json"
+
+
+def _attempts(store: Store) -> list[int]:
+    """All claimed attempts that still have a file, ascending."""
+    return sorted(int(match[1]) for info in store.list() if (match := _NAME.fullmatch(info.name)))
+
+
+def _highest_published(store: Store) -> int:
+    """The highest attempt among manifests and slices: someone may have cleared `.holdfast/`, and attempts must only
+    grow.
+    """
+    objects = store.list()
+    highest = max((found.attempt for found in find_sets(objects)), default=0)
+    for info in objects:
+        if is_manifest_name(info.name):
+            try:
+                highest = max(highest, Manifest.from_bytes(store.read(info.name), source=info.name).attempt)
+            except (DamageError, StoreMissing) as error:
+                _log.warning("not counted for the next attempt: %s", error)
+    return highest
+
+
+def _read(store: Store, attempt: int) -> _Record | None:
+    """The claim of this attempt; None if it is gone or damaged."""
+    name = _name(attempt)
+    reason = "its CRC-32 does not hold"
+    try:
+        body = unseal(store.read(name), _CRC_FIELD)
+        record = None if body is None else _Record.model_validate_json(body)
+    except StoreMissing:
+        return None
+    except ValidationError as error:
+        reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+        record = None
+    if record is None:
+        _log.warning("%s/%s: damaged claim (%s), taken for that of a dead writer", store.url, name, reason)
+        return None
+    if record.attempt != attempt:
+        _log.warning(
+            "%s/%s: says attempt %d, taken for that of a dead writer", store.url, name, record.attempt
+        )
+        return None
+    return record
+
+
+def _is_of(record: _Record | None, write_id: str) -> bool:
+    return record is not None and record.write_id == write_id
+
+
+def _refuse_if_alive(
+    store: Store, attempt: int, identity: Identity, heartbeat_seconds: float, sleep: Callable[[float], None]
+) -> None:
+    """Raise FencedError when the writer of claim `attempt` lives."""
+    first = _read(store, attempt)
+    if first is None or first.released:
+        return
+    if identity.shares_place(first.identity):
+        if first.identity.is_running():
+            raise FencedError(_alive_message(store, first, "is running"))
+        return
+    interval_seconds = min(max(heartbeat_seconds, first.heartbeat_seconds), _HEARTBEAT_SECONDS_MAX)
+    watched_seconds = 2 * interval_seconds
+    _log.info("%s: watching attempt %d on %s for %.1f s", store.url, attempt, first.host, watched_seconds)
+    for _ in range(2 * _LOOKS_PER_HEARTBEAT):
+        sleep(interval_seconds / _LOOKS_PER_HEARTBEAT)
+        now = _read(store, attempt)
+        if now is None or now.released:
+            return
+        if now.beat != first.beat:
+            raise FencedError(_alive_message(store, first, "gave a sign of life just now"))
+
+
+def _alive_message(store: Store, record: _Record, sign: str) -> str:
+    return (
+        f"{store.url}: attempt {record.attempt} owns this run: process {record.pid} on {record.host} {sign}. "
+        "Wait for it or end it; each run has one writer"
+    )

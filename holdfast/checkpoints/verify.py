@@ -1,0 +1,374 @@
+"""Read a published checkpoint back, and say exactly what of it is not as it was written.
+
+    file ─► windows of chunk_bytes ─► segments (cut where entries begin and end) ─► CRC-32 of each segment
+                                                                                         │ combined, read once
+                 image CRC  ◄──────── chunk CRCs  ◄──────── entry CRCs  ◄────────────────┘
+                 zip directory (parsed by zipfile): its CRC and size fields against the manifest's entries
+
+The manifest holds what the flusher computed from its memory; so a difference is damage on the way to the
+store or in it. A chunk that differs is read once more: damage on the way back is not damage of the checkpoint. The
+zip's own fields are what `unzip -t` would believe: they must say the same.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import queue
+import struct
+import zipfile
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from holdfast import crc
+from holdfast.errors import DamageError, StoreMissing
+from holdfast.image.manifest import EntryRecord, Manifest
+from holdfast.ring.pages import direct_window
+from holdfast.store.base import Store
+from holdfast.store.ranged import RangedFile
+
+__all__ = ["Damage", "VerifyReport", "verify_file"]
+
+_log = logging.getLogger("holdfast.verify")
+_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that does not hold.
+
+    Attributes:
+        what: `chunk 3`, `entry archive/data/17`, `image`, `directory of archive/data/17`, `file`, or
+            `manifest`.
+        offset: First byte in the file where the damage may lie, and `nbytes`: how far it may reach.
+        expected: What the manifest says, in words. `got`: what was found.
+        tensors: Paths of the tensors whose bytes are in there.
+    """
+
+    what: str
+    offset: int
+    nbytes: int
+    expected: str
+    got: str
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        held = f", holding {_shortened(self.tensors)}" if self.tensors else ""
+        last = self.offset + max(self.nbytes, 1) - 1
+        place = f"bytes {self.offset}-{last}"
+        return f"{self.what} ({place}{held}): expected {self.expected}, got {self.got}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The outcome of reading one checkpoint back.
+
+    Attributes:
+        file: Name of the file.
+        step: Its step.
+        checked_bytes: How many bytes were read and checked.
+        damage: What does not hold; empty when all does.
+    """
+
+    file: str
+    step: int
+    checked_bytes: int
+    damage: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.damage
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Paths of all damaged tensors, each once."""
+        return tuple(dict.fromkeys(path for damage in self.damage for path in damage.tensors))
+
+    def summary(self) -> str:
+        """One line for notes and messages."""
+        if self.ok:
+            return f"{self.file}: {self.checked_bytes} bytes are as they were written"
+        names = _shortened(self.tensors)
+        tensors = f"; damaged tensors: {names}" if names else "; no tensor is touched"
+        return f"{self.file}: {self.damage[0]}{_more(len(self.damage))}{tensors}"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    rest = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _more(faults: int) -> str:
+    return f" (and {faults - 1} more faults)" if faults > 1 else ""
+
+
+def verify_file(
+    store: Store,
+    manifest: Manifest,
+    *,
+    threads: int = 2,
+    buffer_bytes: int = 16 * 1024 * 1024,
+    progress: Callable[[int], None] | None = None,
+) -> VerifyReport:
+    """Read the file of `manifest` once, and check every chunk, every entry, the whole, and the zip's own CRC
+    fields.
+
+    Blocks until it is done; memory is `threads * buffer_bytes`, whatever the manifest says.
+
+    Args:
+        store: The run.
+        manifest: What should be there.
+        threads: How many read and check at once.
+        buffer_bytes: Largest single read.
+        progress: Called from the calling thread with the number of bytes newly checked.
+
+    Raises:
+        StoreError: The store failed, so nothing is known. A missing or short file is damage, and is in the
+            report.
+    """
+
+    def report(*damage: Damage, checked_bytes: int = 0) -> VerifyReport:
+        return VerifyReport(manifest.file, manifest.step, checked_bytes, damage)
+
+    for entry, following in pairwise(manifest.entries):
+        if following.offset < entry.offset + entry.nbytes:
+            after = f"after {entry.name} ends at {entry.offset + entry.nbytes}"
+            return report(Damage("manifest", 0, 0, f"{following.name} {after}", f"{following.offset}"))
+    try:
+        size_bytes = store.size(manifest.file)
+    except StoreMissing:
+        return report(Damage("file", 0, 0, f"{manifest.image_bytes} bytes", "no file"))
+    if size_bytes != manifest.image_bytes:
+        shorter, longer = sorted((size_bytes, manifest.image_bytes))
+        lengths = f"{manifest.image_bytes} bytes", f"{size_bytes} bytes"
+        tensors = _Tensors(manifest).between(shorter, longer)
+        return report(Damage("file", shorter, longer - shorter, *lengths, tensors))
+    found = _Found(manifest)
+    try:
+        with closing(_chunk_sums(store, manifest, threads, buffer_bytes)) as chunks:
+            for chunk, sums in enumerate(chunks):
+                found.add(chunk, sums)
+                if progress is not None:
+                    progress(_chunk_bytes(manifest, chunk))
+    except DamageError as error:  # it became shorter since its size was asked
+        return report(Damage("file", 0, manifest.image_bytes, f"{manifest.image_bytes} bytes", str(error)))
+    damage = found.damage()
+    # The directory lies in the bytes just checked; when those are damaged it would only repeat that in
+    # riddles.
+    if not damage and _directory_damage(store, manifest):
+        damage += _directory_damage(store, manifest)  # what was read wrong on its way is right this time
+    return report(*damage, checked_bytes=manifest.image_bytes)
+
+
+class _Sum(NamedTuple):
+    """CRC-32 of a run of bytes of one chunk that belongs to one entry (or to none)."""
+
+    entry: int | None
+    crc32: int
+    nbytes: int
+
+
+def _chunk_bytes(manifest: Manifest, chunk: int) -> int:
+    return min(manifest.chunk_bytes, manifest.image_bytes - chunk * manifest.chunk_bytes)
+
+
+def _chunk_sums(
+    store: Store, manifest: Manifest, threads: int, buffer_bytes: int
+) -> Generator[list[_Sum], None, None]:
+    """The sums of each chunk, in order, computed by `threads` threads."""
+    buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    nbytes = max(1, min(buffer_bytes, manifest.chunk_bytes, manifest.image_bytes))
+    for _ in range(threads):
+        buffers.put(direct_window(nbytes))
+    bounds = _Bounds(manifest.entries)
+
+    def sums_of(chunk: int) -> list[_Sum]:
+        buffer = buffers.get()
+        try:
+            sums = list(_sums(store, manifest, chunk, bounds, buffer))
+            if _combined(sums) == manifest.chunk_crc32s[chunk]:
+                return sums
+            # A byte may have changed on its way here only: what lies in the store is the same every time.
+            again = list(_sums(store, manifest, chunk, bounds, buffer))
+            if _combined(again) == manifest.chunk_crc32s[chunk]:
+                _log.warning(
+                    "%s: chunk %d was read wrong once and right again: the way from the store damages bytes",
+                    manifest.file,
+                    chunk,
+                )
+            return again
+        finally:
+            buffers.put(buffer)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as readers:
+        yield from readers.map(sums_of, range(len(manifest.chunk_crc32s)))
+
+
+def _combined(sums: Sequence[_Sum]) -> int:
+    return crc.combine_all((s.crc32, s.nbytes) for s in sums)
+
+
+class _Bounds:
+    """Which entry a byte belongs to, and how far that holds. Entries without bytes play no part."""
+
+    def __init__(self, entries: Sequence[EntryRecord]) -> None:
+        self._filled = [(index, entry) for index, entry in enumerate(entries) if entry.nbytes]
+        self._starts = [entry.offset for _, entry in self._filled]
+
+    def at(self, offset: int, limit: int) -> tuple[int | None, int]:
+        """The entry of byte `offset`, and the end of the run, at most `limit`."""
+        following = bisect.bisect_right(self._starts, offset)
+        if following:
+            index, entry = self._filled[following - 1]
+            if offset < entry.offset + entry.nbytes:
+                return index, min(limit, entry.offset + entry.nbytes)
+        if following < len(self._starts):
+            limit = min(limit, self._starts[following])
+        return None, limit
+
+
+def _sums(
+    store: Store, manifest: Manifest, chunk: int, bounds: _Bounds, buffer: memoryview
+) -> Iterator[_Sum]:
+    offset = chunk * manifest.chunk_bytes
+    end = offset + _chunk_bytes(manifest, chunk)
+    while offset < end:
+        part = buffer[: min(len(buffer), end - offset)]
+        store.read_into(manifest.file, offset, part)
+        position = 0
+        while position < len(part):
+            entry, stop = bounds.at(offset + position, offset + len(part))
+            piece = part[position : stop - offset]
+            yield _Sum(entry, crc.crc32(piece), len(piece))
+            position += len(piece)
+        offset += len(part)
+
+
+class _Found:
+    """Gathers the sums of the chunks, in order, and compares them with the manifest in the end."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._image_crc32 = 0
+        self._entry_crc32s = [0] * len(manifest.entries)
+        self._bad_chunks: list[tuple[int, int]] = []
+        self._tensors = _Tensors(manifest)
+
+    def add(self, chunk: int, sums: Sequence[_Sum]) -> None:
+        chunk_crc32 = _combined(sums)
+        self._image_crc32 = crc.combine(self._image_crc32, chunk_crc32, sum(s.nbytes for s in sums))
+        for s in sums:
+            if s.entry is not None:
+                self._entry_crc32s[s.entry] = crc.combine(self._entry_crc32s[s.entry], s.crc32, s.nbytes)
+        if chunk_crc32 != self._manifest.chunk_crc32s[chunk]:
+            self._bad_chunks.append((chunk, chunk_crc32))
+
+    def damage(self) -> list[Damage]:
+        """Chunks first, for the place; entries next, for what it means; the whole only when nothing else
+        tells.
+        """
+        manifest = self._manifest
+        bad_entries = {
+            index for index, entry in enumerate(manifest.entries) if self._entry_crc32s[index] != entry.crc32
+        }
+        found: list[Damage] = []
+        for chunk, got in self._bad_chunks:
+            offset, nbytes = chunk * manifest.chunk_bytes, _chunk_bytes(manifest, chunk)
+            tensors = self._tensors.between(offset, offset + nbytes, only=bad_entries)
+            found.append(
+                _crc_damage(f"chunk {chunk}", offset, nbytes, manifest.chunk_crc32s[chunk], got, tensors)
+            )
+        for index in sorted(bad_entries):
+            entry = manifest.entries[index]
+            offset, end = self._narrowed(entry)
+            tensors = self._tensors.of(index)
+            what, got = f"entry {entry.name}", self._entry_crc32s[index]
+            found.append(_crc_damage(what, offset, end - offset, entry.crc32, got, tensors))
+        if not found and self._image_crc32 != manifest.image_crc32:
+            found.append(
+                _crc_damage("image", 0, manifest.image_bytes, manifest.image_crc32, self._image_crc32, ())
+            )
+        return found
+
+    def _narrowed(self, entry: EntryRecord) -> tuple[int, int]:
+        """The part of a damaged entry that lies in damaged chunks: first byte and end. Without any, all of
+        it.
+        """
+        chunk_bytes, begin, end = self._manifest.chunk_bytes, entry.offset, entry.offset + entry.nbytes
+        first = bisect.bisect_left(self._bad_chunks, (begin // chunk_bytes, 0))
+        last = bisect.bisect_left(self._bad_chunks, (-(-end // chunk_bytes), 0)) - 1
+        if last < first:
+            return begin, end
+        return (
+            max(begin, self._bad_chunks[first][0] * chunk_bytes),
+            min(end, (self._bad_chunks[last][0] + 1) * chunk_bytes),
+        )
+
+
+def _crc_damage(
+    what: str, offset: int, nbytes: int, expected: int, got: int, tensors: tuple[str, ...]
+) -> Damage:
+    return Damage(what, offset, nbytes, f"CRC-32 {expected:08x}", f"{got:08x}", tensors)
+
+
+class _Tensors:
+    """Paths of tensors by where their bytes lie. Looked up, not searched: a file of zeros has a fault in every entry.
+
+    Args:
+        manifest: Its entries are in order and do not overlap.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._filled = [(index, entry) for index, entry in enumerate(manifest.entries) if entry.nbytes]
+        self._ends = [entry.offset + entry.nbytes for _, entry in self._filled]
+        self._paths: dict[int, list[str]] = {}
+        for tensor in manifest.tensors:
+            self._paths.setdefault(tensor.entry, []).append(tensor.path)
+
+    def of(self, entry: int) -> tuple[str, ...]:
+        """The tensors on one entry, by its index."""
+        return tuple(self._paths.get(entry, ()))
+
+    def between(self, begin: int, end: int, *, only: set[int] | None = None) -> tuple[str, ...]:
+        """Those with bytes in `begin..end`, of entries in `only` if that is given."""
+        paths: list[str] = []
+        for position in range(bisect.bisect_right(self._ends, begin), len(self._filled)):
+            index, entry = self._filled[position]
+            if entry.offset >= end:
+                break
+            if only is None or index in only:
+                paths += self._paths.get(index, ())
+        return tuple(paths)
+
+
+def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
+    """Whether the zip's central directory states the CRC and size that each entry has."""
+    try:
+        with zipfile.ZipFile(RangedFile(store, manifest.file, manifest.image_bytes)) as archive:
+            infos = {info.filename: info for info in archive.infolist()}
+    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
+        return [Damage("directory", 0, manifest.image_bytes, "a zip file", str(error))]
+    found: list[Damage] = []
+    named = _Tensors(manifest)
+    for index, entry in enumerate(manifest.entries):
+        info = infos.get(entry.name)
+        expected = f"{entry.nbytes} bytes with CRC-32 {entry.crc32:08x}"
+        if info is None:
+            got = "no such entry"
+        elif (info.CRC, info.file_size, info.compress_type) != (
+            entry.crc32,
+            entry.nbytes,
+            zipfile.ZIP_STORED,
+        ):
+            got = f"{info.file_size} bytes with {info.CRC:08x}, compression {info.compress_type}"
+        else:
+            continue
+        found.append(
+            Damage(f"directory of {entry.name}", entry.offset, entry.nbytes, expected, got, named.of(index))
+        )
+    return found

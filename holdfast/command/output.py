@@ -1,0 +1,143 @@
+"""How the tools speak: tables for people, one JSON document for programs, progress on a terminal.
+
+stdout carries the result only; all else goes to stderr. With `--json` stdout is exactly one document,
+whatever happens: the result, or `{"error": {"code", "message", "help"}}` with the error's stable code, and where its
+causes and cures are (holdfast/errors.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from holdfast.errors import HoldfastError
+from holdfast.image.manifest import Manifest
+
+__all__ = [
+    "age",
+    "console",
+    "json_option",
+    "plain",
+    "print_json",
+    "progress_bar",
+    "seconds",
+    "size",
+    "table",
+]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_UNIT = 1024
+_SIZE_MAX = 1 << 80  # beyond it is no size of anything; a manifest is input from outside
+_PIPED_COLUMNS = 200  # no terminal: nothing is cut off or folded that `grep` and `cut` should see
+
+
+def console() -> Console:
+    """A console on stdout: coloured on a terminal, plain and wide when piped."""
+    width = None if sys.stdout.isatty() else _PIPED_COLUMNS
+    return Console(width=width, highlight=False, soft_wrap=False)
+
+
+def print_json(document: Any) -> None:
+    """Write the one document of `--json`."""
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    # A path that is no UTF-8 comes as half a surrogate pair, which no terminal takes; spelled out it is JSON as well.
+    click.echo(text.encode(errors="backslashreplace"))
+
+
+def json_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Add `--json` as the parameter `as_json`; with it, an error is a document as well."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Put out one JSON document, as described above.")
+    @functools.wraps(command)
+    def with_json(*, as_json: bool, **parameters: Any) -> None:
+        try:
+            command(as_json=as_json, **parameters)
+        except HoldfastError as error:
+            if as_json:
+                print_json({"error": {"code": error.code, "message": str(error), "help": error.help}})
+            raise
+
+    return with_json
+
+
+def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table that fits 80 columns when its cells do; the columns named in `right` hold numbers."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    for column in columns:
+        result.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    return result
+
+
+@contextmanager
+def progress_bar(what: str, total_bytes: int, *, hidden: bool = False) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr if that is a terminal, else nothing. Gives a function that takes the bytes newly
+    done.
+    """
+    on_stderr = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    disabled = hidden or not on_stderr.is_terminal
+    with Progress(*columns, console=on_stderr, transient=True, disable=disabled) as progress:
+        task = progress.add_task(what, total=total_bytes)
+        yield lambda nbytes: progress.advance(task, nbytes)
+
+
+def size(nbytes: int | None) -> str:
+    """`1.4 GiB`; `-` for None."""
+    if nbytes is None:
+        return "-"
+    if abs(nbytes) > _SIZE_MAX:
+        return f"{nbytes:.3e} B" if abs(nbytes) < 10**300 else "over 1e300 B"
+    value, unit = float(nbytes), 0
+    while value >= _UNIT and unit < len(_UNITS) - 1:
+        value, unit = value / _UNIT, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{nbytes} B"
+
+
+def plain(text: str) -> str:
+    """`text` with control characters spelled out: what stands in a manifest must not steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def seconds(value: float) -> str:
+    """`0.28 s`, `12.3 s`, `4 min`, `3 h`, `5 d`."""
+    for limit, unit_seconds, text in ((10, 1, "{:.2f} s"), (100, 1, "{:.1f} s"), (7200, 60, "{:.0f} min")):
+        if value < limit:
+            return text.format(value / unit_seconds)
+    return f"{value / 3600:.0f} h" if value < 172800 else f"{value / 86400:.0f} d"
+
+
+def age(manifest: Manifest) -> str:
+    """How long ago the manifest says it was made; `-` if it does not say that in ISO 8601."""
+    try:
+        created = datetime.fromisoformat(manifest.created)
+    except ValueError:
+        return "-"
+    if created.tzinfo is None:
+        created = created.replace(tzinfo=UTC)
+    passed_seconds = (datetime.now(UTC) - created).total_seconds()
+    # Clocks of two machines differ; what was made just now must not be minus a second old.
+    return seconds(max(0.0, passed_seconds))

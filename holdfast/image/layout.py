@@ -1,0 +1,392 @@
+"""Where every byte of the image lies, and which rank sends it.
+
+The *image* is the final `torch.load` file. Its *layout* is agreed before the first byte moves, and is the same on
+every rank until the set of tensors changes:
+
+    image   │ header │ data.pkl      │desc│ header │ storage 0 │desc│ header │ storage 1      │desc│ … │ directory │
+    entries          └ owner rank 0 ─┘             └ replicated┘             └ replicated ────┘
+    chunks  │            0             │            1             │            2             │         3         │
+    slices  │                     rank 0                          │                     rank 1                   │
+
+An *entry* is a run of bytes whose CRC-32 the zip file states and which is not known when the layout is made. All
+between the entries are *literals*: zip headers, padding, constants, the central directory. Literals and replicated
+entries are sent by the rank whose slice holds them; an entry with an owner is sent by that rank alone, wherever it
+lies (data.pkl and buffers: rank 0; `PerRank` values: their rank). A *spared* rank has no slice: it sends what it owns,
+and the others share the rest (docs/design/017).
+
+Rules every sender keeps: the CRC fields named by `Entry.crc_fields` are sent as four zero bytes; the flusher writes the
+true values when it knows them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from holdfast.errors import ProtocolError
+from holdfast.ring.journal import SOURCES_MAX
+
+__all__ = ["CHUNK_BYTES", "REPLICATED", "Entry", "Extent", "Layout", "Segment", "TensorInfo"]
+
+CHUNK_BYTES = 16 * 1024 * 1024
+REPLICATED = -1  # owner of an entry that every rank holds with the same bytes
+_FORMAT = 1
+_FORMAT_SPARED = (
+    2  # the same, and who is spared: a version that does not know it must not deal slices without it
+)
+_MAX_LAYOUT_BYTES = 1 << 30  # decompressed; about three million tensors
+_ALIGNMENT_BYTES = 4096
+_CHUNKS_MAX = 1 << 20  # all is kept for every chunk; 16 TiB in chunks of 16 MiB, and chunks may be larger
+_RANKS_MAX = 1 << 31
+_TEXT_MAX = 4096  # of a name or a path: what a manifest takes
+
+
+class Extent(NamedTuple):
+    """A run of bytes of the image."""
+
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Image offset of the byte after the last one."""
+        return self.offset + self.nbytes
+
+
+class Segment(NamedTuple):
+    """The part of one entry (or of the literals: `entry` is None) that lies in one chunk."""
+
+    offset: int
+    nbytes: int
+    entry: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A run of bytes with its own CRC-32 in the zip file.
+
+    Attributes:
+        name: Name of the zip entry, such as `archive/data/17`.
+        offset: Where its bytes begin in the image.
+        nbytes: How many there are; may be 0.
+        owner: `REPLICATED`, or the one rank that sends it.
+        crc_fields: Image offsets of the four-byte little-endian fields that state its CRC-32 (data descriptor, central
+            directory). They lie in literals.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    owner: int
+    crc_fields: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Image offset of the byte after the last one."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of the state, for people and for comparing ranks.
+
+    Attributes:
+        path: Path in the state, such as `model/blocks.0.weight`.
+        dtype: Name of the dtype without `torch.`.
+        shape: Its shape.
+        entry: Index of the entry that holds its storage (tied tensors share one).
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    entry: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one image for a given number of ranks. Immutable, the same on each rank.
+
+    Args:
+        image_bytes: Size of the final file.
+        chunk_bytes: Size of a chunk; a multiple of 4096.
+        ranks: Number of training ranks.
+        entries: In order of offset, not overlapping.
+        tensors: What the entries hold.
+        spared: Ranks without a slice, ascending; not all of them.
+
+    Raises:
+        ProtocolError: The parts contradict each other. A layout also comes from outside (wire, disk), so all that is
+            used as an offset or a size is checked here.
+    """
+
+    image_bytes: int
+    chunk_bytes: int
+    ranks: int
+    entries: tuple[Entry, ...]
+    tensors: tuple[TensorInfo, ...] = field(default=())
+    spared: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.image_bytes <= 0 or self.ranks <= 0:
+            raise ProtocolError(
+                f"layout: image of {self.image_bytes} bytes for {self.ranks} ranks; both must be above 0"
+            )
+        if self.chunk_bytes <= 0 or self.chunk_bytes % _ALIGNMENT_BYTES:
+            raise ProtocolError(
+                f"layout: chunk_bytes must be a multiple of {_ALIGNMENT_BYTES}, got {self.chunk_bytes}"
+            )
+        if self.chunks > _CHUNKS_MAX or self.ranks >= _RANKS_MAX:
+            raise ProtocolError(
+                f"layout: {self.chunks} chunks for {self.ranks} ranks, expected at most {_CHUNKS_MAX} chunks and fewer "
+                f"than {_RANKS_MAX} ranks; raise chunk_bytes"
+            )
+        self._check_spared()
+        end = 0
+        for entry in self.entries:
+            if entry.offset < end or entry.nbytes < 0 or entry.end > self.image_bytes:
+                raise ProtocolError(
+                    f"layout: entry {entry.name} at {entry.offset}+{entry.nbytes} overlaps the one before (ends {end}) "
+                    f"or leaves the image of {self.image_bytes} bytes"
+                )
+            if not REPLICATED <= entry.owner < self.ranks:
+                raise ProtocolError(
+                    f"layout: entry {entry.name} has owner {entry.owner}, of {self.ranks} ranks"
+                )
+            end = entry.end
+        starts = [entry.offset for entry in self.entries]
+        for entry in self.entries:
+            for crc_field in entry.crc_fields:
+                inside = bisect.bisect_right(starts, crc_field + 3) - 1
+                in_entry = (
+                    inside >= 0 and self.entries[inside].end > crc_field and self.entries[inside].nbytes > 0
+                )
+                if crc_field < entry.end or crc_field + 4 > self.image_bytes or in_entry:
+                    raise ProtocolError(
+                        f"layout: CRC field of {entry.name} at {crc_field} is not in a literal after it"
+                    )
+        for tensor in self.tensors:
+            if not 0 <= tensor.entry < len(self.entries):
+                raise ProtocolError(
+                    f"layout: tensor {tensor.path} names entry {tensor.entry} of {len(self.entries)}"
+                )
+        self._check_senders()
+
+    def _check_spared(self) -> None:
+        spared = list(self.spared)
+        in_order = spared == sorted(set(spared))
+        if spared and not (in_order and 0 <= spared[0] <= spared[-1] < self.ranks > len(spared)):
+            raise ProtocolError(
+                f"layout: spared ranks {spared[:20]}, expected some of {self.ranks} ranks, not all, ascending"
+            )
+
+    def _check_senders(self) -> None:
+        """The journal has to name all who send into a chunk."""
+        if self.ranks <= SOURCES_MAX:
+            return
+        most = max(range(self.chunks), key=lambda chunk: len(self._pieces[chunk]))
+        senders = len(self._pieces[most])
+        if senders > SOURCES_MAX:
+            less_bytes = max(self.chunk_bytes // 4 // _ALIGNMENT_BYTES, 1) * _ALIGNMENT_BYTES
+            raise ProtocolError(
+                f"layout: {senders} ranks send into chunk {most} of {self.chunk_bytes} bytes, {SOURCES_MAX} may: small "
+                "values that each rank has of its own (PerRank) lie side by side; start the stager with a smaller "
+                f"chunk_bytes, such as {less_bytes}"
+            )
+
+    # -- chunks and slices ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def chunks(self) -> int:
+        """Number of chunks; the last one may be short."""
+        return -(-self.image_bytes // self.chunk_bytes)
+
+    def chunk_extent(self, chunk: int) -> Extent:
+        """Where chunk `chunk` lies in the image."""
+        offset = chunk * self.chunk_bytes
+        return Extent(offset, min(self.chunk_bytes, self.image_bytes - offset))
+
+    def sparing(self, ranks: Sequence[int]) -> Layout:
+        """The same image, with `ranks` spared.
+
+        Raises:
+            ProtocolError: Those are all ranks, or too many would then send into one chunk.
+        """
+        return replace(self, spared=tuple(sorted(ranks)))
+
+    @cached_property
+    def _carriers(self) -> Sequence[int]:
+        """The ranks with a slice, ascending."""
+        if not self.spared:
+            return range(self.ranks)
+        spared = set(self.spared)
+        return [rank for rank in range(self.ranks) if rank not in spared]
+
+    def slice_chunks(self, rank: int) -> range:
+        """The chunks of rank `rank`'s slice: whole, contiguous, as even as can be; none of a spared one's."""
+        carriers = self._carriers
+        place = bisect.bisect_left(carriers, rank)
+        if place == len(carriers) or carriers[place] != rank:
+            return range(0)
+        return range(place * self.chunks // len(carriers), (place + 1) * self.chunks // len(carriers))
+
+    def chunk_rank(self, chunk: int) -> int:
+        """The rank whose slice holds chunk `chunk`."""
+        return self._carriers[((chunk + 1) * len(self._carriers) - 1) // self.chunks]
+
+    @cached_property
+    def urgent_chunks(self) -> frozenset[int]:
+        """The chunks into which spared ranks send: the sooner they have, the sooner nothing hangs on them."""
+        if not self.spared:
+            return frozenset()
+        spared = set(self.spared)
+        return frozenset(chunk for chunk, pieces in enumerate(self._pieces) if not spared.isdisjoint(pieces))
+
+    @cached_property
+    def _segments(self) -> tuple[tuple[Segment, ...], ...]:
+        """Per chunk, its segments in order: one sweep over entries and chunks together."""
+        per_chunk: list[list[Segment]] = [[] for _ in range(self.chunks)]
+
+        def put(offset: int, end: int, entry: int | None) -> None:
+            while offset < end:
+                chunk = offset // self.chunk_bytes
+                stop = min(end, (chunk + 1) * self.chunk_bytes)
+                per_chunk[chunk].append(Segment(offset, stop - offset, entry))
+                offset = stop
+
+        position = 0
+        for index, entry in enumerate(self.entries):
+            put(position, entry.offset, None)
+            put(entry.offset, entry.end, index)
+            position = entry.end
+        put(position, self.image_bytes, None)
+        return tuple(tuple(segments) for segments in per_chunk)
+
+    def segments(self, chunk: int) -> tuple[Segment, ...]:
+        """The segments of chunk `chunk`, in order, without gaps."""
+        return self._segments[chunk]
+
+    def sender(self, chunk: int, segment: Segment) -> int:
+        """The rank that sends `segment` of chunk `chunk`."""
+        if segment.entry is not None and self.entries[segment.entry].owner != REPLICATED:
+            return self.entries[segment.entry].owner
+        return self.chunk_rank(chunk)
+
+    @cached_property
+    def _pieces(self) -> tuple[dict[int, tuple[Extent, ...]], ...]:
+        """Per chunk: sender → its extents, neighbours merged."""
+        result: list[dict[int, tuple[Extent, ...]]] = []
+        for chunk in range(self.chunks):
+            by_rank: dict[int, list[Extent]] = {}
+            for segment in self.segments(chunk):
+                mine = by_rank.setdefault(self.sender(chunk, segment), [])
+                if mine and mine[-1].end == segment.offset:
+                    mine[-1] = Extent(mine[-1].offset, mine[-1].nbytes + segment.nbytes)
+                else:
+                    mine.append(Extent(segment.offset, segment.nbytes))
+            result.append({rank: tuple(extents) for rank, extents in by_rank.items()})
+        return tuple(result)
+
+    def senders(self, chunk: int) -> tuple[int, ...]:
+        """The ranks that send something into chunk `chunk`, ascending."""
+        return tuple(sorted(self._pieces[chunk]))
+
+    def pieces(self, chunk: int, rank: int) -> tuple[Extent, ...]:
+        """What rank `rank` sends into chunk `chunk`: image extents in order; one frame carries them back to back."""
+        return self._pieces[chunk].get(rank, ())
+
+    def sends(self, rank: int) -> Iterator[tuple[int, tuple[Extent, ...]]]:
+        """All frames of rank `rank`, in the order in which it sends them: `(chunk, extents)`, chunks ascending."""
+        for chunk in range(self.chunks):
+            extents = self.pieces(chunk, rank)
+            if extents:
+                yield chunk, extents
+
+    def slice_bytes(self, rank: int) -> int:
+        """All bytes that rank `rank` sends for one checkpoint."""
+        return sum(extent.nbytes for _, extents in self.sends(rank) for extent in extents)
+
+    # -- bytes ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical form, in hex: equal on two ranks only if their layouts are."""
+        return hashlib.sha256(self._canonical).hexdigest()
+
+    @cached_property
+    def _canonical(self) -> bytes:
+        document: dict[str, Any] = {
+            "format": _FORMAT_SPARED if self.spared else _FORMAT,
+            "image_bytes": self.image_bytes,
+            "chunk_bytes": self.chunk_bytes,
+            "ranks": self.ranks,
+            "entries": [[e.name, e.offset, e.nbytes, e.owner, list(e.crc_fields)] for e in self.entries],
+            "tensors": [[t.path, t.dtype, list(t.shape), t.entry] for t in self.tensors],
+        }
+        if self.spared:
+            document["spared"] = list(self.spared)
+        return json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode()
+
+    def to_bytes(self) -> bytes:
+        """Zlib-compressed canonical JSON: what travels to the stager and lies beside the ring."""
+        return zlib.compress(self._canonical, 1)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Layout:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            ProtocolError: It is not that, or its parts contradict each other. Never allocates by a size it was told.
+        """
+        try:
+            inflater = zlib.decompressobj()
+            raw = inflater.decompress(data, _MAX_LAYOUT_BYTES)
+            if inflater.unconsumed_tail or not inflater.eof:
+                raise ProtocolError(
+                    f"layout: truncated, or above {_MAX_LAYOUT_BYTES} bytes; start the job again, and if its state "
+                    "holds millions of tensors, join some of them"
+                )
+            document = json.loads(raw)
+            if document["format"] not in (_FORMAT, _FORMAT_SPARED):
+                raise ProtocolError(
+                    f"layout: format {document['format']!r}, this version reads {_FORMAT} and {_FORMAT_SPARED}"
+                )
+            return cls(
+                image_bytes=_whole(document["image_bytes"]),
+                chunk_bytes=_whole(document["chunk_bytes"]),
+                ranks=_whole(document["ranks"]),
+                entries=tuple(
+                    Entry(_text(name), _whole(offset), _whole(nbytes), _whole(owner), _wholes(crc_fields))
+                    for name, offset, nbytes, owner, crc_fields in document["entries"]
+                ),
+                tensors=tuple(
+                    TensorInfo(_text(path), _text(dtype), _wholes(shape), _whole(entry))
+                    for path, dtype, shape, entry in document["tensors"]
+                ),
+                spared=_wholes(document["spared"]) if document["format"] == _FORMAT_SPARED else (),
+            )
+        except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ProtocolError(f"layout: not readable: {error}") from error
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > _TEXT_MAX:
+        raise ProtocolError(f"layout: expected a text of at most {_TEXT_MAX} characters, got {value!r:.80}")
+    value.encode()  # half a surrogate pair is valid JSON, and no text that a manifest or a log could hold
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not -(2**62) < value < 2**62:
+        raise ProtocolError(f"layout: expected a whole number below 2^62, got {value!r:.80}")
+    return value
+
+
+def _wholes(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(_whole(value) for value in values)

@@ -1,0 +1,231 @@
+"""The replica check: are the tensors that every rank should hold with the same bytes the same on every rank?
+
+    rank 0   w: 91c0…  b: 07aa…  moment: 5e11…  ┐
+    rank 1   w: 91c0…  b: 07aa…  moment: 5e11…  ├─ DONE ─► compare, tensor by tensor ─► rank 2 drifted in `b`
+    rank 2   w: 91c0…  b: 3f52…  moment: 5e11…  ┘
+
+A data-parallel run relies on replicas that are never compared: a flipped bit, a rank that missed an update, or a seed
+that differs goes unseen, and a checkpoint is pieced together from ranks that do not agree. So each rank makes one
+CRC-32 for each *watched* entry, over bytes sampled at the saved instant (`fingerprint.py`), and sends them
+with DONE; the stager compares them before it stages.
+
+What is watched: replicated entries that one tensor fills; bytes between tensors belong to nobody. Both sides find them
+by the same rule in the same layout, so only the CRCs travel: four bytes for each entry, as base64 in the JSON body, 5.4
+MB for a million: below `MAX_BODY_BYTES` for every layout that is. No tree of digests: it would save bytes that nobody
+misses, and cost a round trip on the day when they differ.
+
+Samples rotate: rows of `ROW_BYTES`, every `stride`-th, from a row on that `first_row` draws from the step. Ranks that
+save the same step look at the same rows, and whatever steps are saved, every row has its turn.
+
+Pure: no torch, no MPI, no clock.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from holdfast.errors import ProtocolError
+from holdfast.image.layout import REPLICATED, Layout
+
+__all__ = [
+    "FIELD",
+    "ROW_BYTES",
+    "Divergence",
+    "OnDivergence",
+    "Replicas",
+    "decode",
+    "encode",
+    "first_row",
+    "stride",
+    "watched",
+]
+
+OnDivergence = Literal["warn", "refuse", "off"]
+
+FIELD = "replicas"  # of DONE
+ROW_BYTES = 64  # a cache line: reading one byte of it costs as much as reading it all
+_ROWS_MAX = 64  # of one entry, at one checkpoint
+_NAMED_MAX = 5
+_LAYOUTS_KEPT = 4
+_U64 = 2**64 - 1
+_ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+def watched(layout: Layout) -> tuple[int, ...]:
+    """The entries whose fingerprints are sent, ascending."""
+    filling: set[int] = set()
+    for tensor in layout.tensors:
+        # The dtype may be followed by what else must agree, such as strides.
+        item_bytes = _ITEM_BYTES.get(tensor.dtype.partition(",")[0], 0)
+        if 0 < math.prod(tensor.shape) * item_bytes == layout.entries[tensor.entry].nbytes:
+            filling.add(tensor.entry)
+    return tuple(entry for entry in sorted(filling) if layout.entries[entry].owner == REPLICATED)
+
+
+def stride(nbytes: int) -> int:
+    """Of an entry of `nbytes`, every so-many-th row is looked at."""
+    return max(1, -(-nbytes // (ROW_BYTES * _ROWS_MAX)))
+
+
+def first_row(step: int, rows_apart: int) -> int:
+    """Which of the first `rows_apart` rows the samples of `step` begin with.
+
+    Drawn (SplitMix64), not counted: a run that saves each 1000th step would meet the same rows again and again.
+    """
+    mixed = (step * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _U64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _U64
+    return (mixed ^ (mixed >> 31)) % rows_apart
+
+
+def encode(crcs: Sequence[int]) -> str:
+    """The fingerprints of one rank, in the order of `watched`, for the field `FIELD` of DONE."""
+    return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
+
+
+def decode(text: Any, count: int) -> tuple[int, ...]:
+    """Read what `encode` made of `count` fingerprints.
+
+    Raises:
+        ProtocolError: It is not that.
+    """
+    if not isinstance(text, str):
+        raise ProtocolError(f"DONE: {FIELD} is {type(text).__name__}, expected text")
+    if len(text) != 4 * -(-4 * count // 3):
+        raise ProtocolError(
+            f"DONE: {FIELD} of {len(text)} characters, expected {count} fingerprints of 4 bytes"
+        )
+    try:
+        data = base64.b64decode(text, validate=True)
+        return struct.unpack(f"<{count}I", data)
+    except (binascii.Error, ValueError, struct.error) as error:
+        raise ProtocolError(f"DONE: {FIELD} is not base64 of {count} fingerprints: {error}") from error
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Replicas that differ at one checkpoint.
+
+    Attributes:
+        step: The checkpoint's step.
+        drifted: rank → paths of tensors in which it differs from most ranks.
+        undecided: Paths in which no majority agrees, so that nobody can say who drifted → the groups of equal ranks.
+    """
+
+    step: int
+    drifted: dict[int, list[str]]
+    undecided: dict[str, list[list[int]]]
+
+    @property
+    def message(self) -> str:
+        """What differs, and what to do."""
+        said = [
+            f"rank {rank} differs from most ranks in {_named(paths)}"
+            for rank, paths in sorted(self.drifted.items())
+        ]
+        by_groups: dict[str, list[str]] = {}
+        for path, groups in self.undecided.items():
+            sides = " and ".join(_ranks(group) for group in groups)
+            by_groups.setdefault(sides, []).append(path)
+        said += [f"{sides} differ from each other in {_named(paths)}" for sides, paths in by_groups.items()]
+        return (
+            f"step {self.step}: REPLICAS HAVE DRIFTED APART: {'; '.join(said)}. They must hold the same bytes on every "
+            "rank; restart from a checkpoint before it, and look at that VM, at seeds, and at updates outside "
+            "DistributedDataParallel"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For the event `divergence`."""
+        return {
+            "drifted": {str(rank): paths for rank, paths in sorted(self.drifted.items())},
+            "undecided": self.undecided,
+            "message": self.message,
+        }
+
+
+class Replicas:
+    """What the stager knows of the replicas of one job. Not for several threads."""
+
+    def __init__(self) -> None:
+        self._watched: dict[str, tuple[int, ...]] = {}
+        self._said: set[tuple[int, str]] = set()
+
+    def read(self, layout: Layout, text: Any) -> tuple[int, ...]:
+        """One rank's fingerprints. Raises `ProtocolError` as `decode`."""
+        return decode(text, len(self._entries(layout)))
+
+    def compare(
+        self, layout: Layout, step: int, fingerprints: Mapping[int, tuple[int, ...]]
+    ) -> Divergence | None:
+        """Compare all ranks that sent theirs; None if they are the same."""
+        if len(set(fingerprints.values())) < 2:
+            return None
+        paths: dict[int, str] = {}
+        for tensor in layout.tensors:
+            paths.setdefault(tensor.entry, tensor.path)
+        drifted: dict[int, list[str]] = {}
+        undecided: dict[str, list[list[int]]] = {}
+        for place, entry in enumerate(self._entries(layout)):
+            values = {rank: crcs[place] for rank, crcs in sorted(fingerprints.items())}
+            ((common, votes), *others) = Counter(values.values()).most_common()
+            if not others:
+                continue
+            if 2 * votes > len(values):
+                for rank, value in values.items():
+                    if value != common:
+                        drifted.setdefault(rank, []).append(paths[entry])
+            else:
+                groups: dict[int, list[int]] = {}
+                for rank, value in values.items():
+                    groups.setdefault(value, []).append(rank)
+                undecided[paths[entry]] = list(groups.values())
+        return Divergence(step, drifted, undecided)
+
+    def is_news(self, divergence: Divergence) -> bool:
+        """Whether it names a rank and a tensor that were not said before; they count as said from now on."""
+        found = {(rank, path) for rank, paths in divergence.drifted.items() for path in paths}
+        found |= {(-1, path) for path in divergence.undecided}
+        news = not found <= self._said
+        self._said |= found
+        return news
+
+    def _entries(self, layout: Layout) -> tuple[int, ...]:
+        if layout.digest not in self._watched:
+            while len(self._watched) >= _LAYOUTS_KEPT:
+                del self._watched[next(iter(self._watched))]
+            self._watched[layout.digest] = watched(layout)
+        return self._watched[layout.digest]
+
+
+def _named(paths: Sequence[str]) -> str:
+    more = len(paths) - _NAMED_MAX
+    return ", ".join(paths[:_NAMED_MAX]) + (f" and {more} more tensors" if more > 0 else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

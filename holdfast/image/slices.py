@@ -1,0 +1,130 @@
+"""One rank's slice of one checkpoint, as a tier keeps it: where each frame lies in it, and the seal that makes it good.
+
+    staging area and slot   │ frame of chunk 0 │pad│ frame of chunk 1 │pad│ …      each frame begins on a page
+    seal                    attempt, step, rank of ranks, layout digest, CRC-32 of each frame
+
+A slice without a valid seal does not exist. All slices of one `order` and one layout make one image; which rank kept
+which of them, and where, does not matter to who reads them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.errors import DamageError
+from holdfast.image.layout import Extent, Layout
+from holdfast.sealed import seal, unseal
+
+__all__ = ["FRAME_ALIGNMENT_BYTES", "Frame", "SliceSeal", "area_bytes", "frames_of"]
+
+FRAME_ALIGNMENT_BYTES = 4096  # what O_DIRECT asks of memory, offset and length
+_CRC_FIELD = "seal_crc32"
+_Whole = Annotated[int, Field(ge=0, lt=2**62)]
+_Crc = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class Frame(NamedTuple):
+    """What a rank has of one chunk: `extents` of the image, back to back from `offset` of the slice on."""
+
+    chunk: int
+    extents: tuple[Extent, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def padded_bytes(self) -> int:
+        """Up to where the next frame begins: what is written with O_DIRECT."""
+        return _aligned(self.nbytes)
+
+
+@lru_cache(maxsize=64)
+def frames_of(layout: Layout, rank: int) -> tuple[Frame, ...]:
+    """The frames of `rank`'s slice, in the order in which they are sent and kept."""
+    frames: list[Frame] = []
+    offset = 0
+    for chunk, extents in layout.sends(rank):
+        nbytes = sum(extent.nbytes for extent in extents)
+        frames.append(Frame(chunk, extents, offset, nbytes))
+        offset += _aligned(nbytes)
+    return tuple(frames)
+
+
+def area_bytes(layout: Layout, rank: int) -> int:
+    """Memory or room that `rank`'s slice takes, padding included."""
+    frames = frames_of(layout, rank)
+    return frames[-1].offset + frames[-1].padded_bytes if frames else 0
+
+
+class SliceSeal(BaseModel):
+    """Written after the slice's bytes are durable; what makes them a slice.
+
+    Attributes:
+        run: Name of the run, as in its URL.
+        attempt: Of the job that wrote it. `step`: the step that is saved.
+        rank: Whose slice. `ranks`: of how many.
+        layout_digest: Of the layout, which lies beside it.
+        frame_crc32s: One for each of `frames_of(layout, rank)`, of its `nbytes` without the padding.
+        sealed_at_unix: When it was sealed, for people and reports; 0 where nobody said so.
+        record: Times and bytes, for people and reports; and `job`, a random name that all ranks of a job share: slices
+            of two jobs are never put together, though their attempts may have one number.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    format: Literal["holdfast-slice/1"] = "holdfast-slice/1"
+    run: Annotated[str, Field(max_length=4096)]
+    attempt: Annotated[int, Field(ge=1, lt=2**62)]
+    step: _Whole
+    rank: Annotated[int, Field(ge=0, lt=2**31)]
+    ranks: Annotated[int, Field(gt=0, lt=2**31)]
+    layout_digest: Annotated[str, Field(max_length=128)]
+    frame_crc32s: tuple[_Crc, ...]
+    sealed_at_unix: Annotated[float, Field(ge=0, lt=2**33, allow_inf_nan=False)] = 0.0
+    record: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newer checkpoints have a higher one (as `Manifest.order`)."""
+        return (self.attempt, self.step)
+
+    def to_bytes(self) -> bytes:
+        """JSON, with the CRC-32 of all the rest in its last line."""
+        return seal(self.model_dump_json(indent=None).encode(), _CRC_FIELD)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, source: str) -> SliceSeal:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            DamageError: Truncated, altered, or not a seal of this format. `source` names where it comes from.
+        """
+        body = unseal(data, _CRC_FIELD)
+        if body is None:
+            raise DamageError(f"{source}: the seal is truncated or altered; the slice is not used")
+        try:
+            found = cls.model_validate_json(body)
+        except (ValidationError, RecursionError) as error:
+            raise DamageError(f"{source}: not a seal this version reads: {error}") from error
+        if found.rank >= found.ranks:
+            raise DamageError(f"{source}: the seal names rank {found.rank} of {found.ranks}")
+        return found
+
+    def check_layout(self, layout: Layout, *, source: str) -> None:
+        """See that the seal belongs to `layout`.
+
+        Raises:
+            DamageError: It does not.
+        """
+        if self.layout_digest != layout.digest or self.ranks != layout.ranks:
+            raise DamageError(f"{source}: the seal is of another layout than the one beside it")
+        if len(self.frame_crc32s) != len(frames_of(layout, self.rank)):
+            raise DamageError(
+                f"{source}: {len(self.frame_crc32s)} frame CRCs, expected {len(frames_of(layout, self.rank))}"
+            )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // FRAME_ALIGNMENT_BYTES) * FRAME_ALIGNMENT_BYTES

@@ -1,0 +1,1 @@
+"""What to do about a preemption notice: one step at which all ranks save."""

@@ -1,0 +1,157 @@
+"""A notice: somebody has said that a training rank's machine will be taken away, or may be.
+
+    watch of a rank ─► NOTICE ─► stager: Emergency ─► SAVE_AT, with the notice in its body ─► every rank
+
+Between processes a deadline travels as seconds that are left, not as a time of day: the clocks of two machines need
+not agree, and a message takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from holdfast.errors import ProtocolError
+from holdfast.notices.sparing import NOBODY, Sparing
+
+__all__ = ["Notice", "NoticeKind", "Terms"]
+
+_CHARACTERS_MAX = 300
+_SECONDS_MAX = 1e9
+_FACTOR_MAX = 1_000_000
+_STEP_MAX = 2**62
+_OF_ONE_PROCESS = ("sigterm", "sigusr1")
+
+
+class NoticeKind(StrEnum):
+    """What was said: the machine may be taken (save now, and more often), or it will be (save before the deadline)."""
+
+    REBALANCE = "rebalance"
+    TERMINATE = "terminate"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What was said, and by whom.
+
+    Attributes:
+        kind: What is going to happen.
+        deadline_unix: When, by this machine's clock; None: it was not said.
+        source: Which watch heard it: `aws`, `gcp`, `azure`, `sigterm`, `sigusr1`.
+        said_by: The words of that source, or where it was asked; for people.
+        rank: The training rank that was told; -1: not known yet.
+    """
+
+    kind: NoticeKind
+    deadline_unix: float | None
+    source: str
+    said_by: str = ""
+    rank: int = -1
+
+    def seconds_left(self, now_unix: float | None = None) -> float | None:
+        """Until the deadline, below 0 after it; None: there is none."""
+        if self.deadline_unix is None:
+            return None
+        return self.deadline_unix - (time.time() if now_unix is None else now_unix)
+
+    @property
+    def of_machine(self) -> bool:
+        """Whether it was said of the whole machine; a signal was sent to this process alone."""
+        return self.source not in _OF_ONE_PROCESS
+
+    def sentence(self, now_unix: float | None = None) -> str:
+        """What was said, for a log line: `terminate in 118 s, said by aws (…)`."""
+        left = self.seconds_left(now_unix)
+        when = "" if left is None else f" in {left:.1f} s" if left >= 0 else f" {-left:.1f} s ago"
+        by = f"{self.source} ({self.said_by})" if self.said_by else self.source
+        return f"{self.kind}{when}, said by {by}"
+
+    def to_json(self, now_unix: float | None = None) -> dict[str, Any]:
+        """The fields of a message."""
+        return {
+            "kind": self.kind.value,
+            "seconds_left": self.seconds_left(now_unix),
+            "source": self.source[:_CHARACTERS_MAX],
+            "said_by": self.said_by[:_CHARACTERS_MAX],
+            "rank": self.rank,
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], now_unix: float | None = None) -> Notice:
+        """Read the fields of a message.
+
+        Raises:
+            ProtocolError: One is missing or not what it should be.
+        """
+        kind, left = document.get("kind"), document.get("seconds_left")
+        texts = document.get("source"), document.get("said_by", "")
+        rank = document.get("rank", -1)
+        if kind not in list(NoticeKind):
+            raise ProtocolError(f"notice: kind is {kind!r:.80}, expected {' or '.join(NoticeKind)}")
+        if left is not None and not (type(left) in {int, float} and -_SECONDS_MAX < left < _SECONDS_MAX):
+            raise ProtocolError(
+                f"notice: seconds_left is {left!r:.80}, expected a number of seconds, or null"
+            )
+        if not all(isinstance(text, str) and len(text) <= _CHARACTERS_MAX for text in texts):
+            raise ProtocolError(f"notice: source and said_by are {texts!r:.200}, expected short texts")
+        if not (type(rank) is int and -1 <= rank < _SECONDS_MAX):
+            raise ProtocolError(f"notice: rank is {rank!r:.80}, expected a whole number")
+        now_unix = time.time() if now_unix is None else now_unix
+        deadline_unix = None if left is None else now_unix + left
+        return cls(NoticeKind(kind), deadline_unix, _printable(texts[0]), _printable(texts[1]), rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all ranks do at the step that the stager has appointed; the body of SAVE_AT.
+
+    Attributes:
+        save: Whether a checkpoint is taken. `reason`: why, or why not.
+        notice: What was said, and to which rank.
+        factor: From then on checkpoints are so many times as frequent, up to step `until_step`; 1: as before.
+        sparing: From then on, also where nothing is saved.
+    """
+
+    save: bool
+    reason: str
+    notice: Notice
+    factor: int = 1
+    until_step: int = 0
+    sparing: Sparing = NOBODY
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of the message, but for those of the notice that its sender knows better."""
+        return {
+            "save": self.save,
+            "reason": self.reason,
+            "notice": self.notice.to_json(),
+            "factor": self.factor,
+            "until_step": self.until_step,
+            **(self.sparing.to_json() if self.sparing.ranks else {}),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Terms:
+        """Read the fields of a message.
+
+        Raises:
+            ProtocolError: One is missing or not what it should be.
+        """
+        save, reason, notice = document.get("save"), document.get("reason"), document.get("notice")
+        factor, until_step = document.get("factor"), document.get("until_step")
+        if not (isinstance(save, bool) and isinstance(reason, str) and isinstance(notice, Mapping)):
+            raise ProtocolError(f"SAVE_AT: expected save, reason and notice, got {dict(document)!r:.200}")
+        if not (type(factor) is int and 1 <= factor <= _FACTOR_MAX):
+            raise ProtocolError(f"SAVE_AT: factor is {factor!r:.80}, expected 1 to {_FACTOR_MAX}")
+        if not (type(until_step) is int and 0 <= until_step < _STEP_MAX):
+            raise ProtocolError(f"SAVE_AT: until_step is {until_step!r:.80}, expected a step")
+        sparing = Sparing.from_json(document) if "spared" in document else NOBODY
+        return cls(save, reason, Notice.from_json(notice), factor, until_step, sparing)
+
+
+def _printable(text: Any) -> str:
+    """It goes into logs and terminals."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(text))

@@ -1,0 +1,164 @@
+"""Who is spared: the ranks on machines that will be taken away send only what nobody else has.
+
+    NOTICE of rank 3 ─► the ranks on its machine go ─┐
+    AT of every rank ─► what it can carry ───────────┴─► Sparing, in SAVE_AT ─► the same layout on every rank
+
+Decided by the stager, at the step that is appointed because of a TERMINATE notice; it holds for the rest of the job
+(docs/design/017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import ProtocolError
+from holdfast.image.layout import Layout
+from holdfast.image.slices import area_bytes
+
+__all__ = ["NOBODY", "NO_LIMIT", "Ability", "Spares", "Sparing"]
+
+NO_LIMIT = 2**62 - 1
+_SECONDS_MAX = 1e6
+_RANKS_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sparing:
+    """Who is spared from a step on, and what makes all ranks come to the same layout.
+
+    Attributes:
+        ranks: Who, ascending; empty: nobody.
+        area_bytes_max: The largest staging area that every rank can have.
+    """
+
+    ranks: tuple[int, ...] = ()
+    area_bytes_max: int = NO_LIMIT
+
+    def of(self, layout: Layout) -> Layout:
+        """`layout` with these ranks spared; with none, if somebody's staging area would then be too large, or too many
+        ranks would send into one chunk. The same on every rank: it looks at nothing else.
+        """
+        if layout.spared:
+            layout = layout.sparing(())
+        if not self.ranks:
+            return layout
+        try:
+            spared = layout.sparing(self.ranks)
+        except ProtocolError:
+            return layout
+        if self.area_bytes_max < NO_LIMIT and any(
+            area_bytes(spared, rank) > self.area_bytes_max for rank in range(spared.ranks)
+        ):
+            return layout
+        return spared
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of a message."""
+        return {"spared": list(self.ranks), "area_bytes_max": self.area_bytes_max}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Sparing:
+        """Read the fields of a message.
+
+        Raises:
+            ProtocolError: One is missing or not what it should be.
+        """
+        ranks = document.get("spared")
+        if not (
+            isinstance(ranks, list)
+            and len(ranks) <= _RANKS_MAX
+            and all(type(rank) is int and 0 <= rank < _RANKS_MAX for rank in ranks)
+            and ranks == sorted(set(ranks))
+        ):
+            raise ProtocolError(f"SAVE_AT: spared is {ranks!r:.80}, expected ranks, ascending")
+        return cls(tuple(ranks), _bytes(document, "SAVE_AT"))
+
+
+NOBODY = Sparing()
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """What a rank says of itself in each AT.
+
+    Attributes:
+        plan_seconds: How long its last plan took, areas included; 0 before the first.
+        area_bytes_max: The largest staging area that it can have; None: local tiers keep its slices in slots of their
+            size, so that must stay, and nobody is spared.
+    """
+
+    plan_seconds: float = 0.0
+    area_bytes_max: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of a message."""
+        document: dict[str, Any] = {"plan_seconds": self.plan_seconds} if self.plan_seconds else {}
+        if self.area_bytes_max is not None:
+            document["area_bytes_max"] = self.area_bytes_max
+        return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Ability:
+        """Read the fields of a message; those that are not there are as by default.
+
+        Raises:
+            ProtocolError: One is not what it should be.
+        """
+        seconds = document.get("plan_seconds", 0.0)
+        if not (type(seconds) in {int, float} and 0 <= seconds < _SECONDS_MAX):
+            raise ProtocolError(f"AT: plan_seconds is {seconds!r:.80}, expected a number of seconds")
+        return cls(float(seconds), _bytes(document, "AT") if "area_bytes_max" in document else None)
+
+
+class Spares:
+    """Knows who goes and who can carry, and says who would be spared. The stager's.
+
+    Args:
+        ranks: Training ranks.
+
+    Attributes:
+        in_force: What was last appointed.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._going: set[int] = set()
+        self._abilities: dict[int, Ability] = {}
+        self.in_force = NOBODY
+
+    def go(self, ranks: Collection[int]) -> bool:
+        """The machine of these ranks will be taken away; whether that is news."""
+        before = len(self._going)
+        self._going.update(ranks)
+        return len(self._going) > before
+
+    def can(self, rank: int, ability: Ability) -> None:
+        """A rank has said what it can carry."""
+        self._abilities[rank] = ability
+
+    @property
+    def wanted(self) -> Sparing:
+        """Who should be spared from now on: those that go. Nobody if all go, or somebody cannot carry more."""
+        limits = [ability.area_bytes_max for ability in self._abilities.values()]
+        known = [limit for limit in limits if limit is not None]
+        if not 0 < len(self._going) < self._ranks or len(known) < self._ranks:
+            return NOBODY
+        return Sparing(tuple(sorted(self._going)), min(known))
+
+    def plan_seconds(self, sparing: Sparing) -> float:
+        """How long the ranks would need for the plan: the slowest one's last plan, longer as its area grows."""
+        slowest = max((ability.plan_seconds for ability in self._abilities.values()), default=0.0)
+        return slowest * self.growth(sparing)
+
+    def growth(self, sparing: Sparing) -> float:
+        """How many times more a rank with a slice then sends, as against a job where nobody is spared."""
+        return self._ranks / (self._ranks - len(sparing.ranks))
+
+
+def _bytes(document: Mapping[str, Any], kind: str) -> int:
+    value = document.get("area_bytes_max")
+    if not (type(value) is int and 0 <= value <= NO_LIMIT):
+        raise ProtocolError(f"{kind}: area_bytes_max is {value!r:.80}, expected bytes")
+    return value

@@ -1,0 +1,1 @@
+"""The stager node's shared memory."""

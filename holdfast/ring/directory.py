@@ -1,0 +1,109 @@
+"""The runtime directory: where one run's ring, journal and socket lie on this machine, and who may touch them.
+
+    /dev/shm/holdfast-<uid>/            base: made 0700; an existing one must not let strangers plant names in it
+        <run key>/                      one run: 0700, ours; every file in it is opened without following links
+
+The run key comes from the store's URL, so that a stager finds the flusher of its run, and no other, without being told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+from holdfast.store import normalise_url
+
+__all__ = ["make_private_directory", "open_private_file", "run_key", "runtime_directory"]
+
+_KEY_DIGITS = 16
+
+
+def run_key(store_url: str) -> str:
+    """The name of a run's directory: equal for two spellings of the same store, `/mnt/run` and `file:///mnt/run/`.
+
+    Raises:
+        ConfigError: The URL is empty or malformed.
+    """
+    return hashlib.sha256(normalise_url(store_url).encode()).hexdigest()[:_KEY_DIGITS]
+
+
+def runtime_directory(store_url: str, override: Path | str | None = None) -> Path:
+    """Where the ring of this run lies, whether or not it is there yet.
+
+    Args:
+        store_url: URL of the run.
+        override: Base directory instead of `/dev/shm/holdfast-<uid>` (setting `runtime_dir`); it should be in memory.
+    """
+    base = Path(override) if override is not None else Path(f"/dev/shm/holdfast-{os.geteuid()}")  # noqa: S108 (0700, owner checked)
+    return base.absolute() / run_key(store_url)
+
+
+def make_private_directory(
+    directory: Path, *, what: str = "runtime directory", advice: str = "set runtime_dir"
+) -> None:
+    """Make `directory` (and its base) for this user alone, or check that an existing one is.
+
+    Args:
+        directory: Which.
+        what: It is called in messages.
+        advice: What may be done besides removing it, for messages.
+
+    Raises:
+        ConfigError: It is a link, belongs to somebody else, or others may write into it.
+    """
+    base = directory.parent
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = base.stat()
+    # A shared base such as /dev/shm is fine only when it is sticky: nobody else can then rename our directory away.
+    shared = stat.S_IMODE(found.st_mode) & 0o022 and not found.st_mode & stat.S_ISVTX
+    if found.st_uid not in {0, os.geteuid()} or shared:
+        raise ConfigError(
+            f"{what} {base}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; it must "
+            f"belong to uid {os.geteuid()} or root and not be writable by others; remove it or {advice}"
+        )
+    directory.mkdir(mode=0o700, exist_ok=True)
+    check_private_directory(directory, what=what, advice=advice)
+
+
+def check_private_directory(
+    directory: Path, *, what: str = "runtime directory", advice: str = "set runtime_dir"
+) -> None:
+    """See that `directory` is a directory (no link) of this user with mode 0700. `what`, `advice`: for messages.
+
+    Raises:
+        ConfigError: It is not.
+        FileNotFoundError: It is not there.
+    """
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{what} {directory} is a link or a file, expected a directory; remove it")
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"{what} {directory}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; "
+            f"expected owner {os.geteuid()}, mode 0700; remove it or {advice}"
+        )
+
+
+def open_private_file(path: Path, flags: int) -> int:
+    """Open a file of a private directory, without following a link; new files get mode 0600.
+
+    Raises:
+        ConfigError: It is a link, not a regular file, or not ours.
+        FileNotFoundError, FileExistsError: As `os.open`.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        raise ConfigError(f"{path}: not usable: {error.strerror}; remove it") from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(fd)
+        raise ConfigError(
+            f"{path}: expected a regular file of uid {os.geteuid()}, found uid {found.st_uid}; remove it"
+        )
+    return fd

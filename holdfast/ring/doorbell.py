@@ -1,0 +1,354 @@
+"""The doorbell between stager and flusher: small JSON messages over a unix SOCK_SEQPACKET socket.
+
+    stager  ── hello, begin, chunk, staged, abort, finish ──────────────────────────►  flusher
+            ◄── welcome | refused, began, freed, durable, verified, bad, failed, drained ──
+
+A stager whose flusher died says hello to the next one with the attempt that it has: if the welcome says `resumed`, ring
+and attempt are as they were, and it replays what it knows (begin, chunk, staged, abort). Whatever the flusher knows
+already is heard without effect.
+
+One JSON object per packet, at most 64 KiB. The journal is the truth; a message only says where to look. Nothing here
+blocks: what the socket does not take at once waits in the channel until `flush` or `poll`. A peer that is gone is not
+an error but a state, `closed`: both sides have their own plan for it.
+
+Every message is input from outside: its kind, its fields and their types are checked against `FIELDS` before use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import struct
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.errors import FencedError, PeerLost, ProtocolError
+
+__all__ = [
+    "FIELDS",
+    "MESSAGE_BYTES_MAX",
+    "SOCKET_NAME",
+    "VERSION",
+    "Channel",
+    "Listener",
+    "Message",
+    "connect",
+]
+
+_log = logging.getLogger("holdfast.ipc")
+
+VERSION = 2
+SOCKET_NAME = "flusher.sock"
+MESSAGE_BYTES_MAX = 64 * 1024
+_OUTBOX_MESSAGES_MAX = 4096  # a peer that has not read for so long is as good as dead
+_WHOLE_MAX = 2**62
+_CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid of SO_PEERCRED
+_RETRY_SECONDS = 0.02
+
+# Kind → its fields and their types. A field that is missing or of another type is refused; one that is not here is
+# ignored, so that a newer peer may say more.
+FIELDS: dict[str, dict[str, type]] = {
+    # stager → flusher
+    "hello": {"version": int, "pid": int, "attempt": int},  # attempt 0: a new job
+    "begin": {"attempt": int, "step": int, "layout_digest": str},
+    "chunk": {"slot": int},
+    "staged": {"attempt": int, "step": int},
+    "abort": {"attempt": int, "step": int, "reason": str},
+    "finish": {},
+    # flusher → stager
+    "welcome": {
+        "version": int,
+        "pid": int,
+        "chunk_bytes": int,
+        "ring_chunks": int,
+        "attempt": int,
+        "store_url": str,
+        "resumed": bool,
+    },
+    "refused": {"code": str, "message": str},
+    "began": {"attempt": int, "step": int, "part_chunks": int},
+    "freed": {"slots": list},
+    "durable": {"attempt": int, "step": int, "file": str, "pgt2_seconds": float, "record": dict},
+    "verified": {"attempt": int, "step": int},
+    "bad": {"attempt": int, "step": int, "note": str},
+    "failed": {"attempt": int, "step": int, "code": str, "message": str},
+    "drained": {},
+    # `holdfast status` and back, at a socket of their own (holdfast/telemetry/status_socket.py)
+    "status": {"version": int},
+    "state": {"document": dict},
+}
+
+
+class Message(NamedTuple):
+    """One message; `fields` has at least what `FIELDS` names for its kind, of those types."""
+
+    kind: str
+    fields: dict[str, Any]
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Message:
+        """Read one packet.
+
+        Raises:
+            ProtocolError: naming kind and field.
+        """
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"message of {len(data)} bytes is not JSON: {error}") from error
+        kind = document.get("kind") if isinstance(document, dict) else None
+        if not isinstance(kind, str) or kind not in FIELDS:
+            raise ProtocolError(f"message of unknown kind {kind!r:.60}; are both sides of the same version?")
+        for name, expected in FIELDS[kind].items():
+            _check(kind, name, expected, document.get(name))
+        return cls(kind, document)
+
+    def to_bytes(self) -> bytes:
+        """The packet.
+
+        Raises:
+            ProtocolError: A field is missing, or it is too large.
+        """
+        for name, expected in FIELDS[self.kind].items():
+            _check(self.kind, name, expected, self.fields.get(name))
+        data = json.dumps({"kind": self.kind, **self.fields}, separators=(",", ":")).encode()
+        if len(data) > MESSAGE_BYTES_MAX:
+            raise ProtocolError(
+                f"message {self.kind} of {len(data)} bytes, expected at most {MESSAGE_BYTES_MAX}"
+            )
+        return data
+
+
+def _check(kind: str, name: str, expected: type, value: Any) -> None:
+    allowed = (int, float) if expected is float else (expected,)
+    if type(value) not in allowed:
+        raise ProtocolError(f"message {kind}: field {name} is {value!r:.60}, expected {expected.__name__}")
+    if expected is int and not 0 <= value < _WHOLE_MAX:
+        raise ProtocolError(f"message {kind}: field {name} is {value!r:.60}, expected 0 to 2^62")
+    if expected is list and not all(type(item) is int and 0 <= item < _WHOLE_MAX for item in value):
+        raise ProtocolError(
+            f"message {kind}: field {name} has an item that is no whole number from 0 to 2^62"
+        )
+
+
+class Channel:
+    """One end of a connection. Non-blocking; for one thread.
+
+    Attributes:
+        closed: The peer is gone, or `close` was called. Messages that came before are still given by `poll`.
+        peer_pid: Its process id.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._outbox: deque[bytes] = deque()
+        self._complaint: ProtocolError | None = None
+        self.closed = False
+        self.peer_pid = _check_peer(connection)
+
+    def fileno(self) -> int:
+        """For `selectors`; -1 once closed."""
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> int:
+        """Messages that the socket has not taken yet: wait for it to be writable, then `flush`."""
+        return 0 if self.closed else len(self._outbox)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message, or keep it until `flush`. To a peer that is gone: nothing happens (see `closed`).
+
+        Raises:
+            ProtocolError: The message is not as `FIELDS` says (an error of ours).
+        """
+        data = Message(kind, fields).to_bytes()
+        if self.closed:
+            return
+        if len(self._outbox) >= _OUTBOX_MESSAGES_MAX:
+            _log.warning(
+                "process %d has not read %d messages; taken for lost", self.peer_pid, len(self._outbox)
+            )
+            self.close()
+            return
+        self._outbox.append(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it."""
+        while self._outbox and not self.closed:
+            try:
+                self._socket.send(self._outbox[0], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # What the peer said before it went is still in the socket: `poll` reads it and then sees the end.
+                _log.debug("peer %d is gone: %s", self.peer_pid, error)
+                self._outbox.clear()
+                return
+            self._outbox.popleft()
+
+    def poll(self) -> list[Message]:
+        """All messages that have arrived; [] when there are no more. Also flushes. When the peer has gone, sets
+        `closed`.
+
+        Raises:
+            ProtocolError: The peer sent something that the protocol does not allow; close the channel. What came before
+                it was given by an earlier call.
+        """
+        self.flush()
+        messages: list[Message] = []
+        while not self.closed and self._complaint is None:
+            try:
+                data, _, flags, _ = self._socket.recvmsg(MESSAGE_BYTES_MAX)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                _log.debug("peer %d is gone: %s", self.peer_pid, error)
+                data, flags = b"", 0
+            if not data:
+                self.close()
+                break
+            try:
+                if flags & socket.MSG_TRUNC:
+                    raise ProtocolError(
+                        f"message from process {self.peer_pid} is above {MESSAGE_BYTES_MAX} bytes"
+                    )
+                messages.append(Message.from_bytes(data))
+            except ProtocolError as error:
+                self._complaint = error
+        if self._complaint is not None and not messages:
+            raise self._complaint
+        return messages
+
+    def close(self) -> None:
+        """End the connection; what is unsent or unread is dropped. May be called twice."""
+        if not self.closed:
+            self.closed = True
+            self._outbox.clear()
+            # Closing a unix socket that holds unread packets resets it, and the peer would lose our last words.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+                while self._socket.recv(1):
+                    pass
+        self._socket.close()
+
+
+class Listener:
+    """The flusher's end: accepts one stager at a time.
+
+    Args:
+        path: Where the socket appears; a stale one is replaced, so only the process that holds the run's lock may
+            do this. Its directory must be private.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        # Bound under another name first: when the name appears, connecting works.
+        temporary = path.with_name(f".new-{os.getpid()}")
+        temporary.unlink(missing_ok=True)
+        try:
+            with _short(temporary) as name:
+                self._socket.bind(name)
+            self._socket.listen(8)
+            self._socket.setblocking(False)
+            temporary.chmod(0o600)
+            temporary.rename(path)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        """For `selectors`."""
+        return self._socket.fileno()
+
+    def accept(self, *, busy: str = "") -> Channel | None:
+        """Take the next connection, or None when there is none or it was refused.
+
+        Args:
+            busy: Why no further stager is wanted now; it is told so and closed.
+        """
+        try:
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        try:
+            channel = Channel(connection)
+        except ProtocolError as error:
+            _log.warning("%s", error)
+            connection.close()
+            return None
+        if busy:
+            channel.send("refused", code=FencedError.code, message=busy)
+            channel.close()
+            return None
+        return channel
+
+    def close(self) -> None:
+        """Stop listening and remove the socket."""
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+
+
+def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
+    """Connect to the flusher whose socket is `path`. The stager's end; says nothing yet.
+
+    Args:
+        path: `<runtime directory>/flusher.sock`.
+        wait_seconds: How long to wait for the socket to appear.
+
+    Raises:
+        PeerLost: Nobody listens there.
+        ProtocolError: The listener is another user's process.
+    """
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            with _short(path) as name:
+                connection.connect(name)
+            return Channel(connection)
+        except ProtocolError:
+            connection.close()
+            raise
+        except OSError as error:
+            connection.close()
+            gone = error.errno in {errno.ENOENT, errno.ECONNREFUSED}
+            if not gone or time.monotonic() >= deadline:
+                raise PeerLost(
+                    f"no flusher listens on {path}: {error.strerror} (waited {wait_seconds} s); "
+                    "its log says why it ended; start the job again, and the stager starts a new one"
+                ) from error
+        time.sleep(_RETRY_SECONDS)
+
+
+class _short:  # noqa: N801 (reads as a function)
+    """A name for `path` that fits the 107 bytes of a unix socket address, however deep its directory lies."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+
+    def __enter__(self) -> str:
+        self._fd = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return f"/proc/self/fd/{self._fd}/{self._path.name}"
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def _check_peer(connection: socket.socket) -> int:
+    """The peer's pid, if it is a process of this user (or of root, who may do all anyway)."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    if uid not in {os.geteuid(), 0}:
+        raise ProtocolError(f"peer process {pid} belongs to uid {uid}, expected {os.geteuid()}")
+    return int(pid)

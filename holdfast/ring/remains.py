@@ -1,0 +1,126 @@
+"""What a ring can still give of each checkpoint, and how ranks ask the stager for it.
+
+    FULL slots   staged, or being received: the flusher has not written them yet
+    FREE slots   written, and not filled again since: the bytes are still those (`holdfast/ring/journal.py`, rule 4)
+
+Nothing is kept back for this: a free slot is free, and is filled again when it is its turn. So a ring may have all of
+a checkpoint, a part, or nothing. Which of them was ever staged only its checkpoint file says, while the flusher still
+works on it, or the store, which has published it; remains of others are nobody's.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from holdfast.errors import ProtocolError
+from holdfast.image.layout import Layout
+from holdfast.ring.journal import SlotRecord, SlotState, Source
+from holdfast.ring.ring import Ring
+
+__all__ = ["Asked", "Held", "held_in", "read_held", "tell_held"]
+
+_TOLD_MAX = 16  # checkpoints, newest first: older ones are in the store
+_RAW_BYTES_MAX = 1 << 28
+_Whole = Annotated[int, Field(ge=0, lt=2**62)]
+_U32 = Annotated[int, Field(ge=0, lt=2**32)]
+_Chunk = tuple[_U32, _Whole, list[tuple[_U32, _U32]]]
+_ROWS = TypeAdapter(list[tuple[_Whole, _Whole, Annotated[str, Field(max_length=64)], list[_Chunk]]])
+
+
+class Asked(IntEnum):
+    """What a FETCH asks for."""
+
+    HELD = 0
+    LAYOUT = 1
+    BYTES = 2
+
+
+class Held(NamedTuple):
+    """What the ring has of one checkpoint.
+
+    Attributes:
+        attempt: Of the job that saved it. `step`: the step.
+        staged_digest: Of its layout, while it is staged and not in the store; else empty.
+        chunks: Chunk → what its slot holds.
+    """
+
+    attempt: int
+    step: int
+    staged_digest: str
+    chunks: Mapping[int, SlotRecord]
+
+    def fitting(self, layout: Layout) -> frozenset[int]:
+        """The chunks that are those of this layout."""
+        return frozenset(
+            chunk
+            for chunk, record in self.chunks.items()
+            if chunk < layout.chunks
+            and record.nbytes == layout.chunk_extent(chunk).nbytes
+            and tuple(source.rank for source in record.sources) == layout.senders(chunk)
+        )
+
+
+def held_in(ring: Ring) -> list[Held]:
+    """All checkpoints of which the ring has something, newest first. Stager only."""
+    found: dict[tuple[int, int], dict[int, SlotRecord]] = {}
+    for record in ring.remains():
+        found.setdefault((record.attempt, record.step), {})[record.chunk] = record
+    return [
+        Held(attempt, step, _staged_digest(ring, attempt, step), chunks)
+        for (attempt, step), chunks in sorted(found.items(), reverse=True)
+    ]
+
+
+def _staged_digest(ring: Ring, attempt: int, step: int) -> str:
+    try:
+        said = ring.checkpoint(attempt, step)
+    except ProtocolError:  # the flusher's to report
+        return ""
+    return said.layout_digest if said is not None and said.state == "staged" else ""
+
+
+def tell_held(held: Iterable[Held]) -> bytes:
+    """The newest of them, for the wire."""
+    rows = [
+        [one.attempt, one.step, one.staged_digest, [[c, r.nbytes, r.sources] for c, r in one.chunks.items()]]
+        for one in list(held)[:_TOLD_MAX]
+    ]
+    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
+
+
+def read_held(body: bytes) -> list[Held]:
+    """What `tell_held` wrote; which slot it was is not in it.
+
+    Raises:
+        ProtocolError: It is not that. Never unpacks more than a limit.
+    """
+    try:
+        inflater = zlib.decompressobj()
+        raw = inflater.decompress(body, _RAW_BYTES_MAX)
+        if inflater.unconsumed_tail or not inflater.eof:
+            raise ProtocolError(
+                f"FETCHED: what the ring holds is truncated, or above {_RAW_BYTES_MAX} bytes unpacked"
+            )
+        rows = _ROWS.validate_json(raw)
+    except (zlib.error, ValidationError, RecursionError) as error:
+        raise ProtocolError(f"FETCHED: what the ring holds cannot be read: {error}") from error
+    return [
+        Held(
+            attempt,
+            step,
+            digest,
+            {
+                chunk: SlotRecord(
+                    -1, SlotState.FREE, attempt, step, chunk, nbytes, tuple(Source(*pair) for pair in pairs)
+                )
+                for chunk, nbytes, pairs in chunks
+            },
+        )
+        for attempt, step, digest, chunks in rows
+    ]

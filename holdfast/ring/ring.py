@@ -1,0 +1,442 @@
+"""The ring: a bounded pool of chunks in shared memory, owned by the flusher, filled by the stager, outliving both.
+
+    <runtime dir>/<run key>/       0700, ours (holdfast/ring/directory.py)
+        ring                       ring_chunks x chunk_bytes, touched once when it is made
+        journal                    what each slot holds (holdfast/ring/journal.py, docs/ring.md)
+        checkpoint-<attempt>-<step>.json    receiving or staged, layout digest, times of the ranks; replaced whole
+        flush-<attempt>-<step>     what the store has of it already (flusher/progress.py)
+        layout-<digest>            Layout.to_bytes()
+        flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/instance.py)
+
+The flusher makes and removes a ring; a stager or a tool attaches. Nothing here locks: each slot state has one writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.errors import ConfigError, ProtocolError
+from holdfast.image.layout import Layout
+from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
+from holdfast.ring.journal import Header, Journal, SlotRecord, SlotState, Source
+from holdfast.ring.pages import use_huge_pages
+from holdfast.sealed import seal, unseal
+
+__all__ = [
+    "CheckpointRecord",
+    "Ring",
+    "SlotRecord",
+    "SlotState",
+    "Source",
+    "checkpoint_names",
+    "read_checkpoint",
+    "read_side_file",
+]
+
+_log = logging.getLogger("holdfast.ring")
+_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{1,19})-(\d{1,19})\.json")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CRC_FIELD = "checkpoint_crc32"
+_SIDE_FILE_BYTES_MAX = 1 << 28
+_SPARE_BYTES = 16 << 20  # layouts and checkpoint files lie in the same memory
+_Whole = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class CheckpointRecord(BaseModel):
+    """What is known of one checkpoint while it is in Lv.1.
+
+    Attributes:
+        state: `receiving` until all slices are in the ring, then `staged`.
+        layout_digest: Which layout its chunks follow; the layout lies beside it.
+        record: Times and bytes of the phases so far: `{"ranks": {"0": {"saved_at_unix": ...}}, "stager": {...}}`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    version: Literal[2] = 2
+    attempt: Annotated[int, Field(ge=1, lt=2**62)]
+    step: _Whole
+    state: Literal["receiving", "staged"]
+    layout_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    record: dict[str, Any] = Field(default_factory=dict)
+
+
+class Ring:
+    """One run's ring, mapped into this process. Get one by `create` or `attach`. Slots may be used from any thread;
+    one thread at a time may change a slot's state.
+
+    Attributes:
+        directory: Where it lies.
+        chunk_bytes: Size of a slot. `ring_chunks`: how many there are.
+    """
+
+    def __init__(self, directory: Path, journal: mmap.mmap, ring_fd: int, ring_bytes: int | None) -> None:
+        self.directory = directory
+        self._journal_map = journal
+        self._journal = Journal(journal, str(directory / "journal"))
+        header = self._journal.header
+        found_bytes = ring_bytes if ring_bytes is not None else os.fstat(ring_fd).st_size
+        if found_bytes != header.ring_bytes:
+            raise ProtocolError(
+                f"{directory / 'ring'}: {found_bytes} bytes, the journal says {header.ring_bytes}"
+            )
+        self.chunk_bytes, self.ring_chunks = header.chunk_bytes, header.ring_chunks
+        # Populated at once: a first touch in the middle of a receive would run at a tenth of memory speed.
+        self._ring_map = mmap.mmap(ring_fd, header.ring_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._memory = memoryview(self._ring_map)
+        self._layouts: dict[str, Layout] = {}
+        self._stager_fd = -1
+
+    # -- making, attaching, ending -------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, directory: Path, *, chunk_bytes: int, ring_chunks: int, attempt: int) -> Ring:
+        """Make a new ring, all slots FREE, its memory touched. Flusher only.
+
+        Args:
+            directory: The run's runtime directory; made if it is not there. Must hold no ring.
+            chunk_bytes: A multiple of 4096.
+            ring_chunks: Number of slots.
+            attempt: Fencing epoch of the flusher.
+
+        Raises:
+            ConfigError: The directory is not safely ours, already holds a ring, or memory has too little room.
+        """
+        header = Header(chunk_bytes, ring_chunks, attempt).checked(f"new ring in {directory}")
+        make_private_directory(directory)
+        _check_room(directory, header.ring_bytes + header.journal_bytes + _SPARE_BYTES)
+        try:
+            ring_fd = open_private_file(directory / "ring", os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            raise ConfigError(
+                f"{directory} already holds a ring; end its flusher, or remove the directory"
+            ) from None
+        try:
+            try:
+                os.posix_fallocate(ring_fd, 0, header.ring_bytes)  # takes the pages now: no SIGBUS later
+            except OSError as error:
+                (directory / "ring").unlink()
+                raise ConfigError(
+                    f"{directory}: no {header.ring_bytes} bytes for the ring: {error.strerror}; lower ring_bytes"
+                ) from error
+            journal_fd = open_private_file(directory / "journal", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            try:
+                os.posix_fallocate(journal_fd, 0, header.journal_bytes)
+                journal = mmap.mmap(journal_fd, header.journal_bytes)
+            finally:
+                os.close(journal_fd)
+            Journal.write_header(journal, header)
+            return cls(directory, journal, ring_fd, header.ring_bytes)
+        finally:
+            os.close(ring_fd)
+
+    @classmethod
+    def attach(cls, directory: Path) -> Ring:
+        """Map a ring that a flusher made. Stager and tools, and a flusher that looks at what a dead one left.
+
+        Raises:
+            ConfigError: The directory or its files are not safely ours, or there is no ring.
+            ProtocolError: The journal is damaged.
+        """
+        try:
+            check_private_directory(directory)
+            journal_fd = open_private_file(directory / "journal", os.O_RDWR)
+            try:
+                nbytes = os.fstat(journal_fd).st_size
+                if nbytes == 0:
+                    raise ProtocolError(f"{directory / 'journal'}: empty")
+                journal = mmap.mmap(journal_fd, nbytes)
+            finally:
+                os.close(journal_fd)
+            ring_fd = open_private_file(directory / "ring", os.O_RDWR)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"no ring in {directory} ({error.filename} is missing); is its flusher running?"
+            ) from error
+        try:
+            return cls(directory, journal, ring_fd, None)
+        finally:
+            os.close(ring_fd)
+
+    def use_huge_pages(self, stopped: Callable[[], bool]) -> int:
+        """Move the ring into huge pages: what is written past the page cache from there is sooner written. Any thread.
+
+        Slots may be used meanwhile. It takes seconds for each GiB, and is done once for the life of the ring.
+
+        Args:
+            stopped: Asked often; True ends it.
+
+        Returns:
+            How many bytes lie in huge pages.
+        """
+        descriptor = open_private_file(self.directory / "ring", os.O_RDWR)
+        try:
+            return use_huge_pages(descriptor, self.ring_chunks * self.chunk_bytes, stopped)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Unmap; the ring stays where it is. Views that are still held keep their memory until they go."""
+        self.let_go()
+        self._memory.release()
+        try:
+            self._ring_map.close()
+        except BufferError:
+            _log.debug("slots of %s are still in use; unmapped when the last view goes", self.directory)
+        self._journal_map.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @staticmethod
+    def remove(directory: Path) -> None:
+        """Remove all that a ring put into `directory`, but not the directory. Flusher only."""
+        for path in directory.iterdir():
+            known = path.name in {"ring", "journal"} or path.name.startswith(
+                ("checkpoint-", "flush-", "layout-", "stager-", ".new-")
+            )
+            if known:
+                path.unlink(missing_ok=True)
+
+    # -- slots ---------------------------------------------------------------------------------------------------
+
+    @property
+    def attempt(self) -> int:
+        """The attempt whose chunks may come in."""
+        return self._journal.header.attempt
+
+    def set_attempt(self, attempt: int) -> None:
+        """Change it; flusher only, between two stagers."""
+        (self.directory / f"stager-{self.attempt}").unlink(missing_ok=True)
+        self._journal.set_attempt(attempt)
+
+    # -- who has it mapped ---------------------------------------------------------------------------------------
+
+    def hold(self, attempt: int) -> None:
+        """Show that the stager of this attempt has the ring mapped: until `let_go`, or until this process is dead.
+
+        A stager that stands still says nothing for as long as one that is dead, and may still write into its slots.
+        The kernel knows which it is: it takes the lock from the dead.
+        """
+        self.let_go()
+        self._stager_fd = open_private_file(self.directory / f"stager-{attempt}", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._stager_fd, fcntl.LOCK_SH)
+
+    def let_go(self) -> None:
+        """Take that back."""
+        fd, self._stager_fd = self._stager_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def is_held(self) -> bool:
+        """Whether the stager of the ring's attempt lives, as far as the kernel knows."""
+        try:
+            fd = open_private_file(self.directory / f"stager-{self.attempt}", os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def slot_memory(self, slot: int) -> memoryview:
+        """The `chunk_bytes` bytes of one slot: writable, page-aligned, shared with the other process."""
+        if not 0 <= slot < self.ring_chunks:
+            raise ProtocolError(f"{self.directory}: slot {slot}, the ring has {self.ring_chunks}")
+        return self._memory[slot * self.chunk_bytes : (slot + 1) * self.chunk_bytes]
+
+    def mark_filling(self, slot: int, attempt: int, step: int, chunk: int) -> None:
+        """FREE → FILLING. Stager only; before the first byte may arrive."""
+        self._journal.mark_filling(slot, attempt, step, chunk)
+
+    def mark_full(self, slot: int, sources: Sequence[tuple[int, int]], nbytes: int) -> None:
+        """FILLING → FULL with each sender's `(rank, crc32)`. Stager only; after the last byte."""
+        self._journal.mark_full(slot, sources, nbytes)
+
+    def free(self, slot: int) -> None:
+        """FULL → FREE (flusher), FILLING → FREE (stager; or flusher when the stager is gone)."""
+        self._journal.free(slot)
+
+    def state(self, slot: int) -> SlotState:
+        """State of one slot, cheaply."""
+        return self._journal.state(slot)
+
+    def record(self, slot: int) -> SlotRecord:
+        """What one slot holds. Raises `ProtocolError` naming file, record and field when it is damaged."""
+        return self._journal.record(slot)
+
+    def remains(self) -> list[SlotRecord]:
+        """Every chunk that can still be read, in slots that are FULL or were and are FREE now. Stager only.
+
+        What is read of a FREE one is right until the stager marks it FILLING.
+        """
+        found = (self._journal.remains(slot) for slot in range(self.ring_chunks))
+        return [record for record in found if record is not None]
+
+    def remains_in(self, slot: int) -> SlotRecord | None:
+        """That of one slot; None where there is nothing whole. Stager only."""
+        return self._journal.remains(slot)
+
+    def records(self) -> list[SlotRecord]:
+        """What every slot holds."""
+        return [self.record(slot) for slot in range(self.ring_chunks)]
+
+    # -- checkpoints and layouts ---------------------------------------------------------------------------------
+
+    def write_checkpoint(
+        self,
+        attempt: int,
+        step: int,
+        state: Literal["receiving", "staged"],
+        layout_digest: str,
+        record: Mapping[str, Any],
+    ) -> None:
+        """Say how far a checkpoint is; replaces what was said before, whole. Stager only."""
+        document = CheckpointRecord(
+            attempt=attempt, step=step, state=state, layout_digest=layout_digest, record=dict(record)
+        )
+        data = seal(document.model_dump_json().encode(), _CRC_FIELD)
+        self._write(f"checkpoint-{attempt}-{step}.json", data)
+
+    def checkpoint(self, attempt: int, step: int) -> CheckpointRecord | None:
+        """What is said of one checkpoint, or None. Raises `ProtocolError` when its file is damaged."""
+        return read_checkpoint(self.directory, attempt, step)
+
+    def checkpoint_names(self) -> list[tuple[int, int]]:
+        """`(attempt, step)` of all checkpoint files, oldest first; their contents are not looked at.
+
+        None, once the flusher has removed the ring: it may have ended since this process has opened it.
+        """
+        return checkpoint_names(self.directory)
+
+    def checkpoints(self) -> list[CheckpointRecord]:
+        """All checkpoints, oldest first. Raises `ProtocolError` at the first damaged file."""
+        found = (self.checkpoint(attempt, step) for attempt, step in self.checkpoint_names())
+        return [checkpoint for checkpoint in found if checkpoint is not None]
+
+    def has_progress(self, attempt: int, step: int) -> bool:
+        """Whether the flusher keeps a record of what the store has of this checkpoint."""
+        return (self.directory / f"flush-{attempt}-{step}").exists()
+
+    def remove_checkpoint(self, attempt: int, step: int) -> None:
+        """Forget a checkpoint that is durable or given up; nothing happens if it is not there."""
+        (self.directory / f"checkpoint-{attempt}-{step}.json").unlink(missing_ok=True)
+        # Last: a staged checkpoint without its record would look as if chunks had been lost.
+        (self.directory / f"flush-{attempt}-{step}").unlink(missing_ok=True)
+
+    def put_layout(self, layout: Layout) -> str:
+        """Lay a layout beside the ring and return its digest. Before the first checkpoint that uses it.
+
+        Raises:
+            ProtocolError: Its chunks are not of the ring's size.
+        """
+        self._check_layout(layout, "new layout")
+        name = f"layout-{layout.digest[:16]}"
+        if not (self.directory / name).exists():
+            self._write(name, layout.to_bytes())
+        self._layouts[layout.digest] = layout
+        return layout.digest
+
+    def layout(self, digest: str) -> Layout:
+        """The layout of that digest.
+
+        Raises:
+            ProtocolError: It is not there, not readable, or not the one named.
+        """
+        if digest not in self._layouts:
+            if not _DIGEST.fullmatch(digest):
+                raise ProtocolError(
+                    f"{self.directory}: layout digest {digest!r:.100}, expected 64 hex digits"
+                )
+            path = self.directory / f"layout-{digest[:16]}"
+            try:
+                layout = Layout.from_bytes(read_side_file(path))
+            except FileNotFoundError:
+                raise ProtocolError(f"{path}: missing, but a checkpoint names it") from None
+            if layout.digest != digest:
+                raise ProtocolError(f"{path}: digest {layout.digest}, expected {digest}")
+            self._check_layout(layout, str(path))
+            self._layouts[digest] = layout
+        return self._layouts[digest]
+
+    def _check_layout(self, layout: Layout, source: str) -> None:
+        if layout.chunk_bytes != self.chunk_bytes:
+            raise ProtocolError(
+                f"{source}: chunk_bytes {layout.chunk_bytes}, the ring has {self.chunk_bytes}"
+            )
+
+    def _write(self, name: str, data: bytes) -> None:
+        # In memory: a rename is enough, there is nothing to sync.
+        temporary = self.directory / f".new-{os.getpid()}-{name}"
+        fd = open_private_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with open(fd, "wb") as file:  # noqa: PTH123
+            file.write(data)
+        temporary.rename(self.directory / name)
+
+
+def checkpoint_names(directory: Path) -> list[tuple[int, int]]:
+    """`(attempt, step)` of all checkpoint files beside a ring, oldest first; none where the directory is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        found = (_CHECKPOINT_NAME.fullmatch(path.name) for path in directory.iterdir())
+        return sorted((int(match[1]), int(match[2])) for match in found if match)
+    return []
+
+
+def read_checkpoint(directory: Path, attempt: int, step: int) -> CheckpointRecord | None:
+    """What is said of one checkpoint beside a ring, or None. Raises `ProtocolError` when its file is damaged."""
+    path = directory / f"checkpoint-{attempt}-{step}.json"
+    try:
+        data = read_side_file(path)
+    except FileNotFoundError:
+        return None
+    body = unseal(data, _CRC_FIELD)
+    if body is None:
+        raise ProtocolError(
+            f"{path}: its CRC-32 does not hold; damaged in memory, or not written by this version"
+        )
+    try:
+        found = CheckpointRecord.model_validate_json(body)
+    except (ValidationError, RecursionError) as error:
+        raise ProtocolError(f"{path}: not a checkpoint record: {error}") from error
+    if (found.attempt, found.step) != (attempt, step):
+        raise ProtocolError(f"{path}: attempt or step inside is {found.attempt}, {found.step}")
+    return found
+
+
+def read_side_file(path: Path) -> bytes:
+    """What lies beside a ring, whole. Raises `ProtocolError` when it is too large, `FileNotFoundError`."""
+    fd = open_private_file(path, os.O_RDONLY)
+    with open(fd, "rb") as file:  # noqa: PTH123 (a descriptor, opened without following links)
+        nbytes = os.fstat(fd).st_size
+        if nbytes > _SIDE_FILE_BYTES_MAX:
+            raise ProtocolError(f"{path}: {nbytes} bytes, expected at most {_SIDE_FILE_BYTES_MAX}")
+        return file.read(_SIDE_FILE_BYTES_MAX)
+
+
+def _check_room(directory: Path, needed_bytes: int) -> None:
+    found = os.statvfs(directory)
+    free_bytes = found.f_bavail * found.f_frsize
+    if free_bytes < needed_bytes:
+        raise ConfigError(
+            f"{directory}: the ring needs {needed_bytes} bytes of memory there, {free_bytes} are free; lower "
+            "ring_bytes, make room, or give the container more shared memory (--shm-size)"
+        )

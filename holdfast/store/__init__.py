@@ -1,0 +1,127 @@
+"""Where checkpoints go: POSIX, S3 and the rest of fsspec behind one interface (`holdfast.store.base`).
+
+    open_store(url) ─► Retrying ─► PosixStore     /mnt/nfs/run, file:///mnt/nfs/run
+                               ├─► S3Store        s3://bucket/run
+                               └─► GenericStore   any other URL that fsspec knows
+
+Each has its upload (`*_upload`, over one `ledger` of parts) and says what its errors mean (`*_errors`). `names` are
+those inside a run, `ranged` is an object as a file. boto3 and fsspec are imported when a store of theirs is opened, so
+that tools on local files start quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from holdfast.errors import ConfigError
+from holdfast.store.base import ObjectInfo, Store, Upload
+
+__all__ = ["ObjectInfo", "Store", "Upload", "normalise_url", "open_store", "parts_at_once"]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//|(?=.*://))")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,62}")
+_LOCAL = ("", "file", "local")
+_S3 = ("s3", "s3a")
+
+# A disk is busy with one direct write; a second one is ready when it ends. A connection to an object store waits for
+# most of its time.
+_PARTS_LOCAL, _PARTS_S3, _PARTS_OTHER = 2, 8, 4
+
+
+def open_store(url: str) -> Store:
+    """The store of the run at `url`, with retries. Touches no network: `Store.check` does.
+
+    Args:
+        url: A local path, `file:///path`, `s3://bucket/prefix`, or any URL that an installed fsspec driver
+            takes.
+
+    Raises:
+        ConfigError: The URL is empty or malformed, holds a password, or no driver for its scheme is
+            installed.
+    """
+    from holdfast.store.retrying import Retrying
+
+    normal = normalise_url(url)
+    scheme = _scheme(normal)
+    if scheme in _LOCAL:
+        from holdfast.store.posix import PosixStore
+
+        return Retrying(PosixStore(Path(normal)))
+    if scheme in _S3:
+        from holdfast.store.s3 import S3Store
+
+        bucket, _, prefix = normal.removeprefix("s3://").partition("/")
+        return Retrying(S3Store(bucket, prefix))
+    from holdfast.store.generic import GenericStore
+
+    return Retrying(GenericStore(normal))
+
+
+def parts_at_once(url: str) -> int:
+    """How many parts of one upload are best sent at the same time to the store at `url`."""
+    scheme = _scheme(normalise_url(url))
+    if scheme in _LOCAL:
+        return _PARTS_LOCAL
+    return _PARTS_S3 if scheme in _S3 else _PARTS_OTHER
+
+
+def normalise_url(url: str) -> str:
+    """One spelling for each run: absolute paths, no `file://`, no empty parts or slash at the end.
+
+    Raises:
+        ConfigError: Empty or malformed, or it holds what may be a secret; the message then does not repeat
+            the URL.
+    """
+    if not url or "\0" in url or url != url.strip():
+        raise ConfigError(
+            "the store's URL is empty, or has a space or NUL at an end; give a path or s3://bucket/run"
+        )
+    scheme = _scheme(url)
+    if scheme == "":
+        return os.path.abspath(url)  # noqa: PTH100  (".." must go: the text is the run's identity)
+    if url[len(scheme) :].startswith("::"):
+        raise ConfigError(
+            f"the store's URL chains several file systems ({scheme!r} and more); give the URL of the last one alone"
+        )
+    try:
+        parts = urlsplit(url)
+        _refuse_secrets(
+            parts.password is not None or (scheme in _S3 and "@" in parts.netloc),
+            parts.query or parts.fragment,
+            scheme,
+        )
+    except ValueError as error:
+        raise ConfigError(f"the store's URL (scheme {scheme!r}) is malformed: {error}") from error
+    if scheme in _LOCAL:
+        if parts.netloc not in ("", "localhost"):
+            raise ConfigError(f"{url}: a file URL names a path on this machine: file:///path (three slashes)")
+        return os.path.abspath(unquote(parts.path) or "/")  # noqa: PTH100
+    inside = [part for part in parts.path.split("/") if part]
+    if any(part in (".", "..") for part in inside):
+        raise ConfigError(f"{url}: '.' and '..' have no meaning in {scheme} URLs")
+    if scheme in _S3:
+        if not _BUCKET.fullmatch(parts.netloc):
+            raise ConfigError(f"{url}: {parts.netloc!r} is no bucket name; give s3://bucket/run")
+        scheme = "s3"
+    return "/".join([f"{scheme}://{parts.netloc}", *inside])
+
+
+def _scheme(url: str) -> str:
+    match = _SCHEME.match(url)
+    return match.group(1).lower() if match else ""
+
+
+def _refuse_secrets(has_password: bool, rest: str, scheme: str) -> None:
+    if has_password:
+        raise ConfigError(
+            f"the store's URL (scheme {scheme!r}) holds credentials; URLs end up in logs and manifests: "
+            "give them by the environment, a profile or the instance's role"
+        )
+    if rest:
+        raise ConfigError(
+            f"the store's URL (scheme {scheme!r}) has a query or fragment ('?...', '#...'), which may hold a secret "
+            "and names no run; remove it"
+        )

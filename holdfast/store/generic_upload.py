@@ -1,0 +1,178 @@
+"""A big object on its way into an fsspec file system: parts as objects of their own until `publish` joins them.
+
+    .begun ─► .part-000000 ... ─► joined ─► .begun says so ─► mv to the name ─► size ─► parts and .begun away
+
+The marker `.begun` stays from the first act to the last. It holds the upload's token, and tells a resume whether
+these parts are of this upload, and whether an object of the right size under the name can be ours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from holdfast.crc import crc32 as crc32_of
+from holdfast.errors import DamageError, StoreError, StoreMissing
+from holdfast.store.parts import PartLedger
+
+if TYPE_CHECKING:
+    from holdfast.store.generic import GenericStore
+
+__all__ = ["GenericUpload"]
+
+_TOKEN_NEW = re.compile(r"new-[0-9a-f]{16}")
+
+
+class GenericUpload:
+    """One upload. `write_part` may be called from any thread.
+
+    Args:
+        store: The run.
+        path: Full path of the object.
+        temporary: Full path that its unfinished objects' names begin with.
+        nbytes: Size of the object.
+        part_bytes: Size of every part but the last.
+        token: Of an upload that another process began and that goes on here; None begins one.
+        crc32s: With `token`: CRC-32 of parts as they must be.
+
+    Raises:
+        StoreMissing: Nothing of the upload that `token` names is left.
+    """
+
+    def __init__(
+        self,
+        store: GenericStore,
+        path: str,
+        temporary: str,
+        *,
+        nbytes: int,
+        part_bytes: int,
+        token: str | None = None,
+        crc32s: Mapping[int, int] | None = None,
+    ) -> None:
+        self._store, self._path, self._temporary = store, path, temporary
+        self._ledger = PartLedger(path, nbytes=nbytes, part_bytes=part_bytes)
+        self._marker = f"{temporary}.begun"
+        self._published = False
+        if token is None:
+            # What stood under the name before is never taken for ours, should it have the same size.
+            kind = "new" if store.size_or_none(path) is None else "over"
+            self._token = f"{kind}-{secrets.token_hex(8)}"
+            self._mark(joined=False)
+        else:
+            self._token = token
+            self._resume(crc32s or {})
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of every part but the last."""
+        return self._ledger.part_bytes
+
+    @property
+    def token(self) -> str:
+        """What the marker says too."""
+        return self._token
+
+    @property
+    def published(self) -> bool:
+        """Whether the object is in place."""
+        return self._published
+
+    def written(self) -> frozenset[int]:
+        """Parts whose objects are there with their right size."""
+        return self._ledger.present()
+
+    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
+        """Write the part as an object of its own; its CRC-32 is checked here, since no driver does."""
+        with self._ledger.entry(index, buffers):
+            data = b"".join(buffers)
+            if crc32_of(data) != crc32:
+                raise DamageError(
+                    f"{self._path}: part {index} has CRC-32 {crc32_of(data):08x}, {crc32:08x} was stated; not written"
+                )
+            self._store.put(self._part(index), data)
+
+    def publish(self) -> None:
+        """Join the parts, move the result to its name, see that its size is right."""
+        if self._published:
+            return
+        self._ledger.require_complete()
+        try:
+            self._store.join([self._part(index) for index in range(self._ledger.parts)], self._temporary)
+        except StoreMissing as error:
+            raise StoreError(
+                f"{self._path}: a part was removed by another writer ({error}); begin anew", begin_anew=True
+            ) from error
+        self._mark(joined=True)
+        self._store.move(self._temporary, self._path)
+        nbytes = self._store.size_of(self._path)
+        if nbytes != self._ledger.nbytes:
+            raise StoreError(
+                f"{self._path}: has {nbytes} bytes after the move, {self._ledger.nbytes} were expected; begin anew",
+                begin_anew=True,
+            )
+        self._published = True
+        self._remove_parts()
+
+    def abort(self) -> None:
+        """Remove parts and temporary object."""
+        if self._published:
+            return
+        self._store.remove(self._temporary)
+        self._remove_parts()
+
+    def _resume(self, crc32s: Mapping[int, int]) -> None:
+        marker = self._read_marker()
+        if self._is_in_place(marker):
+            self._ledger.assume_all()
+            self._published = True
+            self._remove_parts()
+            return
+        if marker is None or marker.get("token") != self._token:
+            raise StoreMissing(
+                f"{self._path}: there is nothing to resume as {self._token[:80]!r}: "
+                f"{self._marker} is gone or of another upload; begin anew",
+                begin_anew=True,
+            )
+        self._ledger.assume(
+            index for index in range(self._ledger.parts) if self._is_there(index, crc32s.get(index))
+        )
+
+    def _is_in_place(self, marker: Mapping[str, object] | None) -> bool:
+        if self._store.size_or_none(self._path) != self._ledger.nbytes:
+            return False
+        if marker is None:  # it goes last; and nothing stood under the name before
+            return _TOKEN_NEW.fullmatch(self._token) is not None
+        joined = marker.get("token") == self._token and marker.get("joined") is True
+        return joined and self._store.size_or_none(self._temporary) is None
+
+    def _is_there(self, index: int, crc32: int | None) -> bool:
+        part = self._part(index)
+        if self._store.size_or_none(part) != self._ledger.place(index).nbytes:
+            return False
+        return crc32 is None or crc32_of(self._store.get(part)) == crc32
+
+    def _mark(self, *, joined: bool) -> None:
+        self._store.put(self._marker, json.dumps({"token": self._token, "joined": joined}).encode())
+
+    def _read_marker(self) -> dict[str, object] | None:
+        """What the marker says; None if there is none, empty if it is not readable."""
+        try:
+            marker = json.loads(self._store.get(self._marker))
+        except StoreMissing:
+            return None
+        except (ValueError, RecursionError):
+            return {}
+        return marker if isinstance(marker, dict) else {}
+
+    def _remove_parts(self) -> None:
+        self._ledger.close()
+        for index in range(self._ledger.parts):
+            self._store.remove(self._part(index))
+        self._store.remove(self._marker)
+
+    def _part(self, index: int) -> str:
+        return f"{self._temporary}.part-{index:06d}"

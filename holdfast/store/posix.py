@@ -1,0 +1,258 @@
+"""A run in a directory: local disk, NFS, EFS, Lustre.
+
+    begin ─► .holdfast/tmp/<write-id>-<name>, room reserved ─► parts (O_DIRECT) ─► count ─► fsync ─► rename
+          ─► fsync of the directory
+      └── into the room of a retired file (posix_room)
+    resume ─► the same inode, by either name, goes on
+
+The rename is the one visible act. Nothing else relies on the page cache: parts go past it where the file
+system and the buffers allow (aligned addresses, offsets and sizes), which is several times faster and leaves
+the cache to the training.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from holdfast.errors import DamageError
+from holdfast.store.base import ObjectInfo
+from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
+from holdfast.store.posix_errors import is_full, translated
+from holdfast.store.posix_io import make_directories, read_whole, sync_directory, write_all
+from holdfast.store.posix_reuse import SpareRoom
+from holdfast.store.posix_upload import PosixUpload
+
+__all__ = ["PosixStore"]
+
+_REQUEST_BYTES = 4 << 20
+
+
+class PosixStore:
+    """A directory as a store. All methods may be called from any thread.
+
+    Args:
+        root: The run's directory; it need not exist yet.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = Path(os.path.abspath(root))  # noqa: PTH100  (Path.absolute keeps "..")
+        self._room = SpareRoom(self._root)
+
+    def close(self) -> None:
+        """Remove what was kept for its room."""
+        with translated("clear", self._root):
+            self._room.drop()
+
+    @property
+    def url(self) -> str:
+        """The absolute path."""
+        return str(self._root)
+
+    @property
+    def request_bytes(self) -> int:
+        """4 MiB: a few of them in flight are enough for a disk."""
+        return _REQUEST_BYTES
+
+    def check(self, *, write: bool) -> None:
+        """See that the directory can be read, and with `write` that it can be made, written, read back and
+        cleaned.
+
+        A directory that does not exist yet is a new run: fine to read, and made by `write`.
+        """
+        with translated("read", self._root):
+            place = next(place for place in (self._root, *self._root.parents) if place.exists())
+            os.listdir(place)  # noqa: PTH208  (only to see that it answers)
+        if not write:
+            return
+        name, data = f"check-{secrets.token_hex(8)}", b"holdfast check\n"
+        with translated("write in", self._root, needed_bytes=len(data)):
+            temporary = self._write_temporary(name, data)
+            try:
+                back = temporary.read_bytes()
+            finally:
+                temporary.unlink()
+        if back != data:
+            raise DamageError(
+                f"{temporary}: gave back other bytes than were written; see to the disk before training on it"
+            )
+
+    def list(self) -> list[ObjectInfo]:
+        """All visible files, sorted by name."""
+        found: list[ObjectInfo] = []
+
+        def stop(error: OSError) -> None:
+            raise error
+
+        with translated("list", self._root):
+            if not self._root.exists():
+                return []
+            if not self._root.is_dir():
+                raise NotADirectoryError(20, "Not a directory", str(self._root))
+            for directory, below, files in os.walk(self._root, onerror=stop):
+                inside = Path(directory).relative_to(self._root)
+                if (inside / "_").as_posix().startswith(TEMPORARY):
+                    below.clear()
+                    continue
+                for file in files:
+                    try:
+                        status = (Path(directory) / file).stat()
+                    except FileNotFoundError:
+                        continue  # deleted while we looked
+                    if stat.S_ISREG(status.st_mode):
+                        found.append(ObjectInfo((inside / file).as_posix(), status.st_size))
+        return sorted(found)
+
+    def size(self, name: str) -> int:
+        """Size of a file in bytes."""
+        path = self._path(name)
+        with translated("read", path):
+            return path.stat().st_size
+
+    def read(self, name: str) -> bytes:
+        """The whole of a small file."""
+        path = self._path(name)
+        with translated("read", path):
+            return path.read_bytes()
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset`; page-aligned ones go past the page cache."""
+        path, view = self._path(name), buffer.cast("B")
+        with translated("read", path):
+            if read_whole(path, offset, view) < view.nbytes:
+                raise DamageError(
+                    f"{path}: ends at byte {path.stat().st_size}, but bytes {offset} to "
+                    f"{offset + view.nbytes} were expected; the file is truncated, take another checkpoint"
+                )
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file: temporary name, fsync, rename, fsync of the directory."""
+        path = self._path(name)
+        temporary = self._prepare(path, name, data)
+        with translated("write", path, needed_bytes=len(data), missing_is="swept"):
+            try:
+                temporary.rename(path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            sync_directory(path.parent)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file only if there is none: a hard link to the finished temporary file, which is
+        atomic.
+        """
+        path = self._path(name)
+        temporary = self._prepare(path, name, data)
+        with translated("create", path, needed_bytes=len(data), missing_is="swept"):
+            try:
+                path.hardlink_to(temporary)
+                created = True
+            except FileExistsError:
+                # NFS may lose the answer of a link that was made: then the file has two names by now, and one
+                # is ours.
+                created = temporary.stat().st_nlink == 2
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync_directory(path.parent)
+        return created
+
+    def delete(self, name: str) -> None:
+        """Remove a file, durably."""
+        path = self._path(name)
+        with translated("delete", path):
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            sync_directory(path.parent)
+
+    def retire(self, name: str) -> None:
+        """Remove a file, durably; the next upload may get its room."""
+        path = self._path(name)
+        with translated("delete", path):
+            kept = self._room.keep(path)
+        if not kept:
+            self.delete(name)
+
+    def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> PosixUpload:
+        """Start a big file; its room is reserved before the first byte is sent."""
+        return PosixUpload(
+            path=self._path(name),
+            temporary=self._root / temporary_name(write_id, name),
+            nbytes=nbytes,
+            part_bytes=chunk_bytes,
+            room=self._room,
+        )
+
+    def resume(
+        self,
+        name: str,
+        *,
+        nbytes: int,
+        chunk_bytes: int,  # noqa: ARG002
+        part_bytes: int,
+        write_id: str,
+        token: str,
+        crc32s: Mapping[int, int] | None = None,  # noqa: ARG002
+    ) -> PosixUpload:
+        """Go on with a file; which of its parts were written, only the caller's own record knows."""
+        return PosixUpload(
+            path=self._path(name),
+            temporary=self._root / temporary_name(write_id, name),
+            nbytes=nbytes,
+            part_bytes=part_bytes,
+            token=token,
+        )
+
+    def sweep(self, keep: Keep = ()) -> builtins.list[str]:
+        """Remove temporary files."""
+        removed = []
+        directory = self._root / TEMPORARY
+        with translated("sweep", directory):
+            try:
+                entries = sorted(directory.iterdir())
+            except FileNotFoundError:
+                return []
+            for entry in entries:
+                if is_kept(f"{TEMPORARY}{entry.name}", keep):
+                    continue
+                try:
+                    size_bytes = entry.lstat().st_size
+                    entry.unlink()
+                except FileNotFoundError:
+                    continue
+                removed.append(f"temporary file {entry} ({size_bytes} bytes)")
+            sync_directory(directory)
+        return removed
+
+    def _path(self, name: str) -> Path:
+        return self._root / check_name(name)
+
+    def _prepare(self, path: Path, name: str, data: bytes) -> Path:
+        """The finished temporary file for a small file, and the directory that it will stand in."""
+        with translated("write", path, needed_bytes=len(data)):
+            make_directories(path.parent)
+            try:
+                return self._write_temporary(name, data)
+            except OSError as error:
+                if not is_full(error) or not self._room.drop():
+                    raise
+                return self._write_temporary(name, data)
+
+    def _write_temporary(self, name: str, data: bytes) -> Path:
+        temporary = self._root / temporary_name(f"small.{secrets.token_hex(8)}", name)
+        make_directories(temporary.parent)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(descriptor, memoryview(data), 0)
+            os.fsync(descriptor)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        return temporary

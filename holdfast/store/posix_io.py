@@ -1,0 +1,176 @@
+"""The calls under a big file: whole writes, durable directories, room that is there, reads past the page cache.
+
+reserve ─► open_direct ─► write_all | write_in_order ─► (fsync, rename: posix_upload) ─► sync_directory
+read_whole: whole pages directly, the rest of the last one by the page cache
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.errors import StoreError
+from holdfast.store.posix_errors import free_bytes, no_room
+
+__all__ = [
+    "PAGE_BYTES",
+    "is_aligned",
+    "make_directories",
+    "open_direct",
+    "read_whole",
+    "reserve",
+    "sync_directory",
+    "whole_pages",
+    "write_all",
+    "write_in_order",
+]
+
+PAGE_BYTES = 4096
+_BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def whole_pages(nbytes: int) -> int:
+    """`nbytes` rounded up: the size of a file while it is written, for its last page is written whole."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    """`pwrite` until every byte is taken."""
+    done = 0
+    while done < view.nbytes:
+        done += os.pwrite(descriptor, view[done:], offset + done)
+
+
+def make_directories(directory: Path) -> None:
+    """Make a directory and its parents, durably: a synced file in a directory that vanishes is gone too."""
+    missing = [place for place in (directory, *directory.parents) if not place.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # some file systems, such as /proc, say this where they mean never
+        raise StoreError(
+            f"cannot make {directory}: its file system takes no directories; choose another path"
+        ) from error
+    for place in missing:
+        sync_directory(place.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if (
+            error.errno != errno.EINVAL
+        ):  # some FUSE file systems have no sync of directories; nothing more can be done there
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_in_order(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
+    """Write the views back to back from `offset`."""
+    for view in views:
+        write_all(descriptor, view, offset)
+        offset += view.nbytes
+
+
+def open_direct(path: Path) -> int:
+    """A second descriptor for writes past the page cache, or -1 where the file system has none."""
+    if not _DIRECT:
+        return -1
+    try:
+        return os.open(path, os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        return -1
+
+
+def is_aligned(views: Sequence[memoryview], offset: int) -> bool:
+    """Whether the views can go past the page cache: whole pages, but for the end of the last one."""
+    for view in views[:-1]:
+        if view.nbytes % PAGE_BYTES:
+            return False
+    return offset % PAGE_BYTES == 0 and all(_address(view) % PAGE_BYTES == 0 for view in views)
+
+
+def _address(view: memoryview) -> int:
+    import numpy as np  # the one way to the address of a read-only buffer
+
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def read_whole(path: Path, offset: int, view: memoryview) -> int:
+    """Fill `view` with the bytes of a file from `offset`; returns how many there are.
+
+    Whole pages into page-aligned memory go past the page cache where the file system can do that: what is read once
+    need not push out what is read often, and the copy from the cache is spared.
+    """
+    direct_bytes = view.nbytes // PAGE_BYTES * PAGE_BYTES if is_aligned([view], offset) else 0
+    descriptor = _open_for_reading(path, direct=direct_bytes > 0)
+    try:
+        done = 0
+        if direct_bytes and fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
+            done = _read_direct(descriptor, view[:direct_bytes], offset)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT)
+        while done < view.nbytes:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+    finally:
+        os.close(descriptor)
+    return done
+
+
+def _open_for_reading(path: Path, *, direct: bool) -> int:
+    if direct and _DIRECT:
+        try:
+            return os.open(path, os.O_RDONLY | _DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _read_direct(descriptor: int, view: memoryview, offset: int) -> int:
+    """As far as whole pages go: a file may end within one, and some file systems take the flag, but not the read."""
+    done = 0
+    while done < view.nbytes:
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            break
+        done += count
+        if count == 0 or count % PAGE_BYTES:
+            break
+    return done
+
+
+def reserve(descriptor: int, path: Path, nbytes: int) -> None:
+    """Reserve room for the whole file, or refuse it now.
+
+    Not `os.posix_fallocate`: where the file system cannot reserve, as NFS before 4.2, glibc imitates it by
+    writing into every block, which takes as long as the checkpoint itself. There a look at the free room must
+    do. The file gets its size in any case: one that is taken up again is known by it.
+    """
+    free, held_bytes = free_bytes(path), os.fstat(descriptor).st_blocks * _BLOCK_BYTES
+    if free is not None and free < nbytes - held_bytes:
+        raise no_room(path, needed_bytes=nbytes, cause="the file system is too full")
+    os.ftruncate(descriptor, whole_pages(nbytes))
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None:
+        return
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(descriptor, 0, 0, whole_pages(nbytes)) != 0:
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(number, os.strerror(number))

@@ -1,0 +1,344 @@
+"""A big file on its way into a directory, written past the page cache.
+
+    begin ─► room reserved ─► parts ─► cut to size ─► fsync ─► rename ─► fsync of the directory ─► published
+                 └── resume: the same inode, under its temporary name or already under its own ──┘
+
+Room is reserved first, so that a full disk is found before hours of training rest on it. Parts are written
+with O_DIRECT where address, offset and size are multiples of 4096 bytes; the tail of the file goes through
+one padded page, and the file is cut to its exact size at the end. Whatever does not fit that is written the
+ordinary way into the same file.
+
+An error of a direct write tells of these very bytes: they can be written again. One of a write through the
+page cache may tell, once and to nobody else, of bytes that an earlier call took: after EIO or ESTALE there
+nothing in the file can be trusted.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import re
+import stat
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from holdfast.errors import StoreError, StoreMissing
+from holdfast.faultpoint import Point, reach
+from holdfast.store.parts import PartLedger
+from holdfast.store.posix_errors import translated
+from holdfast.store.posix_io import (
+    PAGE_BYTES,
+    is_aligned,
+    make_directories,
+    open_direct,
+    reserve,
+    sync_directory,
+    whole_pages,
+    write_all,
+    write_in_order,
+)
+from holdfast.store.posix_reuse import SpareRoom
+
+__all__ = ["PosixUpload"]
+
+_log = logging.getLogger("holdfast.storage.posix")
+
+_TOKEN = re.compile(r"inode-([0-9]{1,20})")
+
+
+class PosixUpload:
+    """Upload to a temporary file; `publish` renames it. `write_part` may be called from any thread.
+
+    Args:
+        path: Where the file will stand.
+        temporary: Where it is written; on the same file system.
+        nbytes: Size of the file.
+        part_bytes: Size of a part.
+        token: Of an upload that another process began and that goes on here; None begins one.
+        room: Of a retired file, which a new upload may use.
+
+    Raises:
+        StoreMissing: Nothing of the upload that `token` names is left.
+        StoreError: No room (needed and free bytes in the message), no permission.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: Path,
+        temporary: Path,
+        nbytes: int,
+        part_bytes: int,
+        token: str | None = None,
+        room: SpareRoom | None = None,
+    ) -> None:
+        self._ledger = PartLedger(str(path), nbytes=nbytes, part_bytes=part_bytes)
+        self._path, self._temporary = path, temporary
+        self._published = self._went_through_cache = False
+        self._failure: StoreError | None = None
+        self._file = self._direct = self._inode = -1
+        self._closing = threading.Lock()
+        if token is None:
+            self._begin(room)
+        else:
+            self._resume(token)
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of every part but the last."""
+        return self._ledger.part_bytes
+
+    @property
+    def token(self) -> str:
+        """The inode of the temporary file, which the rename keeps.
+
+        Without the device: NFS gets another number at each mount, and the write-id is part of the name anyway.
+        """
+        return f"inode-{self._inode}"
+
+    @property
+    def published(self) -> bool:
+        """Whether the file has its name, durably."""
+        return self._published
+
+    def written(self) -> frozenset[int]:
+        """Parts that are not known to be missing: a file that is taken up again does not tell which it has."""
+        return self._ledger.present()
+
+    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
+        """Write a part to its place. The buffers' bytes are what is read back later; the file system checks
+        no CRC.
+        """
+        if self._failure is not None:
+            raise self._failure
+        views = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        try:
+            with (
+                self._ledger.entry(index, buffers) as part,
+                translated("write", self._path, needed_bytes=part.nbytes),
+            ):
+                try:
+                    if self._direct >= 0 and is_aligned(views, part.offset):
+                        self._write_direct(views, part.offset)
+                    else:
+                        self._write_cached(views, part.offset)
+                except OSError as error:
+                    self._judge(error)
+                    raise
+        finally:
+            # An abort while this part was under way left the closing to us: closing a descriptor under a
+            # writer would let its number be reused, and the bytes land in another file.
+            if self._ledger.is_closed_and_idle():
+                self._close()
+
+    def publish(self) -> None:
+        """Count, sync, rename, sync the directory, and see that the name now leads to this very file.
+
+        A failed sync is final: after it the kernel may call lost pages clean, and a second sync would succeed
+        on a file with holes. The upload must be begun anew then.
+        """
+        if self._published:
+            return
+        if self._failure is not None:
+            raise self._failure
+        self._ledger.require_complete()
+        nbytes = self._ledger.nbytes
+        with translated("publish", self._path, needed_bytes=nbytes, missing_is="lost"):
+            self._sync(nbytes)
+            size_bytes = os.fstat(self._file).st_size
+            if size_bytes != nbytes:
+                self._fail(f"has {size_bytes} bytes after sync, {nbytes} were expected; begin anew")
+            try:
+                self._temporary.rename(self._path)
+            except FileNotFoundError:
+                # NFS may lose the answer of a rename that was done; the look at the name below decides.
+                _log.warning(
+                    "%s: its temporary file is gone, seeing whether it was renamed already", self._path
+                )
+            reach(Point.FILE_NAMED)
+            self._require_named()
+            sync_directory(self._path.parent)
+        self._published = True
+        self._finish()
+
+    def abort(self) -> None:
+        """Remove the temporary file."""
+        if self._published:
+            return
+        self._finish()
+        with translated("abort", self._temporary):
+            self._temporary.unlink(missing_ok=True)
+
+    def _begin(self, room: SpareRoom | None) -> None:
+        with translated("begin", self._path, needed_bytes=self._ledger.nbytes):
+            make_directories(self._path.parent)
+            make_directories(self._temporary.parent)
+            self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                if room is not None:
+                    self._file = room.take(self._temporary, self._file)
+                reserve(self._file, self._path, self._ledger.nbytes)
+                self._direct = open_direct(self._temporary)
+                self._inode = os.fstat(self._file).st_ino
+            except BaseException:
+                self._close()
+                self._temporary.unlink(missing_ok=True)
+                raise
+
+    def _resume(self, token: str) -> None:
+        """Take up what a dead process left, under its temporary name or, if it came so far, under its own.
+
+        Nothing is truncated, and no room is asked for: what was reserved belongs to the file.
+        """
+        match, nbytes = _TOKEN.fullmatch(token), self._ledger.nbytes
+        self._inode = int(match[1]) if match else -1
+        with translated("resume", self._path):
+            unfinished, named = _look(self._temporary), _look(self._path)
+            if _is_file(unfinished, self._inode, {nbytes, whole_pages(nbytes)}):
+                self._file, self._direct = self._open_again()
+            elif _is_file(named, self._inode, {nbytes}):
+                # Whether the rename is durable died with the process that did it.
+                sync_directory(self._path.parent)
+                self._published = True
+                self._ledger.close()
+            else:
+                raise StoreMissing(
+                    f"{self._path}: there is nothing to resume as {token[:80]!r} ({nbytes} bytes): at "
+                    f"{self._temporary} {_described(unfinished)}, at its own name {_described(named)}; begin anew",
+                    begin_anew=True,
+                )
+        self._ledger.assume_all()
+
+    def _open_again(self) -> tuple[int, int]:
+        """Both descriptors of the temporary file that is there, if it is ours."""
+        file = os.open(self._temporary, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(file).st_ino != self._inode:
+                raise StoreMissing(
+                    f"{self._temporary}: another file stands there now; two writers use this run, begin anew",
+                    begin_anew=True,
+                )
+            return file, open_direct(self._temporary)
+        except BaseException:
+            os.close(file)
+            raise
+
+    def _write_direct(self, views: Sequence[memoryview], offset: int) -> None:
+        start = offset
+        try:
+            for view in views:
+                whole = view.nbytes // PAGE_BYTES * PAGE_BYTES
+                write_all(self._direct, view[:whole], offset)
+                if whole < view.nbytes:
+                    # A page of our own: aligned, and zero behind the tail, which is cut off at publish.
+                    with mmap.mmap(-1, PAGE_BYTES) as page:
+                        page[: view.nbytes - whole] = view[whole:]
+                        os.pwrite(self._direct, page, offset + whole)
+                offset += view.nbytes
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # Some file systems open with O_DIRECT and refuse the write, or want a larger alignment.
+            _log.info("%s: direct write refused, this part goes through the page cache", self._path)
+            self._write_cached(views, start)
+
+    def _write_cached(self, views: Sequence[memoryview], offset: int) -> None:
+        self._went_through_cache = True
+        write_in_order(self._file, views, offset)
+
+    def _judge(self, error: OSError) -> None:
+        """See whether an error of a write costs more than this write."""
+        if error.errno not in (errno.EIO, errno.ESTALE):
+            return
+        if self._went_through_cache:
+            self._fail(
+                f"writing through the page cache failed ({error.strerror}), and may tell of earlier bytes; begin anew",
+                error,
+            )
+        if error.errno == errno.ESTALE:
+            self._reopen(error)
+
+    def _reopen(self, cause: OSError) -> None:
+        """The server does not know our handle any more (it was started again, or the file is gone): take a new one.
+
+        The numbers of the descriptors stay: other threads are writing through them.
+        """
+        try:
+            file, direct = self._open_again()
+        except (FileNotFoundError, StoreMissing):
+            self._fail(
+                "its temporary file was removed by another writer, and the bytes with it; begin anew", cause
+            )
+        with self._closing:
+            for new, old in ((file, self._file), (direct, self._direct)):
+                if new >= 0 and old >= 0:
+                    os.dup2(new, old, inheritable=False)
+        for new in (file, direct):
+            if new >= 0:
+                os.close(new)
+        _log.warning("%s: the file's handle was stale, it is opened anew", self._path)
+
+    def _sync(self, nbytes: int) -> None:
+        # Unlike a failed sync, a failed cut loses nothing: whatever forbade it can be mended.
+        os.ftruncate(self._file, nbytes)
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self._fail(f"sync failed ({error.strerror}); what was written may be lost, begin anew", error)
+        # Whatever went through the page cache leaves it: the read-back must come from the disk.
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _require_named(self) -> None:
+        there = _look(self._path)
+        if there is None:
+            self._fail("its temporary file was removed by another writer, and the bytes with it; begin anew")
+        mine = os.fstat(self._file)
+        if (there.st_dev, there.st_ino, there.st_size) != (mine.st_dev, mine.st_ino, self._ledger.nbytes):
+            self._fail("another file stands there after the rename; two writers use this run, begin anew")
+
+    def _fail(self, why: str, cause: OSError | None = None) -> NoReturn:
+        """Give this upload up for good, also for whoever would resume it: the next sync of this file may succeed."""
+        self._failure = StoreError(f"{self._path}: {why}", begin_anew=True)
+        try:
+            if _is_file(_look(self._temporary), self._inode, None):
+                self._temporary.unlink()
+        except OSError as error:
+            _log.warning("%s cannot be removed (%s); the next sweep takes it", self._temporary, error)
+        raise self._failure from cause
+
+    def _finish(self) -> None:
+        if self._ledger.close():
+            self._close()
+
+    def _close(self) -> None:
+        with self._closing:
+            direct, self._direct = self._direct, -1
+            file, self._file = self._file, -1
+        for descriptor in (direct, file):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _look(path: Path) -> os.stat_result | None:
+    """What stands at `path`, without following a link; None for nothing."""
+    try:
+        return path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_file(status: os.stat_result | None, inode: int, sizes_bytes: set[int] | None) -> bool:
+    return (
+        status is not None
+        and stat.S_ISREG(status.st_mode)
+        and status.st_ino == inode
+        and (sizes_bytes is None or status.st_size in sizes_bytes)
+    )
+
+
+def _described(status: os.stat_result | None) -> str:
+    return "there is nothing" if status is None else f"stands inode {status.st_ino} of {status.st_size} bytes"

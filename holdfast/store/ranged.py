@@ -1,0 +1,70 @@
+"""A stored object as a read-only file: what `zipfile` and `torch.load` want, over `Store.read_into`.
+
+Each read becomes one ranged read of just the bytes asked for; wrap it in `io.BufferedReader` for many small
+ones.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import TYPE_CHECKING
+
+from holdfast.store.base import Store
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+__all__ = ["RangedFile"]
+
+
+class RangedFile(io.RawIOBase):
+    """Seekable and read-only. Has a position, so each thread takes its own.
+
+    Args:
+        store: The run.
+        name: The object.
+        nbytes: Its size in bytes if known; else the store is asked.
+
+    Raises:
+        StoreMissing: There is no such object.
+    """
+
+    def __init__(self, store: Store, name: str, nbytes: int | None = None) -> None:
+        super().__init__()
+        self._store = store
+        self.name = name
+        self._nbytes = store.size(name) if nbytes is None else nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """Position in bytes from the start."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move; beyond the end is allowed, as in any file, and reads nothing there."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}.get(whence)
+        if base is None:
+            raise ValueError(f"whence must be 0, 1 or 2, got {whence}")
+        if base + offset < 0:
+            raise ValueError(f"{self.name}: seek to {base + offset}, before the start")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill `buffer` as far as the object goes. Raises what `Store.read_into` does."""
+        with memoryview(buffer) as view, view.cast("B") as whole:
+            nbytes = max(0, min(whole.nbytes, self._nbytes - self._position))
+            if nbytes:
+                with whole[:nbytes] as target:
+                    self._store.read_into(self.name, self._position, target)
+            self._position += nbytes
+            return nbytes

@@ -1,0 +1,293 @@
+"""A big object on its way into S3: one multipart upload.
+
+    Create ─► UploadPart ... ─► Complete ─► HEAD: ours ─► published
+                 └── resume: HEAD: ours? else ListParts, then the parts that are missing
+
+Every part carries the CRC-32 that the flusher computed, so a flipped bit is refused by the server. `publish`
+trusts no answer: after Complete, or after its answer was lost, HEAD must show our size and our write-id, else
+the object is not ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, cast
+
+from holdfast.errors import StoreError, StoreMissing
+from holdfast.faultpoint import Point, reach
+from holdfast.store.body import ViewsBody
+from holdfast.store.parts import PartLedger
+from holdfast.store.s3_client import crc_header
+from holdfast.store.s3_errors import translated
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.type_defs import CompletedPartTypeDef, PartTypeDef
+
+    from holdfast.store.s3 import S3Store
+
+__all__ = ["S3Upload", "part_bytes_for"]
+
+_log = logging.getLogger("holdfast.storage.s3")
+
+_WRITE_ID = "holdfast-write-id"
+_PARTS_MAX = 10_000
+_PART_BYTES_MIN = 5 << 20
+_PART_BYTES_MAX = 5 << 30
+_PARTS_WANTED = 32  # four for each of eight connections, so that they end at nearly the same time
+_PART_BYTES_WANTED_MAX = 64 << 20  # above, what a request costs by itself no longer shows
+_PART_CHUNKS_WANTED_MAX = 4  # a part waits in the ring until it is whole, and the least ring has eight chunks
+_IDLE_SECONDS_MAX = 300.0
+_ENDINGS_MAX = 6
+
+
+def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
+    """How large the parts of an image of `nbytes` are: a multiple of `chunk_bytes`.
+
+    As many parts as keep all connections busy to the end, in few requests: a 32nd of the image, but at most 64 MiB and
+    four chunks. Beyond that only as much as S3 asks for: at least 5 MiB, and at most 10,000 parts.
+
+    Raises:
+        StoreError: Not even 5 GiB parts would do, or a size is not positive.
+    """
+    if nbytes <= 0 or chunk_bytes <= 0:
+        raise StoreError(f"cannot upload {nbytes} bytes in chunks of {chunk_bytes}; both must be at least 1")
+    least = max(_PART_BYTES_MIN, -(-nbytes // _PARTS_MAX))
+    least_chunks = -(-least // chunk_bytes)
+    wanted_chunks = min(nbytes // _PARTS_WANTED, _PART_BYTES_WANTED_MAX) // chunk_bytes
+    part_bytes = max(least_chunks, min(wanted_chunks, _PART_CHUNKS_WANTED_MAX)) * chunk_bytes
+    if part_bytes > _PART_BYTES_MAX:
+        raise StoreError(
+            f"{nbytes} bytes in chunks of {chunk_bytes} need parts of {part_bytes} bytes; S3 takes at most "
+            f"{_PARTS_MAX} parts of {_PART_BYTES_MAX} bytes"
+        )
+    return part_bytes
+
+
+class S3Upload:
+    """One multipart upload. `write_part` may be called from any thread.
+
+    Args:
+        store: The run.
+        key: Key of the object.
+        record: Key of the record that names this upload for a sweep.
+        nbytes: Size of the object.
+        part_bytes: Size of every part but the last; from `part_bytes_for`.
+        write_id: Kept as metadata of the object; tells it from another writer's.
+        token: Upload id of an upload that another process began and that goes on here; None begins one.
+        crc32s: With `token`: CRC-32 of parts as they must be.
+
+    Raises:
+        StoreMissing: The server knows nothing of the upload that `token` names.
+    """
+
+    def __init__(
+        self,
+        store: S3Store,
+        key: str,
+        *,
+        record: str,
+        nbytes: int,
+        part_bytes: int,
+        write_id: str,
+        token: str | None = None,
+        crc32s: Mapping[int, int] | None = None,
+    ) -> None:
+        self._store, self._key, self._record, self._write_id = store, key, record, write_id
+        self._bucket = store.bucket
+        self._name = f"s3://{self._bucket}/{key}"
+        self._ledger = PartLedger(self._name, nbytes=nbytes, part_bytes=part_bytes)
+        self._sent: dict[int, CompletedPartTypeDef] = {}
+        self._noting = threading.Lock()
+        self._completed = self._published = self._ended = False
+        self._endings = 0
+        self._resumed = token is not None
+        if token is None:
+            self._upload_id = self._begin()
+        else:
+            self._upload_id = token
+            self._resume(crc32s or {})
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of every part but the last."""
+        return self._ledger.part_bytes
+
+    @property
+    def token(self) -> str:
+        """The server's upload id."""
+        return self._upload_id
+
+    @property
+    def published(self) -> bool:
+        """Whether the object was seen to be ours."""
+        return self._published
+
+    def written(self) -> frozenset[int]:
+        """Parts that the server has confirmed, by its answer or in its list."""
+        return self._ledger.present()
+
+    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
+        """Send a part; the server refuses it if its bytes do not have this CRC-32."""
+        with self._ledger.entry(index, buffers), translated(f"send part {index} of", self._name):
+            answer = self._store.client.upload_part(
+                Bucket=self._bucket,
+                Key=self._key,
+                UploadId=self._upload_id,
+                PartNumber=index + 1,
+                Body=cast(IO[bytes], ViewsBody(buffers)),
+                ChecksumCRC32=crc_header(crc32),
+            )
+            with self._noting:
+                # AWS wants the CRC of every part once more at the end, or it refuses to complete.
+                self._sent[index] = {
+                    "PartNumber": index + 1,
+                    "ETag": answer["ETag"],
+                    "ChecksumCRC32": crc_header(crc32),
+                }
+
+    def publish(self) -> None:
+        """Complete the upload and see by HEAD that the object is ours. May be called again after a retriable
+        error.
+        """
+        if self._published:
+            self._end()
+            return
+        self._ledger.require_complete()
+        if not self._completed:
+            try:
+                self._complete()
+            except StoreError as error:
+                # The answer may have been lost after the deed: then the upload is unknown, and the object
+                # stands there.
+                if not self._is_ours():
+                    raise
+                _log.info("%s: completed, though its answer was lost (%s)", self._name, error)
+            self._completed = True
+            reach(Point.FILE_NAMED)
+        if not self._is_ours():
+            raise StoreError(
+                f"{self._name}: completed, but what stands there is not this write (size or write-id differ); "
+                "the server is late, or two writers use this run; begin anew",
+                retriable=True,
+                begin_anew=True,
+            )
+        self._published = True
+        self._end()
+
+    def abort(self) -> None:
+        """Abort the upload. Waits for parts under way first: S3 keeps, and bills, a part that arrives after
+        the abort.
+        """
+        if self._published:
+            return
+        self._ledger.close()
+        if not self._ledger.wait_idle(_IDLE_SECONDS_MAX):
+            _log.warning("%s: aborting while a part is still being sent", self._name)
+        try:
+            self._store.abort_uploads(self._key, only=self._upload_id)
+        except StoreError:
+            self._store.note_stray(self._key)
+            raise
+        self._end()
+
+    def _begin(self) -> str:
+        try:
+            with translated("begin upload of", self._name):
+                return self._store.client.create_multipart_upload(
+                    Bucket=self._bucket,
+                    Key=self._key,
+                    Metadata={_WRITE_ID: self._write_id},
+                    ChecksumAlgorithm="CRC32",
+                )["UploadId"]
+        except StoreError:
+            self._store.note_stray(self._key)
+            raise
+
+    def _resume(self, crc32s: Mapping[int, int]) -> None:
+        """See what the server has: the whole object, or parts of it.
+
+        The object first: the dead process may have completed it without hearing so. And once more when the upload
+        is unknown, for its Complete may have been at work between the two questions.
+        """
+        if not self._is_ours():
+            try:
+                listed = self._store.list_parts(self._key, self._upload_id)
+            except StoreMissing as error:
+                if not self._is_ours():
+                    raise StoreMissing(
+                        f"{self._name}: there is nothing to resume as upload {self._upload_id[:80]!r}: the server "
+                        "knows no such upload (a lifecycle rule, a sweep or a second writer aborted it), and the "
+                        "object is not this write; begin anew",
+                        begin_anew=True,
+                    ) from error
+            else:
+                self._take_over(listed, crc32s)
+                return
+        self._ledger.assume_all()
+        self._completed = self._published = True
+        self._end()
+
+    def _take_over(self, listed: Sequence[PartTypeDef], crc32s: Mapping[int, int]) -> None:
+        for part in listed:
+            index = part["PartNumber"] - 1
+            if not 0 <= index < self._ledger.parts:
+                continue
+            expected_bytes, crc32 = self._ledger.place(index).nbytes, crc32s.get(index)
+            expected = part.get("ChecksumCRC32") if crc32 is None else crc_header(crc32)
+            if part["Size"] != expected_bytes or part.get("ChecksumCRC32", expected) != expected:
+                _log.warning(
+                    "%s: part %d at the server has %d bytes and CRC-32 %s, expected %d and %s; it does not count",
+                    self._name,
+                    index,
+                    part["Size"],
+                    part.get("ChecksumCRC32", "unknown"),
+                    expected_bytes,
+                    expected or "any",
+                )
+                continue
+            self._sent[index] = {"PartNumber": index + 1, "ETag": part["ETag"]}
+            if expected is not None:
+                self._sent[index]["ChecksumCRC32"] = expected
+            self._ledger.assume([index])
+
+    def _complete(self) -> None:
+        parts = [self._sent[index] for index in range(self._ledger.parts)]
+        with translated("publish", self._name):
+            self._store.client.complete_multipart_upload(
+                Bucket=self._bucket, Key=self._key, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
+            )
+
+    def _is_ours(self) -> bool:
+        try:
+            head = self._store.head(self._key)
+        except StoreMissing:
+            return False
+        metadata = {str(name).lower(): value for name, value in head.get("Metadata", {}).items()}
+        return head["ContentLength"] == self._ledger.nbytes and metadata.get(_WRITE_ID) == self._write_id
+
+    def _end(self) -> None:
+        """Nothing may stay: also not the twin of this upload that a lost answer to its beginning left.
+
+        The server is asked for one only where there may be one, because an answer was lost here or another process
+        began this upload: its list takes longer than most requests, and the checkpoint waits for it.
+
+        A failure here is tried again like any other, but only a few times: what is published must not wait for it.
+
+        Raises:
+            StoreError: Retriable; the same call again goes on here.
+        """
+        self._ledger.close()
+        if self._ended:
+            return
+        try:
+            if self._resumed or self._store.may_have_strays(self._key):
+                self._store.abort_uploads(self._key)
+            self._store.forget(self._record)
+        except StoreError as error:
+            self._endings += 1
+            if error.retriable and self._endings < _ENDINGS_MAX:
+                raise
+            _log.warning("%s: what its upload left stays for the next sweep: %s", self._name, error)
+        self._ended = True

@@ -1,0 +1,1 @@
+"""Events, metrics, spans and the status of a running process."""

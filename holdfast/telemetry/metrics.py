@@ -1,0 +1,306 @@
+"""What stager and flusher count for Prometheus: made of the events that they emit, so both say the same.
+
+    EventLog.emit ──► Metrics.hear ──► counters, histograms ─┐
+                     ring's journal, store's failures ───────┴─► registry ──► /metrics (metrics_page.py)
+
+docs/operations.md says what each metric means. Imported only where metrics are wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from holdfast import __version__
+from holdfast.checkpoints.publish import stall_seconds_of
+from holdfast.errors import ProtocolError
+from holdfast.ring.ring import Ring, SlotState
+from holdfast.telemetry.causes import cause_of
+
+__all__ = ["Metrics", "RingChunks", "StoreRetries"]
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a time beside each counter, which nobody here asks for
+
+_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_STALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0, 300.0)
+_OUTCOMES = {
+    "stager": ("staged", "declined", "failed"),
+    "flusher": ("durable", "verified", "bad", "verify_failed", "flush_failed"),
+}
+_SAVED_KEPT = 64  # of checkpoints that may still be read back
+_LEVELS = {"stager": ("staged",), "flusher": ("durable", "verified")}
+
+
+class Metrics:
+    """The metrics of one stager or flusher. `hear` may be called from any thread, as events are.
+
+    Outcomes are named as their events, and each exists from the start: a counter that first appears with 1 has not
+    increased for Prometheus.
+
+    Args:
+        role: `stager` or `flusher`.
+        run: URL of the run.
+        clock: Gives Unix seconds.
+
+    Attributes:
+        registry: What a scrape reads.
+    """
+
+    def __init__(self, role: str, run: str, *, clock: Callable[[], float] = time.time) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._clock = clock
+        ProcessCollector(registry=registry)
+        info = Gauge("holdfast_info", "Always 1; who this is.", ["role", "run", "version"], registry=registry)
+        info.labels(role, run, __version__).set(1)
+        self._checkpoints = Counter(
+            "holdfast_checkpoints", "Checkpoints by what became of them.", ["outcome"], registry=registry
+        )
+        self._bytes = Counter(
+            "holdfast_checkpoint_bytes", "Bytes of these checkpoints.", ["outcome"], registry=registry
+        )
+        self._refused = Counter(
+            "holdfast_checkpoints_refused",
+            "Checkpoints that came to nothing, by cause.",
+            ["outcome", "cause"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "holdfast_stage_seconds",
+            "Seconds from save() to staged and to durable, and of a read-back.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._newest_step = Gauge(
+            "holdfast_newest_step", "Newest checkpoint of this level.", ["level"], registry=registry
+        )
+        self._newest_time = Gauge(
+            "holdfast_newest_timestamp_seconds",
+            "Unix time at which the newest checkpoint reached this level; 0: none has.",
+            ["level"],
+            registry=registry,
+        )
+        self._newest_saved = Gauge(
+            "holdfast_newest_saved_timestamp_seconds",
+            "Unix time of save() of the newest checkpoint of this level: work since then would be lost; 0: none.",
+            ["level"],
+            registry=registry,
+        )
+        for outcome in _OUTCOMES[role]:
+            self._checkpoints.labels(outcome)
+        for level in _LEVELS[role]:
+            self._bytes.labels(level)
+            self._newest_time.labels(level)
+            self._newest_saved.labels(level)
+        self._newest: dict[str, tuple[int, int]] = {}
+        self._saved: dict[tuple[int, int], float] = {}  # attempt, step → when it was saved
+        if role == "stager":
+            self._count_peers()
+        else:
+            self._count_flush()
+
+    def _count_peers(self) -> None:
+        registry = self.registry
+        self._silent: set[int] = set()
+        silent = Gauge(
+            "holdfast_ranks_silent", "Ranks that give no sign of life just now.", registry=registry
+        )
+        silent.set_function(lambda: len(self._silent))
+        self._ranks_lost = Counter("holdfast_ranks_lost", "Ranks that died.", registry=registry)
+        self._flushers_lost = Counter(
+            "holdfast_flushers_lost", "Flushers that ended too early.", registry=registry
+        )
+        self._divergences = Counter(
+            "holdfast_divergences", "Findings of replicas that differ.", registry=registry
+        )
+        self._notices = Counter(
+            "holdfast_notices", "Notices that a machine will be taken away.", ["kind"], registry=registry
+        )
+        for kind in ("terminate", "rebalance"):
+            self._notices.labels(kind)
+
+    def _count_flush(self) -> None:
+        registry = self.registry
+        self._held: set[int | None] = set()
+        held = Gauge(
+            "holdfast_checkpoints_held", "Checkpoints that wait because the store fails.", registry=registry
+        )
+        held.set_function(lambda: len(self._held))
+        self._attached = Gauge("holdfast_stager_attached", "1 while a stager is attached.", registry=registry)
+        self._stall = Histogram(
+            "holdfast_stall_seconds",
+            "Seconds for which a checkpoint held up the training thread of its slowest rank.",
+            buckets=_STALL_SECONDS,
+            registry=registry,
+        )
+        self._pruned = Counter("holdfast_pruned", "Checkpoints that retention removed.", registry=registry)
+
+    def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+        """Count one event; one that means nothing here is passed over."""
+        if event in self._counted:
+            self._counted[event](self, event, fields, step)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _ends_well(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+        self._checkpoints.labels(event).inc()
+        self._bytes.labels(event).inc(fields["image_bytes"])
+        seconds = fields["pgt1_seconds" if event == "staged" else "pgt2_seconds"]
+        self._seconds.labels(f"to_{event}").observe(seconds)
+        now = self._clock()
+        self._reaches(event, fields.get("attempt", 0), step, now, saved_at_unix=now - seconds)
+        if event == "durable":
+            self._held.discard(step)
+            stalls = stall_seconds_of(fields.get("record"))
+            if stalls:
+                self._stall.observe(max(stalls.values()))
+
+    def _is_read_back(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+        self._checkpoints.labels(event).inc()
+        self._seconds.labels("read_back").observe(fields["seconds"])
+        if event == "verified":
+            self._reaches(event, fields["attempt"], step, self._clock(), saved_at_unix=None)
+
+    def _ends_badly(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+        self._checkpoints.labels(event).inc()
+        reason = str(fields.get("reason", ""))
+        self._refused.labels(event, cause_of(reason, str(fields.get("code", "")))).inc()
+        if event == "flush_failed":
+            self._held.discard(step)
+
+    def _is_found(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:  # noqa: ARG002
+        for level in ("durable", "verified") if fields["state"] == "verified" else ("durable",):
+            created = datetime.fromisoformat(fields["created"]).timestamp()
+            self._reaches(level, fields["attempt"], step, created, saved_at_unix=created)
+
+    def _reaches(
+        self, level: str, attempt: int, step: int | None, at_unix: float, *, saved_at_unix: float | None
+    ) -> None:
+        order = (attempt, step or 0)
+        if order >= self._newest.get(level, (0, 0)):  # an older one may be read back after a newer one
+            self._newest[level] = order
+            self._newest_step.labels(level).set(order[1])
+            self._newest_time.labels(level).set(at_unix)
+            if saved_at_unix is None:  # it was durable before
+                saved_at_unix = self._saved.get(order, at_unix)
+            self._saved[order] = saved_at_unix
+            self._newest_saved.labels(level).set(saved_at_unix)
+            while len(self._saved) > _SAVED_KEPT:
+                del self._saved[min(self._saved)]
+
+    def _is_held(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:  # noqa: ARG002
+        if event == "flush_held":
+            self._held.add(step)
+        else:
+            self._held.discard(step)
+
+    # -- peers ---------------------------------------------------------------------------------------------------
+
+    def _is_peer(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:  # noqa: ARG002
+        match event:
+            case "rank_silent":
+                self._silent.add(fields["silent_rank"])
+            case "rank_back":
+                self._silent.discard(fields["silent_rank"])
+            case "rank_lost":
+                self._ranks_lost.inc()
+                self._silent.discard(fields["lost_rank"])
+            case "flusher_lost":
+                self._flushers_lost.inc()
+            case "divergence":
+                self._divergences.inc()
+            case "notice":
+                self._notices.labels(str(fields["kind"])).inc()
+            case "stager_attached":
+                self._attached.set(1)
+            case "stager_gone":
+                self._attached.set(0)
+            case "pruned":
+                self._pruned.inc(len(fields["files"]))
+
+    _counted = {  # noqa: RUF012 - written once, here
+        **dict.fromkeys(("staged", "durable"), _ends_well),
+        **dict.fromkeys(("verified", "bad", "verify_failed"), _is_read_back),
+        **dict.fromkeys(("declined", "failed", "flush_failed"), _ends_badly),
+        **dict.fromkeys(("flush_held", "flush_resumed"), _is_held),
+        "found": _is_found,
+        **dict.fromkeys(
+            (
+                "rank_silent",
+                "rank_back",
+                "rank_lost",
+                "flusher_lost",
+                "divergence",
+                "notice",
+                "stager_attached",
+                "stager_gone",
+                "pruned",
+            ),
+            _is_peer,
+        ),
+    }
+
+
+class RingChunks(Collector):
+    """How many of the ring's chunks are in each state, looked up at each scrape.
+
+    A scrape may take longer than its server lives, so the ring may be unmapped only after `close`.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring: Ring | None = ring
+        self._looking = threading.Lock()
+
+    def close(self) -> None:
+        """Wait for a look that is under way; there is no other."""
+        with self._looking:
+            self._ring = None
+
+    def collect(self) -> Iterable[Metric]:
+        """As the library wants it. A damaged journal gives nothing: it is the flusher's business, not a scrape's."""
+        found: Tally[SlotState] = Tally()
+        with self._looking:
+            if self._ring is None:
+                return
+            with contextlib.suppress(ProtocolError):
+                found.update(self._ring.state(slot) for slot in range(self._ring.ring_chunks))
+        chunks = GaugeMetricFamily("holdfast_ring_chunks", "Chunks of the ring by state.", labels=["state"])
+        for state in SlotState:
+            chunks.add_metric([state.name.lower()], found[state])
+        yield chunks
+
+
+class StoreRetries(Collector):
+    """Calls of the store that failed and were tried again.
+
+    Args:
+        failures: Gives the name of each call and how often.
+    """
+
+    def __init__(self, failures: Callable[[], Mapping[str, int]]) -> None:
+        self._failures = failures
+
+    def collect(self) -> Iterable[Metric]:
+        """As the library wants it."""
+        retries = CounterMetricFamily(
+            "holdfast_store_retries", "Calls of the store that were tried again.", labels=["call"]
+        )
+        for call, count in self._failures().items():
+            retries.add_metric([call], count)
+        yield retries

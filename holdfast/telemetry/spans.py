@@ -1,0 +1,275 @@
+"""A trace of each checkpoint for OpenTelemetry: made of the events that stager and flusher emit, as their metrics are.
+
+    EventLog.emit ──► Spans.hear ──► checkpoint   save() to durable (PGT-2); of one that came to nothing, to its end
+                                     ├─ save      the call, on the rank that was held up longest        flusher
+                                     ├─ copy      behind the gate, on that rank                         flusher
+                                     ├─ stage     save() to staged (PGT-1)                              stager
+                                     ├─ flush     from the first word of it until it is durable         flusher
+                                     └─ read_back which may begin long after the checkpoint was durable flusher
+
+Each process tells what it saw, and nothing is told twice: the span `checkpoint` is the flusher's when it is durable,
+the stager's when it was declined or failed, and the flusher's again when no stager is left that could say so.
+
+Nobody hands a trace's ids from one process to the next. They follow from run, attempt and step (`root_ids`), so the
+spans of both, and those of a flusher that was started for one that was killed, come together at the collector.
+docs/operations.md says what each attribute means. Imported only where spans are wanted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+
+from holdfast import __version__
+from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.told import told
+from operator_side.report.checkpoints import Checkpoint
+
+__all__ = ["Spans", "root_ids"]
+
+_log = logging.getLogger("holdfast.tracing")
+
+_ROOT = "checkpoint"
+_TRACE_ID_BYTES, _SPAN_ID_BYTES = 16, 8
+_BEGAN_KEPT = 64  # of checkpoints that may still come to nothing
+_END_SECONDS_MAX = 5.0  # for the last spans, of a process that has done all else
+# What one rank did, one after the other, and for what it waited meanwhile.
+_OF_RANK = (("save", "wait_seconds"), ("copy", "gate_seconds"))
+
+_Key = tuple[int, int]
+
+
+def root_ids(run: str, attempt: int, step: int) -> tuple[int, int]:
+    """Trace id of a checkpoint, and id of its span `checkpoint`: the first 16 bytes of a SHA-256, and the 8 after them.
+
+    A hash, because samplers take the trace id for random, and so that two runs do not meet. A run that was removed, and
+    begins anew at the same URL, begins with the same attempt, and so with the same ids.
+
+    Args:
+        run: URL of the run, as the flusher says it.
+        attempt: With the step, what the checkpoint is called.
+        step: As above.
+    """
+    digest = hashlib.sha256(f"{run}\n{attempt}\n{step}".encode()).digest()
+    span_id = digest[_TRACE_ID_BYTES : _TRACE_ID_BYTES + _SPAN_ID_BYTES]
+    return int.from_bytes(digest[:_TRACE_ID_BYTES], "big"), int.from_bytes(span_id, "big")
+
+
+class Spans:
+    """The spans of one stager or flusher. `hear` may be called from any thread, as events are.
+
+    Args:
+        role: `stager` or `flusher`.
+        run: URL of the run, as the flusher says it.
+        processors: Where finished spans go. None may wait for anybody.
+        clock: Gives Unix seconds.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        run: str,
+        processors: Sequence[SpanProcessor],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._run, self._clock = run, clock
+        self._lock = threading.Lock()
+        self._ids = _Ids()
+        ours = Resource.create({"service.name": f"holdfast-{role}", "service.version": __version__})
+        # No other provider is made known to the process, and none is asked: this one ends when we say so.
+        self._provider = TracerProvider(
+            resource=ours.merge(OTELResourceDetector().detect()),  # the environment's word comes first
+            id_generator=self._ids,
+            shutdown_on_exit=False,
+        )
+        for processor in processors:
+            self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("holdfast", __version__)
+        self._attempt = 0
+        self._attached = False
+        self._flushes: dict[_Key, Span] = {}
+        self._began: dict[_Key, float] = {}
+
+    def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
+        """Tell of one event; one that means nothing here is passed over."""
+        with self._lock:
+            match event:
+                case "stager_ready" | "flusher_replaced":
+                    self._attempt = fields["attempt"]
+                case "stager_attached" | "stager_gone":
+                    self._attached = event == "stager_attached"
+                case _ if step is not None:
+                    attempt = fields.get("attempt", self._attempt)  # a stager has one, and does not repeat it
+                    self._hear_of_step(event, fields, (int(attempt), step))
+
+    def close(self) -> None:
+        """Hand over what is left, and wait a few seconds at most for the collector."""
+        with self._lock:
+            for key in list(self._flushes):
+                self._end_flush(key, self._clock(), "this flusher ended before the checkpoint was durable")
+        # The library waits for an answer as long as its exporters do, and longer; nobody else needs to.
+        ending = threading.Thread(target=self._provider.shutdown, name="spans-end", daemon=True)
+        ending.start()
+        ending.join(_END_SECONDS_MAX)
+        if ending.is_alive():
+            _log.warning(
+                "the last spans were not taken within %g s and are dropped; is the collector there?",
+                _END_SECONDS_MAX,
+            )
+
+    def _hear_of_step(self, event: str, fields: Mapping[str, Any], key: _Key) -> None:
+        now = self._clock()
+        match event:
+            case "staged":
+                pgt1_seconds, image_bytes = fields["pgt1_seconds"], fields["image_bytes"]
+                self._note_began(key, now - pgt1_seconds)
+                said = {"image_bytes": image_bytes, "pgt1_seconds": pgt1_seconds}
+                self._phase("stage", key, now - pgt1_seconds, now, said)
+            case "declined" | "failed":
+                self._ends_badly(event, key, now, fields)
+            case "flush_began":
+                self._note_began(key, now)
+                self._flushes[key] = self._begin_phase(
+                    "flush", key, now, {"image_bytes": fields["image_bytes"]}
+                )
+            case "flush_held" | "flush_resumed":
+                if key in self._flushes:
+                    self._flushes[key].add_event(event, {"message": told(fields)}, timestamp=_ns(now))
+            case "flush_failed":
+                self._end_flush(key, now, told(fields))
+                if not self._attached:
+                    self._ends_badly("failed", key, now, fields)
+            case "durable":
+                self._end_flush(key, now, "")
+                self._is_durable(key, now, fields)
+            case "verified" | "bad" | "verify_failed":
+                problem = "" if event == "verified" else told(fields) or event
+                self._phase("read_back", key, now - fields["seconds"], now, {"outcome": event}, problem)
+
+    def _is_durable(self, key: _Key, now: float, fields: Mapping[str, Any]) -> None:
+        known = Checkpoint(*key)
+        known.hear_record(fields.get("record"))  # from outside: it checks what is in there
+        pgt2_seconds, stalls = fields["pgt2_seconds"], known.stalls
+        saved_at = now - pgt2_seconds if known.saved_at_unix is None else known.saved_at_unix
+        said = {
+            "outcome": "durable",
+            "file": fields["file"],
+            "image_bytes": fields["image_bytes"],
+            "pgt1_seconds": known.pgt1_seconds,
+            "pgt2_seconds": pgt2_seconds,
+            "stall_seconds": known.stall_seconds,
+        }
+        self._end_root(key, saved_at, saved_at + pgt2_seconds, said)
+        # One rank, for all would be thousands of spans: training goes on when the slowest does.
+        rank = max(stalls, key=lambda rank: stalls[rank], default=None)
+        times = None if rank is None else known.ranks.get(rank)
+        if times is None or times.saved_at_unix is None:
+            return
+        at = times.saved_at_unix
+        of_rank = {"rank": rank, "host": times.host, "slice_bytes": times.slice_bytes}
+        for phase, wait in _OF_RANK:
+            seconds = times.seconds.get(f"{phase}_seconds")
+            if seconds is not None:
+                self._phase(phase, key, at, at + seconds, {**of_rank, wait: times.seconds.get(wait)})
+                at += seconds
+
+    def _ends_badly(self, outcome: str, key: _Key, now: float, fields: Mapping[str, Any]) -> None:
+        began = self._began.get(key, now - fields.get("seconds", 0.0))
+        cause = cause_of(str(fields.get("reason", "")), str(fields.get("code", "")))
+        self._end_root(key, began, now, {"outcome": outcome, "cause": cause}, told(fields))
+
+    def _end_flush(self, key: _Key, now: float, problem: str) -> None:
+        span = self._flushes.pop(key, None)
+        _end(span or self._begin_phase("flush", key, now, {}), now, problem)
+
+    # -- spans -----------------------------------------------------------------------------------------------------
+
+    def _end_root(
+        self, key: _Key, began: float, ended: float, said: Mapping[str, Any], problem: str = ""
+    ) -> None:
+        self._began.pop(key, None)
+        self._ids.chosen = root_ids(self._run, *key)
+        try:
+            span = self._begin(_ROOT, key, Context(), began, said)
+        finally:
+            self._ids.chosen = None
+        _end(span, ended, problem)
+
+    def _phase(
+        self,
+        name: str,
+        key: _Key,
+        began: float,
+        ended: float,
+        said: Mapping[str, Any],
+        problem: str = "",
+    ) -> None:
+        _end(self._begin_phase(name, key, began, said), ended, problem)
+
+    def _begin_phase(self, name: str, key: _Key, began: float, said: Mapping[str, Any]) -> Span:
+        trace_id, span_id = root_ids(self._run, *key)
+        # The span `checkpoint` may not exist yet, or be another process's: whether it is kept follows from its id, too.
+        decision = self._provider.sampler.should_sample(Context(), trace_id, _ROOT).decision
+        is_kept = decision is Decision.RECORD_AND_SAMPLE
+        flags = TraceFlags(TraceFlags.SAMPLED if is_kept else TraceFlags.DEFAULT)
+        root = NonRecordingSpan(SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags))
+        return self._begin(name, key, set_span_in_context(root, Context()), began, said)
+
+    def _begin(self, name: str, key: _Key, context: Context, began: float, said: Mapping[str, Any]) -> Span:
+        known = {"run": self._run, "attempt": key[0], "step": key[1], **said}
+        attributes = {f"holdfast.{word}": value for word, value in known.items() if value is not None}
+        return self._tracer.start_span(name, context, attributes=attributes, start_time=_ns(began))
+
+    def _note_began(self, key: _Key, at: float) -> None:
+        self._began[key] = at
+        while len(self._began) > _BEGAN_KEPT:
+            del self._began[min(self._began)]
+
+
+class _Ids(IdGenerator):
+    """Random, but for the one span whose ids are chosen.
+
+    Attributes:
+        chosen: Trace id and span id of the next span.
+    """
+
+    def __init__(self) -> None:
+        self._random = RandomIdGenerator()
+        self.chosen: tuple[int, int] | None = None
+
+    def generate_trace_id(self) -> int:
+        """As the library wants it."""
+        return self.chosen[0] if self.chosen else self._random.generate_trace_id()
+
+    def generate_span_id(self) -> int:
+        """As the library wants it."""
+        return self.chosen[1] if self.chosen else self._random.generate_span_id()
+
+
+def _end(span: Span, at: float, problem: str) -> None:
+    if problem:
+        span.set_status(StatusCode.ERROR, problem)
+    span.end(_ns(at))
+
+
+def _ns(unix_seconds: float) -> int:
+    return round(unix_seconds * 1e9)

@@ -1,0 +1,194 @@
+"""Where a process answers `holdfast status`: a thread with a socket of its own beside the ring.
+
+    status ─► flusher-status.sock ─► state       one packet each way, at most 64 KiB, as doorbell.py has them
+    status ─► stager-status.sock  ─► state
+
+The role's own loop has no part in it: who asks can neither hold it up nor take a stager's place at its socket. What
+is asked within a moment gets the same answer, so a hundred watchers cost no more than one. Whatever fails here is a
+line in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast.errors import PeerLost, ProtocolError
+from holdfast.ring.doorbell import MESSAGE_BYTES_MAX, Channel, Listener, connect
+from holdfast.telemetry.status_document import Said, read_said
+
+__all__ = ["ask", "serve_status", "socket_path"]
+
+_log = logging.getLogger("holdfast.status")
+
+_VERSION = 1
+_WATCHERS_MAX = 32  # more than that: who has asked longest ago is hung up on, and comes back
+_SAME_ANSWER_SECONDS = 0.2
+_DOCUMENT_BYTES_MAX = MESSAGE_BYTES_MAX - 256  # with its envelope
+
+
+def socket_path(directory: Path, role: Literal["stager", "flusher"]) -> Path:
+    """Where that role answers; `directory` is the run's runtime directory."""
+    return directory / f"{role}-status.sock"
+
+
+@contextmanager
+def serve_status(
+    directory: Path, role: Literal["stager", "flusher"], said: Callable[[], Said]
+) -> Iterator[None]:
+    """Answer until the block is left.
+
+    Args:
+        directory: The run's runtime directory.
+        role: Who answers.
+        said: Gives what is said; called from the desk's thread.
+    """
+    try:
+        listener = Listener(socket_path(directory, role))
+    except OSError as error:
+        _log.warning("`holdfast status` cannot ask this %s: %s: %s", role, directory, error.strerror or error)
+        yield
+        return
+    desk = _Desk(listener, said)
+    thread = threading.Thread(target=desk.run, name="status", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        desk.end()
+        thread.join()
+        desk.close()
+        listener.close()
+
+
+class _Desk:
+    """The thread."""
+
+    def __init__(self, listener: Listener, said: Callable[[], Said]) -> None:
+        self._listener, self._said = listener, said
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._channels: dict[Channel, None] = {}  # who asked last, last
+        self._selector = selectors.DefaultSelector()
+        self._answer: dict[str, Any] = {}
+        self._answer_until = 0.0
+
+    def end(self) -> None:
+        """Have the thread end."""
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Once the thread has ended."""
+        os.close(self._wake)
+
+    def run(self) -> None:
+        """Accept and answer, until `end`."""
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            while True:
+                ready = {key.fileobj for key, _ in self._selector.select()}
+                if self._wake in ready:
+                    return
+                if self._listener in ready:
+                    self._accept()
+                for channel in [channel for channel in self._channels if channel in ready]:
+                    self._serve(channel)
+        except Exception:  # noqa: BLE001 - who only watches must not end what is watched
+            _log.warning("`holdfast status` is no longer answered here", exc_info=True)
+        finally:
+            for channel in list(self._channels):
+                self._hang_up(channel)
+            self._selector.close()
+
+    def _accept(self) -> None:
+        channel = self._listener.accept()
+        if channel is None:
+            return
+        while len(self._channels) >= _WATCHERS_MAX:
+            self._hang_up(next(iter(self._channels)))
+        self._channels[channel] = None
+        self._selector.register(channel, selectors.EVENT_READ)
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            messages = channel.poll()
+            if any(message.kind != "status" for message in messages):
+                raise ProtocolError(f"process {channel.peer_pid} asks for what is no status")
+            # Whoever does not read its answers gets no further ones; it is taken for gone.
+            if messages and not channel.unsent:
+                self._channels[channel] = self._channels.pop(channel)
+                channel.send("state", document=self._document())
+        except ProtocolError as error:
+            _log.info("%s; hung up on", error)
+            self._hang_up(channel)
+            return
+        if channel.closed or channel.unsent:
+            self._hang_up(channel)
+
+    def _hang_up(self, channel: Channel) -> None:
+        self._channels.pop(channel, None)
+        # A closed socket has left the selector's kernel side; its key has not.
+        for key in list(self._selector.get_map().values()):
+            if key.fileobj is channel:
+                self._selector.unregister(channel)
+        channel.close()
+
+    def _document(self) -> dict[str, Any]:
+        now = time.monotonic()
+        if now >= self._answer_until:
+            self._answer = fit(self._said().model_dump(mode="json"))
+            self._answer_until = now + _SAME_ANSWER_SECONDS
+        return self._answer
+
+
+def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[str, Any]:
+    """The document, its longest lists cut to the half until it fits a packet. Of checkpoints and lines the newest stay,
+    which are the last; of ranks the worst, which are the first.
+    """
+    document = dict(document)
+    while len(json.dumps(document, separators=(",", ":"))) > bytes_max:
+        lists = {
+            name: len(json.dumps(value))
+            for name, value in document.items()
+            if isinstance(value, list) and value
+        }
+        if not lists:
+            raise ProtocolError(f"a status of more than {bytes_max} bytes")
+        name = max(lists, key=lambda name: lists[name])
+        rows = document[name]
+        document[name] = rows[: len(rows) // 2] if name == "ranks" else rows[len(rows) - len(rows) // 2 :]
+    return document
+
+
+def ask(path: Path, *, seconds_max: float) -> Said | None:
+    """What the process that answers at `path` says; None if nobody is there.
+
+    Raises:
+        PeerLost: It does not answer in time.
+        ProtocolError: It is another user's process, or says nonsense.
+    """
+    try:
+        channel = connect(path)
+    except (PeerLost, OSError):  # not even the directory, perhaps
+        return None
+    with contextlib.closing(channel), selectors.DefaultSelector() as selector:
+        channel.send("status", version=_VERSION)
+        selector.register(channel, selectors.EVENT_READ)
+        deadline = time.monotonic() + seconds_max
+        while (left_seconds := deadline - time.monotonic()) > 0:
+            selector.select(left_seconds)
+            for message in channel.poll():
+                if message.kind == "state":
+                    return read_said(message.fields["document"], str(path))
+            if channel.closed:
+                return None  # it has just ended
+        raise PeerLost(f"process {channel.peer_pid} does not answer within {seconds_max:g} s")

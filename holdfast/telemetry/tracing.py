@@ -1,0 +1,98 @@
+"""Sends spans to OpenTelemetry where the environment asks for it: stager and flusher alike, by the library's variables.
+
+There are no settings of holdfast's own. Whatever happens here never ends a checkpoint: a library that is not installed
+or a variable that is wrong is one warning, and a collector that does not answer costs a few seconds at the very end.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from os import environ
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from holdfast.telemetry.events import EventLog
+    from holdfast.telemetry.spans import Spans
+
+__all__ = ["export_spans", "exporter_names"]
+
+_log = logging.getLogger("holdfast.tracing")
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+_EXPORTERS = "opentelemetry_traces_exporter"  # where packages say which exporters they have
+
+
+def exporter_names(environment: Mapping[str, str]) -> list[str]:
+    """The exporters that OTEL_* variables ask for, as their packages call them; none if no variable does.
+
+    As the specification has it: an endpoint alone means `otlp`, and `otlp` alone means over HTTP.
+    """
+    asked = environment.get("OTEL_TRACES_EXPORTER", "")
+    if not asked.strip() and any(environment.get(name) for name in _ENDPOINTS):
+        asked = "otlp"
+    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        asked = ""
+    protocol = next(filter(None, (environment.get(name, "").strip() for name in _PROTOCOLS)), "http/protobuf")
+    names = [name.strip() for name in asked.split(",")]
+    return [
+        _OTLP.get(protocol, f"otlp {protocol}") if name == "otlp" else name
+        for name in names
+        if name not in {"", "none"}
+    ]
+
+
+@contextmanager
+def export_spans(role: Literal["stager", "flusher"], run: str, events: EventLog) -> Iterator[None]:
+    """Make spans of events from here on, and hand over the last ones when the block is left.
+
+    Does nothing, and imports nothing, unless the environment asks for it.
+
+    Args:
+        role: Who this is.
+        run: URL of the run, as the flusher says it.
+        events: What the spans are made of.
+    """
+    names = exporter_names(environ)
+    spans = _spans(role, run, names) if names else None
+    if spans is None:
+        yield
+        return
+    _log.info("spans go to %s", ", ".join(names))
+    events.listen(spans.hear)
+    try:
+        yield
+    finally:
+        spans.close()
+
+
+def _spans(role: str, run: str, names: list[str]) -> Spans | None:
+    try:
+        # Here and not above: who does not want spans needs no such library.
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+
+        from holdfast.telemetry.spans import Spans
+
+        exporters: list[Any] = []
+        for name in names:
+            found = entry_points(group=_EXPORTERS, name=name)
+            if not found:
+                raise ImportError(f"no package that is installed has the exporter {name}")
+            # A flusher's stdout is for its one line to the stager, and then nobody reads it any more.
+            is_console = name == "console"
+            exporters.append(ConsoleSpanExporter(out=sys.stderr) if is_console else found[name].load()())
+        return Spans(role, run, [BatchSpanProcessor(exporter) for exporter in exporters])
+    except ImportError as error:
+        _log.warning(
+            "no spans are sent: %s; checkpoints go on without. pip install 'holdfast[otel]' brings OTLP over HTTP; "
+            "or unset the OTEL_* variables that ask for spans",
+            error,
+        )
+    except Exception as error:  # noqa: BLE001 - what a variable says wrongly must not end a flusher
+        _log.warning("no spans are sent: %s; checkpoints go on without. Look at the OTEL_* variables", error)
+    return None

@@ -1,0 +1,1 @@
+"""The messages between training ranks and the stager."""

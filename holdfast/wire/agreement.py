@@ -1,0 +1,120 @@
+"""Whether all ranks hold the same tensors, and how much room they all leave for what may grow.
+
+    PROPOSE of every rank ─► tables equal? ─ yes ─► RESERVED: the same reserves for all
+                                 └────────── no ──► REFUSED: which rank, which tensor, expected, got
+
+Pure: proposals in, an answer out. One round is open at a time; a rank that proposes twice before all have proposed
+replaces what it said. Whoever leads the round uses it: the stager, or with local tiers the ranks' own council.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from holdfast.errors import HoldfastError, PeerLost, StateError
+from holdfast.wire.frames import Agreement, Proposal
+
+__all__ = ["Round", "difference", "pickle_reserve_bytes"]
+
+_PAGE_BYTES = 4096
+_PICKLE_RESERVE_UNIT_BYTES = 64 * 1024
+
+
+class Round:
+    """Collects one proposal of each rank.
+
+    Args:
+        ranks: How many there are.
+        seconds_max: How long the last one is waited for after the first.
+        who: Waits, in messages.
+    """
+
+    def __init__(self, ranks: int, seconds_max: float, *, who: str = "the stager") -> None:
+        self._ranks, self._seconds_max, self._who = ranks, seconds_max, who
+        self._proposals: dict[int, Proposal] = {}
+        self._begun_at = 0.0
+
+    def propose(self, rank: int, proposal: Proposal, now: float) -> Agreement | HoldfastError | None:
+        """Take one rank's proposal. None: others are missing. Otherwise the answer to all; the next round begins."""
+        if not self._proposals:
+            self._begun_at = now
+        self._proposals[rank] = proposal
+        if len(self._proposals) < self._ranks:
+            return None
+        proposals, self._proposals = self._proposals, {}
+        first = proposals[0]
+        for other in range(1, self._ranks):
+            complaint = difference(first, proposals[other])
+            if complaint:
+                return StateError(f"rank {other}: {complaint}; every rank must hand over the same state")
+        names = first.per_rank_bytes
+        return Agreement(
+            pickle_reserve_bytes=pickle_reserve_bytes(first.pickle_bytes),
+            per_rank_reserve_bytes={
+                name: _round_up(max(proposal.per_rank_bytes[name] for proposal in proposals.values()))
+                for name in names
+            },
+        )
+
+    def overdue(self, now: float) -> HoldfastError | None:
+        """The answer to all, when some rank has not proposed in time."""
+        if not self._proposals or now - self._begun_at <= self._seconds_max:
+            return None
+        missing = [str(rank) for rank in range(self._ranks) if rank not in self._proposals]
+        self._proposals = {}
+        return PeerLost(
+            f"{self._who} waited {self._seconds_max:g} s for the layout of rank {', '.join(missing)}; do all ranks "
+            "save at the same steps?"
+        )
+
+    def lost(self, reason: str) -> HoldfastError | None:
+        """The answer to all, when a rank is lost while a round is open."""
+        if not self._proposals:
+            return None
+        self._proposals = {}
+        return PeerLost(f"the ranks cannot agree on a layout: {reason}")
+
+
+def pickle_reserve_bytes(pickle_bytes: int) -> int:
+    """Room for data.pkl: twice what it needs now, in steps of 64 KiB, so that a growing value seldom outgrows it."""
+    unit = _PICKLE_RESERVE_UNIT_BYTES
+    return max(unit, (2 * pickle_bytes // unit + 1) * unit)
+
+
+def difference(first: Proposal, other: Proposal) -> str:
+    """What in `other` is not as in `first` (rank 0's): tensor, expected, got. Empty if nothing is."""
+    if first.table_digest != other.table_digest:
+        for expected, got in zip(first.table, other.table, strict=False):
+            if expected != got:
+                return _row_difference(expected, got)
+        longer, shorter = (first, other) if len(first.table) > len(other.table) else (other, first)
+        if len(longer.table) > len(shorter.table):
+            row = longer.table[len(shorter.table)]
+            has = "has no" if longer is first else "has an extra"
+            counts = f"expected {len(first.table)} tensors as on rank 0, got {len(other.table)}"
+            return f"{has} tensor {row[0]} {_what(row)}; {counts}"
+        return (
+            f"expected a table with digest {first.table_digest[:16]} as on rank 0, got {other.table_digest[:16]}, "
+            "though the rows are equal; is holdfast the same version on all nodes?"
+        )
+    if first.per_rank_bytes.keys() != other.per_rank_bytes.keys():
+        expected_names, got_names = sorted(first.per_rank_bytes), sorted(other.per_rank_bytes)
+        return f"expected PerRank values {expected_names} as on rank 0, got {got_names}"
+    return ""
+
+
+def _row_difference(expected: list[Any], got: list[Any]) -> str:
+    if expected[0] != got[0]:
+        return f"expected tensor {expected[0]} {_what(expected)} as on rank 0, got tensor {got[0]} {_what(got)} there"
+    return f"tensor {expected[0]}: expected {_what(expected)} as on rank 0, got {_what(got)}"
+
+
+def _what(row: list[Any]) -> str:
+    _, dtype, shape, owner = row
+    held = "replicated" if owner == -1 else f"of rank {owner}"
+    return f"({dtype} {json.dumps(shape)}, {held})"
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES

@@ -1,0 +1,419 @@
+"""The control messages between training ranks and stager: one MPI message each, a 48-byte header and a body.
+
+    offset  0      4        6     8        16    24     28     32   40          44     48
+            magic  version  kind  attempt  step  chunk  flags  arg  body_bytes  crc32  body …
+
+Byte tables, the meaning of every field per kind, and the state table: docs/wire.md. Payloads (slices of chunks) are
+bare bytes under a tag of their own, `data_tag(slot)`, in as many messages as `payload_messages` says; a SENT control
+message says their size and CRC.
+
+Every message is input from outside. `decode` checks magic, version, kind, sizes and CRC before anything is used;
+`json_body` and the classes below check what is inside. Whatever does not hold is a `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+from holdfast.crc import crc32
+from holdfast.errors import HoldfastError, ProtocolError
+
+__all__ = [
+    "CONTROL_TAG",
+    "HEADER_BYTES",
+    "MAX_BODY_BYTES",
+    "MAX_MESSAGE_BYTES",
+    "VERSION",
+    "Agreement",
+    "Frame",
+    "Kind",
+    "Proposal",
+    "Role",
+    "Welcome",
+    "data_tag",
+    "decode",
+    "encode",
+    "error_body",
+    "json_body",
+    "payload_messages",
+    "peer_error",
+    "to_json",
+]
+
+VERSION = 7
+CONTROL_TAG = 1
+_FIRST_DATA_TAG = 16
+_PIECES_APART_MAX = 64
+_MAGIC = 0x31574648  # "HFW1" as it lies in memory
+_HEADER = struct.Struct("<IHHQQIIQII")
+_CRC_OFFSET = _HEADER.size - 4
+HEADER_BYTES = _HEADER.size
+MAX_BODY_BYTES = 64 * 1024 * 1024  # a layout of a million tensors; checked before memory is taken for it
+MAX_MESSAGE_BYTES = HEADER_BYTES + MAX_BODY_BYTES
+_MAX_TABLE_BYTES = 512 * 1024 * 1024  # of a PROPOSE body, unpacked
+_U64_MAX, _U32_MAX = 2**64 - 1, 2**32 - 1
+_WHOLE_MAX = 2**62
+_SLOTS_MAX = 1 << 20
+_ERROR_CHARACTERS_MAX = 60_000
+_SECONDS_MAX = 1e9  # what selectors and threads can wait for; also refuses infinity and NaN
+
+
+class Role(IntEnum):
+    """What a process of the MPI job is, as told in the one collective exchange at start-up."""
+
+    TRAINER = 1
+    STAGER = 2
+
+
+class Kind(IntEnum):
+    """Kinds of control message. Below 32: trainer to stager; from 32: stager to trainer; BEAT: either."""
+
+    HELLO = 1
+    PROPOSE = 2
+    LAYOUT = 3
+    OFFER = 4
+    DECLINE = 5
+    SENT = 6
+    RETURN = 7
+    DONE = 8
+    BYE = 9
+    NOTICE = 10
+    AT = 11
+    FETCH = 12
+    WISH = 13
+    HERE = 14
+    WELCOME = 32
+    RESERVED = 33
+    REFUSED = 34
+    CREDIT = 35
+    DECLINED = 36
+    STAGED = 37
+    DURABLE = 38
+    FAILED = 39
+    BEAT = 40
+    SAVE_AT = 41
+    FETCHED = 42
+    SAVE_EVERY = 43
+
+    @property
+    def from_stager(self) -> bool:
+        """Whether only the stager may send it."""
+        return self >= Kind.WELCOME and self is not Kind.BEAT
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One control message. What `chunk`, `flags`, `arg` and `body` mean depends on `kind`; unused ones are 0 or empty.
+
+    Attributes:
+        kind: What it says.
+        attempt: Fencing epoch of the run; 0 before WELCOME.
+        step: Training step of the checkpoint it is about.
+        chunk: Chunk of the image.
+        flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: what is said of the step (`Word`,
+            `holdfast.wire.pace.PaceWord`). FETCH and FETCHED: what is asked for (`holdfast.ring.remains.Asked`).
+        arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of
+            the proposal. FETCH: attempt of the checkpoint. FETCHED: 1 if it is there.
+        body: JSON, or what `kind` says.
+    """
+
+    kind: Kind
+    attempt: int = 0
+    step: int = 0
+    chunk: int = 0
+    flags: int = 0
+    arg: int = 0
+    body: bytes = b""
+
+
+def data_tag(slot: int) -> int:
+    """MPI tag of the payloads for ring slot `slot`."""
+    if not 0 <= slot < _SLOTS_MAX:
+        raise ProtocolError(f"slot {slot}: expected 0 to {_SLOTS_MAX - 1}")
+    return _FIRST_DATA_TAG + slot
+
+
+def payload_messages(pieces: int) -> int:
+    """In how many messages a frame of so many pieces travels: one for each piece, or one for all if they are many.
+
+    MPI reads a message that has one place at the receiver out of the sender's memory in one go, where it can; one with
+    several places it takes to fragments, each copied twice, and moves them only while both sides ask. Beyond some tens
+    of pieces the messages themselves cost more than that.
+    """
+    return pieces if pieces <= _PIECES_APART_MAX else 1
+
+
+def encode(
+    kind: Kind,
+    *,
+    attempt: int = 0,
+    step: int = 0,
+    chunk: int = 0,
+    flags: int = 0,
+    arg: int = 0,
+    body: bytes | memoryview = b"",
+) -> bytes:
+    """The bytes of one control message.
+
+    Raises:
+        ProtocolError: A field is out of range, or the body above `MAX_BODY_BYTES`.
+    """
+    if len(body) > MAX_BODY_BYTES:
+        raise ProtocolError(f"{kind.name}: body of {len(body)} bytes, at most {MAX_BODY_BYTES} can be sent")
+    for name, value, most in (
+        ("attempt", attempt, _U64_MAX),
+        ("step", step, _U64_MAX),
+        ("chunk", chunk, _U32_MAX),
+        ("flags", flags, _U32_MAX),
+        ("arg", arg, _U64_MAX),
+    ):
+        if not 0 <= value <= most:
+            raise ProtocolError(f"{kind.name}: {name} is {value}, expected 0 to {most}")
+    header = _HEADER.pack(_MAGIC, VERSION, kind, attempt, step, chunk, flags, arg, len(body), 0)
+    crc = crc32(body, crc32(header))
+    return b"".join((header[:_CRC_OFFSET], crc.to_bytes(4, "little"), body))
+
+
+def decode(buffer: bytes | bytearray | memoryview) -> Frame:
+    """Read one control message; `buffer` is exactly the MPI message.
+
+    Raises:
+        ProtocolError: naming the field, expected and got.
+    """
+    data = bytes(buffer)
+    if len(data) < HEADER_BYTES:
+        raise ProtocolError(f"control message of {len(data)} bytes, expected at least {HEADER_BYTES}")
+    magic, version, kind, attempt, step, chunk, flags, arg, body_bytes, crc = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise ProtocolError(f"control message: magic {magic:#010x}, expected {_MAGIC:#010x}")
+    if version != VERSION:
+        raise ProtocolError(
+            f"control message: version {version}, this side speaks {VERSION}; install the same holdfast on all nodes"
+        )
+    if body_bytes != len(data) - HEADER_BYTES:
+        raise ProtocolError(f"control message: body_bytes {body_bytes}, came with {len(data) - HEADER_BYTES}")
+    body = data[HEADER_BYTES:]
+    found = crc32(body, crc32(data[:_CRC_OFFSET] + b"\0\0\0\0"))
+    if found != crc:
+        raise ProtocolError(f"control message: crc32 {crc:#010x}, computed {found:#010x}; damaged on the way")
+    try:
+        known = Kind(kind)
+    except ValueError:
+        raise ProtocolError(f"control message: unknown kind {kind}") from None
+    if attempt >= _WHOLE_MAX or step >= _WHOLE_MAX or arg >= _WHOLE_MAX:
+        raise ProtocolError(f"{known.name}: attempt {attempt}, step {step}, arg {arg}: expected below 2^62")
+    return Frame(known, attempt, step, chunk, flags, arg, body)
+
+
+def to_json(document: Mapping[str, Any]) -> bytes:
+    """A JSON body."""
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def json_body(frame: Frame, **required: type) -> dict[str, Any]:
+    """The JSON object in a frame's body, with the fields in `required` present and of that type.
+
+    Raises:
+        ProtocolError: It is not; names kind and field.
+    """
+    try:
+        document = json.loads(frame.body)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{frame.kind.name}: body is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ProtocolError(f"{frame.kind.name}: body is {type(document).__name__}, expected an object")
+    for name, expected in required.items():
+        value = document.get(name)
+        allowed = (int, float) if expected is float else (expected,)
+        if type(value) not in allowed:
+            wanted = "a number" if expected is float else expected.__name__
+            raise ProtocolError(f"{frame.kind.name}: {name} is {value!r:.80}, expected {wanted}")
+    return document
+
+
+def error_body(error: HoldfastError) -> bytes:
+    """A JSON body that says what went wrong; `peer_error` makes the error of it again."""
+    return to_json({"code": error.code, "message": str(error)[:_ERROR_CHARACTERS_MAX]})
+
+
+def peer_error(code: str, message: str) -> HoldfastError:
+    """The error of class `code` (see holdfast.errors) that a peer reports; an unknown code gives a ProtocolError."""
+    for kind in _error_classes(HoldfastError):
+        if kind.code == code:
+            return kind(message)
+    return ProtocolError(f"unknown error code {code!r:.40} from a peer: {message}")
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it is `[path, dtype, shape, owner]`."""
+    if not isinstance(row, list) or len(row) != 4:
+        return False
+    path, dtype, shape, owner = row
+    sizes = shape if isinstance(shape, list) else [None]
+    return (
+        isinstance(path, str)
+        and isinstance(dtype, str)
+        and all(type(size) is int and 0 <= size < _WHOLE_MAX for size in sizes)
+        and type(owner) is int
+        and -1 <= owner < _WHOLE_MAX
+    )
+
+
+def _error_classes(base: type[HoldfastError]) -> Iterator[type[HoldfastError]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _error_classes(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What the stager tells each rank at start-up.
+
+    Attributes:
+        store_url: URL of the run; restore reads from it.
+        attempt: Fencing epoch of this job; all later frames carry it.
+        chunk_bytes: Size of a chunk, for the layout.
+        ring_chunks: Chunks in the ring.
+        ranks: Training ranks that the stager sees.
+        offer_seconds_max: How long it waits for the last rank's offer of a step.
+        beat_seconds: How often it gives a sign of life.
+    """
+
+    store_url: str
+    attempt: int
+    chunk_bytes: int
+    ring_chunks: int
+    ranks: int
+    offer_seconds_max: float
+    beat_seconds: float
+
+    def to_frame(self) -> bytes:
+        """The WELCOME message."""
+        return encode(Kind.WELCOME, attempt=self.attempt, body=to_json(asdict(self)))
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> Welcome:
+        """Read one.
+
+        Raises:
+            HoldfastError: The stager could not start; its error, of its class.
+            ProtocolError: The message does not hold what it should.
+        """
+        document = json_body(frame)
+        error = document.get("error")
+        if isinstance(error, dict):
+            raise peer_error(str(error.get("code")), str(error.get("message")))
+        document = json_body(
+            frame,
+            store_url=str,
+            attempt=int,
+            chunk_bytes=int,
+            ring_chunks=int,
+            ranks=int,
+            offer_seconds_max=float,
+            beat_seconds=float,
+        )
+        welcome = cls(**{name: document[name] for name in cls.__slots__})
+        wholes = (welcome.attempt, welcome.chunk_bytes, welcome.ring_chunks, welcome.ranks)
+        seconds = (welcome.beat_seconds, welcome.offer_seconds_max)
+        if not all(0 < number < _WHOLE_MAX for number in wholes) or not all(
+            0 < s < _SECONDS_MAX for s in seconds
+        ):
+            raise ProtocolError(
+                f"WELCOME: expected numbers above 0 that are no infinity, got {welcome!r:.500}"
+            )
+        return welcome
+
+    @staticmethod
+    def refusal(error: HoldfastError) -> bytes:
+        """A WELCOME that says why the stager could not start."""
+        return encode(
+            Kind.WELCOME,
+            body=to_json({"error": {"code": error.code, "message": str(error)[:_ERROR_CHARACTERS_MAX]}}),
+        )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One rank's view of the state, sent before the first save and whenever its tensors change.
+
+    Attributes:
+        table_digest: Digest of `table`; equal digests are not compared further.
+        table: Rows `[path, dtype, shape, owner]`, in the order of the state.
+        pickle_bytes: Size of the rank's pickle now; rank 0's decides the reserve.
+        per_rank_bytes: For each `PerRank` value the bytes this rank needs, slack included.
+    """
+
+    table_digest: str
+    table: list[list[Any]]
+    pickle_bytes: int
+    per_rank_bytes: dict[str, int]
+
+    def to_frame(self, attempt: int) -> bytes:
+        """The PROPOSE message."""
+        document = {
+            "table_digest": self.table_digest,
+            "pickle_bytes": self.pickle_bytes,
+            "per_rank_bytes": self.per_rank_bytes,
+            "table": self.table,
+        }
+        return encode(Kind.PROPOSE, attempt=attempt, body=zlib.compress(to_json(document), 1))
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> Proposal:
+        """Read one; never unpacks more than a named limit.
+
+        Raises:
+            ProtocolError: It is not readable, or a field is not what it should be.
+        """
+        try:
+            inflater = zlib.decompressobj()
+            raw = inflater.decompress(frame.body, _MAX_TABLE_BYTES)
+        except zlib.error as error:
+            raise ProtocolError(f"PROPOSE: body cannot be unpacked: {error}") from error
+        if inflater.unconsumed_tail or not inflater.eof:
+            raise ProtocolError(f"PROPOSE: body is truncated, or above {_MAX_TABLE_BYTES} bytes unpacked")
+        document = json_body(
+            Frame(frame.kind, body=raw), table_digest=str, table=list, pickle_bytes=int, per_rank_bytes=dict
+        )
+        for index, row in enumerate(document["table"]):
+            if not _is_row(row):
+                raise ProtocolError(
+                    f"PROPOSE: row {index} is {row!r:.100}, expected [path, dtype, shape, owner]"
+                )
+        sizes = [document["pickle_bytes"], *document["per_rank_bytes"].values()]
+        if not all(type(size) is int and 0 <= size < _WHOLE_MAX for size in sizes):
+            raise ProtocolError(f"PROPOSE: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
+        return cls(**{name: document[name] for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks leave room for, so that the layout stays the same while the pickle changes a little.
+
+    Attributes:
+        pickle_reserve_bytes: Room for data.pkl.
+        per_rank_reserve_bytes: Room for each `PerRank` value of each rank.
+    """
+
+    pickle_reserve_bytes: int
+    per_rank_reserve_bytes: dict[str, int]
+
+    def to_frame(self, attempt: int) -> bytes:
+        """The RESERVED message."""
+        return encode(Kind.RESERVED, attempt=attempt, body=to_json(asdict(self)))
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> Agreement:
+        """Read one. Raises `ProtocolError` when it does not hold what it should."""
+        document = json_body(frame, pickle_reserve_bytes=int, per_rank_reserve_bytes=dict)
+        sizes = [document["pickle_reserve_bytes"], *document["per_rank_reserve_bytes"].values()]
+        if not all(type(size) is int and 0 <= size < _WHOLE_MAX for size in sizes):
+            raise ProtocolError(f"RESERVED: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
+        return cls(document["pickle_reserve_bytes"], dict(document["per_rank_reserve_bytes"]))

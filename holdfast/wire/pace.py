@@ -1,0 +1,101 @@
+"""A pace: how often all ranks save, and what is said of it between them and the stager.
+
+    rank 0 ── WISH: Wish ──► stager: stager/retiming.py ── SAVE_EVERY: PaceWord, Pace ──► every rank
+                                                      ◄───────────────── HERE ──────────────────────┘
+
+Bodies are input from outside: whatever is not what it should be is a `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from holdfast.errors import ProtocolError
+
+__all__ = ["EVERY_MAX", "Pace", "PaceWord", "Wish"]
+
+EVERY_MAX = 1_000_000
+_STEP_MAX = 2**61  # a step and an interval after it still fit into a message
+_CHARACTERS_MAX = 1000
+
+
+class PaceWord(Enum):
+    """What SAVE_EVERY says; the value travels in `flags`."""
+
+    PROPOSED = 0
+    APPOINTED = 1
+    CALLED_OFF = 2
+    LOOSE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """All ranks save at step `first`, and at every `every`-th after it."""
+
+    first: int
+    every: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of the message."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Pace:
+        """Read them.
+
+        Raises:
+            ProtocolError: One is missing or not what it should be.
+        """
+        first, every = document.get("first"), document.get("every")
+        _check("SAVE_EVERY", "first", first, 0, _STEP_MAX)
+        _check("SAVE_EVERY", "every", every, 1, EVERY_MAX)
+        assert isinstance(first, int)
+        assert isinstance(every, int)
+        return cls(first, every)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What rank 0 has computed.
+
+    Attributes:
+        every: Steps between two checkpoints.
+        after: The step at which it was last time to save; the next one is `every` steps later, or as soon as can be.
+        why: A sentence for people.
+    """
+
+    every: int
+    after: int
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of the message."""
+        return {"every": self.every, "after": self.after, "why": self.why[:_CHARACTERS_MAX]}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Wish:
+        """Read them.
+
+        Raises:
+            ProtocolError: One is missing or not what it should be.
+        """
+        every, after, why = document.get("every"), document.get("after"), document.get("why")
+        _check("WISH", "every", every, 1, EVERY_MAX)
+        _check("WISH", "after", after, -1, _STEP_MAX)
+        if not (isinstance(why, str) and len(why) <= _CHARACTERS_MAX):
+            raise ProtocolError(
+                f"WISH: why is {why!r:.80}, expected a text of at most {_CHARACTERS_MAX} characters"
+            )
+        assert isinstance(every, int)
+        assert isinstance(after, int)
+        return cls(every, after, "".join(letter if letter.isprintable() else "?" for letter in why))
+
+
+def _check(kind: str, name: str, value: object, least: int, most: int) -> None:
+    if not (type(value) is int and least <= value <= most):
+        raise ProtocolError(
+            f"{kind}: {name} is {value!r:.80}, expected a whole number from {least} to {most}"
+        )

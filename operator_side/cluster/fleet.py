@@ -1,0 +1,109 @@
+"""The trainers of a cluster as hosts of `holdfast run`: who is there is what EC2 says, not what a connection does."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from holdfast.errors import BusyError, ConfigError
+from operator_side.cluster.cloud import Ec2
+from operator_side.cluster.file import ClusterFile
+from operator_side.cluster.ladder import Wish
+from operator_side.cluster.raising import TRAIN, Budget, Cluster
+from operator_side.supervise.hosts import Host
+
+__all__ = ["Ec2Fleet", "fleet_of", "settings_path", "state_path"]
+
+_log = logging.getLogger("holdfast.cluster")
+
+
+class Ec2Fleet:
+    """Hosts are running trainers; lost ones are asked for anew in the same zone.
+
+    Args:
+        file: What Terraform made. `cluster`, `cloud`: see raising.py.
+        slots: Ranks on each.
+        wish: What `up` was asked for, to replace lost ones; None: they are not replaced.
+    """
+
+    def __init__(
+        self,
+        file: ClusterFile,
+        cluster: Cluster,
+        cloud: Ec2,
+        *,
+        slots: int,
+        wish: Wish | None,
+        budget: Budget,
+    ) -> None:
+        self._file, self._cluster, self._cloud = file, cluster, cloud
+        self._slots, self._wish, self._budget = slots, wish, budget
+        self.name = f"EC2 in {file.region}"
+
+    def look(self) -> tuple[Host, ...]:
+        """Running trainers, the oldest first. One that is shutting down is gone."""
+        nodes = [
+            n
+            for n in self._cloud.nodes(self._file.marks)
+            if n.role == TRAIN and n.state == "running" and n.address
+        ]
+        return tuple(Host(n.address, self._slots) for n in sorted(nodes, key=lambda n: (n.launched, n.id)))
+
+    def replace(self, wanted: int) -> None:
+        """Ask for what is missing. That there is no capacity, or no budget, is said, and asked for again later."""
+        if self._wish is None or wanted <= 0:
+            return
+        try:
+            made = self._cluster.replace(self._wish, self._budget)
+        except (BusyError, ConfigError) as error:
+            _log.warning("lost trainers are not replaced yet: %s", error)
+            return
+        if made:
+            _log.warning("asked for %d trainers in place of lost ones: %s", len(made), ", ".join(made))
+
+
+def state_path(file: ClusterFile) -> Path:
+    """Where `up` writes its generation down."""
+    import platformdirs
+
+    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in f"{file.project}-{file.run_id}")
+    return Path(platformdirs.user_state_dir("holdfast", appauthor=False)) / "clusters" / f"{name}.json"
+
+
+def settings_path(file: ClusterFile) -> Path:
+    """Where `up` writes down what it was asked for, so that `holdfast run --cluster` can replace what is lost."""
+    return state_path(file).with_suffix(".wish.json")
+
+
+def fleet_of(path: Path) -> Ec2Fleet:
+    """The fleet of `holdfast run --cluster FILE`.
+
+    Raises:
+        ConfigError: The file is not what Terraform puts out.
+    """
+    file = ClusterFile.load(path)
+    cloud = Ec2(file)
+    cluster = Cluster(file, cloud, state_path(file))
+    wish, budget, slots = None, Budget(), 1
+    try:
+        said = json.loads(settings_path(file).read_text())
+        slots = int(said.pop("slots"))
+        budget = Budget(**said.pop("budget"))
+        wish = Wish(
+            tuple(said["types"]),
+            tuple(said["subnets"]),
+            int(said["nodes"]),
+            int(said["nodes_min"]),
+            tuple(said["more_types"]),
+            int(said["on_demand_max"]),
+        )
+    except FileNotFoundError:
+        _log.warning(
+            "no `holdfast cluster up` was run from here: one rank a node, and lost nodes are not replaced"
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{settings_path(file)}: {error!r}; remove it and run `holdfast cluster up` again"
+        ) from error
+    return Ec2Fleet(file, cluster, cloud, slots=slots, wish=wish, budget=budget)

@@ -1,0 +1,363 @@
+"""Raise a cluster, say how it stands, take it down: each step found out from the tags of what is there.
+
+    up      in use? ─► templates there? ─► price ─► trainers (all or none) ─► stager, in their zone ─► running
+    status  nodes by role, what they cost, what was taken
+    down    terminate by tag ─► wait ─► look for anything with the tags
+
+`up` may be killed at any instruction and run again. Before the first call that costs money it writes its generation
+down, from which every ClientToken comes: the same call again gives the same machines. And before each call it looks by
+tag for what an earlier one made, because tokens are forgotten after a while and tags are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.errors import BusyError, ConfigError, FencedError, PeerLost
+from operator_side.cluster.cloud import Cloud, Node
+from operator_side.cluster.file import ClusterFile
+from operator_side.cluster.ladder import Order, Wish, first_order, next_order
+
+__all__ = ["Budget", "Cluster", "Raised", "Standing"]
+
+_log = logging.getLogger("holdfast.cluster")
+
+TRAIN, STAGE = "train", "stager"
+_POLL_SECONDS = 5.0
+_CENT = 0.01
+_TOKEN_CHARACTERS = 48  # EC2 takes 64
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What the cluster may cost.
+
+    Attributes:
+        per_hour: US dollars per hour, stager included; None: no limit.
+        stager_per_hour: The stager's price; EC2 does not tell it.
+        on_demand_per_hour: That of a trainer on demand.
+    """
+
+    per_hour: float | None = None
+    stager_per_hour: float = 0.0
+    on_demand_per_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What stands after `up`.
+
+    Attributes:
+        generation: Of these machines.
+        made: Ids of those that this call made; the others were there.
+    """
+
+    generation: str
+    trainers: tuple[Node, ...]
+    stager: Node
+    made: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a cluster stands.
+
+    Attributes:
+        per_hour: US dollars per hour at the newest spot prices; None where a price is not known.
+        taken: Nodes that EC2 took back.
+    """
+
+    trainers: tuple[Node, ...]
+    stagers: tuple[Node, ...]
+    taken: tuple[Node, ...]
+    per_hour: float | None
+
+
+class Cluster:
+    """One run's machines.
+
+    Args:
+        file: What Terraform made.
+        cloud: EC2.
+        state: File for the generation that is being raised.
+        clock: Unix seconds. `sleep`: waits.
+    """
+
+    def __init__(
+        self,
+        file: ClusterFile,
+        cloud: Cloud,
+        state: Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._file, self._cloud, self._state = file, cloud, state
+        self._clock, self._sleep = clock, sleep
+
+    # -- up --------------------------------------------------------------------------------------------------------
+
+    def up(self, wish: Wish, budget: Budget, *, seconds_max: float = 600.0) -> Raised:
+        """Raise what is missing; nothing if all is there.
+
+        Raises:
+            ConfigError: Something a person must mend: credentials, templates, budget, quota.
+            BusyError: No capacity, whatever was asked for; no machine is left running because of it.
+            FencedError: Another cluster writes to this run's prefix.
+            PeerLost: EC2 does not answer, or machines do not start.
+        """
+        self._refuse_foreign()
+        self._cloud.check_templates()
+        generation = self._generation()
+        made: list[str] = []
+        trainers = self._live(TRAIN)
+        if len(trainers) < wish.nodes_min or not trainers:
+            made += self._trainers(wish, budget, generation, trainers)
+            trainers = self._await(TRAIN, made, seconds_max)
+        if not self._live(STAGE):
+            answer = self._cloud.create_stager(
+                trainers[0].subnet or wish.subnets[0],
+                self._tags(STAGE, generation),
+                self._token(generation, STAGE, self._seen(STAGE, generation)),
+            )
+            if not answer.ids:
+                raise BusyError(
+                    f"no stager: {', '.join(answer.codes)}: {answer.message}; the {len(trainers)} trainers run, and "
+                    "cost: run the same line again, or `holdfast cluster down`"
+                )
+            made += answer.ids
+        wanted = [*made, *(node.id for node in trainers)]
+        self._await(STAGE, [i for i in made if i not in {n.id for n in trainers}], seconds_max)
+        trainers = tuple(node for node in self._live(TRAIN) if node.id in wanted)
+        self._state.unlink(missing_ok=True)
+        return Raised(generation, trainers, self._live(STAGE)[0], tuple(made))
+
+    def replace(self, wish: Wish, budget: Budget) -> tuple[str, ...]:
+        """Ask for trainers that are missing, in the zone of those that are there. Gives the ids of the new ones."""
+        live = self._live(TRAIN)
+        if len(live) >= wish.nodes:
+            return ()
+        generation = live[0].generation if live else self._generation()
+        return tuple(self._trainers(wish, budget, generation, live))
+
+    def _trainers(self, wish: Wish, budget: Budget, generation: str, live: Sequence[Node]) -> list[str]:
+        there = len(live)
+        subnets = tuple(dict.fromkeys(n.subnet for n in live if n.subnet)) or wish.subnets
+        missing = Wish(
+            wish.types,
+            subnets,
+            wish.nodes - there,
+            max(1, wish.nodes_min - there),
+            wish.more_types,
+            wish.on_demand_max,
+        )
+        order: Order | None = first_order(missing)
+        refused = []
+        while order is not None:
+            price_max = self._price_max(order, budget, live)
+            serial = self._seen(TRAIN, generation)
+            token = self._token(generation, TRAIN, serial, order)
+            answer = self._cloud.create_trainers(order, self._tags(TRAIN, generation), token, price_max)
+            if len(answer.ids) >= order.nodes:
+                return list(answer.ids)
+            if answer.ids:  # not what all or nothing means; nothing is kept that nobody asked for
+                self._cloud.terminate(answer.ids)
+            codes = ", ".join(answer.codes)
+            refused.append(
+                f"{order.nodes} nodes, {order.on_demand} on demand, of {'|'.join(order.types)}, {order.subnet}: {codes}"
+            )
+            _log.warning("%s %s", refused[-1], answer.message)
+            order = next_order(missing, order, answer.codes)
+        raise BusyError(
+            "no capacity for this cluster, and nothing was started:\n  "
+            + "\n  ".join(refused)
+            + "\nname more --types, another --subnet, a lower --nodes-min, an --on-demand-max, raise the quota, or wait"
+        )
+
+    def _refuse_foreign(self) -> None:
+        """Nobody else may write where this run's checkpoints go."""
+        others = [
+            node
+            for node in self._cloud.nodes({"Store": self._file.store_url})
+            if node.is_live and any(node.tags.get(name) != value for name, value in self._file.marks.items())
+        ]
+        if others:
+            names = ", ".join(
+                f"{n.id} of run {n.tags.get('RunId')} ({n.tags.get('Project')})" for n in others[:5]
+            )
+            raise FencedError(
+                f"{self._file.store_url} is in use by another cluster: {names}; take it down, or use another prefix"
+            )
+
+    def _price_max(self, order: Order, budget: Budget, live: Sequence[Node]) -> float | None:
+        """What the spot nodes of this order may cost an hour; None: no limit.
+
+        Raises:
+            ConfigError: The cheapest type costs more, or a price that matters is not known.
+        """
+        if budget.per_hour is None:
+            return None
+        left = budget.per_hour - budget.stager_per_hour - self._spot_cost(live)
+        if order.on_demand:
+            if budget.on_demand_per_hour is None:
+                raise ConfigError(
+                    "--budget-per-hour with --on-demand-max needs --on-demand-price: EC2 does not tell it"
+                )
+            left -= order.on_demand * budget.on_demand_per_hour
+        spot = order.nodes - order.on_demand
+        if spot:
+            zone = self._file.availability_zone if order.subnet == self._file.subnet_id else None
+            prices = [p.per_hour for p in self._cloud.spot_prices(order.types) if zone in {None, p.zone}]
+            if not prices:
+                raise ConfigError(
+                    f"no spot price for {', '.join(order.types)} in {zone or self._file.region}: wrong --types?"
+                )
+            if spot * min(prices) > left + _CENT:
+                raise ConfigError(
+                    f"{spot} spot nodes cost at least {spot * min(prices):.2f} USD per hour now, and {left:.2f} of the "
+                    f"budget of {budget.per_hour:.2f} is left; fewer --nodes, other --types, or a higher budget"
+                )
+        elif left < 0:
+            raise ConfigError(f"the on-demand nodes alone cost {-left:.2f} USD per hour more than the budget")
+        return max(left, 0.0)
+
+    def _await(self, role: str, ids: Sequence[str], seconds_max: float) -> tuple[Node, ...]:
+        """Until these run. What was made is not seen at once by those who look for it."""
+        deadline = self._clock() + seconds_max
+        while True:
+            nodes = {node.id: node for node in self._cloud.nodes(self._file.marks) if node.role == role}
+            ended = [i for i in ids if i in nodes and not nodes[i].is_live]
+            if ended:
+                raise PeerLost(
+                    f"{', '.join(f'{i} ({nodes[i].reason or nodes[i].state})' for i in ended)} ended while starting; "
+                    "run the same line again"
+                )
+            if all(i in nodes and nodes[i].state == "running" for i in ids):
+                return tuple(node for node in nodes.values() if node.is_live)
+            if self._clock() > deadline:
+                raise PeerLost(
+                    f"{', '.join(ids)}: not running after {seconds_max:g} s; run the same line again, or down"
+                )
+            self._sleep(_POLL_SECONDS)
+
+    # -- status ----------------------------------------------------------------------------------------------------
+
+    def standing(self, budget: Budget) -> Standing:
+        """How it stands now."""
+        nodes = self._cloud.nodes(self._file.marks)
+        live = [node for node in nodes if node.is_live]
+        trainers = tuple(n for n in live if n.role == TRAIN)
+        stagers = tuple(n for n in live if n.role == STAGE)
+        taken = tuple(n for n in nodes if n.reason.startswith("Server.Spot"))
+        per_hour: float | None = None
+        on_demand = [n for n in trainers if not n.is_spot]
+        if not on_demand or budget.on_demand_per_hour is not None:
+            try:
+                per_hour = self._spot_cost(trainers) + len(stagers) * budget.stager_per_hour
+                per_hour += len(on_demand) * (budget.on_demand_per_hour or 0.0)
+            except ConfigError as error:
+                _log.warning("%s", error)
+        return Standing(trainers, stagers, taken, per_hour)
+
+    def _spot_cost(self, nodes: Sequence[Node]) -> float:
+        spot = [node for node in nodes if node.is_spot]
+        if not spot:
+            return 0.0
+        prices = {
+            (p.type, p.zone): p.per_hour for p in self._cloud.spot_prices(sorted({n.type for n in spot}))
+        }
+        unknown = {(n.type, n.zone) for n in spot} - prices.keys()
+        if unknown:
+            raise ConfigError(f"no spot price is known for {sorted(unknown)}")
+        return sum(prices[n.type, n.zone] for n in spot)
+
+    # -- down ------------------------------------------------------------------------------------------------------
+
+    def down(self, *, seconds_max: float = 600.0) -> tuple[str, ...]:
+        """Terminate every machine with the run's tags, whatever state it is in. Gives the ids of what was ended.
+
+        Raises:
+            PeerLost: Something with the tags is left after `seconds_max`; it is named.
+        """
+        deadline = self._clock() + seconds_max
+        ended: dict[str, None] = {}
+        while True:
+            left = [n.id for n in self._cloud.nodes(self._file.marks) if n.state != "terminated"]
+            fresh = [i for i in left if i not in ended]
+            if fresh:  # also those that an `up` elsewhere makes meanwhile
+                self._cloud.terminate(fresh)
+                ended.update(dict.fromkeys(fresh))
+            rest = (*left, *self._cloud.leftovers(self._file.marks)) if not left else tuple(left)
+            if not rest:
+                self._state.unlink(missing_ok=True)
+                return tuple(ended)
+            if self._clock() > deadline:
+                raise PeerLost(
+                    f"still there with Project={self._file.project}, RunId={self._file.run_id}: {', '.join(rest)}; "
+                    "run "
+                    "the same line again, or look at them in the EC2 console"
+                )
+            self._sleep(_POLL_SECONDS)
+
+    # -- marks -----------------------------------------------------------------------------------------------------
+
+    def _live(self, role: str) -> tuple[Node, ...]:
+        nodes = [n for n in self._cloud.nodes(self._file.marks) if n.is_live and n.role == role]
+        return tuple(sorted(nodes, key=lambda node: (node.launched, node.id)))
+
+    def _seen(self, role: str, generation: str) -> int:
+        """How many there ever were: after a loss the next call is another one, after an interruption the same."""
+        return sum(n.role == role and n.generation == generation for n in self._cloud.nodes(self._file.marks))
+
+    def _generation(self) -> str:
+        """That of the live machines, that of an interrupted `up`, or a new one, written down before it is used."""
+        live = [n.generation for n in self._cloud.nodes(self._file.marks) if n.is_live and n.generation]
+        if live:
+            return max(live)
+        try:
+            said = json.loads(self._state.read_text())
+            if isinstance(said["generation"], str):
+                return str(said["generation"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        generation = f"{int(self._clock()):010d}"
+        self._state.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = self._state.with_suffix(".new")
+        with fresh.open("w") as file:
+            json.dump({"generation": generation}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self._state)
+        return generation
+
+    def _tags(self, role: str, generation: str) -> dict[str, str]:
+        return {
+            **self._file.tags,
+            **self._file.marks,
+            "Role": role,
+            "Generation": generation,
+            "Store": self._file.store_url,
+            "ManagedBy": "holdfast",
+            "Name": f"{self._file.project}-{self._file.run_id}-{role}",
+        }
+
+    def _token(self, generation: str, role: str, serial: int, order: Order | None = None) -> str:
+        text = json.dumps(
+            [
+                self._file.project,
+                self._file.run_id,
+                self._file.store_url,
+                generation,
+                role,
+                serial,
+                repr(order),
+            ]
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:_TOKEN_CHARACTERS]

@@ -1,0 +1,120 @@
+"""`holdfast doctor`: is this machine fit for a run?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from holdfast.command.examples import examples
+from holdfast.command.output import console, json_option, print_json, table
+from holdfast.config import RING_CHUNKS_MIN, default_runtime_dir, parse_size
+from holdfast.errors import ConfigError
+from holdfast.image.layout import CHUNK_BYTES
+from operator_side.doctor import Finding, Plan, State, examine
+
+__all__ = ["doctor"]
+
+_STYLE = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
+
+
+@click.command(
+    short_help="Check this machine, its MPI and the store before a run.",
+    epilog=examples(
+        "holdfast doctor                                           # this machine",
+        "holdfast doctor --store s3://bucket/run                   # and the store, as the flusher will use it",
+        "holdfast doctor --hostfile hosts --store s3://bucket/run  # and the network between two hosts",
+    ),
+)
+@click.option(
+    "--store", help="URL of the run to be: a path, or s3://bucket/run. Without it no store is looked at."
+)
+@click.option("--ring-bytes", default="1GiB", show_default=True, help="Memory that the ring will take.")
+@click.option("--chunk-bytes", default=str(CHUNK_BYTES), help="Size of a chunk, such as 16MiB.")
+@click.option(
+    "--runtime-dir", type=click.Path(path_type=Path), help="Where the ring will lie; default /dev/shm."
+)
+@click.option(
+    "--hostfile",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Hosts of the MPI job: two ranks are put on two of them to measure what lies between.",
+)
+@json_option
+def doctor(
+    as_json: bool,
+    store: str | None,
+    ring_bytes: str,
+    chunk_bytes: str,
+    runtime_dir: Path | None,
+    hostfile: Path | None,
+) -> None:
+    """Check what a run needs, by trying it: memory for the ring, MPI and its fault tolerance (a rank is killed to see
+    that the other notices), the store's rights and its speed, clocks, network.
+
+    Leaves nothing behind. Takes about ten seconds.
+
+    Exit code 0: fit, perhaps with warnings; 2: something must be mended first, and it says what.
+
+    JSON: {"fit": bool, "findings": [{"check", "state": "ok|warn|fail|skipped", "seen", "fix"}]}.
+    """
+    plan = Plan(
+        store=store,
+        runtime_dir=(runtime_dir or default_runtime_dir()).absolute(),
+        ring_bytes=_size("--ring-bytes", ring_bytes),
+        chunk_bytes=_size("--chunk-bytes", chunk_bytes),
+        hostfile=hostfile,
+    )
+    if plan.ring_bytes < RING_CHUNKS_MIN * plan.chunk_bytes:
+        raise ConfigError(
+            f"--ring-bytes {ring_bytes}: expected at least {RING_CHUNKS_MIN} chunks of {plan.chunk_bytes} bytes"
+        )
+    findings = list(_show(plan, quiet=as_json))
+    bad = [finding for finding in findings if finding.state is State.FAIL]
+    if as_json:
+        print_json({"fit": not bad, "findings": [_document(finding) for finding in findings]})
+    if bad:
+        click.get_current_context().exit(ConfigError.exit_code)
+
+
+def _show(plan: Plan, *, quiet: bool) -> list[Finding]:
+    findings = []
+    out = console()
+    for finding in examine(plan):
+        findings.append(finding)
+        if not quiet:
+            row = table("", "", "")
+            row.show_header = False
+            row.columns[0].width, row.columns[1].width = 7, 18
+            row.columns[2].no_wrap = False
+            row.add_row(f"[{_STYLE[finding.state]}]{finding.state}[/]", finding.check, _plain(finding.seen))
+            if finding.fix:
+                row.add_row("", "", _plain(f"-> {finding.fix}"))
+            out.print(row)
+    if not quiet:
+        counts = {state: sum(finding.state is state for finding in findings) for state in State}
+        said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        out.print(f"{'NOT FIT' if counts[State.FAIL] else 'fit'}: {said}")
+    return findings
+
+
+def _document(finding: Finding) -> dict[str, Any]:
+    return {
+        "check": finding.check,
+        "state": finding.state.value,
+        "seen": finding.seen,
+        "fix": finding.fix,
+    }
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: expected {error}") from None

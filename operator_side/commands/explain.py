@@ -1,0 +1,85 @@
+"""`holdfast explain CODE`: what docs/troubleshooting.md says of an error, on any machine and without a network.
+
+    docs/troubleshooting.md ◄─ holdfast/troubleshooting.md, a link to it; a wheel has its text in this place
+        ## config ─► everything up to the next heading
+
+The page is the one source: whoever mends it has mended what the command says.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import click
+
+from holdfast import errors
+from holdfast.command.examples import examples
+from holdfast.command.output import console, json_option, print_json, table
+from holdfast.errors import HoldfastError
+
+__all__ = ["explain", "section"]
+
+_PAGE = "troubleshooting.md"
+_ALL: list[type[HoldfastError]] = [getattr(errors, name) for name in errors.__all__]
+_KINDS = sorted((kind for kind in _ALL if kind is not HoldfastError), key=lambda kind: kind.exit_code)
+_RUN = "run"
+_MEANING_OF_RUN = "What `holdfast run` says when it ends"
+
+
+@click.command(
+    short_help="Say what an error means, its usual causes, and the cure.",
+    epilog=examples("holdfast explain", "holdfast explain config", "holdfast explain store --json"),
+)
+@click.argument(
+    "code", metavar="[CODE]", required=False, type=click.Choice([*(kind.code for kind in _KINDS), _RUN])
+)
+@json_option
+def explain(as_json: bool, code: str | None) -> None:
+    """Say what an error means, its usual causes, and the cure: the section of docs/troubleshooting.md for it.
+
+    CODE is what an error's last line names (`help: holdfast explain config`); without it, all are listed. In the quoted
+    messages … stands for what differs from case to case. On a terminal it is laid out, else it is Markdown.
+
+    JSON: {"code", "exit_code", "text"}, without CODE a list of {"code", "exit_code", "meaning"}; `exit_code` is null
+    for `run`.
+    """
+    if code is None:
+        _list(as_json)
+        return
+    text = section(code)
+    if as_json:
+        exit_codes = {kind.code: kind.exit_code for kind in _KINDS}
+        print_json({"code": code, "exit_code": exit_codes.get(code), "text": text})
+        return
+    out = console()
+    if out.is_terminal:
+        from rich.markdown import Markdown
+
+        out.print(Markdown(text, hyperlinks=False))
+    else:
+        click.echo(text)
+
+
+def section(code: str) -> str:
+    """The section of the page for `code`, as Markdown, with its heading."""
+    page = resources.files("holdfast").joinpath(_PAGE).read_text(encoding="utf-8")
+    _, heading, rest = f"\n{page}".partition(f"\n## {code}\n")
+    assert heading, f"{_PAGE} has no section {code}"
+    return f"## {code}\n{rest.partition(chr(10) + '## ')[0]}".rstrip()
+
+
+def _list(as_json: bool) -> None:
+    rows: list[tuple[str, int | None, str]] = [(kind.code, kind.exit_code, _meaning(kind)) for kind in _KINDS]
+    rows.append((_RUN, None, _MEANING_OF_RUN))
+    if as_json:
+        print_json([dict(zip(("code", "exit_code", "meaning"), row, strict=True)) for row in rows])
+        return
+    listed = table("CODE", "EXIT CODE", "MEANING", right=("EXIT CODE",))
+    for code, exit_code, meaning in rows:
+        listed.add_row(code, "" if exit_code is None else str(exit_code), meaning)
+    console().print(listed)
+
+
+def _meaning(kind: type[HoldfastError]) -> str:
+    """The first sentence of its docstring."""
+    return (kind.__doc__ or "").split("\n")[0].partition(". ")[0].rstrip(".")

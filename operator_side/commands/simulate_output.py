@@ -1,0 +1,148 @@
+"""How `holdfast simulate` shows what it found: tables, and its JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from holdfast.command.output import plain, table
+from holdfast.errors import ConfigError
+from holdfast.policy import Advice
+from operator_side.simulate.plan import Plan, Replayed
+from operator_side.simulate.study import Spread, Total
+from operator_side.simulate.units import HOUR_US
+
+__all__ = ["document", "show_replayed", "show_totals"]
+
+_PER_DOLLAR_CELL = 1000  # iterations; a single one costs too little to be read
+
+
+def show_replayed(out: Console, plan: Plan, one: Replayed) -> None:
+    """One trace: goodput by interval, the best of each, advice."""
+    _heading(out, plan, one)
+    _by_interval(out, plan, one)
+    _at_the_best(out, one)
+    out.print(
+        f"\nAdvised: overhead at most {plan.overhead_max:.1%}, and by the losses of this trace", markup=False
+    )
+    for name, advice in one.advice:
+        out.print(f"  {plain(name)}: {_line(advice)}", markup=False, soft_wrap=True)
+
+
+def _heading(out: Console, plan: Plan, one: Replayed) -> None:
+    trace = one.trace
+    out.print(
+        f"\n{plain(trace.name)}: {trace.end_us / HOUR_US:.1f} h, {trace.losses} losses "
+        f"({trace.losses_per_hour:.2f} per hour), up to {trace.count_max} machines; a job of {one.job.nodes_min} to "
+        f"{one.job.nodes}, {plan.offsets} windows of {one.window_hours:.1f} h, seed {plan.seed}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _by_interval(out: Console, plan: Plan, one: Replayed) -> None:
+    out.print("\nGoodput by interval, % of the ideal", markup=False)
+    intervals = [str(every) for every in plan.intervals]
+    rows = table("STRATEGY", *intervals, right=tuple(intervals))
+    for strategy in plan.strategies[:-1]:  # the ideal has no interval
+        shares = [row.share.median for row in one.rows if row.strategy == strategy]
+        rows.add_row(plain(strategy.name), *(f"{100 * share:.1f}" for share in shares))
+    out.print(rows)
+
+
+def _at_the_best(out: Console, one: Replayed) -> None:
+    out.print("\nAt the best of these intervals: median (least–greatest)", markup=False)
+    heads = ["EVERY", "GOODPUT %", "PER HOUR", "REDONE", "RUNNING %"]
+    if one.on_demand_dollars is not None:
+        heads.append(f"$ PER {_PER_DOLLAR_CELL}")
+    rows = table("STRATEGY", *heads, right=tuple(heads))
+    for row in one.best():
+        cells = [
+            "-" if row.strategy.every_iteration else str(row.every),
+            _spread(row.share, 100),
+            f"{row.useful_per_hour.median:.0f}",
+            f"{row.redone.median:.0f}",
+            f"{100 * row.training.median:.0f}",
+        ]
+        if one.on_demand_dollars is not None:
+            cells.append("-" if row.dollars is None else _spread(row.dollars, _PER_DOLLAR_CELL, 3))
+        rows.add_row(plain(row.strategy.name), *cells)
+    out.print(rows)
+    if one.on_demand_dollars is not None:
+        dollars = _PER_DOLLAR_CELL * one.on_demand_dollars
+        out.print(
+            f"on demand, without a loss or a checkpoint: ${dollars:.3f} per {_PER_DOLLAR_CELL}", markup=False
+        )
+
+
+def show_totals(out: Console, plan: Plan, totals: Sequence[Total]) -> None:
+    """Total time by MTBF, each strategy at its best interval."""
+    out.print(
+        f"\nHours until {plan.iterations} iterations are done, by hours between two losses, "
+        "each at its best interval: median (least–greatest)",
+        markup=False,
+        soft_wrap=True,
+    )
+    heads = [f"{hours:g} h" for hours in plan.mtbf_hours]
+    rows = table("STRATEGY", *heads, right=tuple(heads))
+    for name in dict.fromkeys(total.strategy.name for total in totals):
+        theirs = [total.hours for total in totals if total.strategy.name == name]
+        rows.add_row(plain(name), *("never" if hours is None else _spread(hours, 1, 2) for hours in theirs))
+    out.print(rows)
+
+
+def _spread(spread: Spread, times: float, digits: int = 1) -> str:
+    median, least, greatest = (f"{times * value:.{digits}f}" for value in asdict(spread).values())
+    return f"{median} ({least}–{greatest})"
+
+
+def _line(advice: Advice | ConfigError) -> str:
+    return plain(str(advice)) if isinstance(advice, ConfigError) else advice.line()
+
+
+def document(
+    plan: Plan, replayed: Sequence[Replayed], totals: Sequence[Total], pictures: Sequence[Path]
+) -> dict[str, Any]:
+    """The document of `--json`."""
+    return {
+        "profile": plan.profile.model_dump(mode="json"),
+        "seed": plan.seed,
+        "prices": None if plan.prices is None else asdict(plan.prices),
+        "traces": [_trace(plan, one) for one in replayed],
+        "totals": [
+            {
+                "strategy": total.strategy.name,
+                "mtbf_hours": total.mtbf_hours,
+                "every": total.every,
+                "hours": None if total.hours is None else asdict(total.hours),
+            }
+            for total in totals
+        ],
+        "figures": [str(path) for path in pictures],
+    }
+
+
+def _trace(plan: Plan, one: Replayed) -> dict[str, Any]:
+    return {
+        "trace": one.trace.name,
+        "hours": one.trace.end_us / HOUR_US,
+        "machines_max": one.trace.count_max,
+        "losses": one.trace.losses,
+        "losses_per_hour": one.trace.losses_per_hour,
+        "nodes": one.job.nodes,
+        "window_hours": one.window_hours,
+        "offsets": plan.offsets,
+        "event_steps": one.event_steps,
+        "on_demand_dollars": one.on_demand_dollars,
+        "goodput": [{**asdict(row), "strategy": row.strategy.name} for row in one.rows],
+        "advice": [_advised(name, advice) for name, advice in one.advice],
+    }
+
+
+def _advised(name: str, advice: Advice | ConfigError) -> dict[str, Any]:
+    figures = {} if isinstance(advice, ConfigError) else asdict(advice)
+    return {"strategy": name, **figures, "line": _line(advice)}

@@ -1,0 +1,146 @@
+"""`holdfast status`: a run as it goes on, live in the terminal, once, or as JSON."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from holdfast.command.examples import examples
+from holdfast.command.output import console, json_option, print_json
+from holdfast.errors import ConfigError, StoreMissing
+
+if TYPE_CHECKING:
+    from operator_side.status.look import Watch
+    from operator_side.status.picture import Picture
+
+__all__ = ["status"]
+
+
+@click.command(
+    short_help="Watch a run: how far it is, and what a kill right now would lose.",
+    epilog=examples(
+        "holdfast status",
+        "ssh -t stager holdfast status --dollars-per-hour 12.40",
+        "holdfast status s3://bucket/run --json",
+    ),
+)
+@click.argument("run", metavar="[RUN]", required=False)
+@click.option(
+    "--once",
+    is_flag=True,
+    help="Show it once and end, as always where stdout is no terminal that moves a cursor.",
+)
+@click.option(
+    "--interval-seconds",
+    type=click.FloatRange(0.1, 3600),
+    default=1.0,
+    show_default=True,
+    help="How often to look.",
+)
+@click.option(
+    "--dollars-per-hour",
+    type=click.FloatRange(0),
+    envvar="HOLDFAST_DOLLARS_PER_HOUR",
+    help="What all machines of the run cost, to show losses in money.",
+)
+@click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where rings lie on this machine.")
+@json_option
+def status(
+    as_json: bool,
+    run: str | None,
+    once: bool,
+    interval_seconds: float,
+    dollars_per_hour: float | None,
+    runtime_dir: Path | None,
+) -> None:
+    """Show how far a run is, and what a kill right now would lose. Only looks: nothing waits for it.
+
+    RUN is the run's URL, its runtime directory, or nothing: then all runs on this machine are shown. Start it on the
+    machine of the stager: `ssh stager holdfast status`. Stager and flusher are asked while they live; the ring and,
+    without a flusher, the store tell the rest.
+
+    JSON: {"runs": [{"run", "attempt", "is_running", "levels", "loss_trainers", "loss_node", "flights", "ring",
+    "ranks", …}]}; docs/status.md lists it.
+
+    Exit code 5: there is no such run, neither here nor in the store.
+    """
+    if dollars_per_hour is not None and not math.isfinite(dollars_per_hour):
+        raise ConfigError(f"--dollars-per-hour {dollars_per_hour}: expected a price")
+    watches = _Watches(run, runtime_dir, dollars_per_hour)
+    pictures = watches.look()
+    if as_json:
+        print_json({"runs": [picture.document() for picture in pictures]})
+        return
+    out = console()
+    if once or not out.is_terminal or out.is_dumb_terminal:
+        from operator_side.commands.status_output import render
+
+        out.print(*(render(picture, ascii_only=out.options.ascii_only) for picture in pictures), sep="\n")
+        return
+    _live(watches, pictures, interval_seconds)
+
+
+class _Watches:
+    """The runs that are shown: one that was named, or all that are on this machine, also when they have ended."""
+
+    def __init__(self, run: str | None, runtime_dir: Path | None, dollars_per_hour: float | None) -> None:
+        from holdfast.config import FlusherConfig
+
+        # Its settings, as the roles read them; the store matters only where one is named.
+        self._base = FlusherConfig.from_sources(store=run or "none", runtime_dir=runtime_dir).runtime_dir
+        self._dollars_per_hour = dollars_per_hour
+        self._run = run
+        self._watches: dict[Path, Watch] = {}
+
+    def look(self) -> list[Picture]:
+        """Look at all of them. Raises `StoreMissing` where there is none."""
+        self._find()
+        if not self._watches:
+            raise StoreMissing(
+                f"{self._run or self._base}: no run on this machine; name the URL of one, or ask the machine "
+                "of its stager (`ssh HOST holdfast status`)"
+            )
+        return [watch.look() for watch in self._watches.values()]
+
+    def _find(self) -> None:
+        from holdfast.ring.directory import runtime_directory
+        from operator_side.status.look import Watch, runs_in
+
+        place = self._base if self._run is None else Path(self._run)
+        for directory in runs_in(place.absolute()):
+            if directory not in self._watches:
+                self._watches[directory] = Watch(directory, dollars_per_hour=self._dollars_per_hour)
+        if not self._watches and self._run is not None:
+            directory = runtime_directory(self._run, self._base)
+            self._watches[directory] = Watch(directory, self._run, dollars_per_hour=self._dollars_per_hour)
+
+
+def _live(watches: _Watches, pictures: list[Picture], interval_seconds: float) -> None:
+    """Until Ctrl-C; then the last picture stays in the terminal."""
+    from rich.console import Group
+    from rich.live import Live
+
+    from operator_side.commands.status_output import render
+
+    out = console()
+
+    def drawn(height: int | None) -> Any:
+        rows = None if height is None else max(1, height // max(1, len(pictures)))
+        return Group(
+            *(render(picture, ascii_only=out.options.ascii_only, height=rows) for picture in pictures)
+        )
+
+    try:
+        with Live(drawn(out.height), console=out, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval_seconds)
+                pictures = watches.look()
+                live.update(drawn(out.height), refresh=True)
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+    out.print(drawn(None))

@@ -1,0 +1,86 @@
+"""`URL[@STEP]`: what the tools are pointed at."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+from click.shell_completion import CompletionItem
+
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.errors import ConfigError
+from holdfast.image.manifest import Manifest
+
+__all__ = ["TARGET", "URL", "Target", "parse_target"]
+
+# Only this at the very end is a step: user names (`s3://me@host`) and directories may hold an @ of their own.
+_STEP = re.compile(r"(?P<url>.+)@(?P<step>\d{1,18}|latest)", re.DOTALL)
+
+
+class Target(NamedTuple):
+    """A run, and a step of it; None: the newest good one."""
+
+    url: str
+    step: int | None
+
+    def catalog(self) -> Catalog:
+        """The run's catalog."""
+        from holdfast.store import open_store  # brings boto3 or fsspec: not for --help
+
+        return Catalog(open_store(self.url))
+
+    def find(self) -> tuple[Catalog, Manifest]:
+        """The catalog and the manifest of the step. Raises `StoreMissing`, naming the steps that are near."""
+        catalog = self.catalog()
+        return catalog, catalog.get(self.step)
+
+
+def parse_target(text: str) -> Target:
+    """Split `URL@123` or `URL@latest`; all else is a URL without a step.
+
+    A run whose own name ends in `@` and digits is written with `@latest` after it.
+    """
+    match = _STEP.fullmatch(text)
+    if match is None:
+        return Target(text, None)
+    return Target(match["url"], None if match["step"] == "latest" else int(match["step"]))
+
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Target]
+else:
+    _ParamType = click.ParamType  # generic since click 8.4 only
+
+
+class _TargetType(_ParamType):
+    name = "URL[@STEP]"
+
+    def __init__(self, *, with_step: bool) -> None:
+        self._with_step = with_step
+        self.name = "URL[@STEP]" if with_step else "URL"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Target:  # noqa: ARG002
+        if isinstance(value, Target):
+            return value
+        target = parse_target(str(value))
+        if not target.url.strip():
+            raise ConfigError("expected the URL of a run, such as s3://bucket/run or /mnt/run, got nothing")
+        if not self._with_step and target.step is not None:
+            raise ConfigError(
+                f"expected the URL of a run, got a step of it: {value}; leave @{target.step} out"
+            )
+        return target
+
+    def shell_complete(
+        self,
+        ctx: click.Context,  # noqa: ARG002 - click's signature
+        param: click.Parameter,  # noqa: ARG002
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        """Directories: a run is mostly one, and asking a store would take its time."""
+        return [CompletionItem(incomplete, type="dir")]
+
+
+TARGET = _TargetType(with_step=True)
+URL = _TargetType(with_step=False)

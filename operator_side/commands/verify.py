@@ -1,0 +1,121 @@
+"""`holdfast verify URL[@STEP]`: read a checkpoint back and check every byte of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.verify import VerifyReport, verify_file
+from holdfast.command.examples import examples
+from holdfast.command.output import console, json_option, plain, print_json, progress_bar
+from holdfast.errors import ConfigError, DamageError
+from holdfast.image.manifest import Manifest
+from operator_side.commands.target import TARGET, Target
+
+__all__ = ["verify"]
+
+_FAULTS_SHOWN = 20
+
+
+@click.command(
+    short_help="Read a checkpoint back and check every byte of it.",
+    epilog=examples(
+        "holdfast verify s3://bucket/run@1000",
+        "holdfast verify /mnt/run --all --threads 8",
+    ),
+)
+@click.argument("target", metavar="URL[@STEP]", type=TARGET)
+@click.option("--all", "check_all", is_flag=True, help="Check all checkpoints of the run.")
+@click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Readers at once.")
+@json_option
+def verify(as_json: bool, target: Target, check_all: bool, threads: int) -> None:
+    """Read a checkpoint of the run at URL, and check each chunk, each entry, the whole, and the zip's own
+    CRCs.
+
+    Without @STEP: the newest checkpoint, whatever its state. Exits with 6 when something is damaged, naming the
+    tensors and where in the file. Nothing is changed, also not the state in the manifest.
+
+    JSON: {"url", "ok", "checkpoints": [{"step", "file", "ok", "checked_bytes", "fault", "damage": [{"what",
+    "offset", "nbytes", "expected", "got", "tensors": [path]}]}]}; fault says why nothing could be read.
+    """
+    if check_all and target.step is not None:
+        raise ConfigError(
+            f"--all checks every step, but step {target.step} was asked for; leave one of them out"
+        )
+    catalog = target.catalog()
+    documents, faults = [], []
+    for manifest, name, fault in _chosen(catalog, target, check_all=check_all):
+        report = _checked(catalog, manifest, threads, quiet=as_json) if manifest else None
+        documents.append(_document(name, manifest, report, fault))
+        if report is not None and not report.ok:
+            faults.append(report.summary())
+        elif report is None:
+            faults.append(fault)
+        if not as_json:
+            _print(name, report)
+    if as_json:
+        print_json({"url": catalog.store.url, "ok": not faults, "checkpoints": documents})
+        if faults:  # the document says it all; an error would put out a second one
+            click.get_current_context().exit(DamageError.exit_code)
+    elif faults:
+        raise DamageError("\n".join(faults))
+
+
+def _chosen(catalog: Catalog, target: Target, *, check_all: bool) -> list[tuple[Manifest | None, str, str]]:
+    """The checkpoints to check: manifest (None if unreadable), name, and why it cannot be read."""
+    if target.step is not None:
+        manifest = catalog.get(target.step)
+        return [(manifest, manifest.file, "")]
+    items = catalog.list()
+    if not items:
+        catalog.get()  # says whether it is the run or the checkpoints that are missing
+    # The newest one, good or not: passing over it to an older good one would answer a question that nobody asked.
+    return [
+        (i.manifest, i.manifest.file if i.manifest else i.name, i.fault)
+        for i in (items if check_all else items[:1])
+    ]
+
+
+def _checked(catalog: Catalog, manifest: Manifest, threads: int, *, quiet: bool) -> VerifyReport:
+    with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
+        return verify_file(catalog.store, manifest, threads=threads, progress=advance)
+
+
+def _print(name: str, report: VerifyReport | None) -> None:
+    out = console()
+    if report is None:
+        out.print(f"{name}: damaged", style="red", markup=False)
+        return
+    if report.ok:
+        out.print(f"{name}: good, {report.checked_bytes} bytes checked", markup=False)
+        return
+    out.print(f"{name}: damaged", style="red", markup=False)
+    for damage in report.damage[:_FAULTS_SHOWN]:
+        out.print(f"  {plain(str(damage))}", markup=False, soft_wrap=True)
+    if len(report.damage) > _FAULTS_SHOWN:
+        out.print(f"  and {len(report.damage) - _FAULTS_SHOWN} more (--json has them all)")
+
+
+def _document(
+    name: str, manifest: Manifest | None, report: VerifyReport | None, fault: str
+) -> dict[str, Any]:
+    return {
+        "step": manifest.step if manifest else None,
+        "file": name,
+        "ok": report is not None and report.ok,
+        "checked_bytes": report.checked_bytes if report else 0,
+        "fault": "" if report else fault,
+        "damage": [
+            {
+                "what": damage.what,
+                "offset": damage.offset,
+                "nbytes": damage.nbytes,
+                "expected": damage.expected,
+                "got": damage.got,
+                "tensors": list(damage.tensors),
+            }
+            for damage in (report.damage if report else ())
+        ],
+    }

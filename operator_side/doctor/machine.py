@@ -1,0 +1,228 @@
+"""What the machine itself must have: Python, memory for the ring, descriptors, a clock, a network."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast import __version__
+from holdfast.errors import ConfigError
+from holdfast.ring.directory import make_private_directory
+from operator_side.doctor import Finding, Plan, State
+
+__all__ = ["clock", "limits", "network", "python", "shared_memory"]
+
+_PYTHON_MIN = (3, 11)
+_DESCRIPTORS_MIN = 1024
+_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+_TOUCH_BYTES = 64 << 20
+_CLOCK_SECONDS = 0.2
+_CLOCK_SLACK_SECONDS = 0.05
+_CLOCK_LOOKS = 10
+_SLOW_MBITS = 10_000
+_MIB = 1 << 20
+
+
+def python(_: Plan) -> Iterator[Finding]:
+    """Version of Python, of holdfast and of the machine."""
+    seen = f"holdfast {__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    old = sys.version_info < _PYTHON_MIN
+    yield Finding(
+        "python", State.FAIL if old else State.OK, seen, "needs Python 3.11 or newer" if old else ""
+    )
+    cores = len(os.sched_getaffinity(0))
+    few = cores < 2
+    yield Finding(
+        "cores",
+        State.WARN if few else State.OK,
+        f"{cores} usable cores",
+        "stager and flusher on one core wait for each other; use a machine with two or more" if few else "",
+    )
+
+
+def shared_memory(plan: Plan) -> Iterator[Finding]:
+    """Whether the ring fits into memory at `runtime_dir`, that it is ours alone, and how fast it is."""
+    base = plan.runtime_dir
+    probe = base / f"doctor-{os.getpid()}"
+    try:
+        make_private_directory(probe)
+    except (ConfigError, OSError) as error:
+        yield Finding(
+            "ring directory",
+            State.FAIL,
+            f"{base}: {error}",
+            "remove it, or set runtime_dir to a directory of yours",
+        )
+        return
+    try:
+        yield from _ring_room(base, plan)
+        yield _touch(probe)
+    finally:
+        probe.rmdir()
+    yield from _stale_rings(base)
+
+
+def _ring_room(base: Path, plan: Plan) -> Iterator[Finding]:
+    kind = _file_system(base)
+    in_memory = kind in _IN_MEMORY
+    yield Finding(
+        "ring directory",
+        State.OK if in_memory else State.WARN,
+        f"{base} is on {kind}",
+        ""
+        if in_memory
+        else "a ring on a disk is slow: set runtime_dir to a directory in memory, such as /dev/shm",
+    )
+    found = os.statvfs(base)
+    free_bytes = found.f_bavail * found.f_frsize
+    needed_bytes = plan.ring_bytes + 16 * _MIB
+    enough = free_bytes >= needed_bytes
+    yield Finding(
+        "ring room",
+        State.OK if enough else State.FAIL,
+        f"{free_bytes / _MIB:,.0f} MiB free in {base}, the ring takes {needed_bytes / _MIB:,.0f} MiB",
+        ""
+        if enough
+        else "lower ring_bytes, or make it larger: mount -o remount,size=... /dev/shm; in a container: --shm-size",
+    )
+    available_bytes = _available_memory_bytes()
+    if available_bytes is not None and in_memory:
+        enough = available_bytes >= needed_bytes
+        yield Finding(
+            "memory",
+            State.OK if enough else State.FAIL,
+            f"{available_bytes / _MIB:,.0f} MiB of memory available, the ring takes {needed_bytes / _MIB:,.0f} MiB",
+            ""
+            if enough
+            else "lower ring_bytes, or take a machine with more memory: the ring is never swapped gladly",
+        )
+
+
+def _touch(directory: Path) -> Finding:
+    """First touch is what a naive checkpoint pays each time; the ring pays it once, at its start."""
+    path = directory / "touch"
+    try:
+        with path.open("wb") as file:
+            began = time.perf_counter()
+            os.posix_fallocate(file.fileno(), 0, _TOUCH_BYTES)
+            seconds = time.perf_counter() - began
+    except OSError as error:
+        return Finding("ring memory", State.FAIL, f"{directory}: {error.strerror}", "see ring room above")
+    finally:
+        path.unlink(missing_ok=True)
+    return Finding("ring memory", State.OK, f"first touch at {_TOUCH_BYTES / seconds / 1e9:.1f} GB/s")
+
+
+def _stale_rings(base: Path) -> Iterator[Finding]:
+    """A ring whose flusher is gone may hold staged checkpoints: worth telling, never worth deleting here."""
+    for journal in sorted(base.glob("*/journal")):
+        if not _is_served(journal.parent):
+            yield Finding(
+                "left ring",
+                State.WARN,
+                f"{journal.parent} holds the ring of a flusher that is gone",
+                "start `holdfast flusher --store URL` for its run: it publishes what is staged and removes the ring",
+            )
+
+
+def _is_served(directory: Path) -> bool:
+    import fcntl
+
+    try:
+        with (directory / "flusher.pid").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def limits(_: Plan) -> Iterator[Finding]:
+    """Open files: each connection to the store and each rank takes some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = soft == resource.RLIM_INFINITY or soft >= _DESCRIPTORS_MIN
+    yield Finding(
+        "open files",
+        State.OK if enough else State.WARN,
+        f"limit {soft} (hard {hard})",
+        "" if enough else f"raise it: ulimit -n {_DESCRIPTORS_MIN}",
+    )
+
+
+def clock(_: Plan) -> Iterator[Finding]:
+    """Whether the wall clock runs with the monotonic one. The store's own clock is looked at with the store."""
+    before = _wall_clock_ahead_seconds()
+    time.sleep(_CLOCK_SECONDS)
+    drift_seconds = abs(_wall_clock_ahead_seconds() - before)
+    steady_clock = drift_seconds <= _CLOCK_SLACK_SECONDS
+    yield Finding(
+        "clock",
+        State.OK if steady_clock else State.WARN,
+        f"wall clock moved {drift_seconds * 1000:.1f} ms against the monotonic clock in {_CLOCK_SECONDS:g} s",
+        ""
+        if steady_clock
+        else "something sets the clock in jumps: look at chrony or ntpd; times in records are off",
+    )
+
+
+def _wall_clock_ahead_seconds() -> float:
+    """Of the monotonic clock: of several looks the shortest, since a busy machine may do else between two clocks."""
+    looks = []
+    for _ in range(_CLOCK_LOOKS):
+        steady, wall = time.monotonic(), time.time()
+        looks.append((time.monotonic() - steady, wall - steady))
+    return min(looks)[1]
+
+
+def network(_: Plan) -> Iterator[Finding]:
+    """What the interfaces say of themselves; what MPI makes of them is measured by the stager's check."""
+    seen = False
+    for interface in sorted(Path("/sys/class/net").glob("*")):
+        if interface.name == "lo" or _read(interface / "operstate") != "up":
+            continue
+        seen = True
+        speed, mtu = _read(interface / "speed"), _read(interface / "mtu")
+        known = speed.lstrip("-").isdigit() and int(speed) > 0
+        slow = known and int(speed) < _SLOW_MBITS
+        yield Finding(
+            f"network {interface.name}",
+            State.WARN if slow else State.OK,
+            (f"{int(speed) / 1000:g} Gbit/s" if known else "says no speed") + f", MTU {mtu}",
+            "a slice of gigabytes takes seconds through it: take an instance with 10 Gbit/s or more"
+            if slow
+            else "",
+        )
+    if not seen:
+        yield Finding("network", State.SKIPPED, "no interface but loopback is up", "fine for one machine")
+
+
+def _file_system(path: Path) -> str:
+    """Its type, by the longest mount point above it."""
+    best, kind = "", "unknown"
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, found, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
+        inside = str(path) == point or str(path).startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, found
+    return kind
+
+
+def _available_memory_bytes() -> int | None:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # speed of an interface that has none
+        return ""

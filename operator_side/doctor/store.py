@@ -1,0 +1,212 @@
+"""Whether the store does all that a flusher will ask of it, by doing it: small files, a big one in parts, taking back.
+
+    check ─► begin, one part, abort ─► begin, all parts, publish ─► read back, compare ─► delete
+    directory: O_DIRECT, sync, free room        bucket: its clock against ours
+
+Everything is written inside the run's own `.holdfast/`, and removed. A run that is being written is not disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from holdfast.crc import combine, crc32
+from holdfast.errors import DamageError, HoldfastError
+from holdfast.store import open_store
+from holdfast.store.base import Store, Upload
+from operator_side.doctor import Finding, Plan, State
+
+__all__ = ["examine_store"]
+
+_PARTS = 3
+_CHUNK_BYTES = 8 << 20  # above the least part of S3
+_SKEW_SECONDS_MAX = 60.0  # S3 refuses requests at 900
+_PAGE_BYTES = 4096
+_SYNC_SECONDS_MAX = 1.0
+_MIB = 1 << 20
+
+
+def examine_store(plan: Plan) -> Iterator[Finding]:
+    """Rights, bytes, speed and clock of the store that the plan names."""
+    if plan.store is None:
+        yield Finding(
+            "store", State.SKIPPED, "no store was named", "holdfast doctor --store URL looks at it as well"
+        )
+        return
+    store = open_store(plan.store)
+    root = Path(store.url) if store.url.startswith("/") else None
+    was_there = root is None or root.exists()
+    try:
+        store.check(write=True)
+        yield Finding("store", State.OK, f"{store.url}: lists, writes, reads and deletes")
+        yield from _big_file(store)
+        yield _exclusive(store)
+        if root is not None:
+            yield from _directory(root, plan)
+        else:
+            yield from _bucket_clock(store)
+    except HoldfastError as error:
+        yield Finding("store", State.FAIL, str(error), "mend what the message names, then run this again")
+    finally:
+        if root is not None and not was_there:
+            _remove_empty(root)
+        close = getattr(store, "close", None)
+        if close is not None:
+            close()
+
+
+def _big_file(store: Store) -> Iterator[Finding]:
+    name = f".holdfast/doctor-{secrets.token_hex(8)}"
+    chunk = secrets.token_bytes(_PAGE_BYTES) * (_CHUNK_BYTES // _PAGE_BYTES)
+    crc = crc32(chunk)
+    given_up = _begin(store, name)
+    try:
+        given_up.write_part(0, *_part(given_up, chunk, crc))
+    finally:
+        given_up.abort()
+    yield Finding("store abort", State.OK, "an upload that was begun is taken back whole")
+    upload = _begin(store, name)
+    try:
+        began = time.perf_counter()
+        for index in range(_PARTS * _CHUNK_BYTES // upload.part_bytes):
+            upload.write_part(index, *_part(upload, chunk, crc))
+        upload.publish()
+        seconds = time.perf_counter() - began
+    except BaseException:
+        upload.abort()
+        raise
+    try:
+        back = memoryview(bytearray(_CHUNK_BYTES))
+        began = time.perf_counter()
+        for index in range(_PARTS):
+            store.read_into(name, index * _CHUNK_BYTES, back)
+            if crc32(back) != crc:
+                raise DamageError(
+                    f"{store.url}: gave back other bytes than were written, in a file of {_PARTS} parts"
+                )
+        read_seconds = time.perf_counter() - began
+    finally:
+        store.delete(name)
+    nbytes = _PARTS * _CHUNK_BYTES
+    yield Finding(
+        "store parts",
+        State.OK,
+        f"{nbytes // _MIB} MiB in parts of {upload.part_bytes // _MIB} MiB: written and published at "
+        f"{nbytes / seconds / 1e6:,.0f} MB/s, read back at {nbytes / read_seconds / 1e6:,.0f} MB/s, one at a time",
+    )
+
+
+def _begin(store: Store, name: str) -> Upload:
+    return store.begin(
+        name, nbytes=_PARTS * _CHUNK_BYTES, chunk_bytes=_CHUNK_BYTES, write_id=secrets.token_hex(16)
+    )
+
+
+def _part(upload: Upload, chunk: bytes, crc: int) -> tuple[list[memoryview], int]:
+    count = min(_PARTS, upload.part_bytes // _CHUNK_BYTES)
+    total = 0
+    for _ in range(count):
+        total = combine(total, crc, _CHUNK_BYTES)
+    return [memoryview(chunk)] * count, total
+
+
+def _exclusive(store: Store) -> Finding:
+    name = f".holdfast/doctor-{secrets.token_hex(8)}"
+    try:
+        first = store.create(name, b"first\n")
+        second = store.create(name, b"second\n")
+    finally:
+        store.delete(name)
+    kept = first and not second
+    return Finding(
+        "store exclusive",
+        State.OK if kept else State.WARN,
+        "a file that is there is not created again" if kept else "a file that is there was created again",
+        "" if kept else "two jobs on one run are then told apart by reading back only; start one at a time",
+    )
+
+
+def _directory(root: Path, plan: Plan) -> Iterator[Finding]:
+    path = root / ".holdfast" / f"doctor-{secrets.token_hex(8)}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield _direct(path)
+        yield _sync(path)
+        skew_seconds = abs(path.stat().st_mtime - time.time())
+        yield _clock_finding("its directory", skew_seconds)
+    finally:
+        path.unlink(missing_ok=True)
+    found = os.statvfs(root)
+    free_bytes = found.f_bavail * found.f_frsize
+    enough = free_bytes >= 4 * plan.ring_bytes
+    yield Finding(
+        "store room",
+        State.OK if enough else State.WARN,
+        f"{free_bytes / _MIB:,.0f} MiB free in {root}",
+        "" if enough else "keep_last + 1 checkpoints must fit; lower keep_last or take a larger disk",
+    )
+
+
+def _direct(path: Path) -> Finding:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        return Finding(
+            "store direct",
+            State.WARN,
+            f"no O_DIRECT ({error.strerror})",
+            "checkpoints go through the page cache there: slower, and it takes memory from the training",
+        )
+    return Finding("store direct", State.OK, "takes O_DIRECT")
+
+
+def _sync(path: Path) -> Finding:
+    began = time.perf_counter()
+    with path.open("wb") as file:
+        file.write(bytes(_PAGE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - began
+    slow = seconds > _SYNC_SECONDS_MAX
+    return Finding(
+        "store sync",
+        State.WARN if slow else State.OK,
+        f"a synced write takes {seconds * 1000:.1f} ms",
+        "each checkpoint waits for several of them: look at what else uses this disk" if slow else "",
+    )
+
+
+def _bucket_clock(store: Store) -> Iterator[Finding]:
+    """S3 refuses signatures of another time; what it thinks the time is stands in every answer."""
+    inner: Any = getattr(store, "inner", store)
+    client, bucket = getattr(inner, "client", None), getattr(inner, "bucket", None)
+    if client is None or bucket is None:
+        return
+    said = client.list_objects_v2(Bucket=bucket, MaxKeys=1)["ResponseMetadata"]["HTTPHeaders"].get("date")
+    if said:
+        yield _clock_finding("the server", abs(parsedate_to_datetime(said).timestamp() - time.time()))
+
+
+def _clock_finding(whose: str, skew_seconds: float) -> Finding:
+    near = skew_seconds <= _SKEW_SECONDS_MAX
+    return Finding(
+        "store clock",
+        State.OK if near else State.FAIL,
+        f"{whose} is {skew_seconds:.1f} s away from this machine's clock",
+        ""
+        if near
+        else "set this machine's clock (chrony, ntpd): S3 refuses requests that are 15 minutes off",
+    )
+
+
+def _remove_empty(root: Path) -> None:
+    for directory in (root / ".holdfast" / "tmp", root / ".holdfast", root):
+        with contextlib.suppress(OSError):  # not empty: somebody has begun to use it
+            directory.rmdir()

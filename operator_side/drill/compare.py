@@ -1,0 +1,139 @@
+"""Two checkpoints of the same step: are they the same state, and if not, which names differ?
+
+The manifests' CRCs decide for tensors; nothing large is read. Only where a `PerRank` value or the plain values differ
+are their bytes read, to name what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.image.manifest import EntryRecord, Manifest, TensorRecord
+from holdfast.store.base import Store
+from operator_side.drill.values import inside, values_of
+
+__all__ = ["Compared", "Difference", "compare", "constants", "differences"]
+
+_PICKLE = "data.pkl"
+_SHOWN_CHARACTERS = 60
+_CRC = "CRC "
+
+
+class Difference(NamedTuple):
+    """One thing that is not the same: its name, and what it was and became; of tensors the CRC-32."""
+
+    path: str
+    was: str
+    became: str
+
+    def __str__(self) -> str:
+        short = (
+            max(len(self.was), len(self.became)) <= _SHOWN_CHARACTERS and _CRC not in self.was + self.became
+        )
+        return f"{self.path}: {self.was} became {self.became}" if short else f"{self.path}: its bytes differ"
+
+
+class Compared(NamedTuple):
+    """One published file beside the reference's of the same step."""
+
+    step: int
+    attempt: int
+    file: str
+    differs: tuple[Difference, ...]
+
+
+def constants(files: Sequence[Compared], before_step: int) -> set[str]:
+    """Names that never change within a run, and differ between the two: a generator of random numbers that is
+    neither seeded nor used, a time of start. That they are what they were after each kill is all that can be asked.
+
+    Args:
+        files: All that were compared.
+        before_step: The first kill came after this step; one of the files must not be later.
+    """
+    if not any(one.step <= before_step for one in files):
+        return set()
+    seen: dict[str, list[Difference]] = {}
+    for one in files:
+        for each in one.differs:
+            seen.setdefault(each.path, []).append(each)
+    return {path for path, all_ in seen.items() if len(all_) == len(files) and len(set(all_)) == 1}
+
+
+def compare(reference: Store, drilled: Store) -> list[Compared]:
+    """Every file of the drilled run whose step the reference has too, in the order of steps.
+
+    Raises:
+        StoreError: A store failed. DamageError: A file cannot be read.
+    """
+    expected = {item.step: item.manifest for item in Catalog(reference).list() if item.manifest is not None}
+    found = []
+    for item in Catalog(drilled).list():
+        want, got = expected.get(item.step), item.manifest
+        if want is None:
+            continue
+        if got is None or item.fault:
+            found.append(Compared(item.step, 0, item.name, (Difference(item.name, "good", item.fault),)))
+            continue
+        differs = tuple(differences(reference, want, drilled, got))
+        found.append(Compared(item.step, got.attempt, got.file, differs))
+    return sorted(found, key=lambda one: (one.step, one.attempt))
+
+
+def differences(first: Store, want: Manifest, second: Store, got: Manifest) -> Iterator[Difference]:
+    """What is not the same in two checkpoints."""
+    ours, theirs = ({tensor.path: tensor for tensor in one.tensors} for one in (want, got))
+    for path in dict.fromkeys([*ours, *theirs]):
+        one, other = ours.get(path), theirs.get(path)
+        if one is None or other is None:
+            yield Difference(path, *("nothing" if tensor is None else "a tensor" for tensor in (one, other)))
+        elif (one.dtype, one.shape) != (other.dtype, other.shape):
+            yield Difference(path, *(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (one, other)))
+        elif _size_and_crc(want, one) != _size_and_crc(got, other):
+            yield from _of_tensor(path, first, want, one, second, got, other)
+    pickles = _pickle(want), _pickle(got)
+    if pickles[0].crc32 != pickles[1].crc32:
+        was = values_of(_read(first, want, pickles[0]), source=want.file)
+        yield from _unequal("", was, values_of(_read(second, got, pickles[1]), source=got.file))
+
+
+def _of_tensor(
+    path: str,
+    first: Store,
+    want: Manifest,
+    one: TensorRecord,
+    second: Store,
+    got: Manifest,
+    other: TensorRecord,
+) -> Iterator[Difference]:
+    if "uint8" in one.dtype and len(one.shape) == 1:  # perhaps a `PerRank` value
+        was = inside(_read(first, want, want.entries[one.entry]))
+        became = inside(_read(second, got, got.entries[other.entry]))
+        if was is not None and became is not None:
+            yield from _unequal(f"{path}/", was, became)  # equal values in other bytes are the same state
+            return
+    crcs = (f"{_CRC}{_size_and_crc(*pair)[1]}" for pair in ((want, one), (got, other)))
+    yield Difference(path, *crcs)
+
+
+def _unequal(prefix: str, want: dict[str, str], got: dict[str, str]) -> Iterator[Difference]:
+    for path in dict.fromkeys([*want, *got]):
+        was, became = want.get(path, "nothing"), got.get(path, "nothing")
+        if was != became:
+            yield Difference(f"{prefix}{path}", was, became)
+
+
+def _size_and_crc(manifest: Manifest, tensor: TensorRecord) -> tuple[int, int]:
+    entry = manifest.entries[tensor.entry]
+    return entry.nbytes, entry.crc32
+
+
+def _pickle(manifest: Manifest) -> EntryRecord:
+    return next(entry for entry in manifest.entries if entry.name.rpartition("/")[2] == _PICKLE)
+
+
+def _read(store: Store, manifest: Manifest, entry: EntryRecord) -> bytes:
+    data = bytearray(entry.nbytes)
+    store.read_into(manifest.file, entry.offset, memoryview(data))
+    return bytes(data)

@@ -1,0 +1,232 @@
+"""What a drill has shown of each kill, told from what was written down. Pure.
+
+diary   the last step before the kill, and which samples the loops got      events   what was staged before it
+status  lost ─► ended ─► launched ─► joined ─► restored ─► training         compare  the files after it
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from operator_side.drill.compare import Compared, Difference
+from operator_side.drill.plan import Kill
+from operator_side.supervise.resumption import MARKS, Resumption
+
+__all__ = ["Finding", "Samples", "Struck", "examine", "samples", "shortened"]
+
+Lines = Sequence[Mapping[str, Any]]
+_NAMED_MAX = 5
+
+
+class Struck(NamedTuple):
+    """A kill as it came: when, and which events had answered its notice."""
+
+    kill: Kill
+    told_at: float | None
+    at: float
+
+
+@dataclass
+class Finding:
+    """Of one kill.
+
+    Attributes:
+        kill: Which.
+        last_step: Done last before it, by the rank that had come furthest.
+        resumed_from: Step of the checkpoint that training went on from; -1: from the beginning; None: it did not.
+        staged_step: The newest that was staged before.
+        lost_steps: Done, and done again. `lost_seconds`: what they had taken.
+        phases: Seconds from the kill to each mark of the way back (`lost_seconds`, …), and `seconds` in all.
+        notice: What became of the notice; empty without one.
+        compared: Steps of files that were compared with the reference's, from here to the next kill. `unequal`: those
+            that differ.
+        wrong: What did not hold.
+    """
+
+    kill: Kill
+    last_step: int = -1
+    resumed_from: int | None = None
+    staged_step: int = -1
+    lost_steps: int = 0
+    lost_seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    notice: str = ""
+    compared: list[int] = field(default_factory=list)
+    unequal: list[int] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether the files after it are the reference's; None: there were none to compare."""
+        return None if not self.compared else not self.unequal
+
+
+class Samples(NamedTuple):
+    """Of all ranks, over the steps that count; None where the script's data was not seen.
+
+    Attributes:
+        trained: So many in the reference.
+        skipped: Of them the drilled run left out.
+        repeated: It trained on so many more often than the reference.
+    """
+
+    trained: int
+    skipped: int
+    repeated: int
+
+
+def examine(
+    struck: Sequence[Struck], *, diary: Lines, events: Lines, status: Lines, files: Iterable[Compared]
+) -> list[Finding]:
+    """One finding for each kill that came."""
+    findings = []
+    for index, one in enumerate(struck):
+        following = struck[index + 1].at if index + 1 < len(struck) else float("inf")
+        finding = Finding(one.kill)
+        before = [line for line in diary if "step" in line and line["time"] <= one.at]
+        finding.last_step = max((int(line["step"]) for line in _newest_attempt(before)), default=-1)
+        staged = [line for line in events if _says(line, "staged", "stager") and line["time"] < one.at]
+        finding.staged_step = max((int(line["step"]) for line in staged), default=-1)
+        _way_back(finding, one, [line for line in status if one.at <= line["time"] < following])
+        if finding.resumed_from is None:
+            finding.wrong.append("training did not go on after it")
+        else:
+            _lost(finding, one, before)
+        if one.told_at is not None:
+            _notice(finding, [line for line in events if one.told_at <= line["time"] <= following])
+        findings.append(finding)
+    _place(findings, files)
+    return findings
+
+
+def _newest_attempt(lines: Lines) -> Lines:
+    newest = max((line["attempt"] for line in lines), default=0)
+    return [line for line in lines if line["attempt"] == newest]
+
+
+def _says(line: Mapping[str, Any], event: str, role: str) -> bool:
+    return line.get("event") == event and line.get("role") == role
+
+
+def _way_back(finding: Finding, struck: Struck, status: Lines) -> None:
+    resumption = Resumption()
+    resumption.lost(struck.at)
+    for line in status:
+        event = line.get("event")
+        if event == "lost":
+            finding.phases.setdefault("seen_seconds", round(line["time"] - struck.at, 3))
+        elif event == "restored":
+            finding.resumed_from = int(line["step"])
+        if event == "training":
+            finding.phases |= resumption.trained(line["time"])
+            return
+        if event in MARKS[1:]:
+            resumption.reached(str(event), line["time"])
+    finding.resumed_from = None
+
+
+def _lost(finding: Finding, struck: Struck, before: Lines) -> None:
+    resumed = finding.resumed_from
+    assert resumed is not None
+    finding.lost_steps = max(0, finding.last_step - resumed)
+    if finding.lost_steps:
+        lines = _newest_attempt(before)
+        done = [line["time"] for line in lines if line["step"] >= resumed]
+        finding.lost_seconds = round(max(0.0, struck.at - min(done, default=struck.at)), 3)
+    if resumed < finding.staged_step:
+        finding.wrong.append(
+            f"step {finding.staged_step} was staged before it, and step {resumed} was resumed from"
+        )
+
+
+def _notice(finding: Finding, events: Lines) -> None:
+    said = {line["event"]: line for line in reversed(events) if line.get("role") == "stager"}
+    if "notice" not in said:
+        finding.notice = "not heard"
+        finding.wrong.append(
+            "the notice was not heard: SIGTERM to a rank must reach holdfast (`watch` set in the script, or another "
+            "handler taking it?)"
+        )
+    elif "emergency_staged" in said:
+        finding.notice = f"step {said['emergency_staged'].get('saved_step')} saved because of it"
+    else:
+        reason = next(
+            (str(said[name].get("reason")) for name in ("emergency_failed", "emergency") if name in said),
+            "no answer",
+        )
+        finding.notice = f"nothing was saved: {reason}"
+        if said.get("emergency", {}).get("choice") != "finish":
+            finding.wrong.append(f"the notice brought no checkpoint: {reason}")
+
+
+def _place(findings: Sequence[Finding], files: Iterable[Compared]) -> None:
+    """Each file belongs to the last kill whose resumption it follows."""
+    for one in files:
+        after = [
+            f
+            for f in findings
+            if f.resumed_from is not None and f.kill.after_step < one.step > f.resumed_from
+        ]
+        if not after:
+            continue
+        finding = after[-1]
+        finding.compared.append(one.step)
+        if one.differs:
+            finding.unequal.append(one.step)
+            if len(finding.unequal) == 1:
+                finding.wrong.append(
+                    f"step {one.step} differs from the undisturbed run's: {shortened(one.differs)}"
+                )
+    for finding in findings:
+        if len(finding.unequal) > 1:
+            finding.wrong.append(f"{len(finding.unequal)} of {len(finding.compared)} files after it differ")
+
+
+def shortened(names: Sequence[Difference]) -> str:
+    """The first few."""
+    more = f", and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+    return ", ".join(str(name) for name in names[:_NAMED_MAX]) + more
+
+
+def samples(reference: Lines, drilled: Lines) -> Samples | None:
+    """What the loops got, over the steps that count: those up to the one that the next attempt went on from."""
+    want, got = (_each(Counter(_counted(diary))) for diary in (reference, drilled))
+    if not want and not got:
+        return None
+    more = {one: times - max(1, want[one]) for one, times in got.items()}
+    return Samples(want.total(), (want - got).total(), sum(times for times in more.values() if times > 0))
+
+
+_Span = tuple[int, int, int, int]
+
+
+def _counted(diary: Lines) -> list[_Span]:
+    found: list[_Span] = []
+    for rank in sorted({line["rank"] for line in diary}):
+        steps: dict[int, list[_Span]] = {}
+        attempt, waiting = -1, list[_Span]()
+        for line in (line for line in diary if line["rank"] == rank):
+            if line["attempt"] != attempt:
+                attempt, waiting, first = line["attempt"], [], True
+            if "samples" in line:
+                epoch, place, count, length = line["samples"]
+                waiting.append((epoch, place, count, length))
+            elif "step" in line:
+                if first:  # what an earlier attempt did from here on does not count
+                    steps = {step: spans for step, spans in steps.items() if step < line["step"]}
+                steps[line["step"]], waiting, first = waiting, [], False
+        found += [span for spans in steps.values() for span in spans]
+    return found
+
+
+def _each(spans: Counter[_Span]) -> Counter[tuple[int, int]]:
+    """Every single sample: its epoch, and its place in the epoch's order."""
+    found: Counter[tuple[int, int]] = Counter()
+    for (epoch, place, count, length), times in spans.items():
+        for one in range(place, place + count):
+            further, within = divmod(one, length)
+            found[epoch + further, within] += times
+    return found

@@ -1,0 +1,167 @@
+"""Attempts of a run: when each began, trained and ended, and why; from `holdfast run`'s lines, or from the stager's.
+
+launched ─► joined ─► restored ─► training ─► lost ─► ended          the supervisor's (status.jsonl)
+stager_ready ─────► restore ─────────────────► stager_ended | stager_gone       without it: less is known
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from operator_side.report.reading import TIME_MAX, Event, number, text, whole
+from operator_side.supervise.resumption import MARKS
+from operator_side.supervise.verdict import Cause
+
+__all__ = ["Attempt", "gather_attempts"]
+
+_PHASES = tuple(f"{mark}_seconds" for mark in MARKS[1:])
+_WELL = frozenset({Cause.DONE.value, Cause.STOPPED.value})
+_LEFT = "left"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One start of the job.
+
+    Attributes:
+        is_told: A supervisor tells of it; else it is gathered from the stager's and the ranks' events.
+        began_at_unix: When it was launched; of one that is not told, when its stager was ready.
+        training_at_unix: When every rank had taken its first step. Of one that is not told: the last rank's restore, or
+            the first `save()`.
+        restored_step: It went on from here; -1: from the beginning; None: nobody says.
+        lost_at_unix: The first sign of its bad end. `ended_at_unix`: the verdict.
+        heard_at_unix: When anything was heard of it last.
+        cause: As the supervisor calls it; `left`: the trainers left the stager; empty while it runs.
+        phases: Seconds of each phase of the way back to training, by the name that it ends with.
+        back_seconds: All of them.
+    """
+
+    number: int
+    is_told: bool
+    began_at_unix: float
+    heard_at_unix: float
+    ranks: int | None = None
+    hosts: list[str] = field(default_factory=list)
+    training_at_unix: float | None = None
+    restored_attempt: int | None = None
+    restored_step: int | None = None
+    lost_at_unix: float | None = None
+    ended_at_unix: float | None = None
+    sign: str = ""
+    cause: str = ""
+    message: str = ""
+    phases: dict[str, float] = field(default_factory=dict)
+    back_seconds: float | None = None
+
+    @property
+    def ended_well(self) -> bool:
+        """Done, told to stop, or left in order."""
+        return self.cause in _WELL or self.cause == _LEFT
+
+    @property
+    def was_lost(self) -> bool:
+        """It ended, and not well."""
+        return bool(self.cause) and not self.ended_well
+
+    @property
+    def stopped_at_unix(self) -> float:
+        """Until then it did its work."""
+        ended = self.heard_at_unix if self.ended_at_unix is None else self.ended_at_unix
+        return ended if self.lost_at_unix is None or not self.was_lost else self.lost_at_unix
+
+
+def gather_attempts(events: Sequence[Event]) -> list[Attempt]:
+    """All attempts, oldest first."""
+    is_told = any(event.event == "launched" and event.role == "supervisor" for event in events)
+    attempts: list[Attempt] = []
+    for event in events:
+        if is_told:
+            _told(event, attempts)
+        else:
+            _untold(event, attempts)
+    if not is_told:
+        for one in attempts[:-1]:
+            if not one.cause:  # the next one began without a word about its end
+                one.cause, one.message = "lost", "nothing more was heard of it"
+    return attempts
+
+
+def _told(event: Event, attempts: list[Attempt]) -> None:
+    if event.role != "supervisor":
+        if attempts and event.event == "restore":
+            attempts[-1].restored_attempt = whole(event.fields.get("attempt"))
+        if attempts and not attempts[-1].cause:
+            attempts[-1].heard_at_unix = event.time
+        return
+    if event.event == "launched":
+        hosts = event.fields.get("hosts")
+        attempts.append(
+            Attempt(
+                whole(event.fields.get("attempt")) or len(attempts) + 1,
+                is_told=True,
+                began_at_unix=event.time,
+                heard_at_unix=event.time,
+                ranks=whole(event.fields.get("ranks")),
+                hosts=[text(host) for host in hosts] if isinstance(hosts, list) else [],
+            )
+        )
+    elif attempts:
+        _mark(event, attempts[-1])
+
+
+def _mark(event: Event, attempt: Attempt) -> None:
+    """One more line about the attempt that was launched last."""
+    if not attempt.cause:
+        attempt.heard_at_unix = event.time
+    match event.event:
+        case "restored":
+            attempt.restored_step = whole(event.fields.get("step"), least=-1)
+        case "training":
+            attempt.training_at_unix = event.time
+            attempt.back_seconds = number(event.fields.get("seconds"))
+            said = {name: number(event.fields.get(name)) for name in _PHASES}
+            attempt.phases = {
+                name.removesuffix("_seconds"): value for name, value in said.items() if value is not None
+            }
+        case "lost" | "ending" if attempt.lost_at_unix is None:
+            attempt.lost_at_unix, attempt.sign = event.time, text(event.fields.get("message"))
+        case "ended":
+            attempt.ended_at_unix = event.time
+            attempt.cause = text(event.fields.get("cause")) or "not told"
+            attempt.message = text(event.fields.get("message")).removeprefix(f"attempt {attempt.number}: ")
+
+
+def _untold(event: Event, attempts: list[Attempt]) -> None:
+    if event.event == "stager_ready":
+        attempts.append(
+            Attempt(
+                whole(event.fields.get("attempt")) or len(attempts) + 1,
+                is_told=False,
+                began_at_unix=event.time,
+                heard_at_unix=event.time,
+                ranks=whole(event.fields.get("ranks")),
+            )
+        )
+        return
+    if not attempts:
+        return
+    attempt = attempts[-1]
+    if event.role in {"trainer", "stager"} and not attempt.cause:
+        attempt.heard_at_unix = event.time
+    match event.event:
+        case "restore" if event.role == "trainer":
+            attempt.training_at_unix = event.time
+            attempt.restored_attempt, attempt.restored_step = whole(event.fields.get("attempt")), event.step
+        case "save" if attempt.training_at_unix is None:
+            saved = number(event.fields.get("saved_at_unix"), TIME_MAX)
+            attempt.training_at_unix = event.time if saved is None else saved
+        case "rank_lost" if not attempt.sign:
+            attempt.lost_at_unix = event.time
+            attempt.sign = text(event.fields.get("reason")) or "a rank was lost"
+        case "stager_ended" if not attempt.cause:
+            attempt.cause, attempt.ended_at_unix = "lost" if attempt.sign else _LEFT, event.time
+            attempt.message = attempt.sign or "the trainers have left the stager"
+        case "stager_gone" if not attempt.cause and event.fields.get("finished") is False:
+            attempt.cause, attempt.lost_at_unix, attempt.ended_at_unix = "lost", event.time, event.time
+            attempt.message = "the stager is gone, and had not finished"

@@ -1,0 +1,272 @@
+"""Each checkpoint that manifests or events tell of, with its phases on each rank; and each step that was not taken.
+
+    save() ──stall──► copy ──► staged ──► durable ──► read back          one row for (attempt, step)
+
+Trainers and stager do not say of which attempt they are. That is the one which the stager or the flusher has named
+last; in logs of trainers alone it is taken from the manifest of that step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
+from holdfast.telemetry.causes import cause_of
+from operator_side.report.reading import TIME_MAX, Event, number, text, whole
+from operator_side.status.picture import Stored
+
+__all__ = ["Checkpoint", "Checkpoints", "NotTaken", "RankTimes", "gather_checkpoints"]
+
+Key = tuple[int, int]
+_RANK_DIGITS_MAX = 9
+_TIMES = (
+    *("wait_seconds", "gate_seconds", "copy_seconds", "save_seconds", "cst_seconds"),
+    *("sending_seconds", "sent_seconds", "staged_seconds", "durable_seconds"),
+)
+
+
+@dataclass(slots=True)
+class RankTimes:
+    """What one rank did for one checkpoint. Seconds from its `save()` by its own clock, or how long it did something.
+
+    Attributes:
+        host: Where it was.
+        saved_at_unix: When it called `save()`.
+        slice_bytes: Of its slice.
+        seconds: Name of the time as in docs/format.md → seconds.
+    """
+
+    host: str = ""
+    saved_at_unix: float | None = None
+    slice_bytes: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def hear(self, said: Mapping[str, Any]) -> None:
+        """Take what one event or the record says."""
+        self.host = text(said.get("host")) or self.host
+        saved = number(said.get("saved_at_unix"), TIME_MAX)
+        self.saved_at_unix = self.saved_at_unix if saved is None else saved
+        slice_bytes = whole(said.get("slice_bytes"))
+        self.slice_bytes = self.slice_bytes if slice_bytes is None else slice_bytes
+        for name in _TIMES:
+            value = number(said.get(name))
+            if value is not None:
+                self.seconds[name] = value
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """One checkpoint, as far as it came.
+
+    Attributes:
+        state: `saving`, `staged`, `durable`, `verified`, `bad`, or `failed`.
+        in_store: Its manifest is in the store now.
+        note: Why it is bad, or failed.
+    """
+
+    attempt: int
+    step: int
+    state: str = "saving"
+    in_store: bool = False
+    note: str = ""
+    image_bytes: int | None = None
+    saved_at_unix: float | None = None
+    staged_at_unix: float | None = None
+    durable_at_unix: float | None = None
+    read_at_unix: float | None = None
+    failed_at_unix: float | None = None
+    pgt1_seconds: float | None = None
+    pgt2_seconds: float | None = None
+    record_stalls: dict[int, float] = field(default_factory=dict)
+    ranks: dict[int, RankTimes] = field(default_factory=dict)
+
+    @property
+    def stalls(self) -> dict[int, float]:
+        """What it cost the training thread of each rank (CST)."""
+        said = {r: t.seconds["cst_seconds"] for r, t in self.ranks.items() if "cst_seconds" in t.seconds}
+        return self.record_stalls | said
+
+    @property
+    def stall_seconds(self) -> float | None:
+        """Of its slowest rank: training goes on together."""
+        return max(self.stalls.values(), default=None)
+
+    def hear_record(self, record: Any) -> None:
+        """Take the record of a manifest, or of the flusher's event."""
+        record = record if isinstance(record, Mapping) else {}
+        self.record_stalls |= stall_seconds_of(record)
+        saved = number(saved_at_unix(record), TIME_MAX)
+        if saved is not None:
+            self.save_at(saved)
+        stager = record.get("stager")
+        if isinstance(stager, Mapping):
+            self.staged_at_unix = self.staged_at_unix or number(stager.get("staged_at_unix"), TIME_MAX)
+            self.pgt1_seconds = self.pgt1_seconds or number(stager.get("pgt1_seconds"))
+        ranks = record.get("ranks")
+        for name, said in ranks.items() if isinstance(ranks, Mapping) else []:
+            if isinstance(said, Mapping) and len(str(name)) <= _RANK_DIGITS_MAX and str(name).isdecimal():
+                self.ranks.setdefault(int(name), RankTimes()).hear(said)
+
+    def save_at(self, at: float) -> None:
+        """A rank has called `save()` then."""
+        self.saved_at_unix = at if self.saved_at_unix is None else min(at, self.saved_at_unix)
+
+
+@dataclass(slots=True)
+class NotTaken:
+    """A step that was declined, or given up.
+
+    Attributes:
+        kind: `declined` or `failed`.
+        ranks: So many ranks have said so.
+    """
+
+    attempt: int
+    step: int
+    at_unix: float
+    kind: str
+    cause: str
+    reason: str
+    ranks: int = 0
+
+
+@dataclass
+class Checkpoints:
+    """See the module. `rows` oldest first."""
+
+    rows: list[Checkpoint] = field(default_factory=list)
+    not_taken: list[NotTaken] = field(default_factory=list)
+
+    @property
+    def causes(self) -> Counter[str]:
+        """How many steps were not taken, by cause."""
+        return Counter(one.cause for one in self.not_taken)
+
+    def newest(self, *states: str) -> Checkpoint | None:
+        """The newest in one of these states."""
+        return next((row for row in reversed(self.rows) if row.state in states), None)
+
+
+def gather_checkpoints(events: Iterable[Event], stored: Sequence[Stored]) -> Checkpoints:
+    """Put together what events and manifests say."""
+    gathering = _Gathering(stored)
+    for event in events:
+        gathering.hear(event)
+    for one in stored:
+        gathering.take(one)
+    return gathering.result()
+
+
+class _Gathering:
+    def __init__(self, stored: Sequence[Stored]) -> None:
+        self._rows: dict[Key, Checkpoint] = {}
+        self._not_taken: dict[Key, NotTaken] = {}
+        self._attempt: int | None = None
+        self._stored_attempts: dict[int, int] = {}
+        for one in stored:
+            self._stored_attempts[one.step] = max(one.attempt, self._stored_attempts.get(one.step, 0))
+
+    def hear(self, event: Event) -> None:
+        """One event."""
+        named = whole(event.fields.get("attempt"))
+        if event.event in {"stager_ready", "flusher_ready", "stager_attached", "flusher_replaced"}:
+            self._attempt = self._attempt if named is None else named
+        if event.step is None or event.event == "found":
+            return
+        if event.role == "flusher":
+            self._flusher(event, self._row(event, named))
+        elif event.role == "stager" and event.event == "staged":
+            self._staged(event)
+        elif event.event in {"declined", "failed"}:
+            self._refused(event)
+        elif event.role == "trainer" and event.event in {"save", "staged", "durable"}:
+            row = self._row(event, None)
+            times = row.ranks.setdefault(event.rank or 0, RankTimes())
+            times.hear(event.fields)
+            if times.saved_at_unix is not None:
+                row.save_at(times.saved_at_unix)
+            if event.event == "staged":  # heard from the stager, whose own log may not be at hand
+                row.staged_at_unix = row.staged_at_unix or event.time
+                _advance(row, "staged")
+            elif event.event == "durable":
+                row.durable_at_unix = row.durable_at_unix or event.time
+                _advance(row, "durable")
+
+    def _row(self, event: Event, named: int | None) -> Checkpoint:
+        assert event.step is not None
+        attempt = named if named is not None else self._attempt
+        if attempt is None:
+            attempt = self._stored_attempts.get(event.step, 1)
+        return self._rows.setdefault((attempt, event.step), Checkpoint(attempt, event.step))
+
+    def _staged(self, event: Event) -> None:
+        row = self._row(event, None)
+        row.image_bytes = whole(event.fields.get("image_bytes")) or row.image_bytes
+        row.staged_at_unix = event.time
+        pgt1 = number(event.fields.get("pgt1_seconds"))
+        if pgt1 is not None:
+            row.pgt1_seconds = pgt1
+            row.save_at(event.time - min(pgt1, event.time))
+        _advance(row, "staged")
+
+    def _flusher(self, event: Event, row: Checkpoint) -> None:
+        row.image_bytes = whole(event.fields.get("image_bytes")) or row.image_bytes
+        match event.event:
+            case "durable":
+                row.durable_at_unix, row.failed_at_unix = event.time, None
+                row.hear_record(event.fields.get("record"))
+                row.pgt2_seconds = number(event.fields.get("pgt2_seconds"))
+                row.staged_at_unix = row.staged_at_unix or event.time
+                row.state, row.note = ("durable", "") if row.state == "failed" else (row.state, row.note)
+                _advance(row, "durable")
+            case "verified" | "bad":
+                row.read_at_unix, row.note = event.time, text(event.fields.get("note"))
+                _advance(row, event.event)
+            case "flush_failed":
+                self._refused(event)
+
+    def _refused(self, event: Event) -> None:
+        row = self._row(event, whole(event.fields.get("attempt")))
+        key = (row.attempt, row.step)
+        reason = text(event.fields.get("reason")) or text(event.fields.get("message"))
+        cause = text(event.fields.get("cause")) or cause_of(reason, text(event.fields.get("code")))
+        kind = "declined" if event.event == "declined" else "failed"
+        one = self._not_taken.setdefault(key, NotTaken(*key, event.time, kind, cause, reason))
+        one.ranks += event.role == "trainer"
+        if kind == "failed" and one.kind == "declined":
+            one.kind = kind
+        if row.durable_at_unix is None:
+            row.state, row.note = kind, reason
+            row.failed_at_unix = row.failed_at_unix or event.time
+
+    def take(self, one: Stored) -> None:
+        """A manifest: it knows what has become of the checkpoint."""
+        row = self._rows.setdefault((one.attempt, one.step), Checkpoint(one.attempt, one.step))
+        row.in_store, row.state, row.image_bytes = True, one.state, one.image_bytes
+        row.hear_record(one.record)
+        saved = number(one.saved_at_unix, TIME_MAX)
+        if saved is not None:
+            row.save_at(saved)
+            row.staged_at_unix = row.staged_at_unix or number(saved + one.pgt1_seconds, TIME_MAX)
+        row.durable_at_unix = row.durable_at_unix or number(one.durable_at_unix, TIME_MAX)
+        row.pgt1_seconds = row.pgt1_seconds or number(one.pgt1_seconds)
+        row.pgt2_seconds = row.pgt2_seconds or number(one.pgt2_seconds)
+        row.note = one.note or row.note
+
+    def result(self) -> Checkpoints:
+        """A step that became durable after all was taken; one that was only declined is no checkpoint."""
+        done = {key for key, row in self._rows.items() if row.durable_at_unix is not None}
+        rows = [row for _, row in sorted(self._rows.items()) if row.state != "declined"]
+        not_taken = [one for key, one in self._not_taken.items() if key not in done]
+        return Checkpoints(rows, sorted(not_taken, key=lambda one: one.at_unix))
+
+
+_ORDER = ("saving", "staged", "durable", "verified", "bad")
+
+
+def _advance(row: Checkpoint, state: str) -> None:
+    if row.state not in _ORDER or _ORDER.index(state) > _ORDER.index(row.state):
+        row.state = state

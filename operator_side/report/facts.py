@@ -1,0 +1,242 @@
+"""All that is known of a run, in one place: what page and sentences are made of. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.telemetry.told import NOTICES, TROUBLES, told
+from operator_side.report.attempts import Attempt, gather_attempts
+from operator_side.report.checkpoints import Checkpoint, Checkpoints, gather_checkpoints
+from operator_side.report.goodput import Goodput, Interruption, goodput_of, interruptions_of
+from operator_side.report.reading import Event, Log, text
+from operator_side.status.picture import Stored
+
+__all__ = ["Facts", "Happened", "Spread", "gather", "ring_bytes", "spread_of"]
+
+_MORE_TROUBLES = frozenset({"stager_lost", "damaged", "skipped", "interval_loose"})
+
+
+@dataclass(slots=True)
+class Happened:
+    """A notice or a trouble; the same of several ranks is one, with the time of the first."""
+
+    at_unix: float
+    event: str
+    step: int | None
+    text: str
+    is_notice: bool
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of some seconds."""
+
+    count: int
+    least: float
+    median: float
+    p90: float
+    p99: float
+    greatest: float
+
+
+@dataclass
+class Facts:
+    """See the module.
+
+    Attributes:
+        run: URL of the run.
+        begin_unix: The first that is known. `end_unix`: the last; both None of a run of which nothing is known.
+        over: What the supervisor said last, if it ended.
+        unknown: What this page cannot tell, and what it would take.
+    """
+
+    run: str
+    log: Log
+    checkpoints: Checkpoints
+    attempts: list[Attempt]
+    interruptions: list[Interruption]
+    goodput: Goodput | None
+    happened: list[Happened]
+    begin_unix: float | None
+    end_unix: float | None
+    over: str = ""
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[Checkpoint]:
+        """The checkpoints, oldest first."""
+        return self.checkpoints.rows
+
+
+def gather(
+    run: str,
+    log: Log,
+    stored: Sequence[Stored] = (),
+    *,
+    dollars_per_hour: float | None = None,
+    notes: Iterable[str] = (),
+) -> Facts:
+    """Put together what there is.
+
+    Args:
+        run: URL of the run.
+        log: Its event logs; may be empty.
+        stored: Its manifests; may be empty.
+        dollars_per_hour: Of all machines; None: no money is shown.
+        notes: What could not be read.
+    """
+    checkpoints = gather_checkpoints(log.events, stored)
+    attempts = gather_attempts(log.events)
+    begin, end = _bounds(log.events, checkpoints.rows, attempts)
+    worked_until = _worked_until(attempts, log.events)
+    interruptions = interruptions_of(
+        attempts, checkpoints.rows, end_unix=worked_until, dollars_per_hour=dollars_per_hour
+    )
+    goodput = goodput_of(
+        attempts, interruptions, checkpoints.rows, end_unix=worked_until, dollars_per_hour=dollars_per_hour
+    )
+    over = [event for event in log.events if event.event == "over" and event.role == "supervisor"]
+    facts = Facts(
+        run,
+        log,
+        checkpoints,
+        attempts,
+        interruptions,
+        goodput,
+        _happened(log.events),
+        begin,
+        end,
+        text(over[-1].fields.get("message")) if over and _is_last(over[-1], attempts) else "",
+    )
+    facts.unknown = [
+        *notes,
+        *_unknown(facts, has_stored=bool(stored), has_price=dollars_per_hour is not None),
+    ]
+    return facts
+
+
+def _is_last(over: Event, attempts: Sequence[Attempt]) -> bool:
+    return not attempts or over.time >= attempts[-1].began_at_unix
+
+
+def _bounds(
+    events: Sequence[Event], rows: Sequence[Checkpoint], attempts: Sequence[Attempt]
+) -> tuple[float | None, float | None]:
+    times = [event.time for event in events[:1]] + [event.time for event in events[-1:]]
+    for row in rows:
+        times += [at for at in (row.saved_at_unix, row.durable_at_unix, row.read_at_unix) if at is not None]
+    times += [one.began_at_unix for one in attempts[:1]]
+    return min(times, default=None), max(times, default=None)
+
+
+def _worked_until(attempts: Sequence[Attempt], events: Sequence[Event]) -> float:
+    """The end of what was worked, or waited for: not of what the flusher still did."""
+    if not attempts:
+        return 0.0
+    last = attempts[-1]
+    if not last.was_lost:
+        return last.stopped_at_unix
+    said = [event.time for event in events if event.role == "supervisor" or not last.is_told]
+    return max([last.stopped_at_unix, *said[-1:]])
+
+
+def _happened(events: Iterable[Event]) -> list[Happened]:
+    found: dict[tuple[str, int | None, str], Happened] = {}
+    for event in events:
+        if event.event not in NOTICES | TROUBLES | _MORE_TROUBLES:
+            continue
+        words = told(event.fields)
+        key = (event.event, event.step, words)
+        if key in found:
+            found[key].times += 1
+        else:
+            found[key] = Happened(event.time, event.event, event.step, words, event.event in NOTICES)
+    return sorted(found.values(), key=lambda one: one.at_unix)
+
+
+def _unknown(facts: Facts, *, has_stored: bool, has_price: bool) -> list[str]:
+    found = []
+    log = facts.log
+    if not log.events:
+        found.append(
+            "No event log was given (--events), so attempts, interruptions, goodput, declined steps and what was "
+            "pruned are not known; checkpoints are shown as their manifests tell."
+        )
+    elif not any(one.is_told for one in facts.attempts):
+        found.append(
+            "There are no lines of `holdfast run` (status.jsonl): how attempts ended, and the phases of the way back, "
+            "are gathered from stager and ranks, or not known."
+        )
+    if log.events and not any(event.role == "trainer" for event in log.events):
+        found.append(
+            "No rank has written events here (setting `events` on the ranks' machines): declined steps are those that "
+            "the stager told of, and times of ranks come from manifests and the flusher."
+        )
+    if not has_stored:
+        found.append(
+            "No manifest was read: what the store holds by now is not known, only what the logs tell."
+        )
+    if log.unreadable:
+        found.append(
+            f"{log.unreadable} lines of the logs are no events, such as a line that a full disk has cut; left out."
+        )
+    found += [
+        f"The last line of {name} has no end: its writer was killed, or still writes." for name in log.running
+    ]
+    if facts.rows:
+        found.append(
+            "How full the ring was is not written down, nor how large it is. The picture shows the bytes of "
+            "checkpoints between save() and durable: as much as it can have held, since chunks are given back while "
+            "they are written."
+        )
+        found.append(
+            "Rates are means over the whole way of one checkpoint, waits and all; how fast link and store are at their "
+            "best is not known from them."
+        )
+    if not has_price:
+        found.append("No price was given (--dollars-per-hour), so nothing is shown in money.")
+    if any(one.lost is None and one.back is not None for one in facts.interruptions):
+        found.append(
+            "Of some interruptions it is not known from when on work had to be done again: the checkpoint that "
+            "training went on from is in no log and no longer in the store. Goodput is then an upper bound."
+        )
+    if len({event.role for event in log.events}) > 1:
+        found.append(
+            "Times are by the clock of the machine that wrote them; between machines they may be apart."
+        )
+    return found
+
+
+def spread_of(values: Iterable[float]) -> Spread | None:
+    """Least, median, percentiles (of the nearest rank) and greatest; None of nothing."""
+    found = sorted(values)
+    if not found:
+        return None
+
+    def at(share: float) -> float:
+        return found[min(len(found) - 1, max(0, math.ceil(share * len(found)) - 1))]
+
+    return Spread(len(found), found[0], statistics.median(found), at(0.90), at(0.99), found[-1])
+
+
+def ring_bytes(rows: Iterable[Checkpoint], end_unix: float) -> list[tuple[float, int]]:
+    """From each time on, the bytes of checkpoints that were saved and not durable yet: what the ring may have held."""
+    changes: list[tuple[float, int]] = []
+    for row in rows:
+        begin, nbytes = row.saved_at_unix, row.image_bytes
+        done = row.durable_at_unix or row.failed_at_unix or (end_unix if row.state == "staged" else None)
+        if begin is not None and nbytes and done is not None and done >= begin:
+            changes += [(begin, nbytes), (done, -nbytes)]
+    levels: list[tuple[float, int]] = []
+    held = 0
+    for at, change in sorted(changes):
+        held += change
+        if levels and levels[-1][0] == at:
+            levels[-1] = (at, held)
+        else:
+            levels.append((at, held))
+    return levels

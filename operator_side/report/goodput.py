@@ -1,0 +1,262 @@
+"""What a run's time went into: new work, work done twice, stalls, getting back. Pure arithmetic on attempts.
+
+    launched ─starting─► training ─────────────► lost ─getting back─► training ────► ended ─nobody ran it─► launched
+                             saved │◄─ done twice ─►│
+
+What each loss costs is reckoned as `holdfast status` does (loss.py), with the checkpoint that the next
+attempt did go on from. Where that one's `save()` is not known, nor is what was done twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from operator_side.report.attempts import Attempt
+from operator_side.report.checkpoints import Checkpoint
+from operator_side.status.loss import Known, Lost, Point, lost_with_trainers
+from operator_side.status.picture import Interval, interval_of
+
+__all__ = ["PARTS", "Goodput", "Interruption", "goodput_of", "interruptions_of"]
+
+_HOUR_SECONDS = 3600.0
+_SAME_SECONDS = 0.001
+_FIRST_STEP_SECONDS = 1.0  # the first save may begin before the last rank has told of its first step
+PARTS = {
+    "new work": "training whose result stayed",
+    "work done twice": "training since the checkpoint that the next attempt went on from",
+    "stalls for checkpoints": "the training thread of the slowest rank stood still for a checkpoint (CST)",
+    "getting back after losses": "from the first sign of a loss until all ranks had taken a step again",
+    "starting": "from a launch that follows no loss to the first step of all ranks",
+    "between runs": "one run had ended in order or was stopped, and the next was not launched yet",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """An attempt that ended badly, and what followed.
+
+    Attributes:
+        attempt: Which.
+        back: The attempt that trained again; None: none did, as far as is known.
+        down_seconds: From the first sign until it trained, or to the end of what is known.
+        lost: Work that had to be done again; None: not known.
+        dollars: Of way back and work, where there is a price.
+    """
+
+    attempt: Attempt
+    back: Attempt | None
+    down_seconds: float
+    lost: Lost | None
+    dollars: float | None
+
+    @property
+    def cost_seconds(self) -> float:
+        """Way back and work done again, as far as it is known."""
+        return self.down_seconds + (self.lost.seconds if self.lost is not None else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Seconds of the whole time by what they went into.
+
+    Attributes:
+        parts: By the names of `PARTS`; they add up to `total_seconds`.
+        is_estimate: No supervisor told when training went on, or what was done twice is not known.
+        dollars_per_hour: Of all machines.
+    """
+
+    total_seconds: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    is_estimate: bool = False
+    dollars_per_hour: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """New work of all time in which the run was up, or on its way up."""
+        up_seconds = self.total_seconds - self.parts.get("between runs", 0.0)
+        return None if up_seconds <= 0 else self.parts.get("new work", 0.0) / up_seconds
+
+    def dollars(self, seconds: float) -> float | None:
+        """What so many seconds cost."""
+        return None if self.dollars_per_hour is None else seconds * self.dollars_per_hour / _HOUR_SECONDS
+
+
+def interruptions_of(
+    attempts: Sequence[Attempt],
+    checkpoints: Sequence[Checkpoint],
+    *,
+    end_unix: float,
+    dollars_per_hour: float | None = None,
+) -> list[Interruption]:
+    """Each bad end, oldest first. Losses before an attempt has trained belong to the one before."""
+    saves = [row for row in checkpoints if row.saved_at_unix is not None]
+    found: list[Interruption] = []
+    kept: list[tuple[float, float]] = []  # training of earlier attempts that is not yet lost
+    for index, attempt in enumerate(attempts):
+        began, stop = attempt.training_at_unix, attempt.stopped_at_unix
+        if began is None and found and _is_way_back(attempt, found[-1]):
+            continue
+        if not attempt.was_lost:
+            if began is not None:
+                kept.append((began, stop))
+            continue
+        back = next((one for one in attempts[index + 1 :] if one.training_at_unix is not None), None)
+        trained_at = end_unix if back is None or back.training_at_unix is None else back.training_at_unix
+        down_seconds = max(0.0, trained_at - stop)
+        lost = None
+        if began is None:
+            lost = Lost(0, False, 0.0, None if dollars_per_hour is None else 0.0, None)
+        elif back is not None:
+            lost = _lost(attempt, back, saves, kept, dollars_per_hour)
+        found.append(
+            Interruption(attempt, back, down_seconds, lost, _dollars(down_seconds, lost, dollars_per_hour))
+        )
+    return found
+
+
+def _is_way_back(attempt: Attempt, before: Interruption) -> bool:
+    """Whether it was launched while training did not yet go on after that loss."""
+    return before.back is None or attempt.began_at_unix < before.back.began_at_unix
+
+
+def _dollars(down_seconds: float, lost: Lost | None, dollars_per_hour: float | None) -> float | None:
+    if dollars_per_hour is None:
+        return None
+    seconds = down_seconds + (0.0 if lost is None else lost.seconds)
+    return seconds * dollars_per_hour / _HOUR_SECONDS
+
+
+def _lost(
+    attempt: Attempt,
+    back: Attempt,
+    saves: Sequence[Checkpoint],
+    kept: list[tuple[float, float]],
+    dollars_per_hour: float | None,
+) -> Lost | None:
+    assert attempt.training_at_unix is not None
+    stop, began = attempt.stopped_at_unix, attempt.training_at_unix
+    if back.restored_step is None:
+        return None
+    safe: Point | None = None
+    if back.restored_step >= 0:
+        safe = _point(back, saves)
+        if safe is None:
+            return None
+    own = [row for row in saves if began <= (row.saved_at_unix or 0.0) <= stop]
+    interval = _interval(own) or _interval(saves)
+    newest = Point(own[-1].attempt, own[-1].step, own[-1].saved_at_unix or 0.0) if own else None
+    # What an earlier attempt has done since that checkpoint is lost with it, if it went on from an even older one.
+    saved_at = 0.0 if safe is None else safe.saved_at_unix
+    earlier_seconds = sum(max(0.0, end - max(begin, saved_at)) for begin, end in kept)
+    kept[:] = [(begin, min(end, saved_at)) for begin, end in kept if begin < saved_at]
+    if saved_at > began:
+        kept.append((began, min(stop, saved_at)))
+    known = Known(
+        now_unix=stop,
+        running_since_unix=began,
+        staged=safe,
+        newest=newest or safe,
+        step_seconds=interval.seconds / interval.steps if interval else None,
+        dollars_per_hour=dollars_per_hour,
+    )
+    lost = lost_with_trainers(known)
+    if not earlier_seconds:
+        return lost
+    seconds = lost.seconds + earlier_seconds
+    dollars = None if dollars_per_hour is None else seconds * dollars_per_hour / _HOUR_SECONDS
+    return Lost(lost.steps, lost.is_estimate, seconds, dollars, lost.since_step)
+
+
+def _interval(saves: Sequence[Checkpoint]) -> Interval | None:
+    """Between the last two of them that one job has saved one after the other."""
+    said = [((row.attempt, row.step), row.saved_at_unix or 0.0) for row in saves]
+    pairs = (said[index - 1 : index + 1] for index in range(len(said) - 1, 0, -1))
+    return next((found for pair in pairs if (found := interval_of(pair)) is not None), None)
+
+
+def _point(back: Attempt, saves: Sequence[Checkpoint]) -> Point | None:
+    """The checkpoint that it has restored: the newest of this step that was saved before."""
+    for row in reversed(saves):
+        at = row.saved_at_unix
+        if row.step != back.restored_step or at is None or at > (back.training_at_unix or at):
+            continue
+        if back.restored_attempt in {None, row.attempt}:
+            return Point(row.attempt, row.step, at)
+    return None
+
+
+def goodput_of(
+    attempts: Sequence[Attempt],
+    interruptions: Sequence[Interruption],
+    checkpoints: Sequence[Checkpoint],
+    *,
+    end_unix: float,
+    dollars_per_hour: float | None = None,
+) -> Goodput | None:
+    """What the time from the first launch to the end went into; None without an attempt."""
+    if not attempts:
+        return None
+    parts = dict.fromkeys(PARTS, 0.0)
+    total = max(0.0, end_unix - attempts[0].began_at_unix)
+    training = 0.0
+    for attempt in attempts:
+        if attempt.training_at_unix is not None:
+            training += max(0.0, attempt.stopped_at_unix - attempt.training_at_unix)
+    parts["getting back after losses"] = sum(one.down_seconds for one in interruptions)
+    parts["starting"], parts["between runs"] = _idle(attempts, end_unix)
+    again = sum(one.lost.seconds for one in interruptions if one.lost is not None)
+    stalls = _stall_seconds(checkpoints, attempts, interruptions)
+    parts["work done twice"] = min(again, training)
+    parts["stalls for checkpoints"] = min(stalls, training - parts["work done twice"])
+    others = sum(value for name, value in parts.items() if name != "new work")
+    parts["new work"] = max(0.0, total - others)
+    is_estimate = not attempts[0].is_told or any(
+        one.lost is None and one.back is not None for one in interruptions
+    )
+    return Goodput(total, parts, is_estimate, dollars_per_hour)
+
+
+def _stall_seconds(
+    rows: Sequence[Checkpoint], attempts: Sequence[Attempt], interruptions: Sequence[Interruption]
+) -> float:
+    """Of the checkpoints that were saved while a job trained, and not in time that was lost anyway."""
+    trained = [
+        (one.training_at_unix - _FIRST_STEP_SECONDS, one.stopped_at_unix)
+        for one in attempts
+        if one.training_at_unix is not None
+    ]
+    lost = [
+        (one.attempt.stopped_at_unix - one.lost.seconds - _SAME_SECONDS, one.attempt.stopped_at_unix)
+        for one in interruptions
+        if one.lost is not None
+    ]
+    found = 0.0
+    for row in rows:
+        at, stall = row.saved_at_unix, row.stall_seconds
+        if at is None or not stall:
+            continue
+        if any(begin <= at <= end for begin, end in trained) and not any(
+            begin <= at <= end for begin, end in lost
+        ):
+            found += stall
+    return found
+
+
+def _idle(attempts: Sequence[Attempt], end_unix: float) -> tuple[float, float]:
+    """Seconds of starting, and between runs."""
+    starting = between = 0.0
+    before: Attempt | None = None  # the last one that was not merely a failed way back
+    is_back = False
+    for attempt in attempts:
+        if before is not None and before.ended_well:
+            between += max(0.0, attempt.began_at_unix - before.stopped_at_unix)
+        began = attempt.training_at_unix
+        if not is_back:
+            until = began if began is not None else (attempt.stopped_at_unix if attempt.cause else end_unix)
+            starting += max(0.0, until - attempt.began_at_unix)
+        is_back = attempt.was_lost or (is_back and began is None)
+        before = attempt
+    if before is not None and before.ended_well:
+        between += max(0.0, end_unix - before.stopped_at_unix)
+    return starting, between

@@ -1,0 +1,277 @@
+"""What happened, in plain words, and what to look at: the top of the page, for who was asleep. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from holdfast.telemetry.told import cut
+from operator_side.report.facts import Facts
+from operator_side.report.goodput import Interruption
+from operator_side.report.words import brief, dollars, moment, plural, share
+
+__all__ = ["Advice", "look_at", "what_happened"]
+
+_NAMED_MAX = 3
+_REASON_CHARACTERS_MAX = 160
+_SLOWER_FACTOR = 2.0
+_HALF_MIN = 10  # fewer checkpoints show no trend
+_SLOW_RANK_FACTOR = 2.0
+_MUCH_NOT_TAKEN = 0.1
+_PHASE_NAMES = {
+    "ended": "until the old job had ended",
+    "launched": "until the new one was launched",
+    "joined": "until its processes had met",
+    "restored": "to restore the state",
+    "training": "to the first step",
+}
+
+
+class Advice(NamedTuple):
+    """Something to look at, and the section of the page that shows it."""
+
+    text: str
+    section: str
+
+
+def what_happened(facts: Facts) -> list[str]:
+    """A few sentences."""
+    if facts.begin_unix is None or facts.end_unix is None:
+        return [
+            "Nothing is known of this run: there is no checkpoint in the store, and no event in the logs."
+        ]
+    return [*_course(facts), *_interruptions(facts), *_checkpoints(facts), *_time(facts)]
+
+
+def _course(facts: Facts) -> Iterator[str]:
+    assert facts.begin_unix is not None
+    assert facts.end_unix is not None
+    span = f"from {moment(facts.begin_unix)} to {moment(facts.end_unix)}, {brief(facts.end_unix - facts.begin_unix)}"
+    if not facts.attempts:
+        yield f"What is known of the run reaches {span}; when it trained and when it stood still is not known."
+        return
+    last = facts.attempts[-1]
+    how = {
+        "done": "It ended well: every rank has come to its end.",
+        "stopped": "It was told to stop, and did.",
+        "left": "In the end the trainers left in order.",
+    }.get(last.cause)
+    if last.was_lost:
+        how = f"It ended badly ({last.cause}): {cut(last.message, _REASON_CHARACTERS_MAX)}."
+        if facts.over and facts.over not in last.message:
+            how += f" The supervisor's last word: {cut(facts.over, _REASON_CHARACTERS_MAX)}."
+    yield f"The run went {span}, in {plural(len(facts.attempts), 'attempt')}."
+    yield how or (
+        f"Attempt {last.number} was still running when the logs end; what came after is not in them."
+        if not facts.over
+        else f"The supervisor's last word: {cut(facts.over, _REASON_CHARACTERS_MAX)}."
+    )
+
+
+def _interruptions(facts: Facts) -> Iterator[str]:
+    found = facts.interruptions
+    if not facts.attempts:
+        return
+    if not found:
+        told = facts.attempts[0].is_told
+        yield (
+            "It was not interrupted."
+            if told
+            else "No interruption shows in the logs; why attempts ended is not in them."
+        )
+        return
+    names = [_one(one) for one in found[:_NAMED_MAX]]
+    more = f"; and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
+    yield f"It was interrupted {_times(len(found))}: {'; '.join(names)}{more}."
+    back = [one.down_seconds for one in found if one.back is not None]
+    if back:
+        took = f"between {brief(min(back))} and {brief(max(back))}" if len(back) > 1 else brief(back[0])
+        yield f"From the first sign of a loss until all ranks trained again it took {took}."
+    never = [one for one in found if one.back is None]
+    if never:
+        yield f"After the loss of attempt {never[-1].attempt.number} training did not go on, as far as is known."
+    known = [one.lost.seconds for one in found if one.lost is not None]
+    if known:
+        yield f"Work of {brief(sum(known))} had to be done again."
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
+
+
+def _one(one: Interruption) -> str:
+    attempt = one.attempt
+    why = cut(attempt.message, _REASON_CHARACTERS_MAX)
+    return f"at {moment(attempt.stopped_at_unix)} ({attempt.cause}: {why})"
+
+
+def _checkpoints(facts: Facts) -> Iterator[str]:
+    rows = facts.rows
+    if not rows:
+        yield "No checkpoint is known: neither logs nor store tell of one."
+        return
+    durable = [row for row in rows if row.durable_at_unix is not None]
+    newest = facts.checkpoints.newest("verified") or facts.checkpoints.newest("durable")
+    text = f"{plural(len(durable), 'checkpoint')} became durable"
+    if newest is not None:
+        read = "read back and found whole" if newest.state == "verified" else "not read back yet"
+        text += f"; the newest good one is step {newest.step} (attempt {newest.attempt}), {read}"
+    yield text + "."
+    bad = [row for row in rows if row.state == "bad"]
+    if bad:
+        them = "it" if len(bad) == 1 else "them"
+        yield f"{plural(len(bad), 'checkpoint')} came back bad when read: restore does not use {them}."
+    if facts.checkpoints.not_taken:
+        causes = ", ".join(
+            f"{count:,} {cause}" for cause, count in facts.checkpoints.causes.most_common(_NAMED_MAX)
+        )
+        yield f"{plural(len(facts.checkpoints.not_taken), 'step')} came to no checkpoint ({causes})."
+
+
+def _time(facts: Facts) -> Iterator[str]:
+    goodput = facts.goodput
+    if goodput is None or goodput.share is None:
+        return
+    up = goodput.total_seconds - goodput.parts["between runs"]
+    about = "About " if goodput.is_estimate else ""
+    part = share(goodput.parts["new work"], up)
+    text = f"{about}{part} of the time went into work that stayed (goodput)"
+    others = [
+        (name, value) for name, value in goodput.parts.items() if name not in {"new work", "between runs"}
+    ]
+    worst = [
+        f"{share(value, up)} into {name}"
+        for name, value in sorted(others, key=lambda one: -one[1])
+        if value > 0
+    ]
+    if worst:
+        text += f", {', '.join(worst[:_NAMED_MAX])}"
+    yield text + "."
+    if goodput.dollars_per_hour is not None:
+        lost = sum(
+            goodput.parts[name]
+            for name in ("work done twice", "stalls for checkpoints", "getting back after losses")
+        )
+        yield (
+            f"At {dollars(goodput.dollars_per_hour)} an hour it cost {dollars(goodput.dollars(up))}, of which "
+            f"{dollars(goodput.dollars(lost))} went into losses and checkpoints."
+        )
+
+
+# -- what to look at ---------------------------------------------------------------------------------------------------
+
+
+def look_at(facts: Facts) -> list[Advice]:
+    """The worst first."""
+    return [
+        *_bad(facts),
+        *_not_good_yet(facts),
+        *_losses(facts),
+        *_not_taken(facts),
+        *_store(facts),
+        *_stalls(facts),
+    ]
+
+
+def _bad(facts: Facts) -> Iterator[Advice]:
+    bad = [row for row in facts.rows if row.state == "bad"]
+    if bad:
+        worst = bad[-1]
+        note = f": {cut(worst.note, _REASON_CHARACTERS_MAX)}" if worst.note else ""
+        yield Advice(
+            f"Step {worst.step} (attempt {worst.attempt}) was read back and is bad{note}. `holdfast verify` says more; "
+            "look at the store and at the machine that wrote it.",
+            "checkpoints",
+        )
+    drifted = [one for one in facts.happened if one.event == "divergence"]
+    if drifted:
+        yield Advice(
+            f"Replicas drifted apart at step {drifted[0].step}, first at {moment(drifted[0].at_unix)}: ranks that must "
+            "be equal were not. Go on from a checkpoint before it.",
+            "troubles",
+        )
+    fenced = [one for one in facts.happened if one.event == "fenced"]
+    if fenced:
+        yield Advice("Another writer took the run over: see that only one job writes it.", "troubles")
+
+
+def _not_good_yet(facts: Facts) -> Iterator[Advice]:
+    staged = facts.checkpoints.newest("staged")
+    durable = facts.checkpoints.newest("durable", "verified")
+    if staged is not None and (
+        durable is None or (staged.attempt, staged.step) > (durable.attempt, durable.step)
+    ):
+        yield Advice(
+            f"Step {staged.step} (attempt {staged.attempt}) was staged and, as far as is known, never became durable. "
+            "Does its flusher still run (`holdfast status`)?",
+            "checkpoints",
+        )
+
+
+def _losses(facts: Facts) -> Iterator[Advice]:
+    if not facts.interruptions:
+        return
+    worst = max(facts.interruptions, key=lambda one: one.cost_seconds)
+    cost = "" if worst.dollars is None else f" ({dollars(worst.dollars)})"
+    text = f"The loss of attempt {worst.attempt.number} cost the most: {brief(worst.cost_seconds)}{cost}"
+    if worst.back is not None and worst.back.phases:
+        phase, value = max(worst.back.phases.items(), key=lambda one: one[1])
+        text += f"; the longest phase of the way back was {brief(value)} {_PHASE_NAMES.get(phase, phase)}"
+    yield Advice(text + ".", "interruptions")
+    crashed = [one for one in facts.interruptions if one.attempt.cause == "crashed"]
+    if crashed:
+        yield Advice(
+            f"Attempt {crashed[-1].attempt.number} crashed by its own fault, not by a machine that was taken: "
+            f"{cut(crashed[-1].attempt.message, _REASON_CHARACTERS_MAX)}. Its ranks' output is in the log directory.",
+            "interruptions",
+        )
+
+
+def _not_taken(facts: Facts) -> Iterator[Advice]:
+    count, rows = len(facts.checkpoints.not_taken), len(facts.rows)
+    if count and count > _MUCH_NOT_TAKEN * (rows + count):
+        cause, most = facts.checkpoints.causes.most_common(1)[0]
+        yield Advice(
+            f"{share(count, rows + count)} of the steps to be saved were not taken, most of them ({most:,}) for: "
+            f"{cause}.",
+            "declined",
+        )
+
+
+def _store(facts: Facts) -> Iterator[Advice]:
+    held = [one for one in facts.happened if one.event in {"flush_held", "flush_failed", "verify_failed"}]
+    if held:
+        yield Advice(
+            f"The store gave trouble {_times(sum(one.times for one in held))}, first at {moment(held[0].at_unix)}: "
+            f"{cut(held[0].text, _REASON_CHARACTERS_MAX)}",
+            "troubles",
+        )
+    seconds = [row.pgt2_seconds for row in facts.rows if row.pgt2_seconds is not None]
+    half = len(seconds) // 2
+    if half >= _HALF_MIN:
+        before, after = statistics.median(seconds[:half]), statistics.median(seconds[half:])
+        if after > _SLOWER_FACTOR * before:
+            yield Advice(
+                f"Checkpoints became slower: from save() to durable it took {brief(before)} in the first half of the "
+                f"run, {brief(after)} in the second (medians).",
+                "times",
+            )
+
+
+def _stalls(facts: Facts) -> Iterator[Advice]:
+    of_rank: dict[int, list[float]] = {}
+    for row in facts.rows:
+        for rank, value in row.stalls.items():
+            of_rank.setdefault(rank, []).append(value)
+    if len(of_rank) < 2 or len(facts.rows) < _HALF_MIN:
+        return
+    medians = {rank: statistics.median(values) for rank, values in of_rank.items()}
+    slowest = max(medians, key=lambda rank: medians[rank])
+    usual = statistics.median(medians.values())
+    if usual > 0 and medians[slowest] > _SLOW_RANK_FACTOR * usual:
+        yield Advice(
+            f"Checkpoints hold up rank {slowest} longer than the others: {brief(medians[slowest])} against "
+            f"{brief(usual)} (medians), and all ranks wait for it.",
+            "checkpoints",
+        )

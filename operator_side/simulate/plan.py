@@ -1,0 +1,174 @@
+"""What was asked for, checked; and what a trace came to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.errors import ConfigError
+from holdfast.policy import Advice, Hazard, advise
+from operator_side.simulate.profiles import Profile
+from operator_side.simulate.replay import Job
+from operator_side.simulate.strategy import Strategy
+from operator_side.simulate.study import Goodput, Prices, Total, goodput, on_demand_dollars, total_times
+from operator_side.simulate.traces import Trace
+from operator_side.simulate.units import HOUR_US, microseconds
+from operator_side.simulate.windows import cut
+
+__all__ = ["Plan", "Replayed"]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One trace, replayed.
+
+    Attributes:
+        trace, job: What was replayed for whom.
+        window_hours: Length of each window.
+        rows: Every strategy at every interval.
+        event_steps: Work of the replay.
+        on_demand_dollars: Of an iteration on demand; None: no prices.
+        advice: For each strategy; why there is none where its bound cannot be kept.
+    """
+
+    trace: Trace
+    job: Job
+    window_hours: float
+    rows: list[Goodput]
+    event_steps: int
+    on_demand_dollars: float | None
+    advice: list[tuple[str, Advice | ConfigError]]
+
+    def best(self) -> list[Goodput]:
+        """Of each strategy the interval with the most goodput; the longest of equals, since it costs the least."""
+        found: dict[str, Goodput] = {}
+        for row in self.rows:
+            before = found.get(row.strategy.name)
+            if before is None or row.share.median >= before.share.median:
+                found[row.strategy.name] = row
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be replayed.
+
+    Attributes:
+        profile, leads_seconds: What was measured, and the notices to try.
+        intervals: Iterations between two checkpoints.
+        nodes: Machines of the job; None: as many as a trace ever holds.
+        nodes_min: It runs with so few.
+        offsets, seed: How many windows or made-up traces, and from which seed.
+        window_hours: Length of a window; None: half of the trace.
+        overhead_max: Bound for the advice.
+        prices: None: no dollars.
+        stager_mtbf_hours: The stager's node is lost so often; None: never.
+        mtbf_hours, iterations, provision_seconds: For total times.
+    """
+
+    profile: Profile
+    leads_seconds: Sequence[float]
+    intervals: Sequence[int]
+    nodes: int | None
+    nodes_min: int
+    offsets: int
+    seed: int
+    window_hours: float | None
+    overhead_max: float
+    prices: Prices | None
+    stager_mtbf_hours: float | None
+    mtbf_hours: Sequence[float]
+    iterations: int | None
+    provision_seconds: float
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """All that are compared, the ideal last."""
+        return self.profile.lanes(self.leads_seconds)
+
+    def replay(self, trace: Trace) -> Replayed:
+        """Replay a trace.
+
+        Raises:
+            ConfigError: It cannot be replayed as asked for.
+        """
+        nodes = self.nodes or trace.count_max
+        if not nodes:
+            raise ConfigError(
+                f"{trace.name}: expected a trace that holds a machine at some time, got none at all"
+            )
+        job = self._job(nodes)
+        length_us = trace.end_us // 2 if self.window_hours is None else round(self.window_hours * HOUR_US)
+        windows = cut(
+            trace,
+            length_us=length_us,
+            offsets=self.offsets,
+            rng=np.random.default_rng(self.seed),
+            stager_mtbf_us=self._stager_mtbf_us,
+        )
+        rows, outcome = goodput(job, self.strategies, self.intervals, windows, self.prices)
+        dollars = None if self.prices is None else on_demand_dollars(job, self.prices)
+        return Replayed(
+            trace, job, length_us / HOUR_US, rows, outcome.event_steps, dollars, self._advice(trace, job)
+        )
+
+    def totals(self) -> list[Total]:
+        """Of each MTBF and strategy, the best of its intervals; none where no MTBF was asked for.
+
+        Raises:
+            ConfigError: The job's size is not known, or there are more losses than can be replayed.
+        """
+        found: list[Total] = []
+        for mtbf in self.mtbf_hours:
+            if self.nodes is None or self.iterations is None:
+                raise ConfigError(
+                    "--mtbf-hours: expected --nodes and --iterations with it, which say what is to be done"
+                )
+            rows = total_times(
+                self._job(self.nodes, self.iterations),
+                self.strategies,
+                self.intervals,
+                mtbf,
+                provision_us=microseconds(self.provision_seconds),
+                samples=self.offsets,
+                seed=self.seed,
+                stager_mtbf_us=self._stager_mtbf_us,
+            )
+            for name in dict.fromkeys(row.strategy.name for row in rows):
+                theirs = [row for row in rows if row.strategy.name == name]
+                found.append(min(theirs, key=lambda row: math.inf if row.hours is None else row.hours.median))
+        return found
+
+    @property
+    def _stager_mtbf_us(self) -> int | None:
+        hours = self.stager_mtbf_hours
+        return None if hours is None else max(1, round(hours * HOUR_US))
+
+    def _job(self, nodes: int, target: int | None = None) -> Job:
+        profile = self.profile
+        return Job(
+            nodes,
+            self.nodes_min,
+            microseconds(profile.iteration_seconds),
+            microseconds(profile.restart_seconds),
+            target,
+        )
+
+    def _advice(self, trace: Trace, job: Job) -> list[tuple[str, Advice | ConfigError]]:
+        found: list[tuple[str, Advice | ConfigError]] = []
+        for name, measured in self.profile.strategies.items():
+            strategy = measured.strategy(name)
+            price = None
+            if self.prices is not None:
+                price = job.nodes * self.prices.spot + self.prices.stager * strategy.stager
+            hazard = Hazard(trace.losses_per_hour, price)
+            try:
+                advice = advise(strategy.cost(job.iteration_us), hazard, overhead_max=self.overhead_max)
+            except ConfigError as error:  # this one cannot; the others may
+                found.append((name, error))
+            else:
+                found.append((name, advice))
+        return found

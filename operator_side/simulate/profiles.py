@@ -1,0 +1,193 @@
+"""What was measured of each way to checkpoint: a JSON file, or the figures that this tree's benchmarks left.
+
+No figure stands in the code. What does is how a way works: how many checkpoints it has under way, whether a node keeps
+what is staged, whether it acts on a notice.
+
+    {"source": "…", "iteration_seconds": 0.2, "restart_seconds": 17, "strategies": {"holdfast": {
+        "stall_seconds": 0.014, "staged_seconds": 0.65, "durable_seconds": 1.1, "restore_seconds": 1.3,
+        "restore_staged_seconds": 1.3, "in_flight_max": 1, "stager": true, "notice": true}}}
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from holdfast.errors import ConfigError
+from operator_side.simulate.strategy import IDEAL, Strategy
+from operator_side.simulate.units import microseconds
+
+__all__ = ["MEASURED", "Measured", "Profile", "load_profile", "measured_profile"]
+
+MEASURED = (
+    Path(__file__).resolve().parents[2] / "docs/figures/data"
+)  # beside the source; an installed wheel has none
+
+_SECONDS_MAX = 1e6
+_Seconds = Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(ge=1e-6, le=_SECONDS_MAX, allow_inf_nan=False)]
+
+# How each works (docs/performance.md, "The peers"), and as what it was measured.
+_WAYS: Mapping[str, Mapping[str, Any]] = {
+    "torch.save+fsync": {},
+    "checkfreq": {},
+    "pccheck-like": {"in_flight_max": 2},
+    "mlc-base": {"stager": True},
+    "holdfast": {"stager": True, "notice": True},
+}
+
+
+class Measured(BaseModel):
+    """One way to checkpoint.
+
+    Attributes:
+        stall_seconds: The training waits so long for each checkpoint.
+        staged_seconds: From `save()` until the stager's node has all of it; None without a stager.
+        durable_seconds: From `save()` until it is in the store.
+        restore_seconds: Restore from the store.
+        restore_staged_seconds: Restore from the stager's node; None: as from the store.
+        in_flight_max: Checkpoints under way at once.
+        stager: Whether a node outside the training's machines keeps what is staged.
+        notice: Whether a notice makes a checkpoint.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stall_seconds: _Seconds
+    staged_seconds: _Seconds | None = None
+    durable_seconds: _Seconds
+    restore_seconds: _Seconds
+    restore_staged_seconds: _Seconds | None = None
+    in_flight_max: Annotated[int, Field(ge=1, le=64)] = 1
+    stager: bool = False
+    notice: bool = False
+
+    @model_validator(mode="after")
+    def _levels(self) -> Measured:
+        if self.stager and self.staged_seconds is None:
+            raise ValueError("with a stager, staged_seconds")
+        if self.staged_seconds is not None and self.staged_seconds > self.durable_seconds:
+            raise ValueError("staged_seconds of at most durable_seconds")
+        return self
+
+    def strategy(self, name: str) -> Strategy:
+        """For the replay."""
+        safe = (
+            self.staged_seconds if self.stager and self.staged_seconds is not None else self.durable_seconds
+        )
+        near = self.restore_staged_seconds if self.stager else None
+        return Strategy(
+            name,
+            stall_us=microseconds(self.stall_seconds),
+            safe_us=microseconds(safe),
+            durable_us=microseconds(self.durable_seconds),
+            restore_near_us=microseconds(self.restore_seconds if near is None else near),
+            restore_store_us=microseconds(self.restore_seconds),
+            in_flight_max=self.in_flight_max,
+            stager=self.stager,
+        )
+
+
+class Profile(BaseModel):
+    """A training, and the ways to checkpoint it.
+
+    Attributes:
+        source: Where the figures come from; said beside every result.
+        iteration_seconds: Of one iteration on all machines, without a checkpoint.
+        restart_seconds: From a loss until the processes are there again, before they restore.
+        strategies: By name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: Annotated[str, Field(min_length=1, max_length=4096)]
+    iteration_seconds: _Positive
+    restart_seconds: _Seconds
+    strategies: Annotated[dict[str, Measured], Field(min_length=1, max_length=64)]
+
+    def lanes(self, leads_seconds: Sequence[float]) -> list[Strategy]:
+        """The strategies of a replay, the ideal last; one for each lead where a notice is used."""
+        found = []
+        for name, measured in self.strategies.items():
+            leads = leads_seconds if measured.notice else (0.0,)
+            found += [measured.strategy(name).with_lead(microseconds(lead)) for lead in leads]
+        return [*found, IDEAL]
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile: one by itself, or the one in a document of `holdfast simulate --json`.
+
+    Raises:
+        ConfigError: It cannot be read, or a value is missing or not what it should be; each is named with its place.
+    """
+    document = _json(path)
+    if isinstance(document, dict) and isinstance(document.get("profile"), dict):
+        document = document["profile"]
+    try:
+        return Profile.model_validate(document)
+    except ValidationError as error:
+        lines = [
+            f"{path}: {'.'.join(map(str, detail['loc'])) or 'the whole'}: expected "
+            f"{detail['msg'].removeprefix('Value error, ')}, got {str(detail['input'])[:80]}"
+            for detail in error.errors(include_url=False)
+        ]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def measured_profile(folder: Path = MEASURED) -> Profile:
+    """The medians of what `make bench` measured and `make figures` left in the tree.
+
+    A restore was measured for holdfast and for `torch.load`, which stands for every other way; from the stager's
+    node none was measured, so it takes as long as from the store.
+
+    Raises:
+        ConfigError: They are not there, or lack what is needed: name a file with --profile.
+    """
+    try:
+        table, restore, makespan = (
+            _json(folder / f"{name}.json") for name in ("table", "restore", "makespan")
+        )
+        fresh = restore["fresh_cluster"]
+        strategies = {
+            name: Measured(
+                stall_seconds=_median(table["rounds"], name, "stall_seconds"),
+                staged_seconds=_median(table["rounds"], name, "staged_seconds") if "stager" in way else None,
+                durable_seconds=_median(table["rounds"], name, "done_seconds"),
+                restore_seconds=_median(
+                    restore["rounds"], "holdfast" if name == "holdfast" else "torch.load", "seconds"
+                ),
+                **way,
+            )
+            for name, way in _WAYS.items()
+        }
+        return Profile(
+            source=f"docs/figures/data: {table['command']}; {restore['command']}; {makespan['command']}; "
+            f"{table['machine']['cores']} cores, {table['image_bytes'] / 1e9:.2f} GB of state",
+            iteration_seconds=makespan["iteration_seconds"],
+            restart_seconds=fresh["start_seconds"] + fresh["first_step_seconds"],
+            strategies=strategies,
+        )
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"no measured figures in {folder} ({error}): expected those of `make bench` and `make figures`, or a file "
+            "with your own: --profile FILE; docs/simulate.md shows one"
+        ) from error
+
+
+def _median(rounds: Sequence[Mapping[str, Mapping[str, float]]], peer: str, figure: str) -> float:
+    values = [of[peer][figure] for of in rounds if figure in of.get(peer, {})]
+    if not values:
+        raise KeyError(f"no {figure} of {peer}")
+    return statistics.median(values)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; expected a JSON document") from error

@@ -1,0 +1,266 @@
+"""The replay: strategies and intervals × windows of a trace, all at once, event by event.
+
+    launched ──(restart + restore)──► training ──loss──► newest checkpoint that survives ──► enough machines? ─┐
+       ▲                                                                                                       │
+       └───────────────────────── at once, or when enough have come ───────────────────────────────────────────┘
+
+Between two events nothing is decided, so a stretch is one formula (timeline.py); the loop is over events alone.
+Lanes are arrays of shape (strategy and interval, window).
+
+Rules, which tests/unit/operator_side/simulate/reference.py walks through one by one:
+ 1. A loss of any machine, or of the stager's node where there is one, ends the job. What is not safe by then is lost.
+ 2. With a stager, the newest staged checkpoint is what a relaunch continues from, and it goes on into the store by
+    itself; the stager's loss leaves what is durable by then.
+ 3. A notice makes one checkpoint, after the first iteration that ends at or after it. It counts if it is safe in time.
+ 4. A relaunch takes `restart`, then restore: near while anything staged is in the stager, else from the store. It takes
+    the machines that are there, at most `nodes`, and an iteration takes nodes / machines as long. Machines that come
+    later join at the next relaunch.
+ 5. With fewer than `nodes_min` machines the job waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.errors import ConfigError
+from operator_side.simulate.strategy import Strategy
+from operator_side.simulate.timeline import Timeline
+from operator_side.simulate.traces import Integers
+from operator_side.simulate.windows import Windows
+
+__all__ = ["Job", "Lane", "Outcome", "replay"]
+
+_NEVER_US = np.int64(1) << 60
+_SPAN_MAX_US = 1 << 50  # 35 years; sums and products of times then fit in 64 bits
+
+Booleans = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The training.
+
+    Attributes:
+        nodes: Machines that it uses when it can have them.
+        nodes_min: It runs with so few.
+        iteration_us: Of one iteration on `nodes` machines.
+        restart_us: From a loss until the processes are there again, before they restore.
+        target: Iterations after which it is done; None: it goes on to the window's end.
+    """
+
+    nodes: int
+    nodes_min: int
+    iteration_us: int
+    restart_us: int
+    target: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes_min <= self.nodes:
+            raise ConfigError(f"nodes_min: expected 1 to {self.nodes} (nodes), got {self.nodes_min}")
+        if self.iteration_us < 1:
+            raise ConfigError(
+                "iteration_seconds: expected at least a microsecond; was an iteration measured?"
+            )
+        if self.restart_us < 0:
+            raise ConfigError(f"restart_seconds: expected 0 or more, got {self.restart_us / 1e6:g}")
+        if self.target is not None and self.target < 1:
+            raise ConfigError(f"iterations: expected at least 1, got {self.target}")
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A strategy with an interval."""
+
+    strategy: Strategy
+    every: int
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"interval: expected at least 1 iteration, got {self.every}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it; arrays are (lane, window).
+
+    Attributes:
+        useful: Iterations that count at the window's end.
+        redone: Iterations that were lost, and so were or will be done again.
+        interruptions: How often the job was ended.
+        training_us: Time in which the training ran, stalls included.
+        finished_us: When the target was reached; -1: not within the window, or there is none.
+        event_steps: How many times the loop went round: the work of the replay, whatever the number of lanes.
+    """
+
+    useful: Integers
+    redone: Integers
+    interruptions: Integers
+    training_us: Integers
+    finished_us: Integers
+    event_steps: int
+
+
+def replay(job: Job, lanes: Sequence[Lane], windows: Windows) -> Outcome:
+    """Replay every window for every lane."""
+    run = _Replay(job, lanes, windows)
+    steps = 0
+    for number in range(len(windows.time_us)):
+        steps += 1
+        run.event(number)
+        if run.all_finished():
+            break
+    run.close()
+    return Outcome(run.step, run.redone, run.interruptions, run.training_us, run.finished_us, steps)
+
+
+class _Replay:
+    """The state of all lanes. `start_us`: when training begins or began; `_NEVER_US`: waiting for machines."""
+
+    def __init__(self, job: Job, lanes: Sequence[Lane], windows: Windows) -> None:
+        if not lanes:
+            raise ConfigError("simulate: expected at least one strategy and one interval, got none")
+        strategies = [lane.strategy for lane in lanes]
+
+        def column(values: list[int]) -> Integers:
+            return np.array(values, dtype=np.int64)[:, None]
+
+        self.job, self.windows = job, windows
+        self.every = column([1 if lane.strategy.every_iteration else lane.every for lane in lanes])
+        self.stall_us = column([strategy.stall_us for strategy in strategies])
+        self.safe_us = column([strategy.safe_us for strategy in strategies])
+        self.durable_us = column([strategy.durable_us for strategy in strategies])
+        self.near_us = column([strategy.restore_near_us for strategy in strategies])
+        self.store_us = column([strategy.restore_store_us for strategy in strategies])
+        self.places = column([strategy.in_flight_max for strategy in strategies])
+        self.lead_us = column([strategy.lead_us for strategy in strategies])
+        self.stager = column([int(strategy.stager) for strategy in strategies]) > 0
+        self.shape = (len(lanes), len(windows.first_count))
+        _check_span(self, job, windows)
+
+        self.step = self._zeros()  # of the launch, or to launch from
+        self.redone = self._zeros()
+        self.interruptions = self._zeros()
+        self.training_us = self._zeros()
+        self.finished_us = self._zeros() - 1
+        self.floor = self._zeros()  # the newest durable step
+        self.newest_us = self._zeros()  # when `step`, where it is newer than the floor, becomes durable
+        self.near = np.zeros(self.shape, dtype=np.bool_)  # something staged is in the stager
+        self.iteration_us = self._zeros() + job.iteration_us
+        self.start_us = self._zeros() + _NEVER_US
+        self._launch(np.ones(self.shape, dtype=np.bool_), np.int64(0), windows.first_count, first=True)
+
+    def event(self, number: int) -> None:
+        """One event of each window."""
+        windows = self.windows
+        time = windows.time_us[number]
+        stager_lost = (windows.stager_lost[number] > 0) & self.stager
+        lost = (windows.lost[number] > 0) | stager_lost
+        launched = self.start_us < _NEVER_US
+        if lost.any():
+            self._end(lost & launched, stager_lost, time)
+        waiting = self.start_us >= _NEVER_US
+        if waiting.any():
+            self._launch(waiting, time, windows.count[number])
+
+    def close(self) -> None:
+        """The end of the windows: the job is looked at, and not ended."""
+        end = np.int64(self.windows.length_us)
+        trained = np.maximum(end - self.start_us, 0)
+        done = np.where(self.start_us <= end, self._timeline().iterations(trained), 0)
+        self._finish(done)
+        self.training_us += trained
+        self.step = self.step + done
+
+    def all_finished(self) -> bool:
+        """Each lane has reached the target."""
+        return self.job.target is not None and bool((self.finished_us >= 0).all())
+
+    def _end(self, ended: Booleans, stager_lost: Booleans, time: Integers) -> None:
+        """Losses at `time`: of jobs in `ended`, of stagers in `stager_lost`."""
+        timeline = self._timeline()
+        trained = time - self.start_us
+        training = ended & (trained >= 0)
+        trained = np.where(training, trained, 0)
+        done = timeline.iterations(trained)
+        self._finish(np.where(training, done, 0))
+        kept, begun_us = self._kept(timeline, trained, training, self.safe_us)
+        in_store, _ = self._kept(timeline, trained, training, self.durable_us)
+
+        # What an earlier launch left under way has come to the store by now, or is overtaken.
+        self.floor = np.where(ended & (self.newest_us <= time), self.step, self.floor)
+        self.floor = np.where(in_store > 0, self.step + in_store, self.floor)
+        at = self.step + done
+        new = kept > 0
+        self.step = np.where(new, self.step + kept, self.step)
+        self.newest_us = np.where(new, self.start_us + begun_us + self.durable_us, self.newest_us)
+        self.near = self.near | new
+        self.redone += np.where(ended, at - self.step, 0)
+        self.interruptions += ended
+        self.training_us += trained
+        self.start_us = np.where(ended, _NEVER_US, self.start_us)
+
+        if stager_lost.any():
+            self.floor = np.where(stager_lost & (self.newest_us <= time), self.step, self.floor)
+            self.redone += np.where(stager_lost, self.step - self.floor, 0)
+            self.step = np.where(stager_lost, self.floor, self.step)
+            self.near = self.near & ~stager_lost
+
+    def _kept(
+        self, timeline: Timeline, trained: Integers, training: Booleans, takes_us: Integers
+    ) -> tuple[Integers, Integers]:
+        """Iterations of the newest checkpoint that was begun `takes_us` ago or earlier, 0 for none, and its begin."""
+        saves = np.where(training, timeline.begun(trained - takes_us), 0)
+        kept = saves * self.every
+        begun_us = timeline.begin(saves)
+        if not self.lead_us.any():
+            return kept, begun_us
+        noticed = np.maximum(trained - self.lead_us, 0)
+        iteration = timeline.iterations(np.maximum(noticed - 1, 0)) + 1
+        begin = timeline.save_after(iteration)
+        better = training & (self.lead_us > 0) & (begin + takes_us <= trained) & (iteration > kept)
+        return np.where(better, iteration, kept), np.where(better, begin, begun_us)
+
+    def _launch(
+        self, which: Booleans, time: Integers | np.int64, count: Integers, *, first: bool = False
+    ) -> None:
+        """Launch those of `which` that have machines enough."""
+        machines = np.minimum(count, self.job.nodes)
+        ready = which & (machines >= self.job.nodes_min)
+        restore = np.zeros_like(self.start_us) if first else np.where(self.near, self.near_us, self.store_us)
+        self.start_us = np.where(ready, time + self.job.restart_us + restore, self.start_us)
+        slower = -(-self.job.iteration_us * self.job.nodes // np.maximum(machines, 1))
+        self.iteration_us = np.where(ready, slower, self.iteration_us)
+
+    def _finish(self, done: Integers) -> None:
+        """Note the moment at which the target was reached, for lanes that have done `done` since their launch."""
+        if self.job.target is None:
+            return
+        missing = self.job.target - self.step
+        reached = (self.finished_us < 0) & (done > 0) & (missing >= 1) & (done >= missing)
+        if reached.any():
+            when = self.start_us + self._timeline().end_of(np.maximum(missing, 1))
+            self.finished_us = np.where(reached, when, self.finished_us)
+
+    def _timeline(self) -> Timeline:
+        return Timeline(self.every, self.iteration_us, self.stall_us, self.durable_us, self.places)
+
+    def _zeros(self) -> Integers:
+        return np.zeros(self.shape, dtype=np.int64)
+
+
+def _check_span(run: _Replay, job: Job, windows: Windows) -> None:
+    """Whatever is multiplied must fit in 64 bits; what does not is no training."""
+    cycle = int(run.every.max()) * job.iteration_us * job.nodes + int(run.stall_us.max())
+    spans = {
+        "the longest interval on one machine": cycle * int(run.places.max()),
+        "the longest time to durable": int(run.durable_us.max()),
+        "the window": windows.length_us,
+        "restart and restore": job.restart_us + int(np.maximum(run.store_us, run.near_us).max()),
+    }
+    for what, span in spans.items():
+        if span > _SPAN_MAX_US:
+            raise ConfigError(f"{what}: expected at most 35 years, got {span / 3.15576e13:.3g}")

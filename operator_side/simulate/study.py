@@ -1,0 +1,184 @@
+"""What the replays come to: goodput by interval, total time by MTBF, and money.
+
+Goodput (PCcheck, figs. 2 and 9) is useful iterations in a window of a trace, as a share of what the ideal reaches in
+the same window. Total time (LightCheck, fig. 9 and table II) is from the begin until so many iterations are done, under
+made-up losses. Each figure has its spread over windows: median, least, greatest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.errors import ConfigError
+from operator_side.simulate.replay import Job, Lane, Outcome, replay
+from operator_side.simulate.strategy import IDEAL, Strategy
+from operator_side.simulate.units import HOUR_US
+from operator_side.simulate.windows import Windows, poisson
+
+__all__ = ["Goodput", "Prices", "Spread", "Total", "goodput", "on_demand_dollars", "total_times"]
+
+_HORIZON_FIRST = 4  # times the ideal's own time
+_HORIZON_LAST = 256  # whoever needs more is said not to come to an end
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median of the windows, with the least and the greatest."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64]) -> Spread:
+        """The spread of `values`, at least one."""
+        return cls(float(np.median(values)), float(values.min()), float(values.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """US dollars for an hour of one machine; `stager` is on demand, and paid where a strategy has one."""
+
+    spot: float
+    on_demand: float
+    stager: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("spot", "on_demand", "stager"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"price of {name}: expected 0 or more, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """One strategy at one interval over all windows.
+
+    Attributes:
+        strategy, every: Who, and how many iterations between two checkpoints.
+        share: Useful iterations, as a share of the ideal's.
+        useful_per_hour: Useful iterations in an hour of wall time.
+        redone: Iterations that were done again, for each interruption.
+        interruptions: In a window.
+        training: Share of the wall time in which training ran; the rest is relaunch, restore, and waiting for machines.
+        dollars: Per useful iteration on spot; None: no prices, or a window without a useful iteration.
+    """
+
+    strategy: Strategy
+    every: int
+    share: Spread
+    useful_per_hour: Spread
+    redone: Spread
+    interruptions: Spread
+    training: Spread
+    dollars: Spread | None
+
+
+def goodput(
+    job: Job,
+    strategies: Sequence[Strategy],
+    intervals: Sequence[int],
+    windows: Windows,
+    prices: Prices | None = None,
+) -> tuple[list[Goodput], Outcome]:
+    """Every strategy at every interval, and the replay itself.
+
+    The ideal is replayed once, whatever the intervals.
+    """
+    lanes = [Lane(strategy, every) for strategy in strategies for every in intervals if strategy != IDEAL]
+    lanes.append(Lane(IDEAL, 1))
+    outcome = replay(job, lanes, windows)
+    ideal = np.maximum(outcome.useful[-1], 1)
+    node_hours = windows.node_microseconds(job.nodes) / HOUR_US
+    hours = windows.length_us / HOUR_US
+    rows = []
+    for number, lane in enumerate(lanes):
+        useful = outcome.useful[number]
+        dollars = None
+        if prices is not None and useful.min() > 0:
+            paid = node_hours * prices.spot + hours * prices.stager * lane.strategy.stager
+            dollars = Spread.of(paid / useful)
+        rows.append(
+            Goodput(
+                lane.strategy,
+                lane.every,
+                Spread.of(useful / ideal),
+                Spread.of(useful / hours),
+                Spread.of(outcome.redone[number] / np.maximum(outcome.interruptions[number], 1)),
+                Spread.of(outcome.interruptions[number].astype(np.float64)),
+                Spread.of(outcome.training_us[number] / windows.length_us),
+                dollars,
+            )
+        )
+    return rows, outcome
+
+
+def on_demand_dollars(job: Job, prices: Prices) -> float:
+    """Per iteration on machines that nobody takes away: no loss, no checkpoint, no stager; kind to on demand."""
+    return job.nodes * prices.on_demand * job.iteration_us / HOUR_US
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """One strategy at one interval and one MTBF.
+
+    Attributes:
+        strategy, every, mtbf_hours: Which.
+        hours: Until all iterations were done; None: not within 256 times of the ideal's time in some sample.
+    """
+
+    strategy: Strategy
+    every: int
+    mtbf_hours: float
+    hours: Spread | None
+
+
+def total_times(
+    job: Job,
+    strategies: Sequence[Strategy],
+    intervals: Sequence[int],
+    mtbf_hours: float,
+    *,
+    provision_us: int,
+    samples: int,
+    seed: int,
+    stager_mtbf_us: int | None = None,
+) -> list[Total]:
+    """Every strategy at every interval under losses `mtbf_hours` apart on average, until `job.target` is reached."""
+    if job.target is None:
+        raise ConfigError(
+            "total training time: expected a number of iterations to come to; give --iterations"
+        )
+    if not 0 < mtbf_hours < math.inf:
+        raise ConfigError(f"mean time between losses: expected more than 0 hours, got {mtbf_hours:g}")
+    lanes = [Lane(strategy, every) for strategy in strategies for every in intervals if strategy != IDEAL]
+    lanes.append(Lane(IDEAL, 1))
+    alone_us = job.restart_us + job.target * job.iteration_us
+    times = _HORIZON_FIRST
+    while True:
+        windows = poisson(
+            nodes=job.nodes,
+            mtbf_us=max(1, round(mtbf_hours * HOUR_US)),
+            provision_us=provision_us,
+            length_us=times * alone_us,
+            samples=samples,
+            rng=np.random.default_rng([seed, times]),
+            stager_mtbf_us=stager_mtbf_us,
+        )
+        finished = replay(job, lanes, windows).finished_us
+        if (finished >= 0).all() or times >= _HORIZON_LAST:
+            break
+        times *= _HORIZON_FIRST
+    return [
+        Total(
+            lane.strategy,
+            lane.every,
+            mtbf_hours,
+            Spread.of(of / HOUR_US) if (of >= 0).all() else None,
+        )
+        for lane, of in zip(lanes, finished, strict=True)
+    ]

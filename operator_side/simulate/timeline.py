@@ -1,0 +1,79 @@
+"""One stretch of undisturbed training in closed form, for many lanes at once; times from the stretch's begin.
+
+    iterations 1…k   save 1  stall  iterations k+1…2k   save 2           save j+1 waits while all N places are taken,
+    ├──────────────►│b1────────────├──────────────────►│b2─────►         each for `durable` after its save began
+
+With a = k × iteration + stall, saves come in groups of N, a apart, and groups come max(N × a, durable) apart: that is
+what the rule "begin when k iterations are done and a place is free" gives, written without a loop.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from operator_side.simulate.traces import Integers
+
+__all__ = ["Timeline"]
+
+
+class Timeline:
+    """Lanes of any one shape.
+
+    Args:
+        every: Iterations between two saves (k).
+        iteration_us: Of one iteration.
+        stall_us: What a save adds to the training thread's time.
+        durable_us: How long a save takes its place.
+        places: How many checkpoints may be under way at once (N).
+    """
+
+    def __init__(
+        self,
+        every: Integers,
+        iteration_us: Integers,
+        stall_us: Integers,
+        durable_us: Integers,
+        places: Integers,
+    ) -> None:
+        self._every, self._iteration, self._stall, self._durable = every, iteration_us, stall_us, durable_us
+        self._places = places
+        self._work: Integers = every * iteration_us
+        self._apart: Integers = self._work + stall_us
+        self._group: Integers = np.maximum(places * self._apart, durable_us)
+
+    def begin(self, number: Integers) -> Integers:
+        """When save `number` begins, from 1 on; for others what comes out means nothing."""
+        groups = (number - 1) // self._places
+        within = number - 1 - groups * self._places
+        begin: Integers = self._work + groups * self._group + within * self._apart
+        return begin
+
+    def begun(self, time: Integers) -> Integers:
+        """How many saves have begun by `time`."""
+        since = time - self._work
+        groups = since // self._group
+        within = np.minimum((since - groups * self._group) // self._apart, self._places - 1)
+        begun: Integers = np.where(since < 0, 0, groups * self._places + within + 1)
+        return begun
+
+    def iterations(self, time: Integers) -> Integers:
+        """How many iterations have ended by `time`, not before the begin."""
+        saves = self.begun(time)
+        after = time - np.where(saves > 0, self.begin(saves) + self._stall, 0)
+        more = np.minimum(np.maximum(after // self._iteration, 0), self._every)
+        iterations: Integers = saves * self._every + more
+        return iterations
+
+    def end_of(self, iteration: Integers) -> Integers:
+        """When `iteration`, from 1 on, ends."""
+        saves = (iteration - 1) // self._every
+        begin = np.where(saves > 0, self.begin(saves) + self._stall, 0)
+        end: Integers = begin + (iteration - saves * self._every) * self._iteration
+        return end
+
+    def save_after(self, iteration: Integers) -> Integers:
+        """When a save after `iteration`, from 1 on, can begin: a place must be free."""
+        oldest = (iteration - 1) // self._every + 1 - self._places
+        free = np.where(oldest > 0, self.begin(oldest) + self._durable, 0)
+        after: Integers = np.maximum(self.end_of(iteration), free)
+        return after

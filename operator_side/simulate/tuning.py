@@ -1,0 +1,332 @@
+"""From what was measured to settings: which, and why. What comes out is the text of a `holdfast.toml`.
+
+Profile ─► places (N with the least time to durable / N) ─► Cost ─┐
+trace or MTBF, prices ────────────────────────────────────► Hazard ┴─► Advice: the interval
+image, rates, the stager's memory ─► ring, machine                     trace ─► replay: what it would come to
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.policy import Advice, Hazard, advise, best_in_flight
+from operator_side.simulate.plan import Plan
+from operator_side.simulate.profiles import Measured, Profile
+from operator_side.simulate.scale import (
+    STAGERS_SOURCE,
+    Machine,
+    Ring,
+    Shape,
+    best_ring,
+    least_machine,
+    stagers_needed,
+)
+from operator_side.simulate.traces import Trace
+from operator_side.simulate.units import microseconds
+from stager.session.checkpoint import IN_FLIGHT_MAX
+
+__all__ = ["Question", "Setting", "Tuned", "tune"]
+
+_GIB, _MIB = 1 << 30, 1 << 20
+_LINE_CHARACTERS_MAX = 120
+_SEED = 0
+_OFFSETS = 20
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        profile: What was measured. Of its strategies those count whose name begins with `strategy`; where there are
+            several, measured with another number of checkpoints at once, the best number is taken.
+        trace, mtbf_hours: How often machines go; one of the two.
+        nodes: Machines of the job; None: as many as the trace ever holds, or 1.
+        spot_dollars, stager_dollars: For an hour of one machine, and of the stager's; None: no price.
+        overhead_max: Bound; 0.03 is 3 %.
+        lead_seconds: A notice comes so long before a loss; 0: none.
+        ranks, image_bytes: Of the job; without the image nothing is said of the ring.
+        stager: The stager's machine; None: one is named.
+        stager_memory_bytes: Its memory, where it is no type of the table.
+        store_rate: Bytes per second into the store; None: as measured.
+        store: URL of the run; None: none is written.
+    """
+
+    profile: Profile
+    trace: Trace | None = None
+    mtbf_hours: float | None = None
+    strategy: str = "holdfast"
+    nodes: int | None = None
+    spot_dollars: float | None = None
+    stager_dollars: float = 0.0
+    overhead_max: float = 0.03
+    lead_seconds: float = 0.0
+    ranks: int | None = None
+    image_bytes: int | None = None
+    stager: Machine | None = None
+    stager_memory_bytes: int | None = None
+    store_rate: float | None = None
+    store: str | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the file.
+
+    Attributes:
+        table: Its table; empty: at the top, for every role.
+        name, value: As holdfast/config.py has it.
+        why: For the comment above it.
+    """
+
+    table: str
+    name: str
+    value: str | int | list[str]
+    why: str
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The answer.
+
+    Attributes:
+        question: What was asked.
+        every: Iterations between two checkpoints, an argument of the `Checkpointer`.
+        advice: The interval's grounds.
+        settings: Lines of the file.
+        notes: What is no setting, and should be known.
+    """
+
+    question: Question
+    every: int
+    advice: Advice
+    settings: list[Setting]
+    notes: list[str] = field(default_factory=list)
+
+    def to_toml(self) -> str:
+        """The file. The same question gives the same bytes."""
+        lines = [*_comment("Made by `holdfast tune`. Measured: " + self.question.profile.source), "#"]
+        for note in self.notes:
+            lines += _comment(note)
+        for table in dict.fromkeys(setting.table for setting in self.settings):
+            lines += ["", f"[{table}]"] if table else [""]
+            for setting in self.settings:
+                if setting.table == table:
+                    lines += [*_comment(setting.why), f"{setting.name} = {_toml(setting.value)}"]
+        return "\n".join(lines) + "\n"
+
+
+def tune(question: Question) -> Tuned:
+    """Answer.
+
+    Raises:
+        ConfigError: Nothing was measured of that strategy, nothing says how often machines go, or the bound cannot be
+            kept; the message says what can be.
+    """
+    name, measured, why_places = _chosen(question)
+    hazard, nodes = _hazard(question)
+    strategy = measured.strategy(name)
+    cost = strategy.cost(microseconds(question.profile.iteration_seconds))
+    advice = advise(cost, hazard, overhead_max=question.overhead_max)
+    cycle_seconds = cost.cycle_seconds(advice.every)
+    notes = [
+        f"Take a checkpoint every {advice.every} iterations: Checkpointer(state, every={advice.every}).",
+        f"{advice.line()}.",
+        f"Overhead at most {question.overhead_max:.1%}; losses an hour: {hazard.per_hour:.3g} ({_whence(question)}).",
+    ]
+    if question.trace is not None:
+        notes.append(_replayed(question, name, measured, advice.every, nodes))
+    settings = [
+        Setting("trainer", "in_flight_max", measured.in_flight_max, why_places),
+    ]
+    if cost.durable_seconds / cost.in_flight_max > advice.every * cost.iteration_seconds:
+        why = "A checkpoint takes longer than the interval: wait for a place, as was assumed, and leave no step out."
+        settings.append(Setting("trainer", "on_full", "wait", why))
+    if question.lead_seconds:
+        settings.append(_watch(question, measured))
+    if question.store is not None:
+        settings.insert(0, Setting("", "store", question.store, "As given."))
+    if question.image_bytes is None:
+        notes.append("Nothing is said of ring_bytes: give --image-size, and the stager's machine.")
+    else:
+        sized, more = _sized(question, measured, cycle_seconds)
+        settings += sized
+        notes += more
+    notes.append(
+        "Local tiers are not set: nothing of them is in the profile (docs/operations.md says when they help)."
+    )
+    return Tuned(question, advice.every, advice, settings, notes)
+
+
+# -- grounds ---------------------------------------------------------------------------------------------------------
+
+
+def _chosen(question: Question) -> tuple[str, Measured, str]:
+    """The strategy with the best number of checkpoints at once."""
+    found = {
+        name: measured
+        for name, measured in question.profile.strategies.items()
+        if name.startswith(question.strategy)
+    }
+    if not found:
+        there = ", ".join(question.profile.strategies)
+        raise ConfigError(f"strategy {question.strategy}: expected one that was measured: {there}")
+    by_places: dict[int, tuple[str, Measured]] = {}
+    for name, measured in found.items():
+        if measured.in_flight_max in by_places:
+            other = by_places[measured.in_flight_max][0]
+            raise ConfigError(
+                f"strategies {other} and {name}: both were measured with in_flight_max {measured.in_flight_max}; name "
+                "one of them with --strategy"
+            )
+        by_places[measured.in_flight_max] = name, measured
+    durable = {places: max(measured.durable_seconds, 1e-6) for places, (_, measured) in by_places.items()}
+    places = best_in_flight(durable, places_max=IN_FLIGHT_MAX - 1)
+    times = ", ".join(f"{seconds:g} s with {count}" for count, seconds in sorted(durable.items()))
+    name, measured = by_places[places]
+    only = " (no other number was measured)" if len(durable) == 1 else ""
+    return (
+        name,
+        measured,
+        f"Checkpoints under way at once, by the least time to durable for each: {times}{only}.",
+    )
+
+
+def _hazard(question: Question) -> tuple[Hazard, int]:
+    trace = question.trace
+    if (trace is None) == (question.mtbf_hours is None):
+        raise ConfigError("how often machines go: expected a TRACE or --mtbf-hours, and one of the two")
+    nodes = question.nodes or (trace.count_max if trace is not None else 1)
+    price = None
+    if question.spot_dollars is not None:
+        price = nodes * question.spot_dollars + question.stager_dollars
+    if trace is not None:
+        return Hazard(trace.losses_per_hour, price), nodes
+    assert question.mtbf_hours is not None
+    return Hazard.of_mtbf(question.mtbf_hours, price), nodes
+
+
+def _whence(question: Question) -> str:
+    if question.trace is not None:
+        return f"{question.trace.losses} in {question.trace.name}"
+    return f"{question.mtbf_hours:g} h between two, as given"
+
+
+def _replayed(question: Question, name: str, measured: Measured, every: int, nodes: int) -> str:
+    """What the replay of the trace makes of it."""
+    assert question.trace is not None
+    plan = Plan(
+        question.profile.model_copy(update={"strategies": {name: measured}}),
+        (question.lead_seconds,),
+        (every,),
+        nodes,
+        1,
+        _OFFSETS,
+        _SEED,
+        None,
+        question.overhead_max,
+        None,
+        None,
+        (),
+        None,
+        0.0,
+    )
+    row = plan.replay(question.trace).rows[0]
+    share = row.share
+    return (
+        f"Replayed over {_OFFSETS} windows of that trace: {share.median:.1%} of the ideal's iterations "
+        f"({share.least:.1%} to {share.greatest:.1%}), {row.redone.median:.0f} done again for each interruption."
+    )
+
+
+def _watch(question: Question, measured: Measured) -> Setting:
+    fits = measured.staged_seconds is not None and measured.staged_seconds <= question.lead_seconds
+    how = "fits into" if fits else "does NOT fit into"
+    seconds = measured.durable_seconds if measured.staged_seconds is None else measured.staged_seconds
+    why = (
+        f"A checkpoint is safe after {seconds:g} s, which {how} the {question.lead_seconds:g} s of a notice."
+    )
+    return Setting("trainer", "watch", ["auto"], why)
+
+
+# -- ring and machine ------------------------------------------------------------------------------------------------
+
+
+def _sized(question: Question, measured: Measured, cycle_seconds: float) -> tuple[list[Setting], list[str]]:
+    image = question.image_bytes
+    assert image is not None
+    shape = Shape(question.ranks or 1, image, in_flight_max=measured.in_flight_max)
+    taken = measured.staged_seconds if measured.staged_seconds is not None else measured.durable_seconds
+    in_rate = image / max(taken, 1e-6)  # as measured, and no more than the machine's network
+    out_rate = question.store_rate or image / max(measured.durable_seconds, 1e-6)
+    notes: list[str] = []
+    machine = question.stager
+    if machine is None:
+        machine = least_machine(image, cycle_seconds, out_rate)
+        notes.append(_machine_note(machine, image, cycle_seconds, out_rate))
+    elif stagers_needed(image, cycle_seconds, machine, out_rate) > 1:
+        raise ConfigError(_too_slow(image, cycle_seconds, machine.name, min(machine.rate, out_rate)))
+    if machine is not None:
+        in_rate = min(in_rate, machine.rate)
+    memory = question.stager_memory_bytes or (machine.memory_bytes if machine is not None else None)
+    if memory is None:
+        return [], [*notes, "Nothing is said of ring_bytes: name the stager's memory with --stager-memory."]
+    ring = best_ring(shape, in_rate=in_rate, out_rate=out_rate, memory_bytes=memory)
+    return [Setting("stager", "ring_bytes", _size(ring.ring_bytes), _ring_why(ring, image, memory))], notes
+
+
+def _too_slow(image: int, cycle_seconds: float, name: str, rate: float) -> str:
+    wanted = image / cycle_seconds
+    return (
+        f"stager {name}: {image / 1e9:.4g} GB every {cycle_seconds:.4g} s: expected {wanted / 1e9:.3g} GB/s in and "
+        f"out, got {rate / 1e9:.3g} GB/s with the store. What can be: one every {image / rate:.4g} s; take a faster "
+        "machine or store, or a lower --overhead-max, which makes intervals longer"
+    )
+
+
+def _machine_note(machine: Machine | None, image: int, cycle_seconds: float, out_rate: float) -> str:
+    if machine is None:
+        return (
+            f"No type of the table takes {image / 1e9:.4g} GB every {cycle_seconds:.4g} s into a store of "
+            f"{out_rate / 1e9:.3g} GB/s: expect the interval that this can do, or name your own machine."
+        )
+    return (
+        f"Stager: {machine.name} ({machine.gigabits} Gbit/s, {machine.memory_bytes // _GIB} GiB) is the smallest that "
+        f"takes {image / 1e9:.4g} GB every {cycle_seconds:.4g} s. {STAGERS_SOURCE}."
+    )
+
+
+def _ring_why(ring: Ring, image: int, memory: int) -> str:
+    what = {
+        2: "twice the image: the next one comes in while the store takes the last, and a relaunch finds one whole",
+        1: "the image once: none waits for the store; there is no room for two",
+        0: f"less than the image of {image / 1e9:.4g} GB, which streams through; there is no room for more",
+    }[ring.images]
+    return f"With {memory / _GIB:.4g} GiB of memory, {what}. Staged after {ring.staged_seconds:.3g} s."
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // _MIB}MiB" if nbytes % _MIB == 0 else str(nbytes)
+
+
+def _comment(text: str) -> list[str]:
+    """Lines of a comment: whatever the text is, none of it can become a setting."""
+    words = "".join(c if c.isprintable() else " " for c in text).split()
+    lines, line = [], "#"
+    for word in words:
+        if len(line) + 1 + len(word) > _LINE_CHARACTERS_MAX and line != "#":
+            lines.append(line)
+            line = "#"
+        line += f" {word}"
+    return [*lines, line]
+
+
+def _toml(value: Any) -> str:
+    """A value as TOML: JSON is, but for one character that TOML wants spelled out."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

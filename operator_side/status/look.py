@@ -1,0 +1,200 @@
+"""One look at a run: asks who is there, reads what lies there, and gives the picture. All of holdfast status's I/O.
+
+runtime directory ─► stager, flusher (desk.py) ─┐
+                   └► ring (ring_files.py) ─────┼─► compose ─► Picture
+store ─► newest manifests, when no flusher tells ┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError, StoreMissing
+from holdfast.ring.doorbell import SOCKET_NAME
+from holdfast.telemetry.status_document import Said
+from holdfast.telemetry.status_socket import ask, socket_path
+from operator_side.status.picture import Peer, Picture, Stored, compose
+from operator_side.status.ring_files import RingFiles, RingLook
+
+if TYPE_CHECKING:
+    from holdfast.store.base import Store
+
+__all__ = ["Watch", "runs_in"]
+
+_ANSWER_SECONDS_MAX = 2.0
+_STORE_AGAIN_SECONDS = 30.0
+_WRITER_AGAIN_SECONDS = 2.0  # a writer that is just ending
+_STORE_PAUSE_FACTOR = 10  # of a run of thousands of checkpoints all manifests are read: not all the time
+_CHECKPOINTS_MAX = 8
+_ANY_ATTEMPT = 2**62
+_PID_BYTES_MAX = 32
+_RUN_FILES = ("journal", SOCKET_NAME, "flusher-status.sock", "stager-status.sock")
+
+
+def runs_in(base: Path) -> list[Path]:
+    """The runtime directories of runs in `base`, or `base` itself if it is one. Raises nothing."""
+    with contextlib.suppress(OSError):
+        if _is_run(base):
+            return [base]
+        return sorted(path for path in base.iterdir() if path.is_dir() and _is_run(path))
+    return []
+
+
+def _is_run(directory: Path) -> bool:
+    return any((directory / name).exists() for name in _RUN_FILES)
+
+
+class Watch:
+    """Looks at one run, again and again.
+
+    Args:
+        directory: Its runtime directory on this machine, whether or not it is there.
+        url: URL of the run; None: what stager and flusher say.
+        dollars_per_hour: What all machines cost; None: no money is shown.
+        clock: Gives Unix seconds.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        url: str | None = None,
+        *,
+        dollars_per_hour: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.directory, self._url = directory, url
+        self._dollars_per_hour, self._clock = dollars_per_hour, clock
+        self._ring = RingFiles(directory)
+        self._stored: tuple[Stored, ...] = ()
+        self._store_notes: tuple[str, ...] = ()
+        self._store_again_at = 0.0
+        self._has_looked = self._has_writer = False
+
+    def look(self) -> Picture:
+        """The picture as it is now.
+
+        Raises:
+            StoreMissing: There is nothing: no ring, nobody who answers, and nothing in the store.
+            StoreError: Neither is there anything here, nor does the store answer.
+        """
+        notes: list[str] = []
+        flusher, flusher_said = self._ask("flusher", notes)
+        stager, stager_said = self._ask("stager", notes)
+        if stager.state == "gone" and flusher_said is not None and flusher_said.stager_attached:
+            stager = Peer("silent", note="is attached to the flusher, and does not answer here")
+        ring = self._look_at_ring(notes)
+        said = flusher_said or stager_said
+        if said is not None and self._url is None:
+            self._url = said.run
+        if flusher.state == "gone":
+            nothing_here = ring is None and stager.state == "gone"
+            self._look_at_store(may_fail=nothing_here and not self._has_looked)
+            notes += self._store_notes
+            if (
+                stager.state == "gone"
+                and ring is not None
+                and any(one.state == "staged" for one in ring.checkpoints)
+            ):
+                by_hand = f"`holdfast flusher --store {self._url or 'URL'}`"
+                notes.append(f"what is staged in the ring is published by the next job, or by {by_hand}")
+        self._has_looked = True
+        return compose(
+            self._url or f"run key {self.directory.name}",
+            self._clock(),
+            flusher=flusher,
+            stager=stager,
+            flusher_said=flusher_said,
+            stager_said=stager_said,
+            ring=ring,
+            stored=self._stored,
+            notes=notes,
+            dollars_per_hour=self._dollars_per_hour,
+        )
+
+    def _ask(self, role: Literal["stager", "flusher"], notes: list[str]) -> tuple[Peer, Said | None]:
+        try:
+            said = ask(socket_path(self.directory, role), seconds_max=_ANSWER_SECONDS_MAX)
+        except PeerLost as error:
+            return Peer("silent", note=str(error)), None
+        except ProtocolError as error:
+            notes.append(str(error))
+            return Peer("silent", note="does not say what this version understands"), None
+        if said is not None:
+            return Peer("here", said.pid, said.since_unix), said
+        # One that has left its socket behind is dead, whoever has its number by now.
+        never_had_one = not socket_path(self.directory, role).exists()
+        pid = self._flusher_pid() if role == "flusher" and never_had_one else None
+        if pid is not None:
+            return Peer("silent", pid, note="has no socket for status: of an older version?"), None
+        return Peer("gone"), None
+
+    def _flusher_pid(self) -> int | None:
+        """Of one that is alive, as its file says."""
+        try:
+            text = (self.directory / "flusher.pid").read_bytes()[:_PID_BYTES_MAX].decode("ascii", "replace")
+            pid = int(text)
+            os.kill(pid, 0)
+        except (OSError, ValueError, OverflowError):
+            return None
+        return pid
+
+    def _look_at_ring(self, notes: list[str]) -> RingLook | None:
+        try:
+            ring = self._ring.look()
+        except HoldfastError as error:
+            notes.append(f"the ring cannot be read: {error}")
+            return None
+        if ring is not None and ring.trouble:
+            notes.append(ring.trouble)
+        return ring
+
+    # -- the store -------------------------------------------------------------------------------------------------
+
+    def _look_at_store(self, *, may_fail: bool) -> None:
+        begun = time.monotonic()
+        if self._url is None or begun < self._store_again_at:
+            return
+        from holdfast.store import open_store  # brings boto3 or fsspec: not for --help
+
+        store: Store | None = None
+        try:
+            store = open_store(self._url)
+            self._read_store(store)
+        except (StoreMissing, StoreError) as error:
+            if may_fail:
+                raise
+            self._store_notes = (f"the store: {error}",)
+        finally:
+            close = getattr(store, "close", None)
+            if close is not None:
+                close()
+            now = time.monotonic()
+            pause_seconds = _WRITER_AGAIN_SECONDS if self._has_writer else _STORE_AGAIN_SECONDS
+            self._store_again_at = now + max(pause_seconds, _STORE_PAUSE_FACTOR * (now - begun))
+
+    def _read_store(self, store: Store) -> None:
+        from holdfast.checkpoints.catalog import Catalog
+        from holdfast.checkpoints.claim import may_live
+
+        items = Catalog(store).list()
+        if not items and not store.list():
+            raise StoreMissing(
+                f"{store.url}: no flusher and no ring of this run on this machine ({self.directory}), and nothing "
+                "in the store; is the URL right?"
+            )
+        newest = items[:_CHECKPOINTS_MAX]
+        manifests = [item.manifest for item in newest if item.manifest is not None]
+        self._stored = tuple(stored for one in manifests if (stored := Stored.of(one)) is not None)
+        notes = [item.fault for item in newest if item.fault]
+        writer = may_live(store, _ANY_ATTEMPT)
+        self._has_writer = bool(writer)
+        if writer:
+            notes.append(
+                f"{writer} has the claim: it works on another machine, is about to end, or was killed"
+            )
+        self._store_notes = tuple(notes)

@@ -1,0 +1,404 @@
+"""One picture of a run, put together from what stager, flusher, ring and store say. Pure.
+
+Each checkpoint is known by (attempt, step) to all of them. What two say differently is taken from who is nearer: the
+ring for bytes, the stager for ranks, whoever says that `save()` was earlier for its time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
+from holdfast.telemetry.status_document import CheckpointSaid, Line, RankSaid, Said, checkpoint_said
+from operator_side.status.loss import Known, Lost, Point, lost_with_node, lost_with_trainers
+from operator_side.status.ring_files import RingCheckpoint, RingLook
+
+if TYPE_CHECKING:
+    from holdfast.image.manifest import Manifest
+
+__all__ = ["Flight", "Interval", "Level", "Peer", "Picture", "Stored", "Timings", "compose", "interval_of"]
+
+Key = tuple[int, int]
+LEVELS = ("staged", "durable", "verified")
+_HISTORY = 32  # values of each timing
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Stager or flusher.
+
+    Attributes:
+        state: `here`: it answers; `silent`: its socket is there, and it does not; `gone`: nobody is there.
+        note: What is to be said of it.
+    """
+
+    state: Literal["here", "silent", "gone"]
+    pid: int | None = None
+    since_unix: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint as its manifest in the store has it. `note`: why it is bad."""
+
+    attempt: int
+    step: int
+    state: Literal["durable", "verified", "bad"]
+    image_bytes: int
+    durable_at_unix: float
+    saved_at_unix: float
+    pgt1_seconds: float
+    pgt2_seconds: float
+    record: Mapping[str, Any]
+    note: str = ""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Stored | None:
+        """None where the manifest does not say when it was made, in a way that can be read."""
+        try:
+            durable_at = datetime.fromisoformat(manifest.created).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return None
+        return cls(
+            attempt=manifest.attempt,
+            step=manifest.step,
+            state=manifest.state.value,
+            image_bytes=manifest.image_bytes,
+            durable_at_unix=durable_at,
+            saved_at_unix=durable_at - manifest.pgt2_seconds,
+            pgt1_seconds=manifest.pgt1_seconds,
+            pgt2_seconds=manifest.pgt2_seconds,
+            record=manifest.record,
+            note=manifest.note,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The newest checkpoint of a level, and when it got there."""
+
+    attempt: int
+    step: int
+    at_unix: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A checkpoint on its way.
+
+    Attributes:
+        state: `receiving`, or `staged`: all of it is in the ring or the store.
+        held: Why it waits for the store; empty if it does not.
+    """
+
+    attempt: int
+    step: int
+    state: Literal["receiving", "staged"]
+    image_bytes: int | None
+    ring_bytes: int
+    written_bytes: int | None
+    held: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """One kind of seconds over the newest checkpoints, oldest first."""
+
+    seconds: tuple[float, ...] = ()
+
+    @property
+    def last(self) -> float | None:
+        """The newest."""
+        return self.seconds[-1] if self.seconds else None
+
+    @property
+    def median(self) -> float | None:
+        """Their median."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """How far the last two saves of the job lie apart.
+
+    Attributes:
+        why: Why the job took to the interval that holds now (`every="auto"`), as the stager says it; else empty.
+    """
+
+    steps: int
+    seconds: float
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """All of it. Lists are newest last, but for `ranks`: the worst first."""
+
+    run: str
+    now_unix: float
+    attempt: int
+    is_running: bool
+    flusher: Peer
+    stager: Peer
+    ranks: tuple[RankSaid, ...]
+    ranks_total: int
+    levels: Mapping[str, Level]
+    loss_trainers: Lost
+    loss_node: Lost
+    ring: RingLook | None
+    flights: tuple[Flight, ...]
+    pgt1: Timings
+    pgt2: Timings
+    stall: Timings
+    interval: Interval | None
+    not_taken: Mapping[str, int]
+    declined: tuple[Line, ...]
+    notices: tuple[Line, ...]
+    problems: tuple[Line, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def document(self) -> dict[str, Any]:
+        """For `--json`; docs/status.md lists it."""
+        found = dataclasses.asdict(
+            dataclasses.replace(self, ranks=(), declined=(), notices=(), problems=(), ring=None)
+        )
+        for name in ("declined", "notices", "problems", "ranks"):
+            found[name] = [row.model_dump() for row in getattr(self, name)]
+        found["flights"] = list(found["flights"])
+        found["notes"] = list(self.notes)
+        found["ring"] = None
+        if self.ring is not None:
+            found["ring"] = {
+                name: getattr(self.ring, name) for name in ("attempt", "chunk_bytes", "ring_chunks", "chunks")
+            }
+        for name in ("pgt1", "pgt2", "stall"):
+            timings: Timings = getattr(self, name)
+            found.pop(name)
+            found[f"{name}_seconds"] = {
+                "last": timings.last,
+                "median": timings.median,
+                "history": list(timings.seconds),
+            }
+        return found
+
+
+def compose(
+    run: str,
+    now_unix: float,
+    *,
+    flusher: Peer,
+    stager: Peer,
+    flusher_said: Said | None = None,
+    stager_said: Said | None = None,
+    ring: RingLook | None = None,
+    stored: Iterable[Stored] = (),
+    notes: Iterable[str] = (),
+    dollars_per_hour: float | None = None,
+) -> Picture:
+    """Put the picture together.
+
+    Args:
+        run: URL of the run, or what else names it.
+        now_unix: Now.
+        flusher: Whether it answers.
+        stager: The same.
+        flusher_said: What it said; None if it did not.
+        stager_said: The same.
+        ring: What its files show.
+        stored: What the store has, as far as it was looked at.
+        notes: What could not be found out.
+        dollars_per_hour: Of all machines.
+    """
+    rows = _rows(flusher_said, stager_said, ring, stored)
+    attempt = max((said.attempt for said in (flusher_said, stager_said) if said is not None), default=0)
+    attempt = attempt or max((key[0] for key in rows), default=0)
+    ranks, ranks_total = _ranks(flusher_said, stager_said, ring)
+    there = [rank for rank in ranks if rank.state in {"coming", "here", "silent"}]
+    is_running = stager.state != "gone" and (stager_said is None or bool(there))
+    since = stager.since_unix if stager.since_unix is not None else flusher.since_unix
+    levels = {name: level for name in LEVELS if (level := _newest(rows, name)) is not None}
+    saved = [(key, row.saved_at_unix) for key, row in sorted(rows.items()) if row.saved_at_unix is not None]
+    interval = interval_of(saved)
+    if interval is not None and stager_said is not None:
+        interval = dataclasses.replace(interval, why=stager_said.interval_why)
+    known = Known(
+        now_unix,
+        (now_unix if since is None else since) if is_running else None,
+        staged=_point(rows, levels.get("staged")),
+        durable=_point(rows, levels.get("durable")),
+        newest=Point(*saved[-1][0], saved[-1][1]) if saved else None,
+        step_seconds=interval.seconds / interval.steps if interval else None,
+        dollars_per_hour=dollars_per_hour,
+    )
+    said = stager_said or flusher_said
+    return Picture(
+        run=run,
+        now_unix=now_unix,
+        attempt=attempt,
+        is_running=is_running,
+        flusher=flusher,
+        stager=stager,
+        ranks=ranks,
+        ranks_total=ranks_total,
+        levels=levels,
+        loss_trainers=lost_with_trainers(known),
+        loss_node=lost_with_node(known),
+        ring=ring,
+        flights=tuple(_flights(ring, rows)),
+        pgt1=_timings(rows, "pgt1_seconds"),
+        pgt2=_timings(rows, "pgt2_seconds"),
+        stall=_timings(rows, "stall_seconds"),
+        interval=interval,
+        not_taken=said.not_taken if said else {},
+        declined=said.declined if said else (),
+        notices=_lines(stager_said, flusher_said, "notices"),
+        problems=_lines(stager_said, flusher_said, "problems"),
+        notes=tuple(notes),
+    )
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def _rows(
+    flusher: Said | None, stager: Said | None, ring: RingLook | None, stored: Iterable[Stored]
+) -> dict[Key, CheckpointSaid]:
+    """What all of them together know of each checkpoint."""
+    rows: dict[Key, CheckpointSaid] = {}
+    for one in stored:
+        _merge(rows, _row_of_stored(one))
+    for said in (flusher, stager):
+        for row in said.checkpoints if said else ():
+            _merge(rows, row)
+    for here in ring.checkpoints if ring else ():
+        _merge(rows, _row_of_ring(here))
+    return rows
+
+
+def _merge(rows: dict[Key, CheckpointSaid], row: CheckpointSaid) -> None:
+    key = (row.attempt, row.step)
+    before = rows.get(key)
+    if before is None:
+        rows[key] = row
+        return
+    more = {name: value for name, value in row if value not in {None, ""}}
+    if before.saved_at_unix is not None and row.saved_at_unix is not None:
+        more["saved_at_unix"] = min(before.saved_at_unix, row.saved_at_unix)
+    rows[key] = before.model_copy(update=more)
+
+
+def _row_of_stored(one: Stored) -> CheckpointSaid:
+    return checkpoint_said(
+        one.attempt,
+        one.step,
+        image_bytes=one.image_bytes,
+        saved_at_unix=one.saved_at_unix,
+        staged_at_unix=one.saved_at_unix + one.pgt1_seconds,
+        durable_at_unix=one.durable_at_unix,
+        pgt1_seconds=one.pgt1_seconds,
+        pgt2_seconds=one.pgt2_seconds,
+        stall_seconds=max(stall_seconds_of(one.record).values(), default=None),
+        read_back="" if one.state == "durable" else one.state,
+    )
+
+
+def _row_of_ring(here: RingCheckpoint) -> CheckpointSaid:
+    saved = saved_at_unix(here.record)
+    stager = here.record.get("stager")
+    stager = stager if isinstance(stager, dict) else {}
+    staged, pgt1 = stager.get("staged_at_unix"), stager.get("pgt1_seconds")
+    is_staged = here.state == "staged"
+    return checkpoint_said(
+        here.attempt,
+        here.step,
+        image_bytes=here.image_bytes,
+        saved_at_unix=saved,
+        # Without its time it is staged all the same.
+        staged_at_unix=(staged if isinstance(staged, float) else saved or 0.0) if is_staged else None,
+        pgt1_seconds=pgt1 if isinstance(pgt1, float) and pgt1 >= 0 else None,
+        stall_seconds=max(stall_seconds_of(here.record).values(), default=None),
+    )
+
+
+def _newest(rows: Mapping[Key, CheckpointSaid], level: str) -> Level | None:
+    """The newest good one that has reached the level: what is durable was staged, too."""
+    for key, row in sorted(rows.items(), reverse=True):
+        at = {
+            "staged": row.staged_at_unix if row.staged_at_unix is not None else row.durable_at_unix,
+            "durable": row.durable_at_unix,
+            "verified": (row.read_back_at_unix or row.durable_at_unix)
+            if row.read_back == "verified"
+            else None,
+        }[level]
+        is_lost = row.read_back == "bad" or (row.failed and row.durable_at_unix is None)
+        if at is not None and not is_lost:
+            return Level(*key, at)
+    return None
+
+
+def _point(rows: Mapping[Key, CheckpointSaid], level: Level | None) -> Point | None:
+    if level is None:
+        return None
+    row = rows[level.attempt, level.step]
+    saved = row.saved_at_unix if row.saved_at_unix is not None else level.at_unix
+    return Point(level.attempt, level.step, saved or 0.0)
+
+
+def interval_of(saved: Sequence[tuple[Key, float]]) -> Interval | None:
+    """Between the last two saves, given in order, if they are of one job."""
+    if len(saved) < 2:
+        return None
+    (before, before_at), (last, last_at) = saved[-2:]
+    if before[0] != last[0] or last[1] <= before[1] or last_at <= before_at:
+        return None
+    return Interval(last[1] - before[1], last_at - before_at)
+
+
+def _timings(rows: Mapping[Key, CheckpointSaid], name: str) -> Timings:
+    values = [getattr(row, name) for _, row in sorted(rows.items())]
+    return Timings(tuple(value for value in values if value is not None)[-_HISTORY:])
+
+
+def _flights(ring: RingLook | None, rows: Mapping[Key, CheckpointSaid]) -> Iterable[Flight]:
+    for here in ring.checkpoints if ring else ():
+        row = rows[here.attempt, here.step]
+        if row.durable_at_unix is None:
+            yield Flight(
+                here.attempt,
+                here.step,
+                here.state,
+                here.image_bytes,
+                here.ring_bytes,
+                here.written_bytes,
+                row.held,
+            )
+
+
+# -- ranks and lines ---------------------------------------------------------------------------------------------------
+
+
+def _ranks(
+    flusher: Said | None, stager: Said | None, ring: RingLook | None
+) -> tuple[tuple[RankSaid, ...], int]:
+    """The stager's ranks, with what each one's newest checkpoint cost it; without a stager what its steps tell."""
+    stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}
+    for here in ring.checkpoints if ring else ():  # newest last
+        stalls.update(stall_seconds_of(here.record))
+    if stager is None:
+        return (), 0
+    with_stalls = tuple(
+        rank.model_copy(update={"stall_seconds": stalls.get(rank.rank, rank.stall_seconds)})
+        for rank in stager.ranks
+    )
+    return with_stalls, max(stager.ranks_total, len(with_stalls))
+
+
+def _lines(stager: Said | None, flusher: Said | None, name: str) -> tuple[Line, ...]:
+    found = [line for said in (stager, flusher) if said for line in getattr(said, name)]
+    return tuple(sorted(found, key=lambda line: line.at_unix))

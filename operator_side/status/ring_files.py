@@ -1,0 +1,188 @@
+"""A ring as its files show it, whether or not anybody lives: read, and nothing else.
+
+    journal ─► chunks by state, bytes of each checkpoint in the ring
+    checkpoint-… ─► receiving or staged, times of the ranks      layout-… ─► bytes of the image
+    flush-… ─► bytes that the store has
+
+The ring's bytes are not mapped, no lock is taken (one taken for a moment would look to the flusher like a stager that
+lives), and nothing is put right. Its owners go on meanwhile, so what is found half written is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from holdfast.crc import crc32
+from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.image.layout import Layout
+from holdfast.ring.directory import check_private_directory, open_private_file
+from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Journal, SlotState
+from holdfast.ring.ring import checkpoint_names, read_checkpoint, read_side_file
+
+__all__ = ["RingCheckpoint", "RingFiles", "RingLook"]
+
+_PART = re.compile(rb'[0-9a-f]{8} \{"part":(\d{1,19}),')
+_PART_BYTES = re.compile(rb'"part_bytes":(\d{1,19})[,}]')
+_WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RingCheckpoint:
+    """One checkpoint in the ring.
+
+    Attributes:
+        image_bytes: None where its layout cannot be read.
+        ring_bytes: Of it in full chunks of the ring, which the store does not have yet.
+        written_bytes: That the store has; None where nobody notes it down.
+        record: Times of ranks and stager, once it is staged; input from outside.
+    """
+
+    attempt: int
+    step: int
+    state: Literal["receiving", "staged"]
+    image_bytes: int | None
+    ring_bytes: int
+    written_bytes: int | None
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RingLook:
+    """What one look shows.
+
+    Attributes:
+        attempt: Whose chunks may come in.
+        chunks: How many chunks are in each state, by its name.
+        trouble: What could not be read.
+    """
+
+    attempt: int
+    chunk_bytes: int
+    ring_chunks: int
+    chunks: dict[str, int]
+    checkpoints: tuple[RingCheckpoint, ...]
+    trouble: str = ""
+
+
+class RingFiles:
+    """Looks again and again; layouts are read once.
+
+    Args:
+        directory: The run's runtime directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._image_bytes: dict[str, int] = {}
+
+    def look(self) -> RingLook | None:
+        """What is there now; None where there is no ring.
+
+        Raises:
+            ConfigError: The directory is not safely ours.
+            ProtocolError: The journal is damaged, or of another version.
+        """
+        try:
+            check_private_directory(self._directory)
+            fd = open_private_file(self._directory / "journal", os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            nbytes = os.fstat(fd).st_size
+            if nbytes == 0:
+                return None  # it is just being made
+            memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
+        with memory:
+            journal = Journal(memory, str(self._directory / "journal"))
+            counts, full = _count(journal, memory)
+        troubles: list[str] = []
+        found: list[RingCheckpoint] = []
+        for attempt, step in checkpoint_names(self._directory):
+            try:
+                one = self._checkpoint(
+                    attempt, step, journal.header.chunk_bytes, full.get((attempt, step), {})
+                )
+            except HoldfastError as error:
+                troubles.append(str(error))
+            else:
+                found += [] if one is None else [one]
+        return RingLook(
+            journal.header.attempt,
+            journal.header.chunk_bytes,
+            journal.header.ring_chunks,
+            counts,
+            tuple(found),
+            "; ".join(troubles),
+        )
+
+    def _checkpoint(
+        self, attempt: int, step: int, chunk_bytes: int, full: dict[int, int]
+    ) -> RingCheckpoint | None:
+        said = read_checkpoint(self._directory, attempt, step)
+        if said is None:
+            return None  # durable, or given up, since the directory was listed
+        image_bytes = self._size(said.layout_digest)
+        written_bytes, part_bytes, parts = self._written(attempt, step, image_bytes)
+        # A chunk whose part is written is freed a moment later.
+        ring_bytes = sum(
+            nbytes
+            for chunk, nbytes in full.items()
+            if not part_bytes or chunk * chunk_bytes // part_bytes not in parts
+        )
+        return RingCheckpoint(attempt, step, said.state, image_bytes, ring_bytes, written_bytes, said.record)
+
+    def _size(self, digest: str) -> int | None:
+        if digest not in self._image_bytes:
+            path = self._directory / f"layout-{digest[:16]}"
+            with contextlib.suppress(FileNotFoundError, ProtocolError):
+                self._image_bytes[digest] = Layout.from_bytes(read_side_file(path)).image_bytes
+        return self._image_bytes.get(digest)
+
+    def _written(self, attempt: int, step: int, image_bytes: int | None) -> tuple[int | None, int, set[int]]:
+        """Bytes that the store has, bytes to a part, and which parts: as docs/ring.md has the record."""
+        try:
+            data = read_side_file(self._directory / f"flush-{attempt}-{step}")
+        except FileNotFoundError:
+            return None, 0, set()
+        lines = [line for line in data.split(b"\n")[:-1] if _is_whole(line)]
+        head = _PART_BYTES.search(lines[0]) if lines else None
+        if head is None or image_bytes is None or int(head[1]) == 0:
+            return None, 0, set()
+        part_bytes = int(head[1])
+        parts = {int(match[1]) for line in lines[1:] if (match := _PART.match(line))}
+        written = sum(max(0, min(part_bytes, image_bytes - part * part_bytes)) for part in parts)
+        return written, part_bytes, parts
+
+
+def _is_whole(line: bytes) -> bool:
+    stated, _, body = line.partition(b" ")
+    return stated == b"%08x" % crc32(body)
+
+
+def _count(
+    journal: Journal, memory: mmap.mmap
+) -> tuple[dict[str, int], dict[tuple[int, int], dict[int, int]]]:
+    """Chunks by state; and of each checkpoint those that are FULL, with their bytes."""
+    ring_chunks = journal.header.ring_chunks
+    # A copy: a view would keep the map open.
+    words = np.frombuffer(memory, dtype="<u4", offset=HEADER_BYTES)[:: RECORD_BYTES // _WORD_BYTES].copy()
+    counted = Counter(words[:ring_chunks].tolist())
+    counts = {state.name.lower(): counted[state.value] for state in SlotState}
+    full: dict[tuple[int, int], dict[int, int]] = {}
+    for slot in np.flatnonzero(words == SlotState.FULL.value).tolist():
+        with contextlib.suppress(ProtocolError):  # changed while it was read
+            record = journal.record(slot)
+            if record.state is SlotState.FULL:
+                full.setdefault((record.attempt, record.step), {})[record.chunk] = record.nbytes
+    return counts, full

@@ -1,0 +1,111 @@
+"""One mpirun: started, listened to, and ended so that no process of it is left on this machine.
+
+mpirun and all it starts here are one session (the flusher takes another), tied to this process: they end when it is
+killed. mpirun makes a process group of each rank, so it is the session, not the group, that is swept. On other hosts
+the daemons of mpirun end their ranks when the connection to mpirun ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+__all__ = ["Attempt", "processes_of_session"]
+
+_SWEEP_SECONDS_MAX = 10.0
+_SESSION_FIELD = 3  # of /proc/PID/stat, counted from behind the command's name
+_STATE_FIELD = 0
+_READ_BYTES = 1 << 16
+
+
+class Attempt:
+    """A started mpirun. Main thread: the kernel ties processes to the thread that starts them.
+
+    Args:
+        command: The mpirun line.
+        environment: For mpirun.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "operator_side.supervise.leash", str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self.output: IO[bytes] = self._process.stdout
+        os.set_blocking(self.output.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """Of mpirun."""
+        return self._process.pid
+
+    def read(self) -> bytes:
+        """What mpirun has said since; empty if nothing."""
+        try:
+            return os.read(self.output.fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return b""
+
+    def poll(self) -> int | None:
+        """How mpirun ended; None while it runs."""
+        return self._process.poll()
+
+    def ask(self) -> None:
+        """Have the trainers end, on all hosts: mpirun hands this signal on, rank.py makes SIGTERM of it."""
+        self._signal(signal.SIGURG)
+
+    def terminate(self) -> None:
+        """Have mpirun end everything."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL mpirun and every process of its session."""
+        self._signal(signal.SIGKILL)
+        for pid in processes_of_session(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def sweep(self) -> list[int]:
+        """After its end: kill whoever is left of the session. Gives those that would not die within ten seconds."""
+        deadline = time.monotonic() + _SWEEP_SECONDS_MAX
+        while (left := processes_of_session(self.pid)) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        return left
+
+    def close(self) -> None:
+        """Let go of the pipe."""
+        self.output.close()
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Processes of a session that still run; not those that have ended and were not waited for."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        if not directory.name.isdigit():
+            continue
+        try:
+            fields = (directory / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[_SESSION_FIELD]) == session and fields[_STATE_FIELD] not in "ZX":
+            found.append(int(directory.name))
+    return found

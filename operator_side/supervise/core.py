@@ -1,0 +1,327 @@
+"""What the supervisor does next: a pure state machine, events in, actions out, the clock handed in.
+
+              ┌──────────────────────── enough hosts ◄────────────────────────────┐
+              ▼                                                                   │
+    FINDING ─► RUNNING ── silent, host gone, stop ─► ENDING ── mpirun has ended ─► JUDGING ─► PAUSING
+                  └────────────── mpirun has ended ──────────────────────────────▲│
+                                                                                  └─► OVER
+
+    JUDGING      the hosts are looked at once more, unless one is gone: that decides between a preemption and a bug
+    PAUSING      random, doubled with each relaunch in a row that brought no newer step (patience.py)
+
+What was staged is not waited for: the next attempt takes it from the ring, which lives as long as the supervisor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+from operator_side.supervise.actions import Action, Finish, Kill, Launch, Look, Note, Terminate
+from operator_side.supervise.events import (
+    Began,
+    Durable,
+    Ended,
+    Event,
+    Exited,
+    HostsSeen,
+    Joined,
+    Noticed,
+    Restored,
+    Silence,
+    Staged,
+    Stepped,
+    Stop,
+    Tick,
+)
+from operator_side.supervise.hosts import Host, place
+from operator_side.supervise.limits import Limits
+from operator_side.supervise.patience import Patience
+from operator_side.supervise.record import Record
+from operator_side.supervise.resumption import Resumption
+from operator_side.supervise.verdict import INTERRUPTED, Cause, Death, Verdict, judge
+
+__all__ = ["Core", "Phase"]
+
+
+class Phase(StrEnum):
+    """Where the supervisor stands."""
+
+    FINDING = "finding hosts"
+    RUNNING = "running"
+    ENDING = "ending"
+    JUDGING = "judging"
+    PAUSING = "pausing"
+    OVER = "over"
+
+
+class Core:
+    """The state machine. Not thread-safe; whoever owns it hands in what happens, and the time.
+
+    Args:
+        limits: Settings.
+        pause_seconds: Random pause before relaunch number n (1, 2, …) in a row without progress.
+        first_attempt: Number of the first attempt.
+        newest_step: Newest step in the store, -1 for none.
+        now: The time.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        pause_seconds: Callable[[int], float],
+        *,
+        first_attempt: int = 1,
+        newest_step: int = -1,
+        now: float = 0.0,
+    ) -> None:
+        self._limits, self._pause_seconds = limits, pause_seconds
+        self.phase = Phase.FINDING
+        self.newest_step = newest_step
+        self._next_attempt = first_attempt
+        self._attempt: Record | None = None
+        self._until = now + limits.hosts_seconds_max
+        self._asked = self._killed = False  # mpirun to end; the kernel to end it
+        self._stopping = ""
+        self._patience = Patience(limits)
+        self._waiting_said = False
+        self._resumption = Resumption()
+
+    def begin(self) -> list[Action]:
+        """The first thing to do."""
+        return [Look()]
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do because of this event."""
+        match event:
+            case Staged(step) | Durable(step):
+                self._progress(step, now)
+            case Stop(reason):
+                return self._stop(reason, now)
+            case HostsSeen(hosts):
+                return self._hosts(hosts, now)
+            case Exited(status):
+                return self._exited(status, now)
+            case Tick():
+                return self._tick(now)
+            case _:
+                return self._of_attempt(event, now)
+        return []
+
+    # -- an attempt ------------------------------------------------------------------------------------------------
+
+    def _of_attempt(self, event: Event, now: float) -> list[Action]:
+        attempt = self._attempt
+        if attempt is None:
+            return []
+        match event:
+            case Began(rank, host):
+                attempt.began[rank] = host
+            case Joined():
+                attempt.met = True
+                return self._reached("joined", "ranks and stager have met", {}, now)
+            case Restored(rank, step) if attempt.is_last(attempt.restored, rank):
+                how = f"every rank has restored step {step}" if step >= 0 else "a new run"
+                return self._reached("restored", how, {"step": step}, now)
+            case Stepped(rank, step) if attempt.is_last(attempt.stepped, rank):
+                return self._trains(attempt, step, now)
+            case Ended():
+                return self._died(attempt, event, now)
+            case Silence(rank, over):
+                if over:
+                    attempt.silent_since.pop(rank, None)
+                else:
+                    attempt.silent_since.setdefault(rank, now)
+            case Noticed(rank):
+                attempt.noticed.add(attempt.began.get(rank, f"of rank {rank}"))
+        return []
+
+    def _died(self, attempt: Record, event: Ended, now: float) -> list[Action]:
+        by_us = self.phase is Phase.ENDING
+        attempt.deaths.append(Death(event.rank, event.status, event.exception, by_us))
+        if attempt.first_death_at is not None or not (event.status or event.rank == attempt.ranks):
+            return []
+        attempt.first_death_at = now
+        if by_us or not event.status:
+            return []
+        self._resumption.lost(now)
+        message = f"attempt {attempt.number}: {attempt.name(event.rank)} has ended with {event.status}"
+        fields = {"attempt": attempt.number, "rank": event.rank, "status": event.status}
+        return [Note("lost", message, fields)]
+
+    def _reached(self, mark: str, message: str, fields: Mapping[str, Any], now: float) -> list[Action]:
+        assert self._attempt is not None
+        self._resumption.reached(mark, now)
+        number = self._attempt.number
+        return [Note(mark, f"attempt {number}: {message}", {"attempt": number, **fields})]
+
+    def _trains(self, attempt: Record, step: int, now: float) -> list[Action]:
+        phases = self._resumption.trained(now)
+        message = f"attempt {attempt.number}: training, step {step} is done, after {phases['seconds']:.1f} s"
+        return [Note("training", message, {"attempt": attempt.number, "step": step, **phases})]
+
+    def _progress(self, step: int, now: float) -> None:
+        if step <= self.newest_step:
+            return
+        self.newest_step = step
+        if self._attempt is not None:
+            self._attempt.progressed, self._attempt.progress_at = True, now
+
+    def _tick(self, now: float) -> list[Action]:
+        attempt = self._attempt
+        if self.phase is Phase.RUNNING and attempt is not None:
+            reason = attempt.reason_to_end(self._limits, now)
+            return self._end(reason, now) if reason else []
+        if self.phase is Phase.ENDING and attempt is not None:
+            return self._insist(attempt, now)
+        if now < self._until:
+            return []
+        match self.phase:
+            case Phase.JUDGING:
+                return self._judge(now)  # the fleet does not answer: what is known must do
+            case Phase.PAUSING:
+                self.phase, self._until = Phase.FINDING, now + self._limits.hosts_seconds_max
+                self._waiting_said = False
+                return [Look()]
+            case Phase.FINDING:
+                return self._over(self._too_few(f"in {self._limits.hosts_seconds_max:g} s"))
+        return []
+
+    # -- ending it -------------------------------------------------------------------------------------------------
+
+    def _end(self, reason: str, now: float) -> list[Action]:
+        """Ask the attempt to end; `_insist` insists."""
+        assert self._attempt is not None
+        if not self._stopping:
+            self._attempt.given_up = reason
+            if self._attempt.first_death_at is None:
+                self._resumption.lost(now)
+        self.phase = Phase.ENDING
+        # Who has lost a peer, or hears nothing, has nothing to save; only one that is told to stop has.
+        gently = bool(self._stopping)
+        self._until = now + (self._limits.grace_seconds if gently else self._limits.kill_seconds)
+        self._asked, self._killed = not gently, False
+        return [Note("ending", reason, {"attempt": self._attempt.number}, loud=True), Terminate(gently)]
+
+    def _insist(self, attempt: Record, now: float) -> list[Action]:
+        late = now >= self._until
+        if not self._asked:
+            return self._ask(now) if late else []
+        if not late and (self._killed or not attempt.waits_for_the_lost()):
+            return []
+        self._killed, self._until = True, now + self._limits.kill_seconds
+        return [Kill()]
+
+    def _ask(self, now: float) -> list[Action]:
+        self._asked, self._until = True, now + self._limits.kill_seconds
+        return [Terminate(gently=False)]
+
+    def _exited(self, status: int, now: float) -> list[Action]:
+        assert self._attempt is not None
+        self._attempt.mpirun_status = status
+        if self._attempt.gone:  # that decides it; a look would wait for them once more
+            return self._judge(now)
+        self.phase, self._until = Phase.JUDGING, now + self._limits.look_seconds_max
+        return [Look()]
+
+    # -- hosts -----------------------------------------------------------------------------------------------------
+
+    def _hosts(self, hosts: tuple[Host, ...] | None, now: float) -> list[Action]:
+        attempt = self._attempt
+        missed = attempt is not None and attempt.looked(hosts)
+        if self.phase is Phase.RUNNING and attempt is not None and attempt.gone:
+            return self._end(f"host {', '.join(sorted(attempt.gone))} is gone", now)
+        if missed:
+            return [Look()]  # at once: what is missing twice is gone
+        if self.phase is Phase.JUDGING:
+            return self._judge(now)
+        if self.phase is Phase.FINDING:
+            return self._launch(hosts, now)
+        return []
+
+    def _launch(self, hosts: tuple[Host, ...] | None, now: float) -> list[Action]:
+        limits = self._limits
+        placed: tuple[Host, ...] | None = None
+        ranks = limits.ranks
+        if hosts is not None:
+            placed = place([host for host in hosts if not host.noticed], limits.ranks)
+            if sum(host.slots for host in placed) < limits.ranks_min:
+                placed = place(hosts, limits.ranks)
+            ranks = sum(host.slots for host in placed)
+        if ranks < limits.ranks_min:
+            if self._waiting_said:
+                return []  # it is looked at again and again, and asked for more, by itself
+            self._waiting_said = True
+            message = (
+                f"hosts for {ranks} ranks are there, at least {limits.ranks_min} are needed; waiting for more"
+            )
+            return [Note("waiting", message, {"ranks": ranks}, loud=True), Look(limits.ranks - ranks)]
+        self._attempt = Record(self._next_attempt, ranks, placed, now)
+        self._resumption.reached("launched", now)
+        self._next_attempt += 1
+        self.phase = Phase.RUNNING
+        names = None if placed is None else [f"{host.name}:{host.slots}" for host in placed]
+        fields = {
+            "attempt": self._attempt.number,
+            "ranks": ranks,
+            "hosts": names,
+            "newest_step": self.newest_step,
+        }
+        where = "here" if names is None else "on " + ", ".join(names)
+        message = f"attempt {self._attempt.number}: {ranks} ranks {where}, newest step {self.newest_step}"
+        return [Note("launched", message, fields), Launch(self._attempt.number, ranks, placed)]
+
+    def _too_few(self, when: str) -> Verdict:
+        message = f"no hosts for {self._limits.ranks_min} ranks were found {when}"
+        return Verdict(Cause.LOST, message, "no hosts", exit_code=9)
+
+    # -- the end of an attempt -------------------------------------------------------------------------------------
+
+    def _judge(self, now: float) -> list[Action]:
+        attempt = self._attempt
+        assert attempt is not None
+        self._attempt = None
+        self._resumption.reached("ended", now)
+        verdict = judge(attempt.evidence(stopping=bool(self._stopping)))
+        fields = {
+            "attempt": attempt.number,
+            "cause": verdict.cause.value,
+            "rank": verdict.rank,
+            "exit_code": verdict.exit_code,
+            "progressed": attempt.progressed,
+            "newest_step": self.newest_step,
+            "seconds": round(now - attempt.begun_at, 3),
+        }
+        note = Note(
+            "ended", f"attempt {attempt.number}: {verdict.message}", fields, verdict.cause is not Cause.DONE
+        )
+        if verdict.cause in {Cause.DONE, Cause.STOPPED}:
+            return [note, *self._over(verdict)]
+        last_word = self._patience.last_word(verdict, progressed=attempt.progressed)
+        if last_word is not None:
+            return [note, *self._over(last_word)]
+        return [note, *self._pause(now)]
+
+    def _pause(self, now: float) -> list[Action]:
+        pause_seconds = self._pause_seconds(self._patience.restarts)
+        self.phase, self._until = Phase.PAUSING, now + pause_seconds
+        fields = {"pause_seconds": round(pause_seconds, 3)}
+        return [Note("relaunching", f"starting again in {pause_seconds:.1f} s", fields)]
+
+    def _stop(self, reason: str, now: float) -> list[Action]:
+        again, self._stopping = bool(self._stopping), reason
+        if self.phase is Phase.RUNNING:
+            return self._end(reason, now)
+        if self.phase is Phase.ENDING:
+            # Asked twice: somebody is in a hurry.
+            return self._ask(now) if again and not self._asked else []
+        if self.phase in {Phase.JUDGING, Phase.OVER}:
+            return []
+        return self._over(
+            Verdict(Cause.STOPPED, f"{reason} between two attempts", "stopped", exit_code=INTERRUPTED)
+        )
+
+    def _over(self, verdict: Verdict) -> list[Action]:
+        self.phase = Phase.OVER
+        return [Finish(verdict)]

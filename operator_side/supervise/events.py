@@ -1,0 +1,121 @@
+"""What the core is told: by the clock, the fleet, mpirun's output, the event log and signals."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from operator_side.supervise.hosts import Host
+
+__all__ = [
+    "Began",
+    "Durable",
+    "Ended",
+    "Event",
+    "Exited",
+    "HostsSeen",
+    "Joined",
+    "Noticed",
+    "Restored",
+    "Silence",
+    "Staged",
+    "Stepped",
+    "Stop",
+    "Tick",
+]
+
+
+class Tick(NamedTuple):
+    """Time has passed."""
+
+
+class HostsSeen(NamedTuple):
+    """The fleet was looked at. None: no hosts to choose from; everything runs here."""
+
+    hosts: tuple[Host, ...] | None
+
+
+class Began(NamedTuple):
+    """A process of the job has begun."""
+
+    rank: int
+    host: str
+
+
+class Joined(NamedTuple):
+    """All processes of the job have met."""
+
+
+class Restored(NamedTuple):
+    """A rank has its state back; -1: there was none, the run begins."""
+
+    rank: int
+    step: int
+
+
+class Stepped(NamedTuple):
+    """A rank has taken its first step of this attempt."""
+
+    rank: int
+    step: int
+
+
+class Ended(NamedTuple):
+    """A process of the job has ended, with an exit code or minus a signal."""
+
+    rank: int
+    status: int
+    exception: str = ""
+
+
+class Exited(NamedTuple):
+    """mpirun has ended, and no process of the attempt is left here."""
+
+    status: int
+
+
+class Staged(NamedTuple):
+    """A step was reported staged."""
+
+    step: int
+
+
+class Durable(NamedTuple):
+    """A step was reported durable."""
+
+    step: int
+
+
+class Silence(NamedTuple):
+    """The stager no longer hears a rank, or hears it again."""
+
+    rank: int
+    over: bool = False
+
+
+class Noticed(NamedTuple):
+    """A rank was told that its host will be taken away."""
+
+    rank: int
+
+
+class Stop(NamedTuple):
+    """This supervisor is to end."""
+
+    reason: str
+
+
+Event = (
+    Tick
+    | HostsSeen
+    | Began
+    | Joined
+    | Restored
+    | Stepped
+    | Ended
+    | Exited
+    | Staged
+    | Durable
+    | Silence
+    | Noticed
+    | Stop
+)

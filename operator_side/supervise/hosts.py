@@ -1,0 +1,247 @@
+"""Which hosts a job may run on, now: nobody needs to tell, a file, Slurm, or a cloud (operator_side/cluster/fleet.py).
+
+    Fleet.look() ─► hosts that are there, each with its slots ─► place(hosts, wanted) ─► who takes how many ranks
+
+A host that vanished says nothing to mpirun, so it is looked for from outside: by asking the cloud, or by trying to
+start `true` there, which is what mpirun has to do as well.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from holdfast.errors import ConfigError
+
+__all__ = ["Fleet", "Here", "Host", "HostFile", "Slurm", "place"]
+
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._:\-\[\]]+)(?P<rest>(\s+\S+)*)")
+_SLOTS = re.compile(r"(?:slots|max[-_]slots)=(\d{1,6})")
+_PROBE_SECONDS_MAX = 10.0
+_PROBES_AT_ONCE = 32
+_NODES_OF_JOB = re.compile(r"\bNodeList=([^\s()]+)")
+_SLURM_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+class Host(NamedTuple):
+    """A host, and how many ranks it may take.
+
+    Attributes:
+        name: As mpirun is to be told.
+        slots: At most so many ranks.
+        noticed: The cloud has said that it will be taken away.
+    """
+
+    name: str
+    slots: int
+    noticed: bool = False
+
+
+class Fleet(Protocol):
+    """Where hosts come from. `look` may take seconds and is called from a thread of its own."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    def look(self) -> tuple[Host, ...] | None:
+        """The hosts that are there now; None: this machine alone, and as many ranks as are wanted.
+
+        Raises:
+            HoldfastError: It cannot be told now; what was known before is still believed.
+        """
+
+    def replace(self, wanted: int) -> None:
+        """Ask for hosts for so many ranks more, if this fleet can. Same thread as `look`."""
+
+
+class Here:
+    """Everything runs on this machine."""
+
+    name = "this machine"
+
+    def look(self) -> tuple[Host, ...] | None:
+        """None: no hosts to choose from."""
+        return None
+
+    def replace(self, wanted: int) -> None:
+        """Nobody to ask."""
+
+
+class HostFile:
+    """The hosts of a file as mpirun reads it, `name slots=8` on each line. It is read anew before each attempt.
+
+    Args:
+        path: The file. Whoever replaces a host writes it there.
+        agent: What starts a command on another host, as ssh does: `AGENT HOST COMMAND`.
+    """
+
+    def __init__(self, path: Path, *, agent: Sequence[str] | None = None) -> None:
+        self._path = path
+        self._agent = agent or ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+        self.name = str(path)
+        self.read()
+
+    def read(self) -> tuple[Host, ...]:
+        """What the file says.
+
+        Raises:
+            ConfigError: It cannot be read, or a line of it is no host.
+        """
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"hostfile {self._path}: cannot be read: {error}") from error
+        found: dict[str, int] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            line = line.partition("#")[0].strip()
+            if not line:
+                continue
+            match = _LINE.fullmatch(line)
+            if match is None or line.startswith("-"):
+                raise ConfigError(
+                    f"hostfile {self._path}, line {number}: expected `name slots=8`, got {line!r}"
+                )
+            slots = _SLOTS.search(match["rest"])
+            found[match["name"]] = found.get(match["name"], 0) + (int(slots[1]) if slots else 1)
+        return tuple(Host(name, slots) for name, slots in found.items() if slots)
+
+    def look(self) -> tuple[Host, ...]:
+        """Those of the file where a command can be started."""
+        hosts = self.read()
+        with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="probe") as probes:
+            there = list(probes.map(lambda host: is_here(host.name) or self._answers(host.name), hosts))
+        return tuple(host for host, is_there in zip(hosts, there, strict=True) if is_there)
+
+    def replace(self, wanted: int) -> None:
+        """Nobody to ask: a person, or a script, adds a line."""
+
+    def _answers(self, host: str) -> bool:
+        try:
+            done = subprocess.run(
+                [*self._agent, host, "true"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_PROBE_SECONDS_MAX,
+                check=False,
+            )
+        except (subprocess.TimeoutExpired, OSError):
+            return False
+        return done.returncode == 0
+
+
+class Slurm:
+    """The hosts that this Slurm job has, and that Slurm has not marked as down.
+
+    Args:
+        environment: SLURM_JOB_ID, SLURM_JOB_NODELIST, and SLURM_NTASKS_PER_NODE or SLURM_TASKS_PER_NODE.
+        scontrol: Runs scontrol with arguments and gives its output.
+
+    Raises:
+        ConfigError: This is no Slurm job, or it says nothing that can be read.
+    """
+
+    name = "the Slurm allocation"
+
+    def __init__(
+        self,
+        environment: Mapping[str, str] = os.environ,
+        scontrol: Callable[[Sequence[str]], str] | None = None,
+    ) -> None:
+        self._scontrol = scontrol or _scontrol
+        nodes, job = environment.get("SLURM_JOB_NODELIST"), environment.get("SLURM_JOB_ID")
+        if not nodes or not job:
+            raise ConfigError(
+                "--slurm: SLURM_JOB_ID or SLURM_JOB_NODELIST is not set; start this inside sbatch or salloc"
+            )
+        self._job = job
+        names = self._scontrol(["show", "hostnames", nodes]).split()
+        tasks = _tasks(
+            environment.get("SLURM_NTASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")
+        )
+        if len(tasks) == 1:
+            tasks *= len(names)
+        if not names or len(tasks) != len(names):
+            raise ConfigError(f"--slurm: {len(names)} nodes in {nodes!r}, and tasks for {len(tasks)} of them")
+        self._hosts = tuple(Host(name, count) for name, count in zip(names, tasks, strict=True))
+
+    def look(self) -> tuple[Host, ...]:
+        """Those that are still the job's, and that Slurm does not call down, failing or powered off.
+
+        A node that failed is taken out of a job that goes on without it (--no-kill). Repaired, it may be another job's.
+        """
+        ours = _NODES_OF_JOB.search(self._scontrol(["show", "job", self._job, "--oneliner"]))
+        if ours is None:
+            return ()
+        names = self._scontrol(["show", "hostnames", ours[1]]).split()
+        states = _states(self._scontrol(["show", "node", ",".join(names), "--oneliner"]))
+        bad = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN", "*")
+        return tuple(
+            h for h in self._hosts if h.name in states and not any(word in states[h.name] for word in bad)
+        )
+
+    def replace(self, wanted: int) -> None:
+        """An allocation does not grow; `scontrol requeue` starts the whole batch script again, and with it the run."""
+
+
+def _scontrol(arguments: Sequence[str]) -> str:
+    if shutil.which("scontrol") is None:
+        raise ConfigError("--slurm: no `scontrol` on PATH")
+    try:
+        return subprocess.run(
+            ["scontrol", *arguments], capture_output=True, text=True, check=True, timeout=_PROBE_SECONDS_MAX
+        ).stdout
+    except (subprocess.SubprocessError, OSError) as error:
+        raise ConfigError(f"scontrol {' '.join(arguments)}: {error}") from error
+
+
+def _states(text: str) -> dict[str, str]:
+    found = {}
+    for line in text.splitlines():
+        name, state = re.search(r"NodeName=(\S+)", line), re.search(r"State=(\S+)", line)
+        if name and state:
+            found[name[1]] = state[1]
+    return found
+
+
+def _tasks(text: str) -> list[int]:
+    """`2(x3),1` is [2, 2, 2, 1]."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = _SLURM_TASKS.fullmatch(part.strip())
+        if match is None:
+            raise ConfigError(f"--slurm: tasks per node: expected such as `2(x3),1`, got {text!r}")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def is_here(name: str) -> bool:
+    """Whether `name` is this machine, as far as it can be told without asking anybody."""
+    if name in {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}:
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def place(hosts: Sequence[Host], wanted: int) -> tuple[Host, ...]:
+    """`wanted` ranks, or as many as fit, on hosts in their order; noticed ones only if the others do not do.
+
+    Each host of the answer has as many slots as ranks are to run there.
+    """
+    left, placed = wanted, []
+    for host in sorted(hosts, key=lambda host: host.noticed):  # stable: else in the given order
+        taken = min(left, host.slots)
+        if taken:
+            placed.append(host._replace(slots=taken))
+            left -= taken
+    return tuple(placed)

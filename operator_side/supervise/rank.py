@@ -1,0 +1,71 @@
+"""`python -m operator_side.supervise.rank ROLE COMMAND …`: runs one process of the job and says how it began and ended.
+
+    mpirun ── daemon ── this ── COMMAND        a line on stderr, which mpirun carries to the supervisor (report.py)
+
+With ULFM mpirun ends with 0 though a rank was killed, and never says which; without, it says only the first. So each
+process has one of these around it. SIGURG, which mpirun hands on to all processes of the job and which nobody else
+minds, means: the job is to end; a trainer then gets SIGTERM, the stager goes on until the trainers have left.
+
+Only the standard library: this runs in front of every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from holdfast.supervised import own_rank, say
+from operator_side.supervise.leash import tie
+
+__all__ = ["STAGER", "TRAINER"]
+
+TRAINER, STAGER = "trainer", "stager"
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell has them
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes] | int:
+    """The process, or the exit code that a shell would give because there is none."""
+    try:
+        # Safe: this process has one thread, and the function only makes one system call.
+        return subprocess.Popen(command, preexec_fn=tie)  # noqa: PLW1509
+    except FileNotFoundError:
+        code = _NOT_FOUND
+    except OSError:
+        code = _NOT_EXECUTABLE
+    sys.stderr.write(f"holdfast run: {command[0]}: cannot be started here\n")
+    return code
+
+
+def main() -> None:
+    """Run the command; end as it did."""
+    role, command = sys.argv[1], sys.argv[2:]
+    rank = own_rank()
+    tie()
+    started = _start(command)
+    if isinstance(started, int):
+        say("ended", rank=rank, status=started)
+        sys.stderr.flush()
+        os._exit(started)
+
+    def end(*_: object) -> None:
+        if role == TRAINER:
+            started.terminate()
+
+    signal.signal(signal.SIGURG, end)
+    # mpirun gives these to the whole process group, so the command has them already.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
+    say("began", rank=rank, host=os.uname().nodename, pid=started.pid)
+    status = started.wait()
+    say("ended", rank=rank, status=status)
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+        os.kill(os.getpid(), -status)
+    os._exit(status if status >= 0 else 128 - status)
+
+
+if __name__ == "__main__":
+    main()

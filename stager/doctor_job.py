@@ -1,0 +1,89 @@
+"""The job that `holdfast doctor` starts: `mpirun -n 2 python -m stager.doctor_job measure|survive ANSWER`.
+
+measure: rank 0 sends to rank 1 and writes what it saw. survive: rank 1 kills itself, rank 0 writes when it noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import mpi4py
+import numpy as np
+
+mpi4py.rc.finalize = False  # it may wait for the dead rank
+from mpi4py import MPI  # noqa: E402
+
+_MESSAGE_BYTES = 16 << 20
+_MESSAGES = 32
+_NOTICE_SECONDS_MAX = 20.0
+_PAUSE_SECONDS = 1e-3
+
+
+def main(mode: str, answer: Path) -> None:
+    """Run as one of two ranks; rank 0 writes the answer."""
+    comm = MPI.COMM_WORLD
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    if comm.size != 2:
+        sys.exit(f"expected 2 ranks, got {comm.size}")
+    said = _measure(comm) if mode == "measure" else _survive(comm)
+    if said is not None:
+        partial = answer.with_suffix(".new")
+        partial.write_text(json.dumps(said))
+        partial.rename(answer)
+    if mode == "measure":
+        MPI.Finalize()
+    else:
+        os._exit(0)  # the other one is dead: there is nothing to finalize with
+
+
+def _measure(comm: MPI.Intracomm) -> dict[str, object] | None:
+    buffer = np.ones(_MESSAGE_BYTES, np.uint8)
+    seconds = 0.0
+    for messages in (2, _MESSAGES):  # the first round only warms up
+        comm.Barrier()
+        began = time.perf_counter()
+        for _ in range(messages):
+            if comm.rank == 0:
+                comm.Send([buffer, MPI.BYTE], 1)
+            else:
+                comm.Recv([buffer, MPI.BYTE], 0)
+        comm.Barrier()
+        seconds = time.perf_counter() - began
+    hosts = comm.gather(MPI.Get_processor_name())
+    if comm.rank != 0:
+        return None
+    return {
+        "library": MPI.Get_library_version().split(",")[0].strip(),
+        "mpi4py": mpi4py.__version__,
+        "hosts": hosts,
+        "bytes_per_second": _MESSAGES * _MESSAGE_BYTES / seconds,
+    }
+
+
+def _survive(comm: MPI.Intracomm) -> dict[str, object] | None:
+    told = np.zeros(1)
+    if comm.rank == 1:
+        told[0] = time.time()
+        comm.Send(told, 0)
+        comm.Recv(told, 0)  # the other one has it, and waits now
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.Recv(told, 1)
+    request = comm.Irecv(np.zeros(1), 1)
+    comm.Send(told, 1)
+    began = time.monotonic()
+    while time.monotonic() - began < _NOTICE_SECONDS_MAX:
+        try:
+            request.Test()
+        except MPI.Exception:
+            return {"noticed_seconds": time.monotonic() - began}
+        time.sleep(_PAUSE_SECONDS)
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

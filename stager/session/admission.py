@@ -1,0 +1,113 @@
+"""Whether the session takes another checkpoint: who can take part in it, what is under way, what was said of it before.
+
+    offer of step 7 ─► a verdict already? ─► the same answer
+                       refused? all are told: the stager takes none, a rank is lost or silent, an older step, too many
+                       all ranks have offered ─► one layout, which rank 0 announced? ─► received; or failed, by name
+
+Changed only by `stager.session.machine.Session`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from holdfast.errors import BusyError, HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.image.layout import Layout
+from stager.session.checkpoint import IN_FLIGHT_MAX, Checkpoint
+from stager.session.steps import RankSilent, Tell
+
+__all__ = ["Admission"]
+
+_VERDICTS_KEPT = 256  # answers for ranks that ask late
+_LAYOUTS_KEPT = 4
+
+
+class Admission:
+    """See the module.
+
+    Attributes:
+        ended_for_good: Why no checkpoint is taken any more; empty while they are.
+        lost: rank → why nothing more comes from it.
+    """
+
+    def __init__(self) -> None:
+        self.ended_for_good = ""
+        self.lost: dict[int, str] = {}
+        self._silent: dict[int, tuple[str, float]] = {}  # rank → its name, and since when it has been silent
+        self._verdicts: OrderedDict[int, Tell] = OrderedDict()
+        self._layouts: OrderedDict[str, Layout] = OrderedDict()
+        self._newest_step = -1
+
+    # -- who can take part ---------------------------------------------------------------------------------------
+
+    @property
+    def absent(self) -> set[int]:
+        """Ranks that are lost or silent."""
+        return self.lost.keys() | self._silent.keys()
+
+    def silent(self, event: RankSilent, now: float) -> None:
+        """A rank says nothing any more."""
+        self._silent[event.rank] = (event.name, now - event.silent_seconds)
+
+    def back(self, rank: int) -> None:
+        """It is not silent any more: heard again, or lost."""
+        self._silent.pop(rank, None)
+
+    # -- what was said -------------------------------------------------------------------------------------------
+
+    def verdict(self, step: int) -> Tell | None:
+        """What all were told of `step`, if it was not too many steps ago."""
+        return self._verdicts.get(step)
+
+    def told(self, verdict: Tell) -> None:
+        """All are told this of a step."""
+        self.came_to(verdict.step)
+        self._verdicts[verdict.step] = verdict
+        while len(self._verdicts) > _VERDICTS_KEPT:
+            self._verdicts.popitem(last=False)
+
+    def came_to(self, step: int) -> None:
+        """A rank has spoken of this step: older ones are refused from now on."""
+        self._newest_step = max(self._newest_step, step)
+
+    # -- whether it is taken -------------------------------------------------------------------------------------
+
+    def refusal(self, step: int, under_way: Collection[int], now: float) -> HoldfastError | None:
+        """Why `step` is not taken while those of `under_way` are; None: it is."""
+        if self.ended_for_good:
+            return PeerLost(self.ended_for_good)
+        if self.lost:
+            return PeerLost(f"no checkpoint can be whole: {'; '.join(self.lost.values())}")
+        if self._silent:
+            silent = [
+                f"{name} has been silent for {now - since:.0f} s" for name, since in self._silent.values()
+            ]
+            return PeerLost(f"no checkpoint can be whole: {'; '.join(silent)}")
+        if step <= self._newest_step:
+            return BusyError(f"step {step} is older than step {self._newest_step}, which was offered before")
+        if len(under_way) >= IN_FLIGHT_MAX:
+            return BusyError(f"steps {', '.join(map(str, under_way))} are still being received")
+        return None
+
+    def announced(self, layout: Layout) -> None:
+        """Offers may name this layout."""
+        self._layouts[layout.digest] = layout
+        self._layouts.move_to_end(layout.digest)
+        while len(self._layouts) > _LAYOUTS_KEPT:
+            self._layouts.popitem(last=False)
+
+    def layout_of(self, checkpoint: Checkpoint) -> Layout | HoldfastError:
+        """The layout that all ranks have offered, or how they differ."""
+        step, digest = checkpoint.step, checkpoint.digests[0]
+        others = [rank for rank in range(checkpoint.ranks) if checkpoint.digests[rank] != digest]
+        if others:
+            got = checkpoint.digests[others[0]]
+            return StateError(
+                f"step {step}: the layout of rank {others[0]} has digest {got[:16]}, that of rank 0 "
+                f"{digest[:16]}; all ranks must hold the same tensors in the same order, and adopt a new reserve at "
+                "the same step"
+            )
+        if digest not in self._layouts:
+            return ProtocolError(f"step {step}: rank 0 announced no layout {digest[:16]}")
+        return self._layouts[digest]

@@ -1,0 +1,410 @@
+"""The stager's view of all checkpoints in flight: events in, actions out. No MPI, no clock, no threads.
+
+    (first offer)        all offers     credits  flusher began      every chunk full, all DONE
+         │   ┌──────────┐ same digest ┌──────────┐  part size ┌───────────┐            ┌────────┐  durable
+         └──►│ OFFERING ├────────────►│ PREPARED ├───────────►│ RECEIVING ├───────────►│ STAGED ├─────────► gone
+             └────┬─────┘             └────┬─────┘            └─────┬─────┘            └───┬────┘
+                  └──── decline, failure, rank lost, deadline ──────┴─ ENDED ◄─────────────┘ failed
+                                                                       └─ forgotten when its last credit is settled
+
+The same table, event by event, is in docs/wire.md. Which offers are taken is in `session_admission`, which chunks get a
+slot, and until when they keep it, in `session_slots`; here is what leads from one phase to the next. Every wait has a
+deadline, and its end names who waited for whom. A flusher that dies ends nothing: credits are granted and chunks come
+in while slots are free; one that has come in whole is staged, began or not. The next flusher is told what `known` says,
+and goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.image.replicas import FIELD, OnDivergence, Replicas
+from holdfast.notices.worth import InFlight
+from holdfast.wire.agreement import pickle_reserve_bytes
+from holdfast.wire.frames import Kind
+from stager.session.admission import Admission
+from stager.session.checkpoint import Checkpoint, Phase
+from stager.session.slots import Slots
+from stager.session.steps import (
+    Abort,
+    Action,
+    Began,
+    Begin,
+    Decline,
+    Diverged,
+    Done,
+    Durable,
+    Event,
+    Failed,
+    FlusherBack,
+    FlusherGone,
+    HandedOver,
+    Known,
+    NewLayout,
+    Offer,
+    RankBack,
+    RankLost,
+    RankSilent,
+    Received,
+    Returned,
+    Sent,
+    SlotsFreed,
+    Staged,
+    Tell,
+    Tick,
+)
+
+__all__ = ["Session"]
+
+
+class Session:
+    """All checkpoints of one stager. Not for several threads; `handle` is the only way in.
+
+    Args:
+        ranks: Training ranks.
+        free_slots: Slots of the ring that are free now; those to be filled first, first.
+        flusher_slots: Slots that still hold chunks of an earlier job; the flusher will free them.
+        offer_seconds_max: How long the last rank's offer is waited for after the first.
+        chunk_seconds_max: How long a granted chunk may take; also how long a checkpoint may wait for room in the ring.
+        on_divergence: What to do when replicas differ.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: int,
+        free_slots: Iterable[int],
+        flusher_slots: Iterable[int] = (),
+        offer_seconds_max: float,
+        chunk_seconds_max: float,
+        on_divergence: OnDivergence = "warn",
+    ) -> None:
+        self.ranks = ranks
+        self._on_divergence, self._replicas = on_divergence, Replicas()
+        self._offer_seconds_max, self._chunk_seconds_max = offer_seconds_max, chunk_seconds_max
+        self._admission = Admission()
+        self._slots = Slots(free_slots, flusher_slots)
+        self._open: dict[int, Checkpoint] = {}  # step → checkpoint, in order of first offer
+        self._no_flusher = ""  # why there is none
+        self._actions: list[Action] = []
+        self._now = 0.0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            NewLayout: self._on_layout,
+            Offer: self._on_offer,
+            Decline: self._on_decline,
+            Sent: self._on_credit,
+            Received: self._on_credit,
+            Returned: self._on_credit,
+            Done: self._on_done,
+            RankLost: self._on_rank_lost,
+            RankSilent: self._on_rank_silent,
+            RankBack: self._on_rank_back,
+            Began: self._on_began,
+            SlotsFreed: self._on_slots_freed,
+            Durable: self._on_durable,
+            Failed: self._on_failed,
+            FlusherGone: self._on_flusher_gone,
+            FlusherBack: self._on_flusher_back,
+            Tick: self._on_tick,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event and say what must be done, in order.
+
+        Args:
+            event: What happened.
+            now: Seconds of any clock that only goes forward.
+
+        Raises:
+            ProtocolError: The event's sender broke the protocol; nothing has changed. Drop the sender: a rank by
+                `RankLost`.
+        """
+        self._now = now
+        self._actions = []
+        self._handlers[type(event)](event)
+        self._actions += self._slots.grant(self._open.values(), now)
+        return self._actions
+
+    # -- what others may look at ---------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being offered or received, and no credit is out."""
+        return all(checkpoint.phase is Phase.STAGED for checkpoint in self._open.values())
+
+    @property
+    def may_stage(self) -> bool:
+        """Something is under way that may still become staged."""
+        return any(checkpoint.under_way for checkpoint in self._open.values())
+
+    def in_flight(self, now: float) -> list[InFlight]:
+        """What is on its way, oldest first, and how far it is."""
+        return [
+            InFlight(step, checkpoint.handed_over_fraction, max(0.0, now - checkpoint.begun_at))
+            for step, checkpoint in self._open.items()
+            if checkpoint.under_way
+        ]
+
+    def outstanding(self) -> list[tuple[int, int, int, int]]:
+        """`(rank, step, chunk, slot)` of all credits not yet settled."""
+        return [
+            (rank, step, chunk, credit.slot)
+            for step, checkpoint in self._open.items()
+            for (chunk, rank), credit in checkpoint.credits.items()
+        ]
+
+    @property
+    def flusher_slots(self) -> frozenset[int]:
+        """Slots that the flusher has not said are free."""
+        return frozenset(self._slots.flushers)
+
+    def known(self) -> list[Known]:
+        """What another flusher must be told, oldest first; it takes what it knows already for said twice."""
+        found = []
+        for step, checkpoint in self._open.items():
+            if checkpoint.phase not in {Phase.PREPARED, Phase.RECEIVING, Phase.STAGED}:
+                continue
+            assert checkpoint.layout is not None
+            digest, staged = checkpoint.layout.digest, checkpoint.phase is Phase.STAGED
+            found.append(Known(step, digest, self._slots.holding(step), checkpoint.handed_over, staged))
+        return found
+
+    def is_durable(self, step: int) -> bool:
+        """Whether the flusher has said so, not too many steps ago."""
+        verdict = self._admission.verdict(step)
+        return verdict is not None and verdict.kind is Kind.DURABLE
+
+    def refuse_all(self, reason: str) -> list[Action]:
+        """From now on take no checkpoint: what is not staged ends, each later offer is declined with `reason`."""
+        self._actions = []
+        self._admission.ended_for_good = reason
+        for checkpoint in list(self._open.values()):
+            if checkpoint.phase is not Phase.ENDED:
+                self._fail(checkpoint, PeerLost(reason))
+        return self._actions
+
+    def reopen(self, *, free_slots: Iterable[int], flusher_slots: Iterable[int] = ()) -> None:
+        """Take checkpoints again, with another flusher's ring. Only after `refuse_all`, with no credit out.
+
+        Args:
+            free_slots: Slots of that ring that are free; those to be filled first, first.
+            flusher_slots: Slots that still hold chunks of an earlier job.
+        """
+        assert self._admission.ended_for_good, "nothing was refused"
+        assert not self._open, "credits are still out"
+        self._admission.ended_for_good = self._no_flusher = ""
+        self._slots = Slots(free_slots, flusher_slots)
+
+    # -- offers --------------------------------------------------------------------------------------------------
+
+    def _on_layout(self, event: NewLayout) -> None:
+        if event.layout.ranks != self.ranks:
+            raise ProtocolError(f"layout for {event.layout.ranks} ranks, this job has {self.ranks}")
+        self._admission.announced(event.layout)
+
+    def _entered(self, rank: int, step: int) -> Checkpoint | None:
+        """The checkpoint that a rank speaks of for the first time; None if it has its answer already."""
+        verdict = self._admission.verdict(step)
+        if verdict is not None:
+            self._actions.append(Tell(rank, verdict.kind, step, verdict.body))
+            return None
+        for older in list(self._open.values()):
+            if older.phase is Phase.OFFERING and older.step < step and rank not in older.digests:
+                # Every rank speaks of its steps in order, so this one will never offer the older one.
+                self._fail(
+                    older,
+                    StateError(f"step {older.step}: rank {rank} went on to step {step} without offering it"),
+                )
+        checkpoint = self._open.get(step)
+        if checkpoint is not None:
+            return checkpoint
+        under_way = [other for other, checkpoint in self._open.items() if checkpoint.under_way]
+        refusal = self._admission.refusal(step, under_way, self._now)
+        if refusal is not None:
+            # Every rank is told now: one that has not offered yet learns it before it does.
+            self._tell(Tell(None, Kind.DECLINED, step, {"reason": str(refusal), "code": refusal.code}))
+            return None
+        self._admission.came_to(step)
+        checkpoint = self._open[step] = Checkpoint(step, self.ranks, self._now, self._now)
+        return checkpoint
+
+    def _on_offer(self, event: Offer) -> None:
+        known = self._open.get(event.step)
+        if known is not None and event.rank in known.digests:
+            raise ProtocolError(f"rank {event.rank} offered step {event.step} twice")
+        checkpoint = self._entered(event.rank, event.step)
+        if checkpoint is None:
+            return
+        checkpoint.digests[event.rank] = event.layout_digest
+        checkpoint.records[event.rank] = dict(event.record)
+        if len(checkpoint.digests) < self.ranks:
+            return
+        layout = self._admission.layout_of(checkpoint)
+        if isinstance(layout, HoldfastError):
+            self._fail(checkpoint, layout)
+            return
+        checkpoint.prepare(layout, self._now)
+        self._actions.append(Begin(checkpoint.step, layout))
+        nothing = (rank for rank in layout.spared if not checkpoint.frames_left[rank])
+        self._actions += [HandedOver(rank, checkpoint.step) for rank in nothing]
+
+    def _on_decline(self, event: Decline) -> None:
+        checkpoint = self._entered(event.rank, event.step)
+        if checkpoint is None or not checkpoint.under_way:
+            return
+        reason = f"rank {event.rank}: {event.reason}"
+        body: dict[str, Any] = {"reason": reason}
+        if event.needed_pickle_bytes > 0:
+            body["new_pickle_reserve_bytes"] = pickle_reserve_bytes(event.needed_pickle_bytes)
+        self._end(checkpoint, Tell(None, Kind.DECLINED, checkpoint.step, body), reason)
+
+    # -- credits and payloads ------------------------------------------------------------------------------------
+
+    def _on_began(self, event: Began) -> None:
+        checkpoint = self._open.get(event.step)
+        if checkpoint is not None and checkpoint.phase is Phase.PREPARED:
+            checkpoint.phase = Phase.RECEIVING
+            checkpoint.part_chunks = max(1, event.part_chunks)
+            checkpoint.progress_at = self._now
+            self._check_staged(checkpoint)
+
+    def _on_credit(self, event: Sent | Received | Returned) -> None:
+        checkpoint = self._open.get(event.step)
+        self._actions += self._slots.settle(checkpoint, event, self._now)
+        assert checkpoint is not None
+        if checkpoint.phase is Phase.ENDED:
+            self._forget_if_settled(checkpoint)
+        else:
+            self._check_staged(checkpoint)
+
+    def _on_done(self, event: Done) -> None:
+        checkpoint = self._open.get(event.step)
+        if checkpoint is None or not checkpoint.under_way:
+            return  # it has ended meanwhile; the record is of no use
+        record = dict(event.record)
+        fingerprints = record.pop(FIELD, None)
+        if fingerprints is not None and self._on_divergence != "off" and checkpoint.layout is not None:
+            checkpoint.fingerprints[event.rank] = self._replicas.read(checkpoint.layout, fingerprints)
+        checkpoint.records.setdefault(event.rank, {}).update(record)
+        checkpoint.done.add(event.rank)
+        self._check_staged(checkpoint)
+
+    def _check_staged(self, checkpoint: Checkpoint) -> None:
+        # Without a flusher nobody says `began`; what is whole in the ring waits there for the next one.
+        whole_unheard = checkpoint.phase is Phase.PREPARED and self._no_flusher
+        if checkpoint.phase is not Phase.RECEIVING and not whole_unheard:
+            return
+        if any(checkpoint.frames_left.values()):
+            return
+        if len(checkpoint.done | self._admission.absent) < self.ranks:
+            return
+        layout = checkpoint.layout
+        assert layout is not None
+        divergence = self._replicas.compare(layout, checkpoint.step, checkpoint.fingerprints)
+        if divergence is not None and self._on_divergence == "refuse":
+            self._fail(checkpoint, StateError(divergence.message))
+            return
+        if divergence is not None and self._replicas.is_news(divergence):
+            self._actions.append(Diverged(checkpoint.step, divergence.message, divergence.to_json()))
+        checkpoint.phase = Phase.STAGED
+        self._actions.append(Staged(checkpoint.step, layout, checkpoint.records))
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _fail(self, checkpoint: Checkpoint, error: HoldfastError) -> None:
+        body = {"code": error.code, "message": str(error)}
+        self._end(checkpoint, Tell(None, Kind.FAILED, checkpoint.step, body), str(error))
+
+    def _tell(self, verdict: Tell) -> None:
+        self._admission.told(verdict)
+        self._actions.append(verdict)
+
+    def _end(self, checkpoint: Checkpoint, verdict: Tell, reason: str) -> None:
+        """End a checkpoint for everybody. Slots of unsettled credits stay with it until they are settled."""
+        if checkpoint.phase is not Phase.OFFERING:
+            self._actions.append(Abort(checkpoint.step, reason))
+        checkpoint.phase = Phase.ENDED
+        checkpoint.queues, checkpoint.urgent = [], []
+        self._tell(verdict)
+        self._reclaim(checkpoint)
+
+    def _reclaim(self, checkpoint: Checkpoint) -> None:
+        self._actions += self._slots.reclaim(checkpoint, self._admission.lost.keys())
+        self._forget_if_settled(checkpoint)
+
+    def _forget_if_settled(self, checkpoint: Checkpoint) -> None:
+        if not checkpoint.open_slots:
+            self._open.pop(checkpoint.step, None)
+
+    def _on_rank_lost(self, event: RankLost) -> None:
+        if event.rank in self._admission.lost:
+            return
+        self._admission.lost[event.rank] = event.reason
+        self._admission.back(event.rank)
+        for checkpoint in list(self._open.values()):
+            if checkpoint.phase is Phase.ENDED:
+                self._reclaim(checkpoint)
+        self._do_without(event.rank, event.reason)
+
+    def _on_rank_silent(self, event: RankSilent) -> None:
+        if event.rank in self._admission.absent:
+            return
+        self._admission.silent(event, self._now)
+        # Its credits stay out: it may wake up and send into their slots.
+        self._do_without(event.rank, f"{event.name} has been silent for {event.silent_seconds:.0f} s")
+
+    def _do_without(self, rank: int, reason: str) -> None:
+        """End what still waits for this rank; the others finish the rest."""
+        for checkpoint in list(self._open.values()):
+            if checkpoint.under_way:
+                if checkpoint.owed_by(rank):
+                    self._fail(checkpoint, PeerLost(f"step {checkpoint.step}: {reason}"))
+                else:
+                    self._check_staged(checkpoint)
+
+    def _on_rank_back(self, event: RankBack) -> None:
+        self._admission.back(event.rank)
+
+    def _on_flusher_gone(self, event: FlusherGone) -> None:
+        self._no_flusher = event.reason
+        for checkpoint in list(self._open.values()):
+            self._check_staged(checkpoint)
+
+    def _on_flusher_back(self, event: FlusherBack) -> None:
+        self._no_flusher = ""
+        self._on_slots_freed(SlotsFreed(event.freed))
+
+    def _on_slots_freed(self, event: SlotsFreed) -> None:
+        self._slots.freed(event.slots)
+        for checkpoint in self._open.values():
+            checkpoint.progress_at = self._now
+
+    def _on_durable(self, event: Durable) -> None:
+        checkpoint = self._open.get(event.step)
+        if checkpoint is None and self.is_durable(event.step):
+            return  # said again, by a flusher that was told again what the one before had made durable
+        if checkpoint is None or checkpoint.phase is not Phase.STAGED:
+            raise ProtocolError(f"the flusher says step {event.step} is durable; it is not staged")
+        del self._open[event.step]
+        self._tell(Tell(None, Kind.DURABLE, event.step, event.body))
+
+    def _on_failed(self, event: Failed) -> None:
+        checkpoint = self._open.get(event.step)
+        if checkpoint is None or checkpoint.phase is Phase.ENDED:
+            return
+        body = {"code": event.code, "message": event.message}
+        self._end(checkpoint, Tell(None, Kind.FAILED, event.step, body), event.message)
+
+    def _on_tick(self, _event: Tick) -> None:
+        for checkpoint in list(self._open.values()):
+            overdue = checkpoint.overdue(
+                self._now,
+                self._offer_seconds_max,
+                self._chunk_seconds_max,
+                self._admission.lost.keys(),
+                no_flusher=self._no_flusher,
+            )
+            if overdue:
+                self._fail(checkpoint, PeerLost(f"step {checkpoint.step}: {overdue}"))

@@ -1,0 +1,158 @@
+"""The manifest: it comes back as it was, or not at all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.crc import crc32
+from holdfast.errors import DamageError
+from holdfast.image.manifest import Manifest, State, is_manifest_name, manifest_name, step_file_name
+from tests.support.checkpoints import SMALL_TENSORS, manifest_of, small_image
+
+MANIFEST = manifest_of(
+    small_image(), step=7, tensors=SMALL_TENSORS, note='a "note"\nwith [brackets] and ünicode'
+)
+DATA = MANIFEST.to_bytes()
+
+
+def signed(document: dict[str, Any]) -> bytes:
+    """A document with a CRC that holds, as an attacker could write it."""
+    body = json.dumps(document).encode()[:-1]
+    return body + b',\n"manifest_crc32":%d}\n' % crc32(body)
+
+
+def changed(**changes: Any) -> bytes:
+    document = json.loads(DATA)
+    del document["manifest_crc32"]
+    return signed(document | changes)
+
+
+def test_it_comes_back_as_it_was() -> None:
+    assert Manifest.from_bytes(DATA, source="here") == MANIFEST
+
+
+def test_it_is_json_that_anyone_reads() -> None:
+    document = json.loads(DATA)
+    assert document["step"] == 7
+    assert document["state"] == "verified"
+    assert document["tensors"][0]["path"] == "model/weight"
+
+
+def is_refused(data: bytes) -> bool:
+    try:
+        Manifest.from_bytes(data, source="there")
+    except DamageError as error:
+        return str(error).startswith("there: ")
+    return False
+
+
+def test_any_flipped_bit_is_damage() -> None:
+    spoilt = bytearray(DATA)
+    for at in range(len(DATA)):
+        for bit in range(8):
+            spoilt[at] ^= 1 << bit
+            assert is_refused(bytes(spoilt)), (at, bit)
+            spoilt[at] ^= 1 << bit
+
+
+def test_any_truncation_is_damage() -> None:
+    for length in range(len(DATA)):
+        assert is_refused(DATA[:length]), length
+
+
+@given(st.data())
+def test_any_replaced_run_is_damage(data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, len(DATA)))
+    end = data.draw(st.integers(begin, len(DATA)))
+    spoilt = DATA[:begin] + data.draw(st.binary(max_size=20)) + DATA[end:]
+    assert spoilt == DATA or is_refused(spoilt)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_damage(noise: bytes) -> None:
+    with pytest.raises(DamageError):
+        Manifest.from_bytes(noise, source="there")
+
+
+@pytest.mark.parametrize("name", ["../evil.pt", "/etc/passwd", ".hidden", "a\\b.pt", "a\0b", "sub/step.pt"])
+def test_a_file_that_leads_out_of_the_run_is_refused(name: str) -> None:
+    with pytest.raises(DamageError, match="leads out"):
+        Manifest.from_bytes(changed(file=name), source="there")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": -1},
+        {"step": 2**63},
+        {"step": "7"},
+        {"step": 7.0},
+        {"attempt": 0},
+        {"image_bytes": 0},
+        {"image_bytes": 2**62},
+        {"chunk_bytes": 2**40},
+        {"chunk_crc32s": []},
+        {"chunk_crc32s": [2**32] * 5},
+        {"format": "holdfast/2"},
+        {"state": "excellent"},
+        {"tensors": [{"path": "p", "dtype": "float32", "shape": [1], "entry": 10_000}]},
+        {"entries": [{"name": "n", "offset": 2**40, "nbytes": 1, "crc32": 0}], "tensors": []},
+        {"pgt1_seconds": -1.0},
+    ],
+)
+def test_what_contradicts_itself_is_refused_even_with_a_crc_that_holds(changes: dict[str, Any]) -> None:
+    with pytest.raises(DamageError, match="not a manifest"):
+        Manifest.from_bytes(changed(**changes), source="there")
+
+
+def test_deep_nesting_is_damage_and_not_a_crash() -> None:
+    body = b'{"record":' + b"[" * 100_000
+    with pytest.raises(DamageError):
+        Manifest.from_bytes(body + b',\n"manifest_crc32":%d}\n' % crc32(body), source="there")
+
+
+def test_fields_of_later_versions_are_passed_over() -> None:
+    assert Manifest.from_bytes(changed(later="more"), source="here") == MANIFEST
+
+
+def test_a_state_is_changed_in_a_copy() -> None:
+    bad = MANIFEST.model_copy(update={"state": State.BAD, "note": "chunk 1"})
+    assert Manifest.from_bytes(bad.to_bytes(), source="here").state is State.BAD
+    assert MANIFEST.state is State.VERIFIED
+
+
+def test_attempt_comes_before_step() -> None:
+    image = small_image()
+    repeated = manifest_of(image, step=5, attempt=2)
+    assert repeated.order > manifest_of(image, step=900, attempt=1).order
+
+
+def test_names() -> None:
+    assert step_file_name(123) == "step-000000123.pt"
+    assert step_file_name(123, attempt=2) == "step-000000123-a002.pt"
+    assert manifest_name("step-000000123-a002.pt") == "step-000000123-a002.json"
+
+
+@given(st.integers(0, 2**62 - 1), st.integers(0, 2**31))
+def test_every_name_made_is_recognised(step: int, attempt: int) -> None:
+    assert is_manifest_name(manifest_name(step_file_name(step, attempt=attempt)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-1.json",
+        "step-000000123.pt",
+        "x/step-000000123.json",
+        "step-000000123.json.tmp",
+        "",
+        "config.json",
+    ],
+)
+def test_other_names_are_not(name: str) -> None:
+    assert not is_manifest_name(name)

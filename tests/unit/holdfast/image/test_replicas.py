@@ -1,0 +1,109 @@
+"""The replica check, by itself: what is watched, which rows have their turn, and who is said to have drifted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.errors import ProtocolError
+from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.image.replicas import (
+    ROW_BYTES,
+    Divergence,
+    Replicas,
+    decode,
+    encode,
+    first_row,
+    stride,
+    watched,
+)
+
+CHUNK = 4096
+
+
+def _layout(ranks: int = 3) -> Layout:
+    entries = (
+        Entry("pickle", 0, 100, 0, ()),
+        Entry("w", 128, 400, REPLICATED, ()),
+        Entry("buffer", 600, 40, 0, ()),
+        Entry("b", 700, 40, REPLICATED, ()),
+        Entry("gaps", 800, 80, REPLICATED, ()),
+        Entry("empty", 900, 0, REPLICATED, ()),
+    )
+    tensors = (
+        TensorInfo("model/w", "float32", (10, 10), 1),
+        TensorInfo("model/tied", "float32, strides (1, 10)", (10, 10), 1),
+        TensorInfo("model/seen", "float32", (10,), 2),
+        TensorInfo("model/b", "bfloat16", (20,), 3),
+        TensorInfo("model/window", "float32", (10,), 4),
+        TensorInfo("model/none", "float32", (0,), 5),
+    )
+    return Layout(CHUNK, CHUNK, ranks, entries, tensors)
+
+
+def test_only_what_replicated_tensors_fill_is_watched() -> None:
+    assert watched(_layout()) == (1, 3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 1000])
+def test_fingerprints_come_back(count: int) -> None:
+    crcs = tuple((place * 2654435761) % 2**32 for place in range(count))
+    assert decode(encode(crcs), count) == crcs
+
+
+@pytest.mark.parametrize(
+    "text", [None, 5, "", "AAAA", "AAAAAAAAAAA=A", "!!!!!!!!!!!=", "é" * 12, "AAAAAAAAAAAAAAAA"]
+)
+def test_what_is_not_fingerprints_is_refused(text: Any) -> None:
+    with pytest.raises(ProtocolError, match="DONE: replicas"):
+        decode(text, 2)
+
+
+@pytest.mark.parametrize("every", [1, 2, 17, 1000, 4096])
+@pytest.mark.parametrize("nbytes", [100, 64 * 64 * 17, 10**6])
+def test_every_row_has_its_turn_whatever_steps_are_saved(nbytes: int, every: int) -> None:
+    rows_apart = stride(nbytes)
+    looked_at = {first_row(step * every, rows_apart) for step in range(12 * rows_apart)}
+    assert looked_at == set(range(rows_apart))
+    assert nbytes // ROW_BYTES // rows_apart <= 64
+
+
+def _compare(values: dict[int, tuple[int, int]]) -> Divergence | None:
+    return Replicas().compare(_layout(max(values) + 1), 7, values)
+
+
+def test_the_same_is_no_divergence() -> None:
+    assert _compare({0: (1, 2), 1: (1, 2), 2: (1, 2)}) is None
+    assert _compare({0: (1, 2)}) is None
+    assert Replicas().compare(_layout(), 7, {}) is None
+
+
+def test_a_majority_says_who_drifted() -> None:
+    found = _compare({0: (1, 2), 1: (1, 9), 2: (1, 2)})
+    assert found is not None
+    assert (found.drifted, found.undecided) == ({1: ["model/b"]}, {})
+    assert "step 7" in found.message
+    assert "rank 1 differs from most ranks in model/b" in found.message
+
+
+def test_without_a_majority_all_sides_are_named() -> None:
+    found = _compare({0: (1, 2), 1: (3, 2), 2: (1, 2), 3: (3, 2)})
+    assert found is not None
+    assert (found.drifted, found.undecided) == ({}, {"model/w": [[0, 2], [1, 3]]})
+    assert "ranks 0, 2 and ranks 1, 3 differ from each other in model/w" in found.message
+
+
+def test_each_rank_and_tensor_is_news_once() -> None:
+    replicas = Replicas()
+    layout = _layout()
+
+    def news(values: dict[int, tuple[int, int]]) -> bool:
+        found = replicas.compare(layout, 1, values)
+        assert found is not None
+        return replicas.is_news(found)
+
+    assert news({0: (1, 2), 1: (1, 2), 2: (1, 5)})
+    assert not news({0: (8, 2), 1: (8, 2), 2: (8, 6)})
+    assert news({0: (8, 2), 1: (8, 2), 2: (7, 6)})
+    assert news({0: (8, 2), 1: (8, 3), 2: (8, 2)})

@@ -1,0 +1,116 @@
+"""Which URL opens which store, and how it is spelled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.store import normalise_url, open_store, parts_at_once
+from holdfast.store.generic import GenericStore
+from holdfast.store.posix import PosixStore
+from holdfast.store.retrying import Retrying
+from holdfast.store.s3 import S3Store
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("/mnt/nfs/run", "/mnt/nfs/run"),
+        ("/mnt//nfs/x/../run/", "/mnt/nfs/run"),
+        ("file:///mnt/nfs/run/", "/mnt/nfs/run"),
+        ("file://localhost/mnt/my%20run", "/mnt/my run"),
+        ("s3://bucket/team/run", "s3://bucket/team/run"),
+        ("S3://bucket//team/run/", "s3://bucket/team/run"),
+        ("s3a://bucket/run", "s3://bucket/run"),
+        ("s3://bucket", "s3://bucket"),
+        ("memory://a/b/", "memory://a/b"),
+        ("gs://bucket/run", "gs://bucket/run"),
+        ("sftp://user@host/run", "sftp://user@host/run"),
+    ],
+)
+def test_one_spelling_for_each_run(url: str, expected: str) -> None:
+    assert normalise_url(url) == expected
+    assert normalise_url(expected) == expected
+
+
+def test_relative_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert normalise_url("run") == str(tmp_path / "run")
+    assert normalise_url("./x/../run") == str(tmp_path / "run")
+    assert normalise_url("odd:name") == str(tmp_path / "odd:name")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIDEXAMPLE:hunter2@bucket/run",
+        "s3://hunter2@bucket/run",
+        "sftp://user:hunter2@host/run",
+        "s3://bucket/run?X-Amz-Signature=hunter2",
+        "abfs://container/run?sig=hunter2",
+    ],
+)
+def test_secrets_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    assert "hunter2" not in str(caught.value)
+    assert "AKID" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        " /mnt/run",
+        "a\0b",
+        "s3://",
+        "s3:///run",
+        "s3://UPPER_case!/run",
+        "file://host/run",
+        "s3://bucket/a/../b",
+    ],
+)
+def test_malformed_urls_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        open_store(url)
+
+
+def test_a_scheme_nobody_knows_is_named() -> None:
+    with pytest.raises(ConfigError, match="'kelp'"):
+        open_store("kelp://forest/run")
+
+
+def test_a_driver_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'gs'.*gcsfs"):
+        open_store("gs://bucket/run")
+
+
+def test_each_url_opens_its_store_with_retries(tmp_path: Path) -> None:
+    for url, kind in (
+        (str(tmp_path), PosixStore),
+        ("s3://bucket/run", S3Store),
+        ("memory://x/run", GenericStore),
+    ):
+        store = open_store(url)
+        assert isinstance(store, Retrying)
+        assert isinstance(store.inner, kind)
+        assert store.url == url
+
+
+def test_local_stores_import_neither_boto3_nor_fsspec() -> None:
+    code = (
+        "import sys; from holdfast.store import open_store; open_store('/tmp/x'); "
+        "print([name for name in ('boto3', 'botocore', 'fsspec', 's3fs') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_object_stores_are_sent_more_parts_at_once_than_a_disk() -> None:
+    disk, s3, other = (parts_at_once(url) for url in ("/mnt/nfs/run", "s3://bucket/run", "gs://bucket/run"))
+    assert parts_at_once("file:///mnt/nfs/run") == disk
+    assert 1 < disk < other < s3

@@ -1,0 +1,111 @@
+"""Which answers of S3 pass, and which a person must mend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from botocore import exceptions
+
+from holdfast.errors import StoreError, StoreMissing
+from holdfast.store.s3_errors import translated
+
+_URL = "s3://bucket/run/x"
+
+
+def _raised(error: Exception) -> StoreError:
+    with pytest.raises(StoreError) as caught, translated("write", _URL):
+        raise error
+    assert _URL in str(caught.value)
+    return caught.value
+
+
+def _answer(code: str, status: int) -> exceptions.ClientError:
+    answer: Any = {
+        "Error": {"Code": code, "Message": "said the server"},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
+    return exceptions.ClientError(answer, "PutObject")
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("SlowDown", 503),
+        ("InternalError", 500),
+        ("Unheard", 502),
+        ("TooMany", 429),
+        ("RequestTimeout", 400),
+        ("ConditionalRequestConflict", 409),
+        ("BadDigest", 400),
+    ],
+)
+def test_what_passes_is_retriable(code: str, status: int) -> None:
+    error = _raised(_answer(code, status))
+    assert error.retriable
+    assert code in str(error)
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("7", 7.0),
+        (" 0.5 ", 0.5),
+        ("", 0.0),
+        ("-3", 0.0),
+        ("nan", 0.0),
+        ("Wed, 21 Oct 2026 07:28:00 GMT", 0.0),
+        ("9" * 400, 0.0),
+    ],
+)
+def test_how_long_the_server_wants_to_be_left_alone(said: str, seconds: float) -> None:
+    answer = _answer("SlowDown", 503)
+    answer.response["ResponseMetadata"]["HTTPHeaders"] = {"retry-after": said}
+    assert _raised(answer).retry_after_seconds == seconds
+    assert _raised(_answer("SlowDown", 503)).retry_after_seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "remedy"),
+    [
+        ("NoSuchBucket", 404, "create the bucket"),
+        ("AccessDenied", 403, "allow this role"),
+        ("InvalidAccessKeyId", 403, "AWS_ACCESS_KEY_ID"),
+        ("SignatureDoesNotMatch", 403, "AWS_SECRET_ACCESS_KEY"),
+        ("ExpiredToken", 400, "get a new one"),
+        ("RequestTimeTooSkewed", 403, "clock"),
+        ("PermanentRedirect", 301, "AWS_REGION"),
+        ("NoSuchUpload", 404, "begin it anew"),
+        ("NotImplemented", 501, "said the server"),
+        ("InsufficientStorage", 507, "delete old checkpoints"),
+    ],
+)
+def test_what_a_person_must_mend_says_how(code: str, status: int, remedy: str) -> None:
+    error = _raised(_answer(code, status))
+    assert not error.retriable
+    assert code in str(error)
+    assert remedy in str(error)
+
+
+@pytest.mark.parametrize("code", ["NoSuchKey", "404"])
+def test_what_is_not_there_is_missing(code: str) -> None:
+    assert isinstance(_raised(_answer(code, 404)), StoreMissing)
+
+
+@pytest.mark.parametrize(
+    ("error", "retriable"),
+    [
+        (exceptions.NoCredentialsError(), False),
+        (exceptions.PartialCredentialsError(provider="env", cred_var="secret"), False),
+        (exceptions.EndpointConnectionError(endpoint_url="http://x"), True),
+        (exceptions.ConnectTimeoutError(endpoint_url="http://x"), True),
+        (exceptions.ReadTimeoutError(endpoint_url="http://x"), True),
+        (exceptions.ConnectionClosedError(endpoint_url="http://x"), True),
+        (exceptions.ResponseStreamingError(error=OSError("cut")), True),
+        (exceptions.IncompleteReadError(actual_bytes=1, expected_bytes=2), True),
+        (ConnectionResetError("reset"), True),
+        (exceptions.NoRegionError(), False),
+    ],
+)
+def test_failures_on_the_way(error: Exception, retriable: bool) -> None:
+    assert _raised(error).retriable is retriable

@@ -1,0 +1,112 @@
+"""Agreement: which rank and which tensor differ is said in so many words; reserves are the same for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.errors import PeerLost, StateError
+from holdfast.wire.agreement import Round, pickle_reserve_bytes
+from holdfast.wire.frames import Agreement, Proposal
+
+ROWS: list[list[Any]] = [
+    ["model/a", "float32", [2, 3], -1],
+    ["model/b", "float32", [4], -1],
+    ["rng", "uint8", [16], 0],
+]
+
+
+def proposal(rows: list[list[Any]] = ROWS, *, pickle_bytes: int = 1000, **per_rank_bytes: int) -> Proposal:
+    return Proposal(str(hash(str(rows))), rows, pickle_bytes, per_rank_bytes)
+
+
+def agree(*proposals: Proposal) -> object:
+    """The answer when all ranks have proposed, last rank first."""
+    round_ = Round(len(proposals), 60)
+    answer: object = None
+    for rank in reversed(range(len(proposals))):
+        assert answer is None
+        answer = round_.propose(rank, proposals[rank], 0.0)
+    return answer
+
+
+def test_equal_tables_get_the_same_reserves() -> None:
+    answer = agree(
+        proposal(pickle_bytes=40_000, rng=5000),
+        proposal(pickle_bytes=1, rng=9000),
+        proposal(pickle_bytes=1, rng=10),
+    )
+    assert answer == Agreement(pickle_reserve_bytes=131_072, per_rank_reserve_bytes={"rng": 12_288})
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    assert isinstance(agree(proposal()), Agreement)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [ROWS[0], ["model/b", "float16", [4], -1], ROWS[2]],
+            ["rank 1: tensor model/b: expected (float32 [4]", "got (float16 [4]"],
+        ),
+        ([ROWS[0], ["model/b", "float32", [5], -1], ROWS[2]], ["model/b", "[4]", "[5]"]),
+        ([ROWS[0], ROWS[1], ["rng", "uint8", [16], -1]], ["rng", "of rank 0", "replicated"]),
+        (ROWS[:2], ["rank 1", "has no tensor rng", "expected 3 tensors", "got 2"]),
+        ([*ROWS, ["extra", "int64", [], -1]], ["has an extra tensor extra", "expected 3", "got 4"]),
+        ([ROWS[1], ROWS[0], ROWS[2]], ["expected tensor model/a", "got tensor model/b"]),
+    ],
+)
+def test_the_difference_is_named(rows: list[list[Any]], said: list[str]) -> None:
+    answer = agree(proposal(), proposal(rows))
+    assert isinstance(answer, StateError)
+    for words in said:
+        assert words in str(answer)
+
+
+def test_the_first_rank_that_differs_is_named() -> None:
+    answer = agree(proposal(), proposal(), proposal(ROWS[:1]))
+    assert "rank 2" in str(answer)
+
+
+def test_other_per_rank_values_are_refused() -> None:
+    answer = agree(proposal(rng=1), proposal(seed=1))
+    assert isinstance(answer, StateError)
+    assert "['rng']" in str(answer)
+    assert "['seed']" in str(answer)
+
+
+def test_a_missing_rank_is_waited_for_only_so_long() -> None:
+    round_ = Round(3, 60)
+    round_.propose(1, proposal(), 100.0)
+    assert round_.overdue(160.0) is None
+    answer = round_.overdue(160.1)
+    assert isinstance(answer, PeerLost)
+    assert "rank 0, 2" in str(answer)
+    assert round_.overdue(1000.0) is None, "said once"
+
+
+def test_a_lost_rank_ends_the_round() -> None:
+    round_ = Round(2, 60)
+    assert round_.lost("rank 1 is dead") is None, "nobody waits"
+    round_.propose(0, proposal(), 0.0)
+    answer = round_.lost("rank 1 is dead")
+    assert isinstance(answer, PeerLost)
+    assert "rank 1 is dead" in str(answer)
+
+
+def test_rounds_follow_each_other() -> None:
+    round_ = Round(2, 60)
+    for pickle_bytes in (10, 100_000):
+        assert round_.propose(0, proposal(pickle_bytes=pickle_bytes), 0.0) is None
+        answer = round_.propose(1, proposal(), 0.0)
+        assert isinstance(answer, Agreement)
+        assert answer.pickle_reserve_bytes > 2 * pickle_bytes
+
+
+@pytest.mark.parametrize(
+    ("needed", "given"), [(0, 65536), (1, 65536), (32767, 65536), (32768, 131072), (70_000, 196608)]
+)
+def test_pickle_reserve(needed: int, given: int) -> None:
+    assert pickle_reserve_bytes(needed) == given

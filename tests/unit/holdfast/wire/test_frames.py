@@ -1,0 +1,186 @@
+"""Control messages: what is written is read back, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.crc import crc32
+from holdfast.errors import FencedError, ProtocolError, StoreError
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome
+
+_WHOLE = st.integers(0, 2**62 - 1)
+_WELCOME = Welcome("file:///run", 7, 1 << 20, 64, 2, 60.0, 5.0)
+
+
+@given(
+    kind=st.sampled_from(Kind),
+    attempt=_WHOLE,
+    step=_WHOLE,
+    chunk=st.integers(0, 2**32 - 1),
+    flags=st.integers(0, 2**32 - 1),
+    arg=_WHOLE,
+    body=st.binary(max_size=200),
+)
+def test_every_field_comes_back(
+    kind: Kind, attempt: int, step: int, chunk: int, flags: int, arg: int, body: bytes
+) -> None:
+    message = wire.encode(kind, attempt=attempt, step=step, chunk=chunk, flags=flags, arg=arg, body=body)
+    assert len(message) == 48 + len(body)
+    assert wire.decode(message) == Frame(kind, attempt, step, chunk, flags, arg, body)
+
+
+def test_bytes_are_as_documented() -> None:
+    """docs/wire.md promises these bytes to other implementations."""
+    message = wire.encode(Kind.CREDIT, attempt=2, step=3, chunk=4, flags=5, arg=6, body=b"{}")
+    assert message[:4] == b"HFW1"
+    fields = struct.unpack("<4sHHQQIIQII", message[:48])
+    assert fields[1:9] == (7, 35, 2, 3, 4, 5, 6, 2)
+    assert fields[9] == zlib.crc32(message[:44] + b"\0\0\0\0" + b"{}")
+
+
+@given(st.data())
+def test_one_flipped_bit_is_refused(data: st.DataObject) -> None:
+    message = bytearray(wire.encode(Kind.SENT, attempt=1, step=9, chunk=3, flags=77, arg=4096, body=b"abc"))
+    bit = data.draw(st.integers(0, len(message) * 8 - 1))
+    message[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolError):
+        wire.decode(message)
+
+
+@given(st.binary(max_size=300))
+def test_noise_is_refused(noise: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode(noise)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 47, 48, 50])
+def test_a_cut_message_is_refused(cut: int) -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode(wire.encode(Kind.DONE, body=b"abc")[:cut])
+
+
+def _with_valid_crc(**changed: int) -> bytes:
+    fields = {
+        "magic": 0x31574648,
+        "version": 7,
+        "kind": 4,
+        "attempt": 1,
+        "step": 1,
+        "chunk": 0,
+        "flags": 0,
+        "arg": 0,
+    }
+    fields.update(changed)
+    header = struct.pack("<IHHQQIIQII", *fields.values(), 0, 0)
+    return header[:44] + struct.pack("<I", crc32(header))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"magic": 1}, "magic"),
+        ({"version": 9}, "version 9"),
+        ({"kind": 99}, "kind 99"),
+        ({"step": 2**63}, "2\\^62"),
+        ({"attempt": 2**63}, "2\\^62"),
+        ({"arg": 2**63}, "2\\^62"),
+    ],
+)
+def test_wrong_fields_are_named(changed: dict[str, int], said: str) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        wire.decode(_with_valid_crc(**changed))
+
+
+@pytest.mark.parametrize("field", ["attempt", "step", "chunk", "flags", "arg"])
+def test_fields_out_of_range_are_not_sent(field: str) -> None:
+    with pytest.raises(ProtocolError, match=field):
+        wire.encode(Kind.OFFER, **{field: -1})  # type: ignore[arg-type]
+
+
+def test_a_body_above_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_BODY_BYTES", 10)
+    with pytest.raises(ProtocolError, match="at most 10"):
+        wire.encode(Kind.LAYOUT, body=b"x" * 11)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"nan?", b"\xff", b"[" * 100_000, b'{"step": "x"}', b'{"step": true}']
+)
+def test_json_bodies_are_checked(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="DONE"):
+        wire.json_body(Frame(Kind.DONE, body=body), step=int)
+
+
+def test_welcome_comes_back() -> None:
+    assert Welcome.from_frame(wire.decode(_WELCOME.to_frame())) == _WELCOME
+
+
+@pytest.mark.parametrize("name", ["attempt", "chunk_bytes", "ring_chunks", "ranks", "beat_seconds"])
+def test_welcome_with_nothing_in_it_is_refused(name: str) -> None:
+    document = json.loads(wire.decode(_WELCOME.to_frame()).body)
+    for value in (0, None, "7"):
+        with pytest.raises(ProtocolError):
+            Welcome.from_frame(Frame(Kind.WELCOME, body=wire.to_json({**document, name: value})))
+
+
+def test_a_refused_start_raises_the_stagers_own_error() -> None:
+    with pytest.raises(FencedError, match="held by host a"):
+        Welcome.from_frame(wire.decode(Welcome.refusal(FencedError("held by host a"))))
+    with pytest.raises(StoreError, match="no such bucket"):
+        Welcome.from_frame(wire.decode(Welcome.refusal(StoreError("no such bucket"))))
+
+
+def test_an_unknown_error_code_is_still_an_error() -> None:
+    error = wire.peer_error("from_the_future", "what happened")
+    assert isinstance(error, ProtocolError)
+    assert "what happened" in str(error)
+
+
+def test_proposal_and_agreement_come_back() -> None:
+    proposal = Proposal("d", [["model/a", "float32", [2, 3], -1]], 1000, {"rng": 5056})
+    assert Proposal.from_frame(wire.decode(proposal.to_frame(3))) == proposal
+    agreement = Agreement(65536, {"rng": 8192})
+    assert Agreement.from_frame(wire.decode(agreement.to_frame(3))) == agreement
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"table_digest": "d", "table": [["a", "f", [1]]], "pickle_bytes": 1, "per_rank_bytes": {}},
+        {"table_digest": "d", "table": [], "pickle_bytes": -1, "per_rank_bytes": {}},
+        {"table_digest": "d", "table": [], "pickle_bytes": 1, "per_rank_bytes": {"rng": 2**63}},
+        {"table_digest": "d", "table": [], "pickle_bytes": 1, "per_rank_bytes": {"rng": "8"}},
+        {"table": [], "pickle_bytes": 1, "per_rank_bytes": {}},
+    ],
+)
+def test_hostile_proposals_are_refused(document: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError):
+        Proposal.from_frame(Frame(Kind.PROPOSE, body=zlib.compress(wire.to_json(document))))
+
+
+def test_a_proposal_that_unpacks_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_MAX_TABLE_BYTES", 1000)
+    with pytest.raises(ProtocolError, match="above 1000"):
+        Proposal.from_frame(Frame(Kind.PROPOSE, body=zlib.compress(b" " * 100_000)))
+
+
+def test_a_cut_proposal_is_refused() -> None:
+    body = wire.decode(Proposal("d", [], 1, {}).to_frame(1)).body
+    for bad in (body[:-5], b"", b"not zlib"):
+        with pytest.raises(ProtocolError):
+            Proposal.from_frame(Frame(Kind.PROPOSE, body=bad))
+
+
+def test_tags_of_slots_do_not_meet_the_control_tag() -> None:
+    assert wire.data_tag(0) > wire.CONTROL_TAG
+    assert wire.data_tag(5) == wire.data_tag(0) + 5
+    for slot in (-1, 1 << 20):
+        with pytest.raises(ProtocolError):
+            wire.data_tag(slot)

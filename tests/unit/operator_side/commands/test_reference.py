@@ -1,0 +1,63 @@
+"""The page of the command line is what the commands say, and every command teaches by examples."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from holdfast.command.cli import cli
+from operator_side.commands.reference import reference
+
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "cli.md"
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    pending: list[tuple[str, click.Command]] = [("holdfast", cli)]
+    while pending:
+        path, command = pending.pop()
+        if command is not cli:
+            yield path, command
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            for name in command.list_commands(context):
+                found = command.get_command(context, name)
+                assert found is not None
+                pending.append((f"{path} {name}", found))
+
+
+COMMANDS = dict(commands())
+
+
+def test_the_page_is_what_the_commands_say() -> None:
+    assert PAGE.read_text() == reference(), "run: python -m operator_side.commands.reference docs/cli.md"
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_command_ends_with_examples(path: str) -> None:
+    command = COMMANDS[path]
+    said = command.get_help(click.Context(command, info_name=path))
+    _, _, examples = said.partition("  Examples:\n")
+    lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    assert lines, said
+    assert any(line.startswith(path) or f" {path} " in line for line in lines)
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_the_page_has_every_command_and_option(path: str) -> None:
+    section = PAGE.read_text().partition(f"## {path}\n")[2].partition("\n## ")[0]
+    options = [option for option in COMMANDS[path].params if isinstance(option, click.Option)]
+    for option in options:
+        assert option.help, option.name
+        assert all(f"`{name}`" in section for name in (*option.opts, *option.secondary_opts)), option.name
+
+
+def test_settings_have_their_default_and_variable() -> None:
+    page = PAGE.read_text()
+    assert re.search(r"\| `--ring-bytes` TEXT \| `1GiB` \| `HOLDFAST_RING_BYTES` \|", page)
+    assert re.search(r"\| `on_full` \| `skip` \| `HOLDFAST_ON_FULL` \| What `save\(\)` does", page)
+    assert re.search(r"\| 6 \| `damage` \| Bytes differ from what was written", page)
+    assert "`/dev/shm/holdfast-UID`" in page, "no number of this machine's user"

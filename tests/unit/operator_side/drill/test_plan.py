@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+
+from holdfast.errors import ConfigError
+from operator_side.drill.plan import Kill, Sequence, Strike, Target, Tell, plan
+
+CHECKPOINTS = [4, 9, 14, 19, 24, 29]
+NOTICE_SECONDS = 30.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_kill_has_a_checkpoint_of_its_own_behind_it(seed: int) -> None:
+    kills = plan(seed, 4, "both", ranks=2, checkpoints=CHECKPOINTS)
+    gaps = [max(step for step in CHECKPOINTS if step <= kill.after_step) for kill in kills]
+    assert gaps == sorted(set(gaps))
+    assert CHECKPOINTS[-1] not in gaps
+    assert all(0 <= kill.rank < 2 and 0 <= kill.part < 1 for kill in kills)
+    assert [kill.notice for kill in kills].count(True) == 2
+    assert kills == plan(seed, 4, "both", ranks=2, checkpoints=CHECKPOINTS)
+
+
+def test_another_seed_draws_other_kills() -> None:
+    drawn = {tuple(plan(seed, 3, "none", ranks=2, checkpoints=CHECKPOINTS)) for seed in range(10)}
+    assert len(drawn) == 10
+
+
+def test_each_kind_comes_once_before_one_comes_again() -> None:
+    kills = plan(7, 4, "none", ranks=2, checkpoints=CHECKPOINTS)
+    assert {kill.target for kill in kills} == set(Target)
+    assert not any(kill.notice for kill in kills)
+
+
+def test_a_run_with_too_few_checkpoints_is_refused() -> None:
+    with pytest.raises(ConfigError, match="saves 6 checkpoints, expected 7 or more"):
+        plan(0, 6, "none", ranks=2, checkpoints=CHECKPOINTS)
+
+
+def test_a_kill_waits_for_its_step_and_for_all_ranks() -> None:
+    kill = Kill(1, Target.RANKS, notice=False, rank=0, after_step=5, part=0.5)
+    sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS)
+    sequence.stepped(4, 10.0)
+    sequence.stepped(5, 12.0)
+    assert sequence.tick(20.0) is None, "not every rank has begun"
+    sequence.trains()
+    assert sequence.tick(12.9) is None, "half a step is one second"
+    assert sequence.tick(13.0) == Strike(kill)
+    assert sequence.tick(14.0) is None
+    assert not sequence.left
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_after_a_notice_the_kill_waits_for_its_answer_or_its_time(answered: bool) -> None:
+    kill = Kill(1, Target.RANK, notice=True, rank=1, after_step=5, part=0.0)
+    sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS)
+    sequence.trains()
+    sequence.answered()  # of an earlier notice
+    sequence.stepped(5, 12.0)
+    assert sequence.tick(12.0) == Tell(kill)
+    assert sequence.tick(13.0) is None
+    if answered:
+        sequence.answered()
+        assert sequence.tick(13.0) == Strike(kill)
+    assert answered or sequence.tick(12.0 + NOTICE_SECONDS) == Strike(kill)
+
+
+def test_the_next_kill_waits_until_training_goes_on() -> None:
+    kills = [Kill(n, Target.STAGER, notice=False, rank=0, after_step=5 * n, part=0.0) for n in (1, 2)]
+    sequence = Sequence(kills, notice_seconds=NOTICE_SECONDS)
+    sequence.trains()
+    sequence.stepped(11, 1.0)
+    assert sequence.tick(1.0) == Strike(kills[0])
+    assert sequence.tick(2.0) is None
+    sequence.trains()
+    assert sequence.tick(3.0) == Strike(kills[1])

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import io
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import DamageError
+from operator_side.drill.values import inside, values_of
+
+
+class Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    with zipfile.ZipFile(file) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+
+
+def blob(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return len(file.getvalue()).to_bytes(8, "little") + file.getvalue() + bytes(64)
+
+
+def test_values_are_found_by_path() -> None:
+    state = {"scheduler": {"last_epoch": 3, "lrs": [0.5, 0.25]}, "model": OrderedDict(weight=torch.zeros(2))}
+    values = values_of(pickled(state), source="test")
+    assert values["scheduler/last_epoch"] == "3"
+    assert values["scheduler/lrs/1"] == "0.25"
+    assert "model/weight" in values
+
+
+def test_padding_and_other_tensor_bytes_change_nothing() -> None:
+    one, other = ({"step": 1, "w": torch.full((3,), value)} for value in (1.0, 2.0))
+    assert values_of(pickled(one) + bytes(100), source="a") == values_of(pickled(other), source="b")
+
+
+def test_nothing_of_a_pickle_is_run(tmp_path: Path) -> None:
+    values_of(pickled({"a": Harmful(tmp_path / "touched")}), source="test")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_what_is_no_pickle_is_damage() -> None:
+    with pytest.raises(DamageError, match="test"):
+        values_of(b"nothing", source="test")
+
+
+def test_inside_a_per_rank_value_each_part_has_a_name() -> None:
+    first, second = ({"torch": torch.arange(4) + add, "python": {"version": 3}} for add in (0, 1))
+    one, other = inside(blob(first)), inside(blob(second))
+    assert one is not None
+    assert other is not None
+    assert {path for path in one if one[path] != other[path]} == {"torch"}
+    assert inside(bytes(32)) is None

@@ -1,0 +1,138 @@
+"""Event logs for the tests of the report: a real drilled run, and lines that the product's own EventLog writes.
+
+drilled-*.jsonl are what `holdfast run` left of four attempts with three kills; of the events those of attempts 1 and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from holdfast.telemetry.events import EventLog
+from operator_side.report.facts import Facts, gather
+from operator_side.report.page import page
+from operator_side.report.reading import read_logs
+from operator_side.status.picture import Stored
+
+HERE = Path(__file__).parent
+STATUS, EVENTS = HERE / "drilled-status.jsonl", HERE / "drilled-events.jsonl"
+T0 = 1_800_000_000.0
+Line = tuple[
+    float, str, str, Mapping[str, Any]
+]  # seconds after T0, role, event, fields; `rank` and `step` in them
+
+
+def written(path: Path, lines: Iterable[Line]) -> Path:
+    """A log with these lines, as the product writes it."""
+    now = [0.0]
+    clock: Callable[[], float] = lambda: T0 + now[0]  # noqa: E731
+    logs: dict[tuple[str, Any], EventLog] = {}
+    for at, role, event, fields in lines:
+        now[0] = at
+        key = (role, None if role == "supervisor" else fields.get("rank"))
+        log = logs.setdefault(key, EventLog(path, role=role, rank=key[1], clock=clock))
+        rest = {
+            name: value
+            for name, value in fields.items()
+            if name != "step" and (name != "rank" or key[1] is None)
+        }
+        if role == "supervisor" and "step" in fields:
+            rest["step"] = fields["step"]
+            log.emit(event, rest)
+        else:
+            log.emit(event, rest, step=fields.get("step"))
+    for log in logs.values():
+        log.close()
+    if not path.exists():
+        path.touch()
+    return path
+
+
+def checkpoint(step: int, at: float, *, attempt: int = 1, ranks: int = 2, stall: float = 0.1) -> list[Line]:
+    """The lines of a checkpoint that goes well: staged after one second, durable after two, read back after three."""
+    nbytes = 1 << 20
+    lines: list[Line] = []
+    for rank in range(ranks):
+        said = {
+            "rank": rank,
+            "step": step,
+            "saved_at_unix": T0 + at,
+            "save_seconds": stall,
+            "cst_seconds": stall,
+            "host": f"spot-{rank}",
+            "slice_bytes": nbytes // ranks,
+        }
+        lines.append((at + 0.2, "trainer", "save", said))
+        lines.append((at + 1.1, "trainer", "staged", said | {"sending_seconds": 0.3, "staged_seconds": 1.0}))
+    lines += [
+        (at + 0.5, "flusher", "flush_began", {"step": step, "attempt": attempt, "image_bytes": nbytes}),
+        (at + 1.0, "stager", "staged", {"step": step, "pgt1_seconds": 1.0, "image_bytes": nbytes}),
+        (
+            at + 2.0,
+            "flusher",
+            "durable",
+            {
+                "step": step,
+                "attempt": attempt,
+                "image_bytes": nbytes,
+                "pgt2_seconds": 2.0,
+                "record": {},
+                "file": "f",
+            },
+        ),
+        (at + 3.0, "flusher", "verified", {"step": step, "attempt": attempt, "note": "", "seconds": 1.0}),
+    ]
+    return sorted(lines, key=lambda line: line[0])
+
+
+def facts_of(
+    *paths: Path, run: str = "s3://bucket/run", stored: Iterable[Stored] = (), price: float | None = None
+) -> Facts:
+    return gather(run, read_logs(paths), tuple(stored), dollars_per_hour=price)
+
+
+def page_of(facts: Facts) -> str:
+    return page(facts, made_at_unix=T0, version="0").decode()
+
+
+class Page(HTMLParser):
+    """A page taken apart: elements are closed in order, and what is in them."""
+
+    VOID = frozenset({"meta", "link", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.declaration = ""
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_decl(self, decl: str) -> None:
+        self.declaration = decl
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"<{tag}> says twice: {names}"
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+    def of(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.tags if tag == name]

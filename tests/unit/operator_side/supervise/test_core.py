@@ -1,0 +1,439 @@
+"""The state machine: stories told event by event, and any order of events at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from operator_side.supervise.actions import Action, Finish, Kill, Launch, Look, Note, Terminate
+from operator_side.supervise.core import Core, Phase
+from operator_side.supervise.events import (
+    Began,
+    Durable,
+    Ended,
+    Event,
+    Exited,
+    HostsSeen,
+    Joined,
+    Noticed,
+    Restored,
+    Silence,
+    Staged,
+    Stepped,
+    Stop,
+    Tick,
+)
+from operator_side.supervise.hosts import Host
+from operator_side.supervise.limits import Limits
+from operator_side.supervise.verdict import Cause
+
+
+class Story:
+    """A core, and all it has asked for. Pauses are as many seconds as relaunches in a row."""
+
+    def __init__(self, ranks: int = 2, ranks_min: int = 2, **limits: Any) -> None:
+        self.core = Core(Limits(ranks, ranks_min, **limits), float)
+        self.now = 0.0
+        self.hosts: tuple[Host, ...] | None = None
+        self.asked: list[Action] = self.core.begin()
+
+    def tell(self, *events: Event, seconds: float = 0.0) -> Story:
+        self.now += seconds
+        for event in events:
+            self.asked += self.core.handle(event, self.now)
+        return self
+
+    def of(self, kind: type[Action]) -> list[Any]:
+        return [action for action in self.asked if isinstance(action, kind)]
+
+    def launch(self) -> Story:
+        self.tell(HostsSeen(self.hosts), seconds=1)
+        assert self.core.phase is Phase.RUNNING, self.asked
+        for rank in range(self.of(Launch)[-1].ranks + 1):
+            self.tell(Began(rank, f"h{rank}"))
+        return self
+
+    def end(self, *deaths: Ended, status: int = 1) -> Story:
+        return self.tell(*deaths, Exited(status), HostsSeen(self.hosts))
+
+    def wait(self) -> Story:
+        """Until it wants to start again."""
+        for _ in range(100):
+            self.tell(Tick(), seconds=1)
+            if self.core.phase is not Phase.PAUSING:
+                break
+        return self
+
+    @property
+    def phase(self) -> Phase:
+        return self.core.phase
+
+    @property
+    def verdict(self) -> Any:
+        (finish,) = self.of(Finish)
+        return finish.verdict
+
+
+KILLED, BUG = Ended(0, -9), Ended(1, 1, "ValueError")
+
+
+def test_killed_then_done() -> None:
+    story = Story().launch().tell(Staged(5)).end(KILLED)
+    assert story.phase is Phase.PAUSING, "step 5 is staged only, and the ring has it"
+    story.wait().launch().end(Ended(0, 0), Ended(1, 0), Ended(2, 0), status=0)
+    assert story.verdict.cause is Cause.DONE
+    assert [launch.attempt for launch in story.of(Launch)] == [1, 2]
+
+
+def test_the_same_crash_twice_without_progress_is_the_end() -> None:
+    story = Story().launch().tell(Staged(5), Durable(5)).end(BUG).wait().launch().end(BUG)
+    assert story.verdict.cause is Cause.CRASHED
+    assert story.verdict.rank == 1
+    assert "the same crash 2 times in a row" in story.verdict.message
+
+
+def test_progress_makes_it_another_matter() -> None:
+    story = Story()
+    for step in range(10):
+        story.launch().tell(Staged(step), Durable(step)).end(BUG).wait()
+    assert not story.of(Finish)
+
+
+def test_an_older_step_again_is_no_progress() -> None:
+    """A script that never restores does the same steps again and again."""
+    story = Story().launch().tell(Staged(5), Durable(5)).end(BUG).wait()
+    story.launch().tell(Staged(3), Durable(3), Staged(5), Durable(5)).end(BUG)
+    assert story.verdict.cause is Cause.CRASHED
+
+
+def test_different_crashes_are_counted_together_only() -> None:
+    story = Story(restarts_max=4)
+    for number in range(4):
+        story.launch().end(Ended(1, 1, f"Error{number}")).wait()
+    assert not story.of(Finish)
+    story.launch().end(Ended(1, 1, "Error9"))
+    assert "5 attempts in a row" in story.verdict.message
+
+
+def test_kills_without_progress_end_too_and_name_the_likely_cause() -> None:
+    story = Story(restarts_max=3)
+    for _ in range(3):
+        story.launch().end(KILLED).wait()
+    story.launch().end(KILLED)
+    assert "out-of-memory" in story.verdict.message
+
+
+def test_a_crash_after_a_kill_is_the_first_one() -> None:
+    story = Story().launch().end(BUG).wait().launch().end(KILLED).wait().launch().end(BUG)
+    assert not story.of(Finish)
+    story.wait().launch().end(BUG)
+    assert story.verdict.cause is Cause.CRASHED
+
+
+def test_a_wrong_setting_is_not_tried_twice() -> None:
+    assert Story().launch().end(Ended(2, 2)).verdict.exit_code == 2
+
+
+def test_who_has_lost_a_peer_is_ended_after_a_while() -> None:
+    story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(Joined(), KILLED)
+    story.tell(Tick(), seconds=29)
+    assert not story.of(Terminate)
+    story.tell(Tick(), seconds=1)
+    assert story.of(Terminate) == [Terminate(gently=False)]
+    story.tell(Tick(), seconds=5)
+    assert story.of(Kill) == [Kill()]
+    story.end(status=-9)
+    assert "killed by SIGKILL" in story.of(Note)[-2].message
+
+
+def test_a_kill_before_all_have_met_ends_the_others_at_once() -> None:
+    """They wait for it in MPI, and would for as long as they are let."""
+    story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(KILLED, Tick())
+    assert story.of(Terminate) == [Terminate(gently=False)]
+    story.end(status=-9)
+    assert "killed by SIGKILL" in story.of(Note)[-2].message
+
+
+def test_a_crash_before_all_have_met_lets_the_others_say_why() -> None:
+    story = Story(lost_seconds_max=30).launch().tell(Ended(0, 1), Tick())
+    assert not story.of(Terminate)
+    story.tell(Tick(), seconds=30)
+    assert story.of(Terminate)
+
+
+def test_a_rank_that_ends_well_before_the_others_is_no_loss() -> None:
+    story = Story(lost_seconds_max=30).launch().tell(Ended(0, 0)).tell(Tick(), seconds=1000)
+    assert not story.of(Terminate)
+
+
+def test_silence_ends_it_unless_it_is_over_in_time() -> None:
+    story = Story(silent_seconds_max=30).launch().tell(Silence(1)).tell(Silence(1, over=True), seconds=29)
+    story.tell(Tick(), seconds=100)
+    assert not story.of(Terminate)
+    story.tell(Silence(1)).tell(Tick(), seconds=30)
+    assert story.of(Terminate)
+    story.end(status=-9)
+    assert "rank 1 on h1 is silent" in story.of(Note)[-2].message
+
+
+def test_what_we_end_ourselves_was_not_killed_from_outside() -> None:
+    story = Story(silent_seconds_max=30).launch().tell(Silence(1)).tell(Tick(), seconds=30)
+    story.end(Ended(0, -15), Ended(2, -9), status=-15)
+    assert [note.fields["cause"] for note in story.of(Note) if note.event == "ended"] == ["lost"]
+
+
+def test_no_newer_step_for_too_long_ends_it() -> None:
+    story = Story(stall_seconds_max=100).launch().tell(Staged(1), seconds=90).tell(Tick(), seconds=90)
+    assert not story.of(Terminate)
+    story.tell(Tick(), seconds=10)
+    assert story.of(Terminate)
+
+
+def hosts(*names: str, slots: int = 1, noticed: str = "") -> tuple[Host, ...]:
+    return tuple(Host(name, slots, name == noticed) for name in names)
+
+
+def test_a_host_that_is_gone_ends_the_attempt_and_the_rest_goes_on() -> None:
+    story = Story(3, 2)
+    story.hosts = hosts("a", "b", "c")
+    story.launch().tell(HostsSeen(hosts("a", "c")), HostsSeen(hosts("a", "c")))
+    assert story.of(Terminate) == [Terminate(gently=False)]
+    story.hosts = hosts("a", "c")
+    story.end(status=-15).wait().launch()
+    assert story.of(Launch)[-1].hosts == hosts("a", "c")
+    assert story.of(Launch)[-1].ranks == 2
+    assert any(note.fields.get("cause") == "preempted" for note in story.of(Note))
+
+
+def test_one_look_that_misses_a_host_ends_nothing() -> None:
+    """An ssh that fails once is tried again at once; from then on it counts from the beginning."""
+    story = Story(3, 2)
+    story.hosts = hosts("a", "b", "c")
+    story.launch()
+    for _ in range(3):
+        looks = len(story.of(Look))
+        story.tell(HostsSeen(hosts("a", "c")))
+        assert len(story.of(Look)) == looks + 1
+        story.tell(HostsSeen(hosts("a", "b", "c")))
+    assert not story.of(Terminate)
+    # Another host each time: none of them was missing twice.
+    story.tell(HostsSeen(hosts("a", "c")), HostsSeen(hosts("a", "b")))
+    assert not story.of(Terminate)
+    story.tell(HostsSeen(hosts("a", "b")))
+    assert story.of(Terminate)
+    assert "host c is gone" in story.of(Note)[-1].message
+
+
+def test_a_verdict_waits_for_the_second_look_but_not_for_ever() -> None:
+    story = Story(3, 2, look_seconds_max=30)
+    story.hosts = hosts("a", "b", "c")
+    story.launch().tell(BUG, Exited(1), HostsSeen(hosts("a", "c")))
+    assert story.phase is Phase.JUDGING
+    story.tell(HostsSeen(hosts("a", "c")))
+    assert _told(story, "ended")[-1]["cause"] == "preempted"
+    story = Story(3, 2, look_seconds_max=30)
+    story.hosts = hosts("a", "b", "c")
+    story.launch().tell(BUG, Exited(1), HostsSeen(hosts("a", "c"))).tell(Tick(), seconds=30)
+    assert _told(story, "ended")[-1]["cause"] == "crashed", "one look is no evidence"
+
+
+@pytest.mark.parametrize("why", ["gone", "silent"])
+def test_who_waits_only_for_lost_hosts_is_killed_at_once(why: str) -> None:
+    """mpirun waits for the daemon of a host that will not answer, and hands on nothing more of any other."""
+    story = Story(3, 2, kill_seconds=5, silent_seconds_max=0)
+    story.hosts = hosts("h0", "h1", "h2")
+    story.launch()
+    gone = HostsSeen(hosts("h0", "h2"))
+    story.tell(*((gone, gone) if why == "gone" else (Silence(1), Tick())))
+    assert story.of(Terminate) == [Terminate(gently=False)]
+    story.tell(Ended(0, -15), Tick())
+    assert not story.of(Kill), "the stager has not ended yet"
+    story.tell(Ended(3, -15), Tick(), Tick())
+    assert len(story.of(Kill)) == 1
+    story.tell(Tick(), seconds=5)
+    assert len(story.of(Kill)) == 2
+    looks = len(story.of(Look))
+    story.tell(Exited(-9))
+    if why == "gone":
+        assert story.phase is Phase.PAUSING, "that it is gone decides it: no further look waits for it"
+    else:
+        assert len(story.of(Look)) == looks + 1
+
+
+def test_mpirun_that_can_still_end_by_itself_is_given_its_time() -> None:
+    story = Story(lost_seconds_max=1, kill_seconds=5).launch().tell(KILLED).tell(Tick(), seconds=1)
+    story.tell(Ended(1, -15), Ended(2, -15), Tick())
+    assert not story.of(Kill)
+    story.tell(Tick(), seconds=5)
+    assert story.of(Kill)
+
+
+def test_too_few_hosts_are_waited_for_and_asked_for() -> None:
+    story = Story(3, 2, hosts_seconds_max=600)
+    story.tell(HostsSeen(hosts("a"))).tell(HostsSeen(hosts("a")), seconds=15)
+    assert story.of(Launch) == []
+    assert story.of(Look) == [Look(), Look(2)]
+    story.tell(HostsSeen(hosts("a", "b")), seconds=15)
+    assert story.of(Launch)[0].ranks == 2
+
+
+def test_hosts_that_never_come_end_it() -> None:
+    story = Story(3, 2, hosts_seconds_max=600).tell(HostsSeen(())).tell(Tick(), seconds=600)
+    assert story.verdict.exit_code == 9
+
+
+def test_a_host_with_a_notice_is_used_only_if_it_must_be() -> None:
+    story = Story(3, 2)
+    story.hosts = hosts("a", "b", "c", noticed="a")
+    assert story.launch().of(Launch)[0].hosts == hosts("b", "c")
+    story = Story(3, 3)
+    story.hosts = hosts("a", "b", "c", noticed="a")
+    assert story.launch().of(Launch)[0].ranks == 3
+
+
+def test_a_notice_makes_a_crash_a_preemption() -> None:
+    story = Story().launch().tell(Noticed(1)).end(BUG).wait().launch().tell(Noticed(1)).end(BUG)
+    causes = [note.fields["cause"] for note in story.of(Note) if note.event == "ended"]
+    assert causes == ["preempted", "preempted"]
+    assert not story.of(Finish)
+
+
+def test_what_a_host_was_told_is_known_by_its_ranks() -> None:
+    story = Story().launch().tell(Noticed(1)).end(BUG)
+    (note,) = [note for note in story.of(Note) if note.event == "ended"]
+    assert "host h1 had a notice" in note.message
+
+
+def test_the_way_back_to_training_is_told_phase_by_phase() -> None:
+    story = Story(kill_seconds=5).launch()
+    story.tell(Joined(), seconds=1).tell(Restored(0, -1), Restored(1, -1), seconds=2)
+    story.tell(Stepped(0, 0), Stepped(0, 1), seconds=4)
+    assert not _told(story, "training"), "one rank alone does not train"
+    story.tell(Stepped(1, 0))
+    assert _told(story, "training")[-1] == {
+        "attempt": 1,
+        "step": 0,
+        "joined_seconds": 1.0,
+        "restored_seconds": 2.0,
+        "training_seconds": 4.0,
+        "seconds": 7.0,
+    }
+    story.tell(KILLED).tell(Exited(1), seconds=8).tell(HostsSeen(None)).wait()
+    assert _told(story, "lost") == [{"attempt": 1, "rank": 0, "status": -9}]
+    # A second loss on the way belongs to the first, and what it had reached is void.
+    story.launch().tell(Joined(), seconds=16).tell(
+        Ended(1, -9), Exited(1), HostsSeen(None), seconds=32
+    ).wait()
+    assert len(_told(story, "lost")) == 2
+    story.launch().tell(Restored(0, 3), Restored(1, 3), seconds=64).tell(Stepped(0, 4), Stepped(1, 4))
+    assert _told(story, "restored")[-1] == {"attempt": 3, "step": 3}
+    told = _told(story, "training")[-1]
+    assert set(told) >= {"ended_seconds", "launched_seconds", "restored_seconds", "training_seconds"}
+    assert "joined_seconds" not in told
+    parts = [value for name, value in told.items() if name.endswith("_seconds")]
+    assert sum(parts) == told["seconds"] > 8 + 16 + 32 + 64
+
+
+def test_a_silent_rank_is_lost_when_it_is_given_up() -> None:
+    story = Story(silent_seconds_max=30).launch().tell(Silence(1)).tell(Tick(), seconds=30)
+    story.end(status=-9).wait().launch().tell(Stepped(0, 1), Stepped(1, 1), seconds=7)
+    told = _told(story, "training")[-1]
+    assert told["seconds"] == told["ended_seconds"] + told["launched_seconds"] + 7
+
+
+def _told(story: Story, event: str) -> list[dict[str, Any]]:
+    return [dict(note.fields) for note in story.of(Note) if note.event == event]
+
+
+def test_the_verdict_does_not_wait_for_a_fleet_that_is_silent() -> None:
+    story = Story(look_seconds_max=30).launch().tell(KILLED, Exited(1)).tell(Tick(), seconds=29)
+    assert story.core.phase is Phase.JUDGING
+    story.tell(Tick(), seconds=1)
+    assert story.core.phase is not Phase.JUDGING
+
+
+def test_stop_is_gentle_first() -> None:
+    story = Story(grace_seconds=30, kill_seconds=5).launch().tell(Stop("SIGTERM came"))
+    assert story.of(Terminate) == [Terminate(gently=True)]
+    story.tell(Tick(), seconds=30)
+    assert story.of(Terminate)[-1] == Terminate(gently=False)
+    story.tell(Tick(), seconds=5)
+    assert story.of(Kill)
+    story.end(status=-9)
+    assert (story.verdict.cause, story.verdict.exit_code) == (Cause.STOPPED, 130)
+
+
+def test_stop_twice_is_in_a_hurry() -> None:
+    story = Story().launch().tell(Stop("SIGINT came"), Stop("SIGINT came"))
+    assert story.of(Terminate) == [Terminate(gently=True), Terminate(gently=False)]
+
+
+@pytest.mark.parametrize("after", ["begin", "judged"])
+def test_stop_between_attempts(after: str) -> None:
+    story = Story()
+    if after == "judged":
+        story.launch().end(KILLED)
+    assert story.tell(Stop("SIGTERM came")).verdict.cause is Cause.STOPPED
+
+
+RANK, STEP = st.integers(0, 3), st.integers(0, 30)
+ANY = st.one_of(
+    st.just(Tick()),
+    st.builds(
+        HostsSeen,
+        st.one_of(st.none(), st.sets(st.sampled_from("abc")).map(lambda names: hosts(*sorted(names)))),
+    ),
+    st.builds(Began, RANK, st.sampled_from("abc")),
+    st.builds(Ended, RANK, st.sampled_from([0, 1, 2, -9, -11, -15]), st.sampled_from(["", "ValueError"])),
+    st.builds(Staged, STEP),
+    st.builds(Durable, STEP),
+    st.builds(Silence, RANK, st.booleans()),
+    st.builds(Noticed, RANK),
+    st.just(Joined()),
+    st.builds(Restored, RANK, STEP),
+    st.builds(Stepped, RANK, STEP),
+    st.builds(Exited, st.sampled_from([0, 1, -9])),
+    st.builds(Stop, st.just("SIGTERM came")),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(ANY, st.floats(0, 50)), max_size=80))
+def test_any_order_of_events(events: list[tuple[Event, float]]) -> None:
+    """One job at a time, each with enough ranks; never one after the end, one end, and the end is always reached."""
+    limits = Limits(3, 2, restarts_max=3)
+    core = Core(limits, float)
+    now, runs, attempts, over = 0.0, False, 0, 0
+    core.begin()
+    # In the end nothing but time passes, no host is there, and whatever is asked to die does.
+    quiet: list[tuple[Event, float]] = [(HostsSeen(()), 40.0), (Tick(), 40.0)] * 120
+    for event, seconds in [*events, *quiet]:
+        if isinstance(event, Exited) and not runs:
+            continue
+        now += seconds
+        asked = core.handle(event, now)
+        if isinstance(event, Exited):
+            runs = False
+        for action in asked:
+            assert not over
+            match action:
+                case Launch(attempt, ranks, placed):
+                    assert not runs
+                    assert attempt == attempts + 1
+                    assert limits.ranks_min <= ranks <= limits.ranks
+                    assert placed is None or sum(host.slots for host in placed) == ranks
+                    runs, attempts = True, attempt
+                case Terminate() | Kill():
+                    assert runs
+                case Finish():
+                    assert not runs
+                    over += 1
+        if runs and core.phase is Phase.ENDING and seconds == 40.0:
+            runs = False
+            for action in core.handle(Exited(-9), now):
+                assert not isinstance(action, Launch)
+                over += isinstance(action, Finish)
+    assert over == 1 or core.phase is Phase.RUNNING

@@ -1,0 +1,216 @@
+"""Lines of mpirun, the event log, host files and Slurm: what is read from outside, and what it means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigError
+from holdfast.notices.decider import Emergency, Said
+from holdfast.notices.notice import Notice, NoticeKind
+from holdfast.supervised import MARK
+from operator_side.supervise.events import (
+    Began,
+    Durable,
+    Ended,
+    Joined,
+    Noticed,
+    Restored,
+    Silence,
+    Staged,
+    Stepped,
+)
+from operator_side.supervise.hosts import Host, HostFile, Slurm, place
+from operator_side.supervise.output import Line, Output, Report, exception_of, parse_line, parse_report
+from operator_side.supervise.tail import Follower, meaning
+
+
+def test_tags_are_taken_off() -> None:
+    assert parse_line("[1,12]<stderr>: text: [1,3]<stdout>: x") == Line(
+        12, "stderr", "text: [1,3]<stdout>: x"
+    )
+    assert parse_line("[1,0]<stdout>: ") == Line(0, "stdout", "")
+    assert parse_line("prterun noticed") == Line(None, "stderr", "prterun noticed")
+
+
+@given(st.text(max_size=200))
+def test_no_line_is_too_strange(text: str) -> None:
+    assert text.endswith(parse_line(text).text)
+    assert text.startswith(MARK) or parse_report(text) is None
+    report = parse_report(MARK + text)
+    assert report is None or report.rank >= 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"ended": {"rank": -1, "status": 0}}',
+        '{"ended": {"rank": 1}}',
+        '{"stepped": {"rank": 1, "step": "0"}}',
+        '{"ended": 3}',
+        "[]",
+        '{"x": {"rank": 1}}',
+    ],
+)
+def test_reports_that_are_none(said: str) -> None:
+    assert parse_report(MARK + said) is None
+
+
+def feed(tmp_path: Path, *lines: str, ranks: int = 2) -> tuple[Output, list[Report], list[tuple[str, str]]]:
+    relayed: list[tuple[str, str]] = []
+    output = Output(tmp_path / "attempt", ranks, lambda stream, text: relayed.append((stream, text)))
+    found: list[Report] = []
+    data = "".join(line + "\n" for line in lines).encode()
+    for start in range(0, len(data), 7):  # in pieces, as a pipe gives them
+        found += output.feed(data[start : start + 7])
+    return output, found + output.feed(b""), relayed
+
+
+def test_each_process_has_its_file_and_reports_are_not_shown(tmp_path: Path) -> None:
+    output, found, relayed = feed(
+        tmp_path,
+        f"[1,0]<stderr>: {MARK}" + json.dumps({"began": {"rank": 0, "host": "h", "pid": 1}}),
+        f"[1,0]<stderr>: {MARK}" + json.dumps({"restored": {"rank": 0, "step": -1}}),
+        f"[1,0]<stderr>: {MARK}" + json.dumps({"stepped": {"rank": 0, "step": 0}}),
+        "[1,0]<stdout>: step 1",
+        "[1,2]<stderr>: staged",
+        "no tag",
+        f"[1,1]<stderr>: {MARK}" + json.dumps({"ended": {"rank": 0, "status": 0}}),  # speaks for another
+        "[1,1]<stderr>: Traceback (most recent call last):",
+        '[1,1]<stderr>:   File "x.py", line 3',
+        "[1,1]<stderr>: torch.OutOfMemoryError: too much",
+        f"[1,1]<stderr>: {MARK}" + json.dumps({"ended": {"rank": 1, "status": 1}}),
+    )
+    output.close()
+    assert found == [
+        Began(0, "h"),
+        Restored(0, -1),
+        Stepped(0, 0),
+        Ended(1, 1, "torch.OutOfMemoryError"),
+    ]
+    assert ("stdout", "step 1") in relayed
+    assert not any("ended" in text for _, text in relayed)
+    files = {path.name: path.read_text() for path in (tmp_path / "attempt").iterdir()}
+    assert files["rank-0.log"] == "step 1\n"
+    assert files["stager.log"] == "staged\n"
+    assert files["mpirun.log"] == "no tag\n"
+    assert output.tail(1)[-1] == "torch.OutOfMemoryError: too much"
+
+
+def test_the_last_traceback_counts_also_with_torchs_prefix() -> None:
+    first = ["Traceback (most recent call last):", "  x", "KeyError: 1"]
+    second = ["[rank1]: Traceback (most recent call last):", "[rank1]:   x", "[rank1]: ValueError"]
+    assert exception_of(first) == "KeyError"
+    assert exception_of([*first, "text", *second]) == "ValueError"
+    assert exception_of(["ValueError: only said"]) == ""
+
+
+def test_the_event_log_is_followed_from_now_on(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_text('{"event": "staged", "role": "stager", "step": 1}\n')
+    follower = Follower(path)
+    assert list(follower.read()) == []
+    with path.open("a") as file:
+        file.write('{"event": "staged", "ro')
+    assert list(follower.read()) == []
+    with path.open("a") as file:
+        file.write(
+            'le": "stager", "step": 2}\nnot json\n[]\n{"event": "durable", "role": "flusher", "step": 2}\n'
+        )
+    assert [meaning(said) for said in follower.read()] == [Staged(2), Durable(2)]
+
+
+def _notice(kind: NoticeKind) -> dict[str, object]:
+    """The line that the stager writes when rank 1 has told it of a notice."""
+    emergency = Emergency(2, tuple)
+    said = emergency.noticed(1, Notice(kind, None, "aws", "a test"), 60.0, "rank 1 on host spot-1", 0.0)[0]
+    assert isinstance(said, Said)
+    return {"event": said.event, "role": "stager", **said.fields}
+
+
+@pytest.mark.parametrize(
+    ("said", "event"),
+    [
+        ({"event": "staged", "role": "trainer", "step": 3}, None),
+        ({"event": "flush_failed", "role": "flusher", "step": 3}, None),
+        ({"event": "rank_silent", "role": "stager", "silent_rank": 2}, Silence(2)),
+        ({"event": "rank_back", "role": "stager", "silent_rank": 2}, Silence(2, over=True)),
+        ({"event": "rank_silent", "role": "stager", "silent_rank": "2"}, None),
+        (_notice(NoticeKind.TERMINATE), Noticed(1)),
+        (_notice(NoticeKind.REBALANCE), None),
+        ({"event": "stager_ready", "role": "stager", "attempt": 1}, Joined()),
+        ({"event": "staged", "role": "stager", "step": "3"}, None),
+        ({}, None),
+    ],
+)
+def test_what_events_mean(said: dict[str, object], event: object) -> None:
+    assert meaning(said) == event
+
+
+def test_a_host_file(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(
+        "# comment\nlocalhost slots=2 max-slots=9\n\n127.0.0.1   # one\nlocalhost slots=1\n10.0.0.9 slots=0\n"
+    )
+    assert HostFile(path).look() == (Host("localhost", 3), Host("127.0.0.1", 1))
+    path.write_text("localhost slots=2\n-oProxyCommand=x\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        HostFile(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        HostFile(tmp_path / "none")
+
+
+def test_a_host_that_does_not_answer_is_not_there(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\necho "$@" >>"$0.log"\ntest "$1" = spot-1\n')
+    agent.chmod(0o755)
+    path = tmp_path / "hosts"
+    path.write_text("spot-1 slots=2\nspot-2 slots=2\nlocalhost\n")
+    assert HostFile(path, agent=[str(agent)]).look() == (Host("spot-1", 2), Host("localhost", 1))
+    assert sorted((tmp_path / "agent.log").read_text().splitlines()) == ["spot-1 true", "spot-2 true"]
+
+
+def test_slurm() -> None:
+    ours = "n[1-4]"
+
+    def scontrol(arguments: Sequence[str]) -> str:
+        what, which = arguments[1:3]
+        names = {"n[1-3]": "n1 n2 n3", "n[1-4]": "n1 n2 n3 n4", "n[2-4]": "n2 n3 n4"}
+        if what == "hostnames":
+            return names[which].replace(" ", "\n")
+        if what == "job":
+            assert which == "7"
+            return f"JobId=7 JobState=RUNNING ReqNodeList=n[1-9] ExcNodeList=(null) NodeList={ours} BatchHost=n1\n"
+        states = {
+            "n1": "ALLOCATED+CLOUD ThreadsPerCore=1",
+            "n2": "DOWN+CLOUD+POWERED_DOWN",
+            "n3": "ALLOCATED*",
+            "n4": "MIXED",
+        }
+        return "".join(f"NodeName={name} Arch=x86_64 State={states[name]} x=1\n" for name in which.split(","))
+
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": "4(x2),1(x2)"}
+    fleet = Slurm(environment, scontrol)
+    assert fleet.look() == (Host("n1", 4), Host("n4", 1))
+    ours = "n[2-4]"  # n1 has failed, was taken out of the job, and is up again
+    assert fleet.look() == (Host("n4", 1),)
+    ours = "(null)"
+    assert fleet.look() == ()
+    with pytest.raises(ConfigError, match="inside sbatch"):
+        Slurm({"SLURM_JOB_ID": "7"}, scontrol)
+    with pytest.raises(ConfigError, match="3 nodes"):
+        Slurm({**environment, "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2)"}, scontrol)
+
+
+@given(st.lists(st.integers(0, 5), max_size=6), st.integers(1, 12))
+def test_ranks_are_placed_once_each(slots: list[int], wanted: int) -> None:
+    given_hosts = [Host(f"h{i}", n) for i, n in enumerate(slots)]
+    placed = place(given_hosts, wanted)
+    assert sum(host.slots for host in placed) == min(wanted, sum(slots))
+    assert all(0 < host.slots <= slots[int(host.name[1:])] for host in placed)
+    assert [host.name for host in placed] == sorted(host.name for host in placed)

@@ -1,0 +1,66 @@
+"""A preemption is told from a bug, by what happened and not by who complains loudest."""
+
+from __future__ import annotations
+
+import pytest
+
+from operator_side.supervise.verdict import Cause, Death, Evidence, judge
+
+BEGAN = {0: "spot-1", 1: "spot-2", 2: "here"}
+
+
+def evidence(*deaths: Death, mpirun_status: int = 1, **more: object) -> Evidence:
+    return Evidence(2, mpirun_status, BEGAN, deaths, **more)  # type: ignore[arg-type]
+
+
+GONE = Death(1, -9)
+ECHO = Death(0, 1, "RuntimeError")  # what gloo says when its peer is gone
+BUG = Death(1, 1, "ValueError")
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        (evidence(Death(0, 0), Death(1, 0), mpirun_status=0), Cause.DONE),
+        (evidence(Death(0, 0), Death(1, 0), Death(2, 9)), Cause.DONE),
+        (evidence(mpirun_status=0), Cause.LOST),  # with ULFM mpirun calls it a success that nobody came back
+        (evidence(GONE, ECHO), Cause.KILLED),
+        (evidence(ECHO, GONE), Cause.KILLED),
+        (evidence(Death(1, -15), ECHO), Cause.KILLED),
+        (evidence(Death(2, -9)), Cause.KILLED),
+        (evidence(BUG, ECHO), Cause.CRASHED),
+        (evidence(Death(1, -11)), Cause.CRASHED),
+        (evidence(Death(1, -6), ECHO), Cause.CRASHED),
+        (evidence(BUG, gone={"spot-2"}), Cause.PREEMPTED),
+        (evidence(ECHO, noticed={"spot-2"}), Cause.PREEMPTED),
+        (evidence(mpirun_status=-9), Cause.KILLED),
+        (evidence(Death(0, -15, by_us=True), given_up="rank 1 is silent"), Cause.LOST),
+        (evidence(BUG, Death(0, -15, by_us=True), given_up="rank 1 has ended"), Cause.CRASHED),
+        (evidence(GONE, given_up="rank 1 has ended"), Cause.KILLED),
+        (evidence(GONE, stopping=True), Cause.STOPPED),
+        (evidence(Death(0, 0), Death(1, 0), stopping=True), Cause.DONE),
+        (Evidence(2, 213), Cause.UNLAUNCHED),
+    ],
+)
+def test_causes(what: Evidence, cause: Cause) -> None:
+    assert judge(what).cause is cause
+
+
+def test_who_and_how_is_said() -> None:
+    verdict = judge(evidence(BUG, ECHO))
+    assert verdict.message == "rank 1 on spot-2 ended with exit code 1 (ValueError)"
+    assert (verdict.rank, verdict.exit_code, verdict.exception) == (1, 1, "ValueError")
+    assert judge(evidence(Death(2, -9))).message == "the stager on here was killed by SIGKILL from outside"
+    assert judge(evidence(Death(1, -11))).exit_code == 139
+
+
+def test_the_same_crash_has_the_same_mark() -> None:
+    assert judge(evidence(BUG)).mark == judge(evidence(BUG, ECHO)).mark
+    assert judge(evidence(BUG)).mark != judge(evidence(Death(1, 1, "KeyError"))).mark
+    assert judge(evidence(Death(1, 3))).mark != judge(evidence(Death(1, 4))).mark
+
+
+def test_a_wrong_setting_is_hopeless() -> None:
+    assert judge(evidence(Death(1, 1, "holdfast.errors.ConfigError"))).hopeless
+    assert judge(evidence(Death(2, 2))).hopeless
+    assert not judge(evidence(BUG)).hopeless

@@ -1,0 +1,85 @@
+"""What tests of the stager's session share: a layout, a stager that answers as the test says, a look inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.image.layout import REPLICATED, Entry, Layout
+from holdfast.wire.frames import Kind
+from stager.session.checkpoint import Phase
+from stager.session.machine import Session
+from stager.session.steps import Action, Began, Event, GrantCredit, NewLayout, Offer, Received, Sent, Tell
+
+CHUNK = 4096
+
+
+def make_layout(chunks: int = 6, ranks: int = 2, *, last_owner: int = REPLICATED) -> Layout:
+    nbytes = chunks * CHUNK - 100
+    entries = (
+        Entry("a", 64, nbytes - 400, REPLICATED, ()),
+        Entry("b", nbytes - 300, 100, last_owner, ()),
+    )
+    return Layout(nbytes, CHUNK, ranks, entries)
+
+
+def is_empty(session: Session) -> bool:
+    """Nothing is under way at all; all that was staged is durable or failed."""
+    return not session._open
+
+
+def phases_of(session: Session) -> dict[int, Phase]:
+    return {step: checkpoint.phase for step, checkpoint in session._open.items()}
+
+
+def slots_of(session: Session) -> tuple[set[int], set[int], set[int]]:
+    """Which slots are free, being filled, and the flusher's."""
+    assert len(session._slots.free) == len(set(session._slots.free)), "a slot is free twice"
+    filling = {slot for checkpoint in session._open.values() for slot in checkpoint.open_slots.values()}
+    return set(session._slots.free), filling, set(session._slots.flushers)
+
+
+class Stager:
+    """Drives a session and keeps its actions; the clock is a number."""
+
+    def __init__(self, layout: Layout, *, slots: int = 8) -> None:
+        self.layout = layout
+        self.now = 0.0
+        self.session = Session(
+            ranks=layout.ranks, free_slots=range(slots), offer_seconds_max=60, chunk_seconds_max=120
+        )
+        self.credits: dict[tuple[int, int, int], int] = {}
+        self.done: list[Action] = []
+        self.take(NewLayout(layout))
+
+    def take(self, event: Event) -> list[Action]:
+        actions = self.session.handle(event, self.now)
+        self.done += actions
+        for action in actions:
+            if isinstance(action, GrantCredit):
+                self.credits[action.rank, action.step, action.chunk] = action.slot
+        return actions
+
+    def offer_all(self, step: int, *, began: bool = True) -> list[Action]:
+        for rank in range(self.layout.ranks):
+            actions = self.take(Offer(rank, step, self.layout.digest))
+        return self.take(Began(step)) if began else actions
+
+    def take_began(self, step: int, part_chunks: int) -> list[Action]:
+        return self.take(Began(step, part_chunks))
+
+    def pay(self, rank: int, step: int, chunk: int) -> list[Action]:
+        """The rank answers a credit as it should."""
+        del self.credits[rank, step, chunk]
+        nbytes = sum(extent.nbytes for extent in self.layout.pieces(chunk, rank))
+        self.take(Sent(rank, step, chunk, nbytes, 1000 * rank + chunk))
+        return self.take(Received(rank, step, chunk))
+
+    def pay_all(self, step: int) -> None:
+        while due := [credit for credit in self.credits if credit[1] == step]:
+            self.pay(*due[0])
+
+    def said(self, kind: Kind) -> list[Tell]:
+        return [action for action in self.done if isinstance(action, Tell) and action.kind is kind]
+
+    def of(self, kind: type[Action]) -> list[Any]:
+        return [action for action in self.done if isinstance(action, kind)]

@@ -1,0 +1,119 @@
+"""What the session does when the ranks' replicas differ: says it and stages, or fails the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.errors import ProtocolError
+from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.image.replicas import OnDivergence, encode
+from holdfast.wire.frames import Kind
+from stager.session.machine import Session
+from stager.session.steps import (
+    Abort,
+    Action,
+    Began,
+    Diverged,
+    Done,
+    Event,
+    GrantCredit,
+    NewLayout,
+    Offer,
+    Received,
+    Sent,
+    Staged,
+    Tell,
+)
+
+CHUNK = 4096
+LAYOUT = Layout(
+    4 * CHUNK,
+    CHUNK,
+    3,
+    (Entry("w", 64, 8192, REPLICATED, ()), Entry("b", 9000, 400, REPLICATED, ())),
+    (TensorInfo("model/w", "float32", (2048,), 0), TensorInfo("model/b", "float32", (100,), 1)),
+)
+
+
+class Driver:
+    """Takes one checkpoint after the other through a session, each rank with the fingerprints that it is given."""
+
+    def __init__(self, on_divergence: OnDivergence) -> None:
+        self.session = Session(
+            ranks=3,
+            free_slots=range(16),
+            offer_seconds_max=60,
+            chunk_seconds_max=120,
+            on_divergence=on_divergence,
+        )
+        self.take(NewLayout(LAYOUT))
+
+    def take(self, event: Event) -> list[Action]:
+        return self.session.handle(event, 0.0)
+
+    def checkpoint(self, step: int, fingerprints: list[Any]) -> list[Action]:
+        granted: list[GrantCredit] = []
+        for rank in range(3):
+            actions = self.take(Offer(rank, step, LAYOUT.digest, {"saved_at_unix": 1.0}))
+            granted += [action for action in actions if isinstance(action, GrantCredit)]
+        granted += [action for action in self.take(Began(step, 1)) if isinstance(action, GrantCredit)]
+        for credit in granted:
+            nbytes = sum(extent.nbytes for extent in LAYOUT.pieces(credit.chunk, credit.rank))
+            self.take(Sent(credit.rank, step, credit.chunk, nbytes, 0))
+            self.take(Received(credit.rank, step, credit.chunk))
+        actions = []
+        for rank, crcs in enumerate(fingerprints):
+            body = {"copy_seconds": 1.0} if crcs is None else {"copy_seconds": 1.0, "replicas": crcs}
+            actions += self.take(Done(rank, step, body))
+        return actions
+
+
+SAME, OTHER = encode([1, 2]), encode([1, 3])
+
+
+def test_warn_says_it_once_and_stages() -> None:
+    driver = Driver("warn")
+    said, staged = driver.checkpoint(1, [SAME, OTHER, SAME])
+    assert isinstance(said, Diverged)
+    assert (said.step, said.body["drifted"]) == (1, {"1": ["model/b"]})
+    assert isinstance(staged, Staged)
+    assert all("replicas" not in record for record in staged.records.values()), "it is not for the manifest"
+    assert [type(action) for action in driver.checkpoint(2, [SAME, OTHER, SAME])] == [Staged]
+
+
+def test_refuse_fails_the_step_for_all_and_the_next_one_is_looked_at_again() -> None:
+    driver = Driver("refuse")
+    for step in (1, 2):
+        abort, tell = driver.checkpoint(step, [SAME, SAME, OTHER])
+        assert isinstance(abort, Abort)
+        assert isinstance(tell, Tell)
+        assert (tell.kind, tell.rank, tell.body["code"]) == (Kind.FAILED, None, "state")
+        assert "rank 2 differs from most ranks in model/b" in tell.body["message"]
+    assert [type(action) for action in driver.checkpoint(3, [SAME, SAME, SAME])] == [Staged]
+
+
+@pytest.mark.parametrize("policy", ["warn", "refuse", "off"])
+def test_no_difference_no_word(policy: OnDivergence) -> None:
+    assert [type(action) for action in Driver(policy).checkpoint(1, [SAME] * 3)] == [Staged]
+
+
+def test_off_does_not_even_read_them() -> None:
+    assert [type(action) for action in Driver("off").checkpoint(1, [SAME, OTHER, "noise"])] == [Staged]
+
+
+def test_ranks_that_send_none_are_not_compared() -> None:
+    assert [type(action) for action in Driver("refuse").checkpoint(1, [None, OTHER, None])] == [Staged]
+    assert [type(action) for action in Driver("warn").checkpoint(1, [SAME, OTHER, None])] == [
+        Diverged,
+        Staged,
+    ]
+
+
+def test_noise_is_the_ranks_fault_and_changes_nothing() -> None:
+    driver = Driver("warn")
+    with pytest.raises(ProtocolError, match="DONE: replicas"):
+        driver.checkpoint(1, [SAME, "AAAA"])
+    driver.take(Done(1, 1, {"replicas": SAME}))
+    assert [type(action) for action in driver.take(Done(2, 1, {"replicas": SAME}))] == [Staged]

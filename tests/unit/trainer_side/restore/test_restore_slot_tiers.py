@@ -1,0 +1,180 @@
+"""Restore from the tiers that ranks really have: slot files in memory and on disks, written through their protocol."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.image.slices import frames_of
+from tests.support.restoring import CountingStore, Ranks, ThreadPeers
+from tests.support.slices import Checkpoint, checkpoint, keep
+from tests.unit.trainer_side.restore.test_restore import Run, assert_same
+from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
+from trainer_side.restore.inventory import newest_attempt
+from trainer_side.restore.restore import Restored, restore
+from trainer_side.state.per_rank import PerRank
+from trainer_side.tiers.base import Tier
+from trainer_side.tiers.opening import open_tier
+
+_KINDS = ("memory", "nvme", "file", "pm")
+
+
+class Machines:
+    """Directories that outlive the processes that write there."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._opened: list[Tier] = []
+
+    def place(self, number: int, kind: str) -> Path:
+        return self._root / f"machine-{number}" / kind
+
+    def open(self, number: int, kind: str = "nvme") -> Tier:
+        """As a new process does it."""
+        self.place(number, kind).parent.mkdir(parents=True, exist_ok=True)
+        self._opened.append(open_tier(f"{kind}:{self.place(number, kind)}", str(self._root / "run")))
+        return self._opened[-1]
+
+    def save(self, made: Checkpoint, number: int, *ranks: int, kind: str = "nvme") -> None:
+        """Let these ranks, on this machine, keep their slices, and end."""
+        tiers = [self.open(number, kind) for _ in ranks]
+        for rank, tier in zip(ranks, tiers, strict=True):
+            keep(tier, made, rank, complete=False)
+        for tier in tiers:
+            tier.complete(made.attempt, made.step)
+            tier.close()
+
+    def close(self) -> None:
+        for tier in self._opened:
+            tier.close()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    found = Machines(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CountingStore:
+    return CountingStore(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 1), (1, 2), (2, 1), (2, 3), (3, 2)])
+def test_a_whole_state_comes_back_on_any_number_of_ranks(
+    machines: Machines, store: CountingStore, before: int, now: int
+) -> None:
+    run = Run(1, steps=2)
+    made = checkpoint(
+        lambda rank: {**run.state, "own": PerRank({"rank": rank})}, ranks=before, step=7, attempt=3
+    )
+    tiers: list[list[Tier]] = [[] for _ in range(now)]
+    for rank in range(before):
+        kind = _KINDS[(rank + before + now) % len(_KINDS)]
+        machines.save(made, rank, rank, kind=kind)
+        tiers[rank % now].append(machines.open(rank, kind))
+    runs = [Run(10 + rank, steps=rank) for rank in range(now)]
+    own = [PerRank({"rank": -1}) for _ in range(now)]
+
+    def work(peers: ThreadPeers) -> Restored | None:
+        state = {**runs[peers.rank].state, "own": own[peers.rank]}
+        return restore(state, store, peers, events=None, tiers=tiers[peers.rank])
+
+    results = Ranks(now).run(work)
+    assert [(result.step, result.attempt) for result in results if result] == [(7, 3)] * now
+    assert [value.value["rank"] for value in own] == [*range(before), -1, -1][:now]
+    expected_tree, expected_loss = copy.deepcopy(run.tree()), run.loss()
+    for one in runs:
+        assert_same(one.tree(), expected_tree)
+        assert one.loss() == expected_loss
+    assert store.requests == []
+
+
+def test_ranks_of_one_machine_find_each_others_slices(machines: Machines, store: CountingStore) -> None:
+    """One rank's own tier is enough for both, and with both each reads its half."""
+    for step in (4, 5):
+        machines.save(saved(step), 0, 0, 1)
+    results = assert_step(*bring_back(store, [[machines.open(0)], [machines.open(0)]]), 5)
+    made = saved(5)
+    assert sum(result.bytes_read for result in results) == made.layout.image_bytes
+    assert (
+        max(result.bytes_read for result in results) <= made.layout.image_bytes / 2 + made.layout.chunk_bytes
+    )
+    assert_step(*bring_back(store, [[], [machines.open(0)]]), 5)
+    assert_step(*bring_back(store, [[machines.open(0)]], step=4), 4)
+    assert store.requests == []
+
+
+def test_memory_is_read_before_a_disk(machines: Machines, store: CountingStore) -> None:
+    made = saved(5)
+    for kind in ("file", "memory"):
+        machines.save(made, 0, 0, 1, kind=kind)
+    tiers = [[machines.open(0, "file"), machines.open(0, "memory")] for _ in range(2)]
+    for result, own in zip(assert_step(*bring_back(store, tiers), 5), tiers, strict=True):
+        assert result.sources.keys() == {own[1].name}
+
+
+def test_a_machine_that_is_lost_is_made_good_by_the_store(machines: Machines, store: CountingStore) -> None:
+    made = saved(5)
+    made.publish(Path(store.url))
+    for rank in range(2):
+        machines.save(made, rank, rank)
+    shutil.rmtree(machines.place(1, "nvme"))
+    results = assert_step(*bring_back(store, [[machines.open(0)], [machines.open(1)]]), 5)
+    near_bytes = sum(result.sources[f"nvme:{machines.place(0, 'nvme')}"].nbytes for result in results[:1])
+    assert near_bytes == made.layout.slice_bytes(0) - sum(
+        sum(extent.nbytes for extent in made.layout.pieces(chunk, 0))
+        for chunk in range(made.layout.chunks)
+        if len(made.layout.senders(chunk)) > 1
+    )
+    assert store.bytes_read < made.layout.image_bytes
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+def test_a_bit_that_flips_on_a_disk(machines: Machines, store: CountingStore, with_store: bool) -> None:
+    for step in (4, 5):
+        made = saved(step)
+        for rank in range(2):
+            machines.save(made, rank, rank)
+    if with_store:
+        made.publish(Path(store.url))
+    frame = frames_of(made.layout, 1)[0]
+    found = made.area(1)[frame.offset : frame.offset + frame.nbytes]
+    flipped = 0
+    for path in machines.place(1, "nvme").rglob("*"):
+        if path.is_file() and (at := path.read_bytes().find(found)) >= 0:
+            with path.open("r+b") as file:
+                file.seek(at + 700)
+                file.write(b"\xff\xff")
+            flipped += 1
+    assert flipped == 1
+    results = assert_step(
+        *bring_back(store, [[machines.open(0)], [machines.open(1)]]), 5 if with_store else 4
+    )
+    for result in results:
+        (named,) = result.mended if with_store else result.skipped
+        assert "frame 0 " in named
+        assert str(machines.place(1, "nvme")) in named
+    chunks = made.layout.chunk_extent(frame.chunk)
+    assert store.requests == ([(chunks.offset, chunks.nbytes)] if with_store else [])
+
+
+def test_an_unfinished_step_gives_way_to_the_one_before(machines: Machines, store: CountingStore) -> None:
+    for rank in range(2):
+        machines.save(saved(5), rank, rank)
+    tier = machines.open(0)
+    keep(tier, saved(6), 0, complete=False)
+    tier.close()
+    results = assert_step(*bring_back(store, [[machines.open(0)], [machines.open(1)]]), 5)
+    assert "step 6 (attempt 1)" in results[0].skipped[0]
+
+
+def test_the_newest_attempt_is_found_in_a_tier(machines: Machines, store: CountingStore) -> None:
+    machines.save(saved(5, attempt=7), 0, 0)
+    found = Ranks(2).run(lambda peers: newest_attempt([machines.open(peers.rank)], store, peers))
+    assert found == [7, 7]

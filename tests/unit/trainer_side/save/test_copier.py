@@ -1,0 +1,153 @@
+"""The copy thread never holds training back for ever, and nothing it copied late is used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from holdfast.telemetry.events import EventLog
+from trainer_side.ledger import Ledger
+from trainer_side.link.link import Link
+from trainer_side.save.copier import Copier, Job
+from trainer_side.save.copy_plan import Route, Router
+from trainer_side.save.staging import Staging
+from trainer_side.state.skeleton import Capture
+from trainer_side.transfer import Transfer
+
+SECONDS_MAX = 60.0
+
+
+class FakeLink:
+    rank = 1
+
+    def __init__(self) -> None:
+        self.declined: list[tuple[int, str]] = []
+
+    def decline(self, step: int, reason: str) -> None:
+        self.declined.append((step, reason))
+
+
+class SlowStaging:
+    """Copies when the test says so."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.go, self.complete = threading.Event(), False
+        self.storage = 0
+        self._error = error
+
+    def route(
+        self, _sources: Sequence[Any], update_order: Callable[[], Mapping[int, int]], *, order_changed: bool
+    ) -> Route:
+        """Its own router as well."""
+        assert order_changed or self.storage
+        assert self.storage in update_order()
+        return Route((), (), frozenset({self.storage}))
+
+    def copy_gated(
+        self,
+        _sources: Sequence[Any],
+        route: Route,
+        *,
+        after: Any,
+        cancelled: Callable[[], bool],
+        passed: Callable[[Collection[int]], None],
+        copied: Callable[[], None],
+    ) -> None:
+        assert after is None
+        assert route.storages == {self.storage}
+        assert self.go.wait(SECONDS_MAX)
+        if self._error is not None:
+            raise self._error
+        copied()
+        self.complete = not cancelled()
+
+
+def _made(seconds_max: float) -> tuple[Copier, FakeLink, Ledger, torch.optim.SGD]:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    link, ledger = FakeLink(), Ledger()
+    copier = Copier(
+        [optimizer],
+        cast(Link, link),
+        ledger=ledger,
+        events=EventLog(None, role="trainer"),
+        seconds_max=seconds_max,
+    )
+    return copier, link, ledger, optimizer
+
+
+def _begin(copier: Copier, staging: SlowStaging, step: int) -> Job:
+    ((parameter_storage, _),) = copier.gate.update_order().items()
+    staging.storage = parameter_storage
+    transfer = Transfer(step, {"save_seconds": 0.5})
+    job = Job(transfer, cast(Staging, staging), cast(Router, staging), Capture([], {}, None, ()), None, None)
+    copier.shut()
+    copier.copy(job)
+    return job
+
+
+def test_a_copy_counts_its_stall() -> None:
+    copier, link, ledger, optimizer = _made(SECONDS_MAX)
+    staging = SlowStaging()
+    _begin(copier, staging, 3)
+    threading.Timer(0.05, staging.go.set).start()
+    optimizer.step()
+    assert not copier.wait()
+    assert staging.complete
+    assert ledger.stats.cst_seconds[0] >= 0.5  # the time in save(), and at the gate if it came there in time
+    copier.close()
+    assert not link.declined
+
+
+def test_an_update_waits_until_its_deadline_and_the_copy_is_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    copier, link, _, optimizer = _made(0.05)
+    staging = SlowStaging()
+    job = _begin(copier, staging, 3)
+    optimizer.step()  # comes back
+    assert optimizer.param_groups[0]["params"][0].tolist() == [0.0] * 4
+    assert job.cancelled()
+    assert [step for step, _ in link.declined] == [3]
+    assert "rank 1 waited 0.05 s for its own copy thread to end the copy of step 3" in caplog.text
+    assert copier.wait() == "copy stuck: the copy of step 3 does not end"
+    staging.go.set()
+    deadline = time.monotonic() + SECONDS_MAX
+    while copier.wait() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not staging.complete, "a torn copy was given to the sender"
+    copier.close()
+
+
+@pytest.mark.parametrize("error", [OSError("no memory"), KeyError("a bug"), AssertionError("a bug")])
+def test_no_error_ends_the_thread(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    copier, link, _, optimizer = _made(SECONDS_MAX)
+    failing = SlowStaging(error)
+    _begin(copier, failing, 3)
+    failing.go.set()
+    optimizer.step()
+    assert not copier.wait()
+    assert link.declined == [(3, f"copy failed: {error}")]
+    assert f"rank 1 gives up step 3: copy failed: {error}" in caplog.text
+    good = SlowStaging()
+    _begin(copier, good, 4)
+    good.go.set()
+    assert not copier.wait()
+    assert good.complete
+    copier.close()
+
+
+def test_close_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    copier, link, _, _ = _made(0.05)
+    staging = SlowStaging()
+    _begin(copier, staging, 9)
+    copier.close()
+    assert [step for step, _ in link.declined] == [9]
+    assert "waited 0.05 s" in caplog.text
+    staging.go.set()

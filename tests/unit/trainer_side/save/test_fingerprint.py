@@ -1,0 +1,74 @@
+"""Fingerprints see every byte that they should, cost what was said, and are the same however they are made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.image.replicas import decode, stride
+from trainer_side.save import fingerprint
+from trainer_side.save.fingerprint import Fingerprints
+from trainer_side.state.survey import Part, Source
+
+SIZES = [1, 3, 63, 64, 65, 4096, 4097, 5000, 64 * 64 * 5 + 7]
+
+
+def _sources(tensors: list[torch.Tensor]) -> list[Source | None]:
+    return [Part(t.untyped_storage(), 0, t.nbytes).source(entry) for entry, t in enumerate(tensors)]
+
+
+def _tensors() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for nbytes in SIZES]
+
+
+def _taken(tensors: list[torch.Tensor], step: int, *, gated: bool = True) -> tuple[int, ...]:
+    fingerprints = Fingerprints(range(len(tensors)), [gated] * len(tensors), step)
+    fingerprints.take_now(_sources(tensors))
+    fingerprints.take_gated(_sources(tensors), None)
+    return decode(fingerprints.text(), len(tensors))
+
+
+@pytest.mark.parametrize("place", range(len(SIZES)))
+def test_each_byte_counts_in_some_step_and_only_for_its_tensor(place: int) -> None:
+    clean, dirty = _tensors(), _tensors()
+    steps = range(12 * stride(SIZES[place]))
+    for byte in {0, SIZES[place] // 2, SIZES[place] - 1}:
+        dirty[place][byte] ^= 1
+        seen = [
+            [i for i, (a, b) in enumerate(zip(_taken(clean, s), _taken(dirty, s), strict=True)) if a != b]
+            for s in steps
+        ]
+        assert [place] in seen
+        assert all(found in ([], [place]) for found in seen)
+        dirty[place][byte] ^= 1
+
+
+def test_gated_or_not_is_the_same_fingerprint() -> None:
+    assert _taken(_tensors(), 5, gated=True) == _taken(_tensors(), 5, gated=False)
+
+
+def test_what_is_not_gated_is_sampled_at_once() -> None:
+    tensors = _tensors()
+    want = _taken(tensors, 3)
+    fingerprints = Fingerprints(range(len(tensors)), [False] * len(tensors), 3)
+    fingerprints.take_now(_sources(tensors))
+    for tensor in tensors:
+        tensor.zero_()
+    fingerprints.take_gated(_sources(tensors), None)
+    assert decode(fingerprints.text(), len(tensors)) == want
+
+
+@pytest.mark.parametrize("step", [0, 1, 77])
+def test_gathering_as_on_a_device_gives_the_same(step: int) -> None:
+    tensors = _tensors()
+    sources = [source for source in _sources(tensors) if source is not None]
+    fingerprints = Fingerprints(range(len(tensors)), [True] * len(tensors), step)
+    fingerprints._gathered.append(fingerprint._gather(sources, step))
+    assert decode(fingerprints.text(), len(tensors)) == _taken(tensors, step)
+
+
+def test_at_most_4_kib_of_a_tensor_are_read() -> None:
+    large = torch.zeros(3_000_001, dtype=torch.uint8)
+    (source,) = [source for source in _sources([large]) if source is not None]
+    assert fingerprint._gather([source], 9).memory.numel() <= 4096 + 64

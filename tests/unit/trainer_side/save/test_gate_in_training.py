@@ -1,0 +1,301 @@
+"""The gate in real training loops: what is copied is the state at `save()`, and training ends as without, to the bit.
+
+Each loop runs twice from the same seed: plain, and with a slow copy of all parameters and moments after every step,
+layer by layer, as the copy thread does it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from trainer_side.save.gate import Gate
+
+STEPS, LAYERS, WIDTH = 6, 6, 48
+COPY_SECONDS = 0.001  # for each storage; there are some twenty
+SECONDS_MAX = 60.0
+
+
+class Copies:
+    """Takes a copy after each step, beside the training. `gate` None: only the training.
+
+    With half of it copied it stands still until the next update has come, however fast training is.
+    """
+
+    def __init__(self, gate: Gate | None, model: torch.nn.Module, optimizers: list[Optimizer]) -> None:
+        self._gate, self._model, self._optimizers = gate, model, optimizers
+        self._thread: threading.Thread | None = None
+        self._wanted: list[dict[int, torch.Tensor]] = []
+        self._got: list[dict[int, torch.Tensor]] = []
+        self._no_more_updates = threading.Event()
+        self.waited_seconds = 0.0
+
+    def save(self) -> None:
+        if self._gate is None:
+            return
+        self.join()
+        live = {tensor.untyped_storage().data_ptr(): tensor.detach() for tensor in self._tensors()}
+        self._wanted.append({address: tensor.clone() for address, tensor in live.items()})
+        self._got.append({})
+        self._no_more_updates.clear()
+        self._gate.close()
+        self._thread = threading.Thread(target=self._copy, args=(self._gate, live, self._got[-1]))
+        self._thread.start()
+
+    def _copy(self, gate: Gate, live: dict[int, torch.Tensor], got: dict[int, torch.Tensor]) -> None:
+        order = gate.update_order()
+        gate.hold(live.keys())
+        addresses = sorted(live, key=lambda address: order.get(address, len(order)))
+        for number, address in enumerate(addresses):
+            if number == len(addresses) // 2:
+                self._await_update(gate, {address: live[address] for address in addresses[number:]})
+            time.sleep(COPY_SECONDS)
+            got[address] = live[address].clone()
+            gate.passed([address])
+        self.waited_seconds += gate.open()
+
+    def _await_update(self, gate: Gate, left: dict[int, torch.Tensor]) -> None:
+        """Until it waits at the gate, or has gone past it and changed what is left to copy, or none comes."""
+        wanted, deadline = self._wanted[-1], time.monotonic() + SECONDS_MAX
+        while not (
+            gate._waiting
+            or self._no_more_updates.is_set()
+            or any(not tensor.equal(wanted[address]) for address, tensor in left.items())
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(COPY_SECONDS)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self._model.parameters()
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def join(self) -> None:
+        self._no_more_updates.set()
+        if self._thread is not None:
+            self._thread.join(SECONDS_MAX)
+            assert not self._thread.is_alive()
+
+    def torn(self) -> int:
+        """How many copies are not what was there at `save()`."""
+        self.join()
+        return sum(
+            any(not got[address].equal(tensor) for address, tensor in wanted.items())
+            for wanted, got in zip(self._wanted, self._got, strict=True)
+        )
+
+
+Loop = Callable[[torch.nn.Module, Callable[[list[Optimizer]], Copies]], None]
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(4)
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def _loss(model: torch.nn.Module, step: int, part: int = 0) -> torch.Tensor:
+    torch.manual_seed(1000 * step + part)
+    result: torch.Tensor = model(torch.randn(8, WIDTH)).square().mean()
+    return result
+
+
+def _adamw(model: torch.nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+
+
+def plain(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies], **options: Any) -> None:
+    optimizer = _adamw(model, **options)
+    copies = begin([optimizer])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(model, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        copies.save()
+
+
+def foreach(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
+    plain(model, begin, foreach=True)
+
+
+def fused(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
+    plain(model, begin, fused=True)
+
+
+def in_backward(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
+    """An optimizer for each parameter, which steps as soon as the gradient is there, and frees it."""
+    optimizers = {one: torch.optim.AdamW([one], lr=0.01) for one in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizer = optimizers[parameter]  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+    copies = begin(list(optimizers.values()))
+    for step in range(STEPS):
+        _loss(model, step).backward()  # type: ignore[no-untyped-call]
+        assert all(parameter.grad is None for parameter in model.parameters())
+        copies.save()
+
+
+def accumulation(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
+    """An update every second step; a save after each, so also between two halves."""
+    optimizer = _adamw(model)
+    copies = begin([optimizer])
+    for step in range(2 * STEPS):
+        (_loss(model, step) / 2).backward()  # type: ignore[no-untyped-call]
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        copies.save()
+
+
+def clipping(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
+    optimizer = _adamw(model)
+    copies = begin([optimizer])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(model, step).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        copies.save()
+
+
+def scaled(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
+    """With a GradScaler, which looks for infinities by itself and leaves out the step that has one."""
+    optimizer = _adamw(model, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    copies = begin([optimizer])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = _loss(model, step) * (float("inf") if step == 3 else 1.0)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        copies.save()
+    assert scaler.get_scale() == 128.0, "no step was left out"
+
+
+def scheduled(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
+    optimizer = _adamw(model)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1)
+    copies = begin([optimizer])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(model, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()
+        copies.save()
+
+
+def data_parallel(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
+    """DDP over gloo, gradients as views of its buckets."""
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = _adamw(model)
+    copies = begin([optimizer])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(wrapped, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        copies.save()
+
+
+LOOPS: list[Loop] = [
+    plain,
+    foreach,
+    fused,
+    in_backward,
+    accumulation,
+    clipping,
+    scaled,
+    scheduled,
+    data_parallel,
+]
+
+
+def _run(loop: Loop, *, gated: bool, hooks: bool = True) -> tuple[list[torch.Tensor], Copies]:
+    model = _model()
+    found: list[Copies] = []
+
+    def begin(optimizers: list[Optimizer]) -> Copies:
+        gate = Gate(optimizers) if gated else None
+        if gate is not None and not hooks:
+            gate.remove()
+        found.append(Copies(gate, model, optimizers))
+        return found[0]
+
+    loop(model, begin)
+    found[0].join()
+    return [parameter.detach().clone() for parameter in model.parameters()], found[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    file: Path = tmp_path_factory.mktemp("gloo") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_training_goes_on_beside_the_copy_and_neither_changes_the_other(loop: Loop) -> None:
+    expected, _ = _run(loop, gated=False)
+    found, copies = _run(loop, gated=True)
+    assert all(got.equal(want) for got, want in zip(found, expected, strict=True))
+    assert not any(want.equal(first) for want, first in zip(expected, _model().parameters(), strict=True))
+    assert copies.torn() == 0
+    assert copies.waited_seconds > 0, "no update came while it was copied: this shows nothing"
+
+
+@pytest.mark.parametrize("loop", [plain, in_backward, data_parallel], ids=lambda loop: loop.__name__)
+def test_without_the_gate_the_copies_are_torn(loop: Loop) -> None:
+    _, copies = _run(loop, gated=True, hooks=False)
+    assert copies.torn() > 0
+
+
+# -- foreach and fused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel"), [({"foreach": True}, "_multi_tensor_adam"), ({"fused": True}, "_fused_adam")]
+)
+@pytest.mark.parametrize("state", ["open", "nothing held", "one held"])
+def test_one_call_takes_all_parameters_unless_some_are_held(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kernel: str, state: str
+) -> None:
+    """What makes foreach and fused fast is that one call has all tensors: the gate must not cut them up for nothing."""
+    from torch.optim import adam
+
+    model = _model()
+    optimizer = _adamw(model, **options)
+    gate = Gate([optimizer])
+    _loss(model, 0).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    parameters = list(model.parameters())
+    last = parameters[-1].untyped_storage().data_ptr()
+    calls: list[int] = []
+    real = getattr(adam, kernel)
+
+    def counted(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        calls.append(len(params))
+        real(params, *args, **kwargs)
+        gate.passed([last])  # what was held is copied only after the rest was updated
+
+    monkeypatch.setattr(adam, kernel, counted)
+    if state != "open":
+        gate.close()
+        gate.hold([last] if state == "one held" else [])
+    optimizer.step()
+    count = len(parameters)
+    assert calls == ([count - 1, 1] if state == "one held" else [count])

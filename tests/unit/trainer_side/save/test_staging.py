@@ -1,0 +1,248 @@
+"""A staging area holds exactly this rank's bytes, and no frame is ready before they are there."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.image.layout import Layout
+from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, area_bytes, frames_of
+from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.copy_plan import Route, Router, SlicePlan
+from trainer_side.save.staging import Staging
+from trainer_side.state.proposal import table
+from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
+from trainer_side.state.tree import classify, collect
+
+CHUNK_BYTES = 4096
+RANKS = 3
+
+
+def _state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.BatchNorm1d(60), torch.nn.Linear(60, 50))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 40)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "note": "plain"}
+
+
+def _plan(state: dict[str, Any], rank: int) -> tuple[Skeleton, Capture]:
+    tree = collect(state)
+    proposed = table(state, tree, rank=0, ranks=RANKS)
+    skeleton = plan(
+        tree,
+        classify(state, tree),
+        rank=rank,
+        ranks=RANKS,
+        chunk_bytes=CHUNK_BYTES,
+        pickle_reserve_bytes=-(-proposed.pickle_bytes // CHUNK_BYTES) * CHUNK_BYTES,
+        per_rank_reserve_bytes={},
+    )
+    taken = capture(tree, skeleton)
+    assert taken is not None
+    return skeleton, taken
+
+
+def _staging(skeleton: Skeleton) -> Staging:
+    slice_plan = SlicePlan.of(skeleton.layout, skeleton.rank, skeleton.gated)
+    return Staging(skeleton, slice_plan, CopyEngine(), pinned=False)
+
+
+def _route(skeleton: Skeleton, taken: Capture, order: Mapping[int, int] | None = None) -> Route:
+    router = Router(SlicePlan.of(skeleton.layout, skeleton.rank, skeleton.gated))
+    return router.route(taken.sources, lambda: order or {}, order_changed=True)
+
+
+class Watcher:
+    """What the copy told, in order, and which frames were ready each time."""
+
+    def __init__(self, staging: Staging, skeleton: Skeleton) -> None:
+        self.staging, self.skeleton = staging, skeleton
+        self.frames = [frame.offset for frame in frames_of(skeleton.layout, skeleton.rank)]
+        self.told: list[tuple[str, int, frozenset[int]]] = []
+
+    def ready(self) -> frozenset[int]:
+        return frozenset(offset for offset in self.frames if self.staging.is_ready(offset))
+
+    def fill(self, taken: Capture, order: Mapping[int, int] | None = None, *, stop_after: int = -1) -> None:
+        def cancelled() -> bool:
+            return stop_after >= 0 and sum(what == "passed" for what, _, _ in self.told) >= stop_after
+
+        self.staging.copy_now(taken.sources, taken.contents)
+        self.told.append(("taken", 0, self.ready()))
+        self.staging.copy_gated(
+            taken.sources,
+            _route(self.skeleton, taken, order),
+            after=None,
+            cancelled=cancelled,
+            passed=lambda storages: self.told.extend(("passed", one, self.ready()) for one in storages),
+            copied=lambda: self.told.append(("copied", 0, self.ready())),
+        )
+        self.told.append(("over", 0, self.ready()))
+
+    def passed(self) -> list[int]:
+        return [storage for what, storage, _ in self.told if what == "passed"]
+
+
+def _fill(staging: Staging, skeleton: Skeleton, taken: Capture) -> Watcher:
+    watcher = Watcher(staging, skeleton)
+    watcher.fill(taken)
+    return watcher
+
+
+def _expected(layout: Layout, rank: int, taken: Capture, entry: int) -> bytes:
+    source = taken.sources[entry]
+    return taken.contents[entry] if source is None else bytes(source.bytes().numpy())
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_it_holds_what_this_rank_sends_and_no_more(rank: int) -> None:
+    skeleton, taken = _plan(_state(), rank)
+    layout = skeleton.layout
+    staging = _staging(skeleton)
+    _fill(staging, skeleton, taken)
+    assert staging.nbytes == layout.slice_bytes(rank)
+    offset, entries_seen = 0, set()
+    for frame in frames_of(layout, rank):
+        assert frame.offset % FRAME_ALIGNMENT_BYTES == 0
+        assert not any(staging.view(offset, frame.offset - offset)), (
+            "what is written between frames is not zero"
+        )
+        offset = frame.offset
+        for segment in layout.segments(frame.chunk):
+            if layout.sender(frame.chunk, segment) != rank:
+                continue
+            got = bytes(staging.view(offset, segment.nbytes))
+            if segment.entry is None:
+                want = bytearray(segment.nbytes)
+                skeleton.literals.write(segment.offset, memoryview(want))
+                assert got == bytes(want)
+            else:
+                start = segment.offset - layout.entries[segment.entry].offset
+                assert got == _expected(layout, rank, taken, segment.entry)[start : start + segment.nbytes]
+                entries_seen.add(segment.entry)
+            offset += segment.nbytes
+    assert staging.area_bytes == area_bytes(layout, rank) == -(-offset // 4096) * 4096
+    assert not any(staging.view(offset, staging.area_bytes - offset))
+    assert staging.memory.data_ptr() % FRAME_ALIGNMENT_BYTES == 0
+    assert entries_seen
+
+
+def test_frames_become_ready_one_by_one_and_the_last_only_after_the_tensors_are_released() -> None:
+    skeleton, taken = _plan(_state(), 1)
+    watcher = _fill(_staging(skeleton), skeleton, taken)
+    ready = [frames for _, _, frames in watcher.told]
+    assert all(before <= after for before, after in itertools.pairwise(ready)), "a frame was taken back"
+    assert [what for what, _, _ in watcher.told][-2:] == ["copied", "over"]
+    assert len(ready[-2]) == len(watcher.frames) - 1
+    assert ready[-1] == frozenset(watcher.frames)
+    assert len(set(ready)) > 3, "frames were not given away one by one"
+
+
+def test_a_frame_is_ready_only_with_the_bytes_of_this_checkpoint() -> None:
+    """Looked at in the very moment in which it is said to be ready: each frame is as it is in the end."""
+    state = _state()
+    skeleton, taken = _plan(state, 1)
+    staging = _staging(skeleton)
+    _fill(staging, skeleton, taken)
+    with torch.no_grad():
+        for parameter in state["model"].parameters():
+            parameter.add_(1.0)
+    frames = Watcher(staging, skeleton).frames
+    ends = [*frames[1:], staging.area_bytes]
+    seen: dict[int, bytes] = {}
+
+    def look(*_: object) -> None:
+        for offset, end in zip(frames, ends, strict=True):
+            if staging.is_ready(offset) and offset not in seen:
+                seen[offset] = bytes(staging.view(offset, end - offset))
+
+    staging.copy_now(taken.sources, taken.contents)
+    look()
+    route = _route(skeleton, taken)
+    staging.copy_gated(taken.sources, route, after=None, cancelled=lambda: False, passed=look, copied=look)
+    look()
+    for offset, end in zip(frames, ends, strict=True):
+        assert seen[offset] == bytes(staging.view(offset, end - offset))
+
+
+def test_layers_are_copied_in_the_order_of_their_updates_and_given_free_one_by_one() -> None:
+    skeleton, taken = _plan(_state(), 1)
+    staging = _staging(skeleton)
+    held = _route(skeleton, taken).storages
+    assert held
+    wanted = sorted(held, reverse=True)
+    watcher = Watcher(staging, skeleton)
+    watcher.fill(taken, {storage: place for place, storage in enumerate(wanted)})
+    assert watcher.passed() == wanted
+    unknown = Watcher(staging, skeleton)
+    unknown.fill(taken, {wanted[3]: 0})
+    assert unknown.passed()[0] == wanted[3]
+    assert sorted(unknown.passed(), reverse=True) == wanted
+
+
+def test_a_cancelled_copy_never_says_it_is_complete() -> None:
+    skeleton, taken = _plan(_state(), 1)
+    watcher = Watcher(_staging(skeleton), skeleton)
+    watcher.fill(taken, stop_after=2)
+    assert len(watcher.passed()) == 2
+    assert [what for what, _, _ in watcher.told].count("copied") == 1, (
+        "the tensors are given back all the same"
+    )
+    assert watcher.told[-1][2] < frozenset(watcher.frames)
+
+
+def test_the_next_checkpoint_starts_from_nothing() -> None:
+    skeleton, taken = _plan(_state(), 1)
+    watcher = _fill(_staging(skeleton), skeleton, taken)
+    watcher.staging.copy_now(taken.sources, taken.contents)
+    assert len(watcher.ready()) < len(watcher.frames)
+
+
+def _swap(model: Any, chance: random.Random) -> None:
+    """Two buffers trade their memory."""
+    one, other = chance.sample(model, 2)
+    one.data, other.data = other.data, one.data
+
+
+def _relocate(model: Any, chance: random.Random) -> None:
+    """A buffer comes to lie elsewhere, and at another place in its storage."""
+    buffer = chance.choice(model)
+    buffer.data = torch.randn(buffer.numel() + 8)[chance.randrange(8) :][: buffer.numel()]
+
+
+def _fill_in_place(model: Any, chance: random.Random) -> None:
+    chance.choice(model).normal_()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_taken_at_once_is_taken_from_where_it_lies_now(seed: int) -> None:
+    """One area, many checkpoints, buffers that move, or not, between them: always the bytes of this one."""
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
+    state = _state()
+    state["model"] = torch.nn.Sequential(*[torch.nn.BatchNorm1d(30) for _ in range(6)])
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters())
+    buffers = [buffer for buffer in state["model"].buffers() if buffer.numel() == 30]
+    skeleton, _ = _plan(state, 0)
+    staging = _staging(skeleton)
+    plan_of_slice = SlicePlan.of(skeleton.layout, 0, skeleton.gated)
+    for count in range(30):
+        chance.choice([_swap, _relocate, _fill_in_place, _fill_in_place])(buffers, chance)
+        state["note"] = f"{count:05}"
+        taken = capture(collect(state), skeleton)
+        assert taken is not None
+        # Whatever lay in the area before must be gone.
+        for piece in plan_of_slice.now:
+            staging.view(piece.offset, piece.nbytes)[:] = b"\xff" * piece.nbytes
+        staging.copy_now(taken.sources, taken.contents)
+        for piece in plan_of_slice.now:
+            expected = _expected(skeleton.layout, 0, taken, piece.entry)
+            found = bytes(staging.view(piece.offset, piece.nbytes))
+            assert found == expected[piece.entry_offset : piece.entry_offset + piece.nbytes], (count, piece)

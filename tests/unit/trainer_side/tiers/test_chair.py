@@ -1,0 +1,494 @@
+"""Rank 0 in the stager's place: real councils, appointments and chair, in every order of messages, steps and seals."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from holdfast.errors import PeerLost
+from holdfast.notices.decider import Word as Says
+from holdfast.notices.notice import Notice, NoticeKind
+from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
+from tests.support.events import read_events
+from trainer_side.notice.appointments import Appointments
+from trainer_side.tiers.base import Nearness, Tier
+from trainer_side.tiers.chair import Chair, farthest
+from trainer_side.tiers.council import Council
+from trainer_side.tiers.tally import Order, Verdict
+from trainer_side.tiers.words import Said, Word
+
+NEAR, FAR = 0, 1
+SCHEDULES = 400
+
+
+def notice(seconds: float | None, kind: NoticeKind = NoticeKind.TERMINATE) -> Notice:
+    return Notice(kind, None if seconds is None else time.time() + seconds, "aws", "a test")
+
+
+# -- the chair alone ---------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A chair of two ranks, whose clock and progress the test sets."""
+
+    def __init__(self, directory: Path, ranks: int = 2) -> None:
+        self.ranks, self.now, self.fraction = ranks, 0.0, 0.0
+        self.path = directory / "events"
+        self.chair = Chair(
+            ranks,
+            FAR,
+            "kept in the store",
+            attempt=3,
+            fraction=lambda _order: self.fraction,
+            events=EventLog(self.path, role="trainer", rank=0),
+            clock=lambda: self.now,
+        )
+
+    def tell(
+        self, seconds: float | None, rank: int = 1, kind: NoticeKind = NoticeKind.TERMINATE
+    ) -> list[Frame]:
+        message = wire.encode(Kind.NOTICE, body=wire.to_json(notice(seconds, kind).to_json()))
+        return self.frames(self.chair.hear(rank, f"rank {rank} on host spot", message))
+
+    def answer(self, rank: int, number: int, next_step: int, seconds: object = 0.1) -> list[Frame]:
+        body = wire.to_json({"step_seconds": seconds})
+        message = wire.encode(Kind.AT, step=next_step, arg=number, body=body)
+        return self.frames(self.chair.hear(rank, "", message))
+
+    def appoint(self, frames: list[Frame]) -> Frame:
+        """All ranks are at step 10, and answer until something is appointed."""
+        while (frame := frames[-1]).flags == Says.PROPOSED.value:
+            for rank in range(self.ranks):
+                frames = self.answer(rank, frame.arg, 10)
+        assert frame.flags == Says.APPOINTED.value
+        return frame
+
+    def keep(self, step: int, tier: int = FAR) -> None:
+        """All ranks seal a step there, the last of them a second after this one began it."""
+        self.chair.began(tier, (3, step), 1000)
+        self.now += 1.0
+        for _ in range(self.ranks):
+            self.chair.told(tier, (3, step))
+        assert self.chair.judged(Verdict(tier, (3, step), complete=True)) == []
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [line for line in read_events(self.path) if line["event"] == name]
+
+    @staticmethod
+    def frames(messages: list[bytes]) -> list[Frame]:
+        found = [wire.decode(message) for message in messages]
+        assert all((frame.kind, frame.attempt) == (Kind.SAVE_AT, 3) for frame in found)
+        return found
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_a_step_is_safe_when_it_is_complete_in_the_farthest_tier(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = bench.appoint(bench.tell(60.0)).step
+    assert step > 10
+    bench.chair.began(FAR, (3, step), 1000)
+    bench.keep(step, NEAR)
+    assert not bench.events("emergency_staged"), "in memory it goes with the machine"
+    bench.keep(step)
+    (staged,) = bench.events("emergency_staged")
+    assert staged["saved_step"] == step
+    assert staged["seconds"] == 1.0
+    assert staged["seconds_left"] == pytest.approx(58.0, abs=0.5)
+    assert (
+        f"the checkpoint of step {step}, saved because rank 1 on host spot was told of its end" in caplog.text
+    )
+    assert "is kept in the store, 58.0 s before the deadline" in caplog.text
+
+
+def test_it_plans_with_how_long_the_farthest_tier_has_taken(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.keep(5)
+    bench.chair.began(NEAR, (3, 6), 1000)
+    bench.now += 100.0  # a near tier that is slow changes nothing
+    bench.chair.judged(Verdict(NEAR, (3, 6), complete=True))
+    appointed = wire.json_body(bench.appoint(bench.tell(2.0)))
+    assert not appointed["save"]
+    (emergency,) = bench.events("emergency")
+    assert emergency["choice"] == "skip"
+    assert emergency["needed_seconds"] == pytest.approx(1.25 * (1.0 + 0.1) + 1.0)
+    assert "step 5 is kept in the store" in caplog.text
+    assert wire.json_body(bench.appoint(bench.tell(3.0)))["save"]
+
+
+@pytest.mark.parametrize(("fraction", "choice"), [(0.05, "finish"), (1.0, "take")])
+def test_what_this_rank_has_yet_to_write_is_in_flight(bench: Bench, fraction: float, choice: str) -> None:
+    bench.keep(5)
+    bench.chair.began(FAR, (3, 7), 1000)
+    bench.now += 0.1
+    bench.fraction = fraction
+    bench.appoint(bench.tell(3.0))
+    assert [event["choice"] for event in bench.events("emergency")] == [choice]
+
+
+def test_a_step_that_is_void_is_taken_later_and_a_rank_that_left_ends_it(bench: Bench) -> None:
+    first = bench.appoint(bench.tell(60.0)).step
+    bench.chair.began(FAR, (3, first), 1000)
+    bench.chair.told(FAR, (3, first))
+    again = bench.frames(bench.chair.judged(Verdict(FAR, (3, first), complete=False, why="rank 1: busy")))
+    assert [frame.flags for frame in again] == [Says.PROPOSED.value]
+    (called_off,) = bench.frames(bench.chair.left(1, "is dead"))
+    assert called_off.flags == Says.CALLED_OFF.value
+    (failed,) = bench.events("emergency_failed")
+    assert failed["reason"] == "no checkpoint can be whole: rank 1 is dead"
+
+
+def test_a_rank_that_does_not_answer_ends_it_by_name(bench: Bench) -> None:
+    (proposed,) = bench.tell(60.0)
+    bench.answer(0, proposed.arg, 10)
+    bench.now = 10.5
+    (called_off,) = bench.frames(bench.chair.tick())
+    assert called_off.flags == Says.CALLED_OFF.value
+    assert "rank 1 did not answer within 10 s" in bench.events("emergency_failed")[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"what?",
+        wire.encode(Kind.HELLO),
+        wire.encode(Kind.NOTICE),
+        wire.encode(Kind.NOTICE, body=b'{"kind": "dance", "seconds_left": 3, "source": "aws"}'),
+        wire.encode(Kind.NOTICE, body=b'{"kind": "terminate", "seconds_left": "soon", "source": "aws"}'),
+        wire.encode(Kind.AT, arg=1, step=10, body=b'{"step_seconds": -1}'),
+        wire.encode(Kind.AT, arg=1, step=10, body=b'{"step_seconds": NaN}'),
+        wire.encode(Kind.AT, arg=1, step=10, body=b"[]"),
+    ],
+)
+def test_what_makes_no_sense_is_left_out_and_what_follows_is_heard(
+    bench: Bench, caplog: pytest.LogCaptureFixture, message: bytes
+) -> None:
+    assert bench.chair.hear(1, "rank 1", message) == []
+    assert caplog.text.count("rank 1 has said of a notice what is left out") == 1
+    assert not bench.events("notice")
+    assert wire.json_body(bench.appoint(bench.tell(60.0)))["save"]
+
+
+def test_the_farthest_tier_is_the_store_or_else_what_outlives_most() -> None:
+    def of(*kinds: str) -> int:
+        tiers = [cast(Tier, type("T", (), {"nearness": Nearness(kind)})()) for kind in kinds]
+        return farthest(tiers)
+
+    assert of("memory") == 0
+    assert of("memory", "pm", "nvme", "file", "store") == 4
+    assert of("store", "memory", "file") == 0
+    assert of("memory", "nvme", "nvme") == 1
+
+
+# -- all ranks ---------------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """MPI as the councils see it: what a rank has sent to another comes in its order, when the test lets it."""
+
+    def __init__(self, ranks: int) -> None:
+        self.under_way: dict[tuple[int, int], deque[bytes]] = {
+            (one, other): deque() for one in range(ranks) for other in range(ranks)
+        }
+        self.arrived: list[list[tuple[int, bytes]]] = [[] for _ in range(ranks)]
+        self.dead: set[int] = set()
+
+    def port(self, rank: int) -> Any:
+        lines = self
+
+        class Port:
+            def send(self, other: int, message: bytes) -> None:
+                if not {rank, other} & lines.dead:
+                    lines.under_way[rank, other].append(message)
+
+            def poll(self) -> list[tuple[int, bytes]]:
+                found, lines.arrived[rank] = lines.arrived[rank], []
+                return found
+
+            def lost(self) -> frozenset[int]:
+                return frozenset(lines.dead - {rank})
+
+            def flush(self, seconds_max: float) -> None:
+                """Nothing is on its way for long."""
+
+        return Port()
+
+
+class Rank:
+    """One rank of a world: trains, saves at what is appointed, seals."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.appointments = Appointments(wait_seconds_max=30, clock=lambda: world.now)
+        self.verdicts: list[Verdict] = []
+        chair = None
+        if rank == 0:
+            chair = Chair(
+                world.count,
+                FAR,
+                "kept in the store",
+                attempt=1,
+                fraction=lambda _order: 0.5,
+                events=world.log,
+                clock=lambda: world.now,
+            )
+        self.chair = chair
+        self.council = Council(
+            world.lines.port(rank),
+            rank=rank,
+            ranks=world.count,
+            on_verdict=self.verdicts.append,
+            agree_seconds_max=60.0,
+            seal_seconds_max=60.0,
+            appointments=self.appointments,
+            chair=chair,
+            clock=lambda: world.now,
+        )
+        self.step = -1
+        self.acted: list[tuple[int, bool]] = []
+        self.unsealed: list[tuple[int, Order]] = []
+        self.sealed: set[tuple[int, Order]] = set()
+
+    @property
+    def waits(self) -> bool:
+        """Whether training would stand still in its next `reach`; the test has one thread."""
+        promise = self.appointments._promise
+        return promise is not None and self.step + 1 >= promise.step
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something is proposed or appointed that this rank has not come to."""
+        return self.appointments._promise is not None or bool(self.appointments._held)
+
+    def train(self) -> None:
+        if self.waits:
+            return
+        self.step += 1
+        due = self.appointments.reach(self.step)
+        if due is not None:
+            self.acted.append((self.step, due.save))
+        if (due is None or not due.save) and (self.step + 1) % self.world.every:
+            return
+        order = (1, self.step)
+        for tier in (NEAR, FAR):
+            if self.world.chance.random() < self.world.declines:
+                self.council.skipped(tier, order, "busy: of the test")
+                continue
+            if self.chair is not None:
+                self.chair.began(tier, order, 1000)
+            self.unsealed.append((tier, order))
+
+    def seal(self) -> None:
+        if self.unsealed:
+            tier, order = self.unsealed.pop(self.world.chance.randrange(len(self.unsealed)))
+            self.sealed.add((tier, order))
+            self.council.sealed(tier, order, "layout")
+
+
+class World:
+    """Ranks that train together, a few steps apart, and are told of their end now and then."""
+
+    def __init__(self, seed: int, path: Path, *, ranks: int | None = None) -> None:
+        self.chance = random.Random(seed)
+        self.count = ranks or self.chance.randint(1, 4)
+        self.every = self.chance.choice([7, 10_000])
+        self.declines = self.chance.choice([0.0, 0.0, 0.2])
+        self.now = 0.0
+        self.lines = Lines(self.count)
+        self.path = path
+        self.log = EventLog(path, role="trainer", rank=0)
+        self.ranks = [Rank(self, rank) for rank in range(self.count)]
+
+    @property
+    def living(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.rank not in self.lines.dead]
+
+    def turn(self) -> None:
+        rank = self.chance.choice(self.living)
+        act = self.chance.choice(
+            [self.deliver, self.deliver, self.council, self.council, self.train, self.seal]
+        )
+        self.now += self.chance.choice([0.0, 0.01, 0.05])
+        act(rank)
+
+    def deliver(self, rank: Rank) -> None:
+        lines = [line for (_, to), line in self.lines.under_way.items() if to == rank.rank and line]
+        if lines:
+            line = self.chance.choice(lines)
+            source = next(pair[0] for pair, other in self.lines.under_way.items() if other is line)
+            self.lines.arrived[rank.rank].append((source, line.popleft()))
+
+    def council(self, rank: Rank) -> None:
+        try:
+            rank.council._turn()
+        except PeerLost as error:  # as its own thread would
+            rank.council._give_up(error)
+
+    def train(self, rank: Rank) -> None:
+        if rank.step <= min(other.step for other in self.living) + 1:
+            rank.train()
+
+    def seal(self, rank: Rank) -> None:
+        rank.seal()
+
+    def settle(self, seconds_max: float = 700.0) -> None:
+        """Let all come to an end: every message heard, every step that is due reached, every slice sealed."""
+        until, quiet_since = self.now + seconds_max, self.now
+        chair = self.ranks[0].chair
+        assert chair is not None
+        while self.now < until and (chair._emergency.open or self.now < quiet_since + 15.0):
+            for rank in self.living:
+                for _ in range(10):
+                    self.deliver(rank)
+                self.council(rank)
+                rank.seal()
+            if any(rank.is_due for rank in self.living):
+                for rank in self.living:
+                    self.train(rank)
+            if self.is_busy:
+                quiet_since = self.now
+            self.now += 0.05 if self.is_busy else 1.0
+
+    @property
+    def is_busy(self) -> bool:
+        under_way = (line for (_, to), line in self.lines.under_way.items() if to not in self.lines.dead)
+        return any(under_way) or any(
+            rank.unsealed or rank.is_due or rank.council._outbox for rank in self.living
+        )
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return (
+            [line for line in read_events(self.path) if line["event"] == name] if self.path.exists() else []
+        )
+
+
+@pytest.fixture(autouse=True)
+def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The councils' turns are the test's."""
+    monkeypatch.setattr(Council, "_run", lambda _self: None)
+
+
+def play(seed: int, path: Path) -> World:
+    """Some notices, to any ranks at any time; in the end one checkpoint of all ranks for them, or a word why not."""
+    world = World(seed, path)
+    for rank in world.ranks:
+        for _ in range(world.chance.randint(0, 2)):
+            rank.train()
+    told = world.chance.randint(1, 3)
+    for _ in range(told):
+        rank = world.chance.choice(world.ranks)
+        rank.council.notice(notice(1000.0))
+        for _ in range(world.chance.choice([0, 10, 300])):
+            world.turn()
+    world.settle()
+    return world
+
+
+def check(world: World) -> None:
+    """What holds after every schedule."""
+    acted = [rank.acted for rank in world.ranks]
+    assert all(one == acted[0] for one in acted), acted
+    assert not any(rank.is_due for rank in world.ranks), "a rank would wait at a step"
+    for event in world.events("emergency_staged"):
+        order = (1, event["saved_step"])
+        assert all((FAR, order) in rank.sealed for rank in world.ranks)
+        assert all(Verdict(FAR, order, complete=True) in rank.verdicts for rank in world.ranks)
+
+
+def test_all_ranks_save_one_step_whatever_comes_first(tmp_path: Path) -> None:
+    staged = 0
+    for seed in range(SCHEDULES):
+        world = play(seed, tmp_path / str(seed))
+        check(world)
+        assert len(world.ranks[0].acted) == len(world.events("emergency")), seed
+        failed = world.events("emergency_failed")
+        staged += len(world.events("emergency_staged"))
+        assert world.events("emergency_staged") or failed, seed
+        assert world.declines or not failed, seed
+    assert staged > SCHEDULES * 0.9
+
+
+def test_when_rank_0_dies_no_rank_waits_for_it(tmp_path: Path) -> None:
+    waited = 0
+    for seed in range(SCHEDULES // 4):
+        world = World(seed, tmp_path / str(seed), ranks=3)
+        world.ranks[1].council.notice(notice(1000.0))
+        for _ in range(world.chance.randrange(100)):
+            world.turn()
+        waited += any(rank.waits for rank in world.ranks[1:])
+        world.lines.dead.add(0)
+        world.settle(seconds_max=20.0)
+        for rank in world.living:
+            assert not rank.is_due, seed
+            assert rank.council.problem is not None, seed
+    assert waited, "no schedule had a rank wait for the word of rank 0"
+
+
+def test_when_another_rank_dies_the_others_hear_that_no_checkpoint_can_be_whole(tmp_path: Path) -> None:
+    for seed in range(SCHEDULES // 4):
+        world = World(seed, tmp_path / str(seed), ranks=3)
+        world.ranks[0].council.notice(notice(1000.0))
+        for _ in range(world.chance.randrange(100)):
+            world.turn()
+        told = bool(world.events("notice"))
+        world.lines.dead.add(2)
+        world.settle(seconds_max=1100.0)
+        assert world.ranks[0].acted == world.ranks[1].acted, seed
+        assert not any(rank.is_due for rank in world.living), seed
+        ends = [world.events("emergency_staged"), world.events("emergency_failed")]
+        assert sum(map(len, ends)) == 1, seed
+        assert told or "rank 2 is dead" in ends[1][0]["reason"], seed
+
+
+def test_a_rank_that_has_ended_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    world = World(1, tmp_path / "events", ranks=2)
+    world.ranks[1].council._say(Word(Said.BYE))
+    world.settle(seconds_max=5.0)
+    world.ranks[0].council.notice(notice(100.0))
+    world.settle(seconds_max=5.0)
+    (failed,) = world.events("emergency_failed")
+    assert failed["reason"] == "no checkpoint can be whole: rank 1 has ended"
+    assert world.ranks[0].acted == world.ranks[1].acted == []
+
+
+def test_a_step_that_makes_no_sense_is_left_out_and_nobody_waits_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(1, tmp_path / "events", ranks=2)
+    rank = world.ranks[1]
+    rank.appointments.heard(Says.PROPOSED, 0, 1, {})
+    assert rank.waits
+    for message in (
+        b"",
+        wire.encode(Kind.SAVE_AT, flags=9),
+        wire.encode(Kind.SAVE_AT, flags=1, arg=1, body=b"{}"),
+    ):
+        world.lines.arrived[1].append((0, Word(Said.SAVE_AT, payload=message).to_bytes()))
+    world.settle(seconds_max=5.0)
+    assert caplog.text.count("rank 1: a step to save after a notice is left out") == 3
+    assert rank.council.problem is None
+    assert not rank.is_due
+
+
+def test_when_the_council_has_given_up_a_notice_is_said_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(1, tmp_path / "events", ranks=2)
+    world.lines.dead.add(0)
+    world.settle(seconds_max=5.0)
+    world.ranks[1].council.notice(notice(100.0))
+    assert "the ranks no longer agree on anything, so no extra checkpoint is taken" in caplog.text
+    assert not world.ranks[1].council._outbox

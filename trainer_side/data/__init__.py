@@ -1,0 +1,1 @@
+"""Data order that goes on exactly."""

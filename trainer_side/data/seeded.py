@@ -1,0 +1,62 @@
+"""Random numbers of a sample, the same in whichever process and attempt it is made.
+
+    (epoch, index) ─► seeds of torch, NumPy, Python ─► data[index] ─► the generators as they were
+
+A loader's workers draw augmentations from generators of their own, which die with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any, Protocol
+
+import numpy as np
+import torch.utils.data
+
+from holdfast.errors import StateError
+from trainer_side.state.rng import apart
+
+__all__ = ["SeededSamples"]
+
+
+class _MapStyle(Protocol):
+    def __getitem__(self, index: int, /) -> Any: ...
+    def __len__(self) -> int: ...
+
+
+class SeededSamples(torch.utils.data.Dataset[Any]):
+    """A map-style data set whose `__getitem__` draws numbers that depend on seed, epoch and sample alone.
+
+    Of torch's generator on the CPU, NumPy's global one and Python's. For loaders that read
+    `sampler.ahead(batch_size, epochs=True)`.
+
+    Args:
+        data: The data set.
+        seed: Of the numbers.
+    """
+
+    def __init__(self, data: _MapStyle, *, seed: int) -> None:
+        self._data, self._seed = data, seed
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, sample: tuple[int, int]) -> Any:
+        if not isinstance(sample, tuple):
+            raise StateError(
+                f"SeededSamples: expected (epoch, index), got {sample!r}: "
+                "read it with batch_sampler=sampler.ahead(batch_size, epochs=True)"
+            )
+        epoch, index = sample
+        place = f"{self._seed}/{epoch}/{index}"
+        seed = hashlib.sha256(place.encode()).digest()
+        before = np.random.get_state(), random.getstate()
+        try:
+            np.random.seed(np.frombuffer(seed, dtype="<u4"))
+            random.seed(seed)
+            with apart(place):
+                return self._data[index]
+        finally:
+            np.random.set_state(before[0])
+            random.setstate(before[1])

@@ -1,0 +1,106 @@
+"""A stream of samples that all ranks read together, for data that has no length and no index, but a `state_dict()`.
+
+source:   a b c d │ e f g h │ …       rank 0 takes a b, rank 1 takes c d; then e f and g h
+                  ▲ its state_dict(): the same on every rank, whatever their number
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from holdfast.errors import StateError
+from trainer_side.state.rng import apart
+
+__all__ = ["ResumableStream"]
+
+
+class _Source(Protocol):
+    def __iter__(self) -> Iterator[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+class ResumableStream:
+    """Gives each rank its part of an iterable that every rank reads whole; each sample once per pass, on any ranks.
+
+    Put it into the state of the `Checkpointer`. Every rank reads all samples and keeps its own: it costs reading, not
+    order. Where reading is dear, let the source be a `StatefulDataLoader(data, batch_size=None, num_workers=…)`.
+
+    Args:
+        source: Its `state_dict()` is its place behind what was iterated last; iterating it goes on from there, and
+            begins anew after its end. It gives the same samples in the same order on every rank.
+        rank: This rank.
+        ranks: Number of ranks.
+
+    Raises:
+        StateError: A rank that is not among the ranks, or a source without a state.
+    """
+
+    def __init__(self, source: _Source, *, rank: int, ranks: int) -> None:
+        if not 0 <= rank < ranks:
+            raise StateError(f"stream: expected a rank below ranks, got {rank=}, {ranks=}")
+        if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
+            raise StateError(
+                f"stream: {type(source).__name__} has no state_dict() and load_state_dict(), so it cannot go on "
+                "after a restart; give it both, or use ResumableSampler"
+            )
+        self._source, self._rank, self._ranks = source, rank, ranks
+        self._iterator: Iterator[Any] | None = None
+        self._passes = 0
+
+    @property
+    def passes(self) -> int:
+        """How often the source has come to its end."""
+        return self._passes
+
+    def batches(self, batch_size: int) -> Iterator[list[Any]]:
+        """This rank's samples of one step after the other, without end; a batch goes on into the next pass."""
+        if batch_size < 1:
+            raise StateError(f"stream: expected a batch size of 1 or more, got {batch_size}")
+        mine = range(self._rank * batch_size, (self._rank + 1) * batch_size)
+        while True:
+            batch = []
+            for number in range(batch_size * self._ranks):
+                sample = self._next()
+                if number in mine:
+                    batch.append(sample)
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where we are; the same on every rank."""
+        return {"source": self._source.state_dict(), "passes": self._passes, "workers": self._workers}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on there, also with another number of ranks or another batch size.
+
+        Raises:
+            StateError: The source was read by another number of workers, on which the order of the samples depends.
+        """
+        if saved["workers"] != self._workers:
+            raise StateError(
+                f"stream: expected {saved['workers']} workers, as when it was saved, got {self._workers}: the order of "
+                f"samples depends on it; make the loader with num_workers={saved['workers']}"
+            )
+        self._source.load_state_dict(saved["source"])
+        self._passes, self._iterator = int(saved["passes"]), None
+
+    @property
+    def _workers(self) -> int:
+        return int(getattr(self._source, "num_workers", 0))
+
+    def _next(self) -> Any:
+        if self._iterator is None:
+            self._iterator = self._begun()
+        for _ in range(
+            3
+        ):  # the end of this pass, and a source that was restored at its very end says so once more
+            for sample in self._iterator:
+                return sample
+            self._passes += 1
+            self._iterator = self._begun()
+        raise StateError(f"stream: {type(self._source).__name__} gives no samples, however often it is begun")
+
+    def _begun(self) -> Iterator[Any]:
+        with apart(f"stream/{self._passes}"):
+            return iter(self._source)

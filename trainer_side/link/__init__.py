@@ -1,0 +1,1 @@
+"""The training rank's side of the connection to the stager."""

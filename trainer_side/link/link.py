@@ -1,0 +1,368 @@
+"""The link to the stager: the one thread of a training rank that talks MPI after start-up.
+
+    training thread      agree, announce, offer, decline, close ──► commands ─┐
+    copy thread          SliceSource.is_ready(frame) ─────────────────────────┤
+                                                                              ▼
+    this thread          commands · control messages · send what is credited and copied · deadlines · rest
+
+`Outbox` holds the checkpoints that are on their way, `Questions` what the stager was asked. What goes wrong with the
+stager never stops the training: it becomes `problem`, said once and loudly, and every later offer is declined at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.image.layout import Layout
+from holdfast.notices.notice import Notice
+from holdfast.ring.remains import Asked
+from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, peer_error
+from holdfast.wire.pace import Wish
+from trainer_side.link.hearing import hear_pace
+from trainer_side.link.outbox import Outbox
+from trainer_side.link.outgoing import Outgoing, Plan, StagerPort
+from trainer_side.link.pauses import Pauses
+from trainer_side.link.questions import Questions
+from trainer_side.link.schedule import Schedule
+from trainer_side.link.verdicts import Silence
+from trainer_side.notice.appointments import Appointments
+from trainer_side.notice.hearing import hear_appointment
+from trainer_side.transfer import SliceSource, Transfer, TransferState
+
+if TYPE_CHECKING:
+    from trainer_side.ranks.mpi import MpiPeers
+
+__all__ = ["Link"]
+
+_log = logging.getLogger("holdfast.trainer.link")
+
+_LEAVE_SECONDS_MAX = 5.0
+_EXIT_SECONDS_MAX = 10.0
+
+
+class Link:
+    """See the module. Its methods belong to the training thread unless they say otherwise.
+
+    Attributes:
+        rank: This training rank. `ranks`: how many there are.
+        welcome: What the stager said at start-up.
+        peers: The other ranks, for restore.
+        events: Event log; may be replaced before the first offer.
+        problem: Why no checkpoint can be taken any more; None while all is well. Any thread.
+        appointments: At which step this rank acts on a notice. `schedule`: at which it saves, with `every="auto"`.
+        goes_on_in: Local tiers in which checkpoints go on without a stager; empty where there are none.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        port: StagerPort,
+        welcome: Welcome,
+        *,
+        rank: int,
+        ranks: int,
+        peers: MpiPeers | None = None,
+        events: EventLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._port, self._clock = port, clock
+        self.welcome, self.rank, self.ranks = welcome, rank, ranks
+        self._peers = peers
+        self.events = events or EventLog(None, role="trainer", rank=rank)
+        self.problem: HoldfastError | None = None
+        self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
+        self.schedule = Schedule(auto=False, wait_seconds_max=config.stager_seconds_max)
+        self.goes_on_in = ""
+        self._plan: Plan | None = None
+        self._newest_step = -1
+        self._accepted: list[Transfer] = []  # by the training thread, for close()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._outbox = Outbox(port, welcome.attempt, lambda: self.events)
+        self._pauses = Pauses(self._outbox, clock, port.crowding)
+        self._questions = Questions(config, port, welcome, rank=rank, command=self._command)
+        self._silence = Silence(rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock)
+        self._leaving = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def store_url(self) -> str:
+        """URL of the run."""
+        return self.welcome.store_url
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk."""
+        return self.welcome.chunk_bytes
+
+    @property
+    def peers(self) -> MpiPeers:
+        """The other ranks; before the first step only."""
+        if self._peers is None:
+            raise ConfigError("this link was made without peers")
+        return self._peers
+
+    @property
+    def staged_step(self) -> int:
+        """Newest step that is staged; -1 before the first. Any thread."""
+        return self._outbox.staged_step
+
+    @property
+    def durable_step(self) -> int:
+        """Newest step that is durable; -1 before the first. Any thread."""
+        return self._outbox.durable_step
+
+    @property
+    def new_pickle_reserve_bytes(self) -> int:
+        """Room that rank 0's pickle was given after it had outgrown its reserve; 0 before."""
+        return self._outbox.new_pickle_reserve_bytes
+
+    # -- what the training thread asks for -----------------------------------------------------------------------
+
+    def agree(self, proposal: Proposal) -> Agreement:
+        """See `Questions.agree`."""
+        return self._questions.agree(proposal)
+
+    def fetch(
+        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+    ) -> bytes | None:
+        """See `Questions.fetch`. Any thread."""
+        return self._questions.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
+
+    def announce(self, layout: Layout) -> None:
+        """Use `layout` for all later offers. Every rank calls it with the same one; rank 0 sends it to the stager."""
+        self._plan = Plan.of(layout, self.rank)
+        if self.rank == 0 and self.problem is None:
+            message = wire.encode(Kind.LAYOUT, attempt=self.welcome.attempt, body=layout.to_bytes())
+            self._command(lambda: self._port.send(message))
+
+    def offer(self, step: int, source: SliceSource, record: dict[str, Any]) -> Transfer:
+        """Offer the checkpoint of `step`; returns at once. `source` must stay as it is until the transfer is released.
+
+        Args:
+            step: Higher than every step before, else it is declined here.
+            source: This rank's bytes.
+            record: What is known so far, `saved_at_unix` among it; the link adds its times.
+
+        Raises:
+            StateError: No layout was announced.
+        """
+        plan = self._plan
+        if plan is None:
+            raise StateError(f"rank {self.rank}: step {step} is offered before a layout was announced")
+        transfer = Transfer(step, record)
+        refusal = str(self.problem) if self.problem is not None else ""
+        if not refusal and step <= self._newest_step:
+            # By the same rule on each rank, so that all leave it out.
+            refusal = f"not new: step {step} is not above step {self._newest_step}, which was saved or declined before"
+        if refusal:
+            code = self.problem.code if self.problem is not None else ""
+            transfer.reach(TransferState.DECLINED, refusal, code)
+            transfer.released.set()
+            return transfer
+        self._newest_step = step
+        self._accepted = [other for other in self._accepted if not other.ended.is_set()] + [transfer]
+        self._command(lambda: self._begin(Outgoing(transfer, source, plan)))
+        return transfer
+
+    def answer(self, step: int) -> tuple[str, str] | None:
+        """Why `step`, which this rank has not offered yet, is not taken, and the code of the stager's error, if it gave
+        one; None as far as is known. Any thread.
+        """
+        verdict = self._outbox.verdicts.of(step)
+        if verdict is None:
+            return None
+        body = wire.json_body(verdict)
+        return str(body.get("reason") or body.get("message") or ""), str(body.get("code", ""))
+
+    def decline(self, step: int, reason: str, *, needed_pickle_bytes: int = 0) -> None:
+        """Tell the stager, and through it all ranks, that this rank takes no checkpoint of `step`. Any thread.
+
+        Args:
+            step: A new step, or one that was offered and cannot go on.
+            reason: Why: a word or two for the cause, a colon, a sentence. The causes are counted.
+            needed_pickle_bytes: Above 0: the pickle has outgrown its reserve; rank 0 only.
+        """
+        self._newest_step = max(self._newest_step, step)
+        message = wire.encode(
+            Kind.DECLINE,
+            attempt=self.welcome.attempt,
+            step=step,
+            arg=needed_pickle_bytes,
+            body=reason.encode()[:2000],
+        )
+        if self.problem is None:
+            told = f"rank {self.rank}: {reason}"
+            self._command(lambda: self._outbox.decline(step, message, told))
+
+    def notice(self, notice: Notice) -> None:
+        """Tell the stager that this rank's machine will be taken away. Any thread."""
+
+        def tell() -> None:
+            body = wire.to_json(notice.to_json())
+            self._port.send(wire.encode(Kind.NOTICE, attempt=self.welcome.attempt, body=body))
+
+        if self.problem is None:
+            self._command(tell)
+        else:
+            _log.error(
+                "rank %d: %s; without the stager nobody brings the ranks to one step",
+                self.rank,
+                notice.sentence(),
+            )
+
+    def wish(self, wish: Wish) -> None:
+        """Ask the stager to bring all ranks to another interval; rank 0 only. Any thread."""
+        message = wire.encode(Kind.WISH, attempt=self.welcome.attempt, body=wire.to_json(wish.to_json()))
+        self._command(lambda: self._port.send(message) if self.problem is None else None)
+
+    def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
+        """Wait until what was offered is durable (or staged), say good-bye, end the thread. Safe to call twice.
+
+        Args:
+            wait_for: `DURABLE`, or `STAGED` to leave the rest to the flusher.
+            seconds_max: How long to wait; what is not there then is logged, not lost.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        deadline = self._clock() + seconds_max
+        for transfer in self._accepted:
+            event = transfer.ended if wait_for is TransferState.DURABLE else transfer.settled
+            if not event.wait(max(0.0, deadline - self._clock())) and self.problem is None:
+                _log.error(
+                    "rank %d: step %d is %s, not %s, after waiting %g s at close",
+                    self.rank,
+                    transfer.step,
+                    transfer.state.value,
+                    wait_for.value,
+                    seconds_max,
+                )
+
+        def leave() -> None:
+            self._leaving = True
+
+        self._command(leave)
+        self._thread.join(2 * _LEAVE_SECONDS_MAX)
+        if self._thread.is_alive():
+            _log.error(
+                "rank %d waited %g s for MPI to let go of its last messages to the stager; the process ends without",
+                self.rank,
+                2 * _LEAVE_SECONDS_MAX,
+            )
+
+    def close_at_exit(self) -> None:
+        """A script that ends without `close` must not leave the stager waiting for this rank."""
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        self.close(wait_for=TransferState.STAGED, seconds_max=_EXIT_SECONDS_MAX)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._pauses.wake()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._leaving:
+            try:
+                busy = self._turn()
+            except HoldfastError as error:
+                self._give_up(error)
+                busy = True
+            if busy:
+                self._pauses.busy()
+            else:
+                self._pauses.rest(fetching=self._questions.fetching)
+        self._outbox.close()
+        self._questions.end(self.problem or PeerLost(f"rank {self.rank}: the link is closed"))
+        lost = isinstance(self.problem, PeerLost)
+        self._port.leave(0.0 if self.problem else _LEAVE_SECONDS_MAX, lost=lost)
+
+    def _turn(self) -> bool:
+        """Look at everything once; whether anything had happened."""
+        busy = False
+        while self._commands:
+            busy = True
+            self._commands.popleft()()
+        if self.problem is not None:
+            return busy  # the stager is gone for good: MPI is not touched any more
+        messages = self._port.poll()
+        self._silence.note(bool(messages))
+        for message in messages:
+            self._hear(wire.decode(message))
+        busy |= self._outbox.pump()
+        return busy or bool(messages)
+
+    def _begin(self, active: Outgoing) -> None:
+        if self.problem is None:
+            self._outbox.begin(active)
+            return
+        active.transfer.reach(TransferState.DECLINED, str(self.problem), self.problem.code)
+        active.release()
+
+    def _give_up(self, error: HoldfastError) -> None:
+        if self.problem is not None:
+            return
+        if self.goes_on_in:
+            _log.error(
+                "rank %d: THE STAGER IS LOST, nothing more of this job goes to it; training goes on, and checkpoints "
+                "go on in %s alone: %s",
+                self.rank,
+                self.goes_on_in,
+                error,
+            )
+        else:
+            _log.error(
+                "rank %d: NO MORE CHECKPOINTS are taken in this job, training goes on: %s", self.rank, error
+            )
+        self.events.emit("stager_lost", {"code": error.code, "message": str(error)})
+        self.problem = error  # behind log and event: who sees the one has been told of the other
+        self.appointments.end()
+        self.schedule.end()
+        self._outbox.lose(error)
+        self._questions.end(error)
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _hear(self, frame: Frame) -> None:
+        match frame.kind:
+            case Kind.BEAT:
+                # It was heard, which is all that it says; and so that the stager knows the same of this rank:
+                self._port.send(wire.encode(Kind.BEAT, attempt=self.welcome.attempt))
+            case Kind.CREDIT:
+                self._outbox.credited(frame)
+            case Kind.DECLINED | Kind.STAGED | Kind.DURABLE | Kind.FAILED:
+                self._outbox.judged(frame)
+            case Kind.SAVE_AT:
+                self._reply(hear_appointment(frame, self.appointments))
+            case Kind.SAVE_EVERY:
+                self._reply(hear_pace(frame, self.schedule, self.appointments.step_seconds))
+            case Kind.FETCHED:
+                self._questions.fetched(frame)
+            case Kind.RESERVED:
+                self._questions.agreed(Agreement.from_frame(frame))
+            case Kind.REFUSED:
+                body = wire.json_body(frame, code=str, message=str)
+                error = peer_error(body["code"], body["message"])
+                if not self._questions.agreed(error):
+                    raise error
+            case _:
+                raise ProtocolError(f"rank {self.rank}: the stager sent {frame.kind.name}, which it must not")
+
+    def _reply(self, message: bytes | None) -> None:
+        if message is not None:
+            self._port.send(message)

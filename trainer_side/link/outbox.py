@@ -1,0 +1,176 @@
+"""This rank's checkpoints on their way to the stager, all of them: what is offered, credited, sent, and judged.
+
+    begin ─► OFFER ── CREDIT ─► pump: payloads ── STAGED, DURABLE ─► forgotten, once its memory is released
+               │         └─ for a step that has ended: RETURN
+               └── DECLINED, FAILED, the stager is lost, the link is closed ─► ended: credits go back
+
+`Outgoing` is one of them. What is said of a step before it is offered stays in `Verdicts`, and holds for it then.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.errors import HoldfastError
+from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
+from trainer_side.link.outgoing import Outgoing, StagerPort
+from trainer_side.link.verdicts import Verdicts
+from trainer_side.transfer import TransferState
+
+__all__ = ["Outbox"]
+
+
+class Outbox:
+    """See the module. For the link's thread; its attributes may be read by any.
+
+    Args:
+        port: The way to the stager.
+        attempt: This job's.
+        events: The event log as it is now.
+
+    Attributes:
+        verdicts: On steps that were not offered yet.
+        staged_step: Newest step that is staged; -1 before the first. `durable_step`: that is durable.
+        new_pickle_reserve_bytes: Room that rank 0's pickle was given after it had outgrown its reserve; 0 before.
+    """
+
+    def __init__(self, port: StagerPort, attempt: int, events: Callable[[], EventLog]) -> None:
+        self._port, self._attempt, self._events = port, attempt, events
+        self._active: OrderedDict[int, Outgoing] = OrderedDict()
+        self._lost = False  # the stager: nothing is sent to it any more
+        self.verdicts = Verdicts()
+        self.staged_step = self.durable_step = -1
+        self.new_pickle_reserve_bytes = 0
+
+    # -- how it stands -------------------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        """Whether anything is on its way, or still waits for its verdict."""
+        return bool(self._active)
+
+    @property
+    def staged(self) -> bool:
+        """Whether all that is left is the stager's word that they are durable."""
+        return all(active.transfer.settled.is_set() for active in self._active.values())
+
+    @property
+    def streaming(self) -> bool:
+        """Whether a payload is under way that moves only while MPI is asked."""
+        return any(active.streaming(self._port) for active in self._active.values())
+
+    def notice_stall(self, now: float) -> bool:
+        """See whether payloads have turned out to move only while MPI is asked; True when that is news."""
+        stalled = [active.notice_stall(now) for active in self._active.values()]  # each of them looks
+        return any(stalled)
+
+    # -- what this rank does -------------------------------------------------------------------------------------
+
+    def begin(self, active: Outgoing) -> None:
+        """Offer it, unless all were told already how it ends."""
+        step = active.transfer.step
+        self._active[step] = active
+        verdict = self.verdicts.of(step)
+        if verdict is not None:
+            self._judge(active, verdict.kind, wire.json_body(verdict))
+            return
+        active.offer(self._port, self._attempt)
+
+    def decline(self, step: int, message: bytes, reason: str) -> None:
+        """Send `message`, which declines `step`, unless that has ended; give up what was offered of it."""
+        active = self._active.get(step)
+        if active is None and self.verdicts.of(step) is not None:
+            return  # declined by somebody else already
+        if active is not None and active.transfer.state.final:
+            return
+        self._port.send(message)
+        if active is not None:
+            self._end(active, TransferState.DECLINED, reason)
+
+    def pump(self) -> bool:
+        """Send what is credited and copied; whether anything moved."""
+        moved = False
+        for active in list(self._active.values()):
+            moved |= active.pump(self._port, self._attempt)
+            self._forget_if_over(active)
+        return moved
+
+    def lose(self, error: HoldfastError) -> None:
+        """The stager is lost: all fail, and nobody reads their memory any more."""
+        self._lost = True
+        for active in list(self._active.values()):
+            active.forget_sending()
+            self._end(active, TransferState.FAILED, str(error), error.code)
+            active.release()
+            self._forget_if_over(active)
+
+    def close(self) -> None:
+        """The link is closed: what became of the rest is not heard any more."""
+        unknown = "unknown: the link was closed before the stager had said how it ended"
+        for active in list(self._active.values()):
+            self._end(active, TransferState.FAILED, unknown)
+            active.release()
+
+    # -- what the stager says ------------------------------------------------------------------------------------
+
+    def credited(self, frame: Frame) -> None:
+        """CREDIT: a slot is free for a chunk of this rank."""
+        active = self._active.get(frame.step)
+        if active is None or not active.credit(frame.chunk, frame.arg):
+            self._return(frame.step, frame.chunk)
+
+    def judged(self, frame: Frame) -> None:
+        """STAGED, DURABLE, DECLINED or FAILED."""
+        body = wire.json_body(frame)
+        reserve_bytes = body.get("new_pickle_reserve_bytes")
+        if type(reserve_bytes) is int:
+            self.new_pickle_reserve_bytes = max(self.new_pickle_reserve_bytes, reserve_bytes)
+        active = self._active.get(frame.step)
+        if active is None:
+            self.verdicts.keep(frame)
+            return
+        self._judge(active, frame.kind, body)
+
+    def _judge(self, active: Outgoing, kind: Kind, body: dict[str, Any]) -> None:
+        step = active.transfer.step
+        match kind:
+            case Kind.STAGED:
+                self.staged_step = max(self.staged_step, step)
+                active.transfer.reach(TransferState.STAGED)
+                self._events().emit("staged", active.transfer.summary(), step=step)
+            case Kind.DURABLE:
+                self.durable_step = max(self.durable_step, step)
+                active.transfer.reach(TransferState.DURABLE)
+                self._events().emit("durable", active.transfer.summary(), step=step)
+                self._forget_if_over(active)
+            case Kind.DECLINED:
+                code = str(body.get("code", ""))
+                self._end(active, TransferState.DECLINED, str(body.get("reason", "")), code)
+            case _:
+                code = str(body.get("code", ""))
+                self._end(active, TransferState.FAILED, str(body.get("message", "")), code)
+
+    def _end(self, active: Outgoing, state: TransferState, reason: str, code: str = "") -> None:
+        """Give a transfer up; credits go back, payloads under way come to their end."""
+        transfer = active.transfer
+        if transfer.state.final:
+            return
+        transfer.reach(state, reason, code)
+        unused = active.unused()
+        if not self._lost:
+            for chunk in unused:
+                self._return(transfer.step, chunk)
+        if not active.sending:
+            active.release()
+        self._events().emit(state.value, {**transfer.summary(), "reason": reason}, step=transfer.step)
+        self._forget_if_over(active)
+
+    def _return(self, step: int, chunk: int) -> None:
+        self._port.send(wire.encode(Kind.RETURN, attempt=self._attempt, step=step, chunk=chunk))
+
+    def _forget_if_over(self, active: Outgoing) -> None:
+        if active.over:
+            self._active.pop(active.transfer.step, None)

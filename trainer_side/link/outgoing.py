@@ -1,0 +1,267 @@
+"""One checkpoint of this rank on its way out: credits in, frames out.
+
+    credit(chunk, slot) ────────► credits ──┐
+    source.is_ready(frame) ──► CRC ─────────┴─► pump: payload, SENT … all sent: DONE ─► released
+    give_up ──► RETURN for each credit that is left; payloads under way come to their end ─► released
+
+Rules: a frame is sent only under a credit, and only when its bytes are copied. Its CRC is computed as soon as they are,
+mostly before the credit comes: the stager, who waits for nothing but payloads, then gets one at once. Every credit is
+answered, by a payload and SENT or by RETURN. The source is read until `released`, and not after.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast.crc import crc32
+from holdfast.faultpoint import Point, reach
+from holdfast.image.layout import Layout
+from holdfast.image.replicas import FIELD
+from holdfast.image.slices import frames_of
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
+from trainer_side.transfer import SliceSource, Transfer, TransferState
+
+__all__ = ["Outgoing", "Plan", "StagerPort"]
+
+_FRAMES_IN_FLIGHT_MAX = 4
+_STALL_SECONDS = 0.1  # much longer than a busy stager takes until it comes to a payload
+_FRAMES_AHEAD_MAX = (
+    4  # whose CRCs wait for credits: as many as come at once; more would only take time from the copy
+)
+_FRAMES_LOOKED_AT_MAX = 16  # for one that is ready and has no CRC yet; they get ready in about this order
+
+
+class StagerPort(Protocol):
+    """What the link needs of MPI (`trainer_side.ranks.mpi.Port`)."""
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether the stager is known to be on this machine: it then mostly reads payloads by itself."""
+        ...
+
+    @property
+    def crowding(self) -> float:
+        """Processes of the job on this machine for each of its cores."""
+        ...
+
+    def send(self, message: bytes) -> None:
+        """Send a control message; the order is kept."""
+        ...
+
+    def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
+        """Begin to send the bytes of one credit, which are pieces of these sizes; returns a handle."""
+        ...
+
+    def sent(self, handle: int) -> bool:
+        """Whether MPI has read that payload to its end."""
+        ...
+
+    def poll(self) -> list[bytes]:
+        """All control messages that have come."""
+        ...
+
+    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
+        """Say good-bye."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The announced layout, as this rank sends it.
+
+    Attributes:
+        digest: The layout's.
+        frames: Chunk → (offset in the source, bytes).
+        pieces: Chunk → sizes of its pieces, where there is more than one.
+    """
+
+    digest: str
+    frames: dict[int, tuple[int, int]]
+    pieces: dict[int, tuple[int, ...]]
+
+    def pieces_of(self, chunk: int) -> tuple[int, ...]:
+        """Sizes of the pieces of this rank's frame in `chunk`."""
+        return self.pieces.get(chunk) or (self.frames[chunk][1],)
+
+    def streams(self, chunk: int) -> bool:
+        """Whether MPI takes this frame to fragments, and moves them only while it is asked."""
+        pieces = len(self.pieces_of(chunk))
+        return wire.payload_messages(pieces) < pieces
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Plan:
+        """What `rank` sends of it."""
+        frames = frames_of(layout, rank)
+        return cls(
+            layout.digest,
+            {frame.chunk: (frame.offset, frame.nbytes) for frame in frames},
+            {
+                frame.chunk: tuple(extent.nbytes for extent in frame.extents)
+                for frame in frames
+                if len(frame.extents) > 1
+            },
+        )
+
+
+class Outgoing:
+    """A transfer that still has to do with the source's memory, or waits for the stager's verdict. Link's thread only.
+
+    Attributes:
+        transfer: What others see of it.
+        plan: How it is cut into frames.
+    """
+
+    def __init__(self, transfer: Transfer, source: SliceSource, plan: Plan) -> None:
+        self.transfer, self.plan = transfer, plan
+        self._source: SliceSource | None = source  # a staging buffer is not kept longer than it is read
+        self._unsent = set(plan.frames)
+        self._unsummed = list(plan.frames)
+        self._crcs: dict[int, int] = {}  # of frames that are ready and not sent
+        self._credits: dict[int, int] = {}  # chunk → slot
+        self._sending: dict[int, int] = {}  # handles of payloads that MPI still reads → chunk
+        self._done_said = False
+        self._sent_frames = 0
+        self._seen = (-1, 0.0)  # sent frames, and since when so many
+        self._polls = False  # nothing moved until it was asked for
+        transfer.frames, transfer.frames_left = len(plan.frames), len(plan.frames)
+
+    @property
+    def sending(self) -> bool:
+        """Whether MPI still reads a payload."""
+        return bool(self._sending)
+
+    def streaming(self, port: StagerPort) -> bool:
+        """Whether a payload is under way that moves only while MPI is asked.
+
+        On one machine the stager reads others out of this process's memory in one go, whatever that does; where the
+        system does not let it, `notice_stall` finds out.
+        """
+        if not self._sending:
+            return False
+        return (
+            self._polls
+            or not port.one_machine
+            or any(self.plan.streams(chunk) for chunk in self._sending.values())
+        )
+
+    def notice_stall(self, now: float) -> bool:
+        """See whether nothing has left for so long that MPI must be waiting to be asked; True when that is news."""
+        if not self._sending or self._seen[0] != self._sent_frames:
+            self._seen = (self._sent_frames, now)
+        stalled = now - self._seen[1] > _STALL_SECONDS and not self._polls
+        self._polls = self._polls or stalled
+        return stalled
+
+    @property
+    def over(self) -> bool:
+        """Nothing more happens to it."""
+        return self.transfer.state.final and self.transfer.released.is_set()
+
+    def offer(self, port: StagerPort, attempt: int) -> None:
+        """Say OFFER."""
+        body = {**self.transfer.summary(), "layout_digest": self.plan.digest}
+        port.send(wire.encode(Kind.OFFER, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))
+
+    def credit(self, chunk: int, slot: int) -> bool:
+        """Take a credit; False if there is no use for it, and it must be returned."""
+        if self.transfer.state.final or chunk not in self._unsent:
+            return False
+        self._credits[chunk] = slot
+        if self.transfer.state is TransferState.OFFERED:
+            self.transfer.reach(TransferState.SENDING)
+        return True
+
+    def pump(self, port: StagerPort, attempt: int) -> bool:
+        """Send what is credited and ready; note what has left. Whether anything moved."""
+        moved = False
+        for handle in [handle for handle in self._sending if port.sent(handle)]:
+            del self._sending[handle]
+            self._sent_frames += 1
+            moved = True
+        transfer = self.transfer
+        if not transfer.state.final:
+            source = self._source
+            ready = [
+                chunk
+                for chunk in sorted(self._credits)
+                if source and source.is_ready(self.plan.frames[chunk][0])
+            ]
+            for chunk in ready[: max(0, _FRAMES_IN_FLIGHT_MAX - len(self._sending))]:
+                self._send(port, attempt, chunk, self._credits.pop(chunk))
+                moved = True
+            moved = moved or self._sum_next()
+            if not self._unsent and not self._done_said:
+                self._done_said = moved = True
+                reach(Point.SLICE_SENT)
+                self._say_done(port, attempt)
+        if not self._sending and (self._done_said or transfer.state.final) and not transfer.released.is_set():
+            moved = True
+            if transfer.state in {TransferState.OFFERED, TransferState.SENDING}:
+                transfer.reach(TransferState.SENT)
+            self.release()
+        return moved
+
+    def _sum_next(self) -> bool:
+        """Compute the CRC of one frame that has become ready; False if there is none."""
+        source = self._source
+        if source is None or len(self._crcs) >= _FRAMES_AHEAD_MAX:  # None: all is sent
+            return False
+        for place, chunk in enumerate(self._unsummed[:_FRAMES_LOOKED_AT_MAX]):
+            if source.is_ready(self.plan.frames[chunk][0]):
+                del self._unsummed[place]
+                self._crcs[chunk] = self._sum(source, chunk)
+                return True
+        return False
+
+    def _sum(self, source: SliceSource, chunk: int) -> int:
+        begun = time.perf_counter()
+        crc = crc32(source.view(*self.plan.frames[chunk]))
+        record = self.transfer.record
+        record["crc_seconds"] = record.get("crc_seconds", 0.0) + time.perf_counter() - begun
+        return crc
+
+    def unused(self) -> list[int]:
+        """The chunks whose credits are to be returned, now that it was given up."""
+        chunks = sorted(self._credits)
+        self._credits.clear()
+        return chunks
+
+    def release(self) -> None:
+        """The source's memory is not read any more."""
+        self._source = None
+        self.transfer.released.set()
+
+    def forget_sending(self) -> None:
+        """Whoever would have read the payloads is gone."""
+        self._sending.clear()
+
+    def _send(self, port: StagerPort, attempt: int, chunk: int, slot: int) -> None:
+        offset, nbytes = self.plan.frames[chunk]
+        assert self._source is not None
+        payload = self._source.view(offset, nbytes)
+        if chunk in self._crcs:
+            crc = self._crcs.pop(chunk)
+        else:
+            self._unsummed.remove(chunk)
+            crc = self._sum(self._source, chunk)
+        record = self.transfer.record
+        record["sent_bytes"] = record.get("sent_bytes", 0) + nbytes
+        self._sending[port.send_payload(payload, slot, self.plan.pieces_of(chunk))] = chunk
+        self._unsent.discard(chunk)
+        self.transfer.frames_left = len(self._unsent)
+        reach(Point.FRAME_SENT)
+        port.send(
+            wire.encode(
+                Kind.SENT, attempt=attempt, step=self.transfer.step, chunk=chunk, arg=nbytes, flags=crc
+            )
+        )
+
+    def _say_done(self, port: StagerPort, attempt: int) -> None:
+        body = self.transfer.summary()
+        if self.transfer.fingerprints:
+            body[FIELD] = self.transfer.fingerprints
+        port.send(wire.encode(Kind.DONE, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))

@@ -1,0 +1,1 @@
+"""What a rank needs of the other ranks: MPI, torch.distributed, deadlines."""

@@ -1,0 +1,1 @@
+"""From the nearest good checkpoint into live tensors."""

@@ -1,0 +1,306 @@
+"""One candidate of a restore: read it, and when that went well on every rank, load it.
+
+    open      what the image is; its begin and end        slices: trainer_side/restore/rounds.py     file: structure.py
+    prepare   the tree; names and shapes fit?
+    read      all bytes, straight into the tensors        slices: trainer_side/restore/rounds.py     file: reading.py
+    load      the tree into the objects
+
+Each stage ends with an agreement of all ranks (`trainer_side/ranks/agreeing.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.errors import DamageError, HoldfastError, StateError
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import Manifest
+from holdfast.store.base import Store
+from holdfast.telemetry.events import EventLog
+from trainer_side.ranks.agreeing import agree, gather
+from trainer_side.ranks.peers import Peers
+from trainer_side.restore.choice import STORE, Candidate, store_units
+from trainer_side.restore.exchange import check_received
+from trainer_side.restore.image_map import Described
+from trainer_side.restore.inventory import Found, Shelf
+from trainer_side.restore.loading import check, live_trees, load
+from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
+from trainer_side.restore.reading import Reading, Target, Use, read
+from trainer_side.restore.rounds import Rounds
+from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
+
+__all__ = ["Job", "Restored", "Trial"]
+
+_log = logging.getLogger("holdfast.restore")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored, and how.
+
+    Attributes:
+        step: The saved step; the next one to run is one more.
+        attempt: The attempt that wrote it.
+        manifest: The store's; None if only local tiers have this step.
+        seconds: Of each phase on this rank: catalog, structure, read, exchange and check (several ranks), load.
+        bytes_read: By this rank, tensors and what lies between them.
+        sources: What this rank has read from which tier (by its name), or from the store (by its URL).
+        mended: What was damaged or gone in a tier, and was read from elsewhere; of all ranks.
+        skipped: Newer checkpoints that were not used, each with the reason.
+        values: Plain values of the state by name: they cannot be set in place.
+        whole_in: Where all of it lies, as far as was seen: tiers by name, the store by its URL. The same on every rank.
+    """
+
+    step: int
+    attempt: int
+    manifest: Manifest | None
+    seconds: dict[str, float]
+    bytes_read: int
+    skipped: list[str]
+    sources: dict[str, Use] = field(default_factory=dict)
+    mended: list[str] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    whole_in: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What does not change from candidate to candidate, and the tiers that hang, as `Rounds` has found them."""
+
+    state: Mapping[str, Any]
+    store: Store | None
+    peers: Peers
+    events: EventLog | None
+    found: Found
+    shelf: Shelf
+    threads: int
+    seconds_max: float
+    may_lack: frozenset[str] = frozenset()
+    hanging: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    def tell(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
+        """Name what is not used, once for all ranks in the log, and in each rank's events."""
+        for reason in reasons:
+            if self.peers.rank == 0:
+                _log.warning("restore: %s; %s", reason, instead)
+            if self.events is not None:
+                self.events.emit(event, {"reason": reason, "instead": instead})
+
+
+class Trial:
+    """One candidate. Training thread; every method is collective."""
+
+    def __init__(self, job: Job, candidate: Candidate, seconds: Mapping[str, float]) -> None:
+        self._job, self._candidate, self._peers = job, candidate, job.peers
+        self._seconds = dict(seconds)
+        self._image: Described
+        self._manifest: Manifest | None = None
+        self._rounds: Rounds | None = None
+        self._structure: Structure | None = None
+        self._reading = Reading()
+        self._adopted_bytes = 0
+
+    def read(self) -> str | None:
+        """Read all bytes; returns why this candidate is no good, or None. Collective."""
+        begun = time.monotonic()
+        try:
+            data, problem = self._open()
+        except DamageError as damage:
+            return str(damage)
+        if problem is not None:
+            return problem
+        error = self._prepare(data)
+        self._seconds["structure"] = time.monotonic() - begun
+        problem = agree(self._peers, error)
+        if problem is not None:
+            return problem
+        assert self._structure is not None
+        targets = {index: Target.of(storage) for index, storage in self._structure.storages.items()}
+        problem = self._read_file(targets) if self._rounds is None else self._rounds.read(targets)
+        if self._rounds is not None:
+            self._reading = self._rounds.reading
+            self._seconds.update(self._reading.seconds)
+            instead = "read from elsewhere" if problem is None else "and nothing else has all of it"
+            self._job.tell(self._rounds.mended, instead, event="damaged")
+        return problem
+
+    def _open(self) -> tuple[bytes, str | None]:
+        """Find out what the image is, and get its head and tail; or why not. Collective."""
+        job, candidate = self._job, self._candidate
+        if candidate.stored != STORE:
+            self._manifest = job.shelf.manifest(candidate.stored, self._peers)
+        if candidate.key is not None:
+            return self._open_slices()
+        assert self._manifest is not None
+        assert job.store is not None
+        self._image = self._manifest
+        data, error = b"", None
+        if self._peers.rank == 0:
+            try:
+                data = read_structure_bytes(job.store, self._manifest)
+            except HoldfastError as refused:
+                error = refused
+        data = self._peers.broadcast(data if self._peers.rank == 0 else None)
+        return data, None if data else agree(self._peers, error)
+
+    def _open_slices(self) -> tuple[bytes, str | None]:
+        job, candidate = self._job, self._candidate
+        layout, error = None, None
+        try:
+            layout = job.found.layout(candidate, self._peers)
+        except DamageError as refused:
+            error = refused
+        problem = agree(self._peers, error)
+        if problem is not None:
+            return b"", problem
+        assert layout is not None
+        self._image = layout
+        origins: dict[int, Origin] = {
+            holder.number: KeptSlice(*job.found.own[holder.number])
+            for some in candidate.slices.values()
+            for holder in some
+            if holder.rank == self._peers.rank
+        }
+        if self._manifest is not None and job.store is not None:
+            origins[STORE] = StoredFile(job.store, self._manifest)
+        self._rounds = Rounds(
+            candidate,
+            layout,
+            origins,
+            self._manifest,
+            self._peers,
+            job.threads,
+            job.seconds_max,
+            job.hanging,
+        )
+        return self._rounds.ends()
+
+    def _read_file(self, targets: Mapping[int, Target]) -> str | None:
+        """Read it from the store alone. Collective."""
+        job, manifest = self._job, self._manifest
+        assert manifest is not None
+        assert job.store is not None
+        units = store_units(manifest, self._peers.ranks)
+        self._reading = read(
+            manifest,
+            units,
+            {STORE: StoredFile(job.store, manifest)},
+            targets,
+            self._peers,
+            threads=job.threads,
+            seconds_max=job.seconds_max,
+        )
+        self._seconds.update(self._reading.seconds)
+        problem = agree(self._peers, self._reading.error)
+        if problem is not None or self._peers.ranks == 1:
+            return problem
+        begun = time.monotonic()
+        error = check_received(manifest, units, targets, self._reading.sums, self._peers, threads=job.threads)
+        self._seconds["check"] = time.monotonic() - begun
+        return agree(self._peers, error)
+
+    def load(self, skipped: list[str]) -> Restored:
+        """Load what was read into the objects. Collective."""
+        assert self._structure is not None
+        begun = time.monotonic()
+        job, candidate = self._job, self._candidate
+        values: dict[str, Any] = {}
+        error: HoldfastError | None = None
+        try:
+            values = load(job.state, self._structure.tree, rank=self._peers.rank, ranks=self._peers.ranks)
+        except HoldfastError as refused:
+            error = refused
+        problem = agree(self._peers, error)
+        if problem is not None:
+            raise DamageError(f"step {candidate.step}: {problem}")
+        self._seconds["load"] = time.monotonic() - begun
+        self._report(skipped)
+        return Restored(
+            step=candidate.step,
+            attempt=candidate.attempt,
+            manifest=self._manifest,
+            seconds=self._seconds,
+            bytes_read=self._reading.bytes_read,
+            sources=self._reading.uses,
+            mended=self._mended,
+            skipped=skipped,
+            values=values,
+            whole_in=self._whole_in,
+        )
+
+    @property
+    def _whole_in(self) -> frozenset[str]:
+        tiers = self._rounds.whole_in if self._rounds is not None else frozenset[str]()
+        job = self._job
+        return tiers | {job.store.url} if job.store is not None and self._candidate.stored != STORE else tiers
+
+    @property
+    def _mended(self) -> list[str]:
+        return self._rounds.mended if self._rounds is not None else []
+
+    def _report(self, skipped: list[str]) -> None:
+        """Say what came from where: rank 0 for all in the log, each rank for itself in its events. Collective."""
+        uses = {tier: [use.nbytes, round(use.seconds, 6)] for tier, use in self._reading.uses.items()}
+        parts = []
+        for rank, said in enumerate(gather(self._peers, json.dumps(uses).encode())):
+            for tier, (nbytes, seconds) in json.loads(said).items():
+                parts.append(f"rank {rank} {nbytes} bytes from {tier} in {seconds:.3g} s")
+        name = self._candidate.name
+        if self._peers.rank == 0:
+            _log.info("restored %s: %s", name, "; ".join(parts) or "no rank has read a byte")
+        if self._job.events is None:
+            return
+        saved_ranks = self._image.ranks if isinstance(self._image, Manifest | Layout) else 0
+        self._job.events.emit(
+            "restore",
+            {
+                "attempt": self._candidate.attempt,
+                "file": None if self._manifest is None else self._manifest.file,
+                "image_bytes": self._image.image_bytes,
+                "bytes_read": self._reading.bytes_read,
+                "sources": {tier: {"bytes": use[0], "seconds": use[1]} for tier, use in uses.items()},
+                "in_place_bytes": self._adopted_bytes,
+                "saved_ranks": saved_ranks,
+                "ranks": self._peers.ranks,
+                "seconds": self._seconds,
+                "mended": self._mended,
+                "skipped": skipped,
+            },
+            step=self._candidate.step,
+        )
+
+    def _prepare(self, data: bytes) -> HoldfastError | None:
+        """Make the tree, see that the state fits, and lay it over the live tensors."""
+        job, step = self._job, self._candidate.step
+        if self._rounds is None:
+            assert self._manifest is not None
+            file, store = self._manifest.file, job.store
+        else:
+            file, store = f"slices of {self._candidate.name}", None
+        try:
+            structure = Structure(file, self._image, data, store)
+            live = live_trees(job.state)
+            check(job.state, live, structure.tree, step, may_lack=job.may_lack)
+            self._adopted_bytes = structure.adopt(live)
+        except RecursionError as error:
+            return StateError(f"step {step}: what is saved is nested too deep to be loaded: {error}")
+        except StateError as refused:
+            if self._rounds is not None:
+                return refused
+            # Parsed before its chunks were checked: a state that does not fit may be a bit that flipped.
+            try:
+                assert store is not None
+                assert self._manifest is not None
+                check_structure_chunks(store, self._manifest)
+            except HoldfastError as damage:
+                return damage
+            return refused
+        except HoldfastError as refused:
+            return refused
+        self._structure = structure
+        return None

@@ -1,0 +1,332 @@
+"""Which checkpoints there are, and which rank reads which of their bytes from where: the choice alone, without any I/O.
+
+    slices that ranks found ─┐
+                             ├─► candidates, newest first; of equals the nearest first
+    manifests of the store ──┘      └─► pieces: one frame of one slice each ─► units: what one rank reads at once
+
+1. A candidate is whole if each saved rank's slice was found by some rank, or if the store has that very checkpoint to
+   fill the gaps with: same attempt, step, number of ranks and layout.
+2. A frame that several ranks have found is read by the one with the nearest tier, and among equals by the one that
+   has less to read. Where a chunk lacks a frame, the whole chunk comes from the store, where a CRC covers all of it.
+3. What could not be read from one source is read from the next one, until there is none.
+
+Everything here is a function of what all ranks know, so all ranks come to the same answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from holdfast.image.layout import Extent, Layout
+from trainer_side.restore.image_map import Mapped
+
+__all__ = [
+    "NEARNESS_OF_RING",
+    "NEARNESS_OF_STORE",
+    "RING",
+    "STORE",
+    "Candidate",
+    "Holder",
+    "Key",
+    "Passed",
+    "Piece",
+    "Source",
+    "Stored",
+    "Unit",
+    "candidates",
+    "divide",
+    "pieces_of",
+    "store_units",
+]
+
+STORE = -1  # in place of the number of a slice: the portable file
+RING = "ring"  # in place of the name of a job: whose slices in the ring are is known by attempt and step
+NEARNESS_OF_RING = 4
+NEARNESS_OF_STORE = 5  # a rank's own tiers are nearer; slices that lie in the store as well are farther
+
+
+class Key(NamedTuple):
+    """Slices of one checkpoint have the same."""
+
+    attempt: int
+    step: int
+    ranks: int
+    digest: str
+    job: str
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newer ones have a higher one."""
+        return (self.attempt, self.step)
+
+
+class Holder(NamedTuple):
+    """A slice that a rank has found in one of its tiers.
+
+    Attributes:
+        key: Of which checkpoint. `slice_rank`: whose slice of it.
+        rank: Who found it. `number`: among what that rank found.
+        nearness: 0 is nearest. `tier`, `place`: for people.
+        absent: Chunks of which it does not have the frame.
+    """
+
+    key: Key
+    slice_rank: int
+    rank: int
+    number: int
+    nearness: int
+    tier: str
+    place: str
+    absent: frozenset[int] = frozenset()
+
+
+class Stored(NamedTuple):
+    """A checkpoint of the store, as its manifest says; `fault` tells why it cannot be used, if so."""
+
+    number: int
+    attempt: int
+    step: int
+    ranks: int
+    digest: str
+    fault: str
+
+
+class Source(NamedTuple):
+    """Where a frame may be read: a slice that a rank has found, or the store (`number` is `STORE`, `rank` is -1)."""
+
+    rank: int
+    number: int
+
+
+_STORE_SOURCE = Source(-1, STORE)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A checkpoint that is not a candidate, and why. `lost`: it once was there; else it was perhaps never finished."""
+
+    attempt: int
+    step: int
+    reason: str
+    lost: bool
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that may be restored.
+
+    Attributes:
+        slices: Saved rank → who has its slice, nearest first. Empty: it is read from the store alone.
+        stored: Its number in the store's list; `STORE` if the store does not have it.
+        key: Of its slices; None without any.
+    """
+
+    attempt: int
+    step: int
+    stored: int
+    key: Key | None = None
+    slices: Mapping[int, tuple[Holder, ...]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"step {self.step} (attempt {self.attempt})"
+
+
+def candidates(holders: Iterable[Holder], stored: Sequence[Stored]) -> list[Candidate | Passed]:
+    """All checkpoints, newest first, each as a candidate or with the reason why it is none.
+
+    One that tiers and store both have comes twice: first from the nearest, then from the store alone.
+    """
+    groups: dict[Key, dict[int, list[Holder]]] = {}
+    for holder in holders:
+        groups.setdefault(holder.key, {}).setdefault(holder.slice_rank, []).append(holder)
+    _join_ring(groups, stored)
+    ranked: list[tuple[tuple[int, ...], Candidate | Passed]] = []
+    for key, by_rank in sorted(groups.items()):
+        found = {
+            rank: tuple(sorted(by_rank[rank], key=lambda one: (one.nearness, one.rank, one.number)))
+            for rank in sorted(by_rank)
+        }
+        same = next((one.number for one in stored if not one.fault and _is_same(one, key)), STORE)
+        newest_first = (-key.attempt, -key.step)
+        if same != STORE or len(found) == key.ranks:
+            candidate = Candidate(key.attempt, key.step, same, key, found)
+            farthest = max(some[0].nearness for some in found.values())
+            ranked.append(((*newest_first, 0, -len(found), farthest), candidate))
+        else:
+            ranked.append(
+                ((*newest_first, 3, 0), Passed(key.attempt, key.step, _gap(key, found), lost=False))
+            )
+    for one in stored:
+        newest_first = (-one.attempt, -one.step)
+        if one.fault:
+            ranked.append(((*newest_first, 2, 0), Passed(one.attempt, one.step, one.fault, lost=True)))
+        else:
+            ranked.append(((*newest_first, 1, 0), Candidate(one.attempt, one.step, one.number)))
+    return [item for _, item in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _join_ring(groups: dict[Key, dict[int, list[Holder]]], stored: Sequence[Stored]) -> None:
+    """Where the store says that it is one checkpoint, tiers and ring fill each other's gaps."""
+    for key in [key for key in groups if key.job == RING]:
+        tiers = [other for other in groups if other[:4] == key[:4] and other.job != RING]
+        if not any(not one.fault and _is_same(one, key) for one in stored):
+            continue
+        for other in tiers:
+            for rank, some in groups[key].items():
+                groups[other].setdefault(rank, []).extend(holder._replace(key=other) for holder in some)
+        if tiers:
+            del groups[key]
+
+
+def _is_same(one: Stored, key: Key) -> bool:
+    return (one.attempt, one.step, one.ranks, one.digest) == (key.attempt, key.step, key.ranks, key.digest)
+
+
+def _gap(key: Key, found: Collection[int]) -> str:
+    missing = [rank for rank in range(min(key.ranks, len(found) + 4)) if rank not in found][:3]
+    named = ", ".join(map(str, missing))
+    count = key.ranks - len(found)
+    more = f" and {count - len(missing)} more" if count > len(missing) else ""
+    return (
+        f"step {key.step} (attempt {key.attempt}): the local tiers have {len(found)} of its {key.ranks} slices; nobody "
+        f"has those of ranks {named}{more}, nor has the store this step"
+    )
+
+
+# -- who reads what --------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """One frame of one slice: `extents` of the image that lie in one chunk."""
+
+    slice_rank: int
+    frame: int
+    chunk: int
+    extents: tuple[Extent, ...]
+    nbytes: int
+
+
+class Unit(NamedTuple):
+    """What one rank reads at once, checks by one CRC, and gives to the others.
+
+    Attributes:
+        reader: The rank that reads it. `number`: the slice among what it found, or `STORE`.
+        chunk: Which chunk the extents lie in. `frame`: of the slice, if it is one.
+        extents: What it brings; of a chunk in the store perhaps not all.
+        pieces: Numbers of the pieces that it brings.
+    """
+
+    reader: int
+    number: int
+    chunk: int
+    frame: int
+    extents: tuple[Extent, ...]
+    pieces: tuple[int, ...]
+
+
+def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[int, Piece]:
+    """Every frame of every slice by a number, chunks ascending; or only those that reach `within` these extents."""
+    pieces: dict[int, Piece] = {}
+    frames = Counter[int]()  # as `frames_of` numbers them
+    count = 0
+    for chunk in range(layout.chunks):
+        for rank in layout.senders(chunk):
+            extents = layout.pieces(chunk, rank)
+            if within is None or any(_overlap(extent, wish) for extent in extents for wish in within):
+                nbytes = sum(extent.nbytes for extent in extents)
+                pieces[count] = Piece(rank, frames[rank], chunk, extents, nbytes)
+            frames[rank] += 1
+            count += 1
+    return pieces
+
+
+def _overlap(one: Extent, other: Extent) -> bool:
+    return max(one.offset, other.offset) < min(one.end, other.end)
+
+
+def divide(
+    candidate: Candidate,
+    pieces: Mapping[int, Piece],
+    ranks: int,
+    *,
+    chunk_bytes: int,
+    failed: Collection[tuple[int, Source]] = (),
+    broken: Collection[Source] = (),
+) -> tuple[list[Unit], list[int]]:
+    """Give each piece a source and a reader.
+
+    Args:
+        candidate: What is read.
+        pieces: What of it.
+        ranks: How many there are now.
+        chunk_bytes: Of its image.
+        failed: Pieces with the source from which they could not be read.
+        broken: Sources that give nothing any more.
+
+    Returns:
+        The units, chunks ascending; and the pieces that no source is left for.
+    """
+    units: list[Unit] = []
+    lost: list[int] = []
+    loads = [0] * ranks
+    by_chunk: dict[int, list[int]] = {}
+    for number, piece in pieces.items():
+        by_chunk.setdefault(piece.chunk, []).append(number)
+    for chunk, numbers in sorted(by_chunk.items()):
+        chosen: dict[int, Source] = {}
+        for number in numbers:
+            source = _nearest(candidate, number, pieces[number], loads, failed, broken)
+            if source is None:
+                lost.append(number)
+                continue
+            chosen[number] = source
+        if _STORE_SOURCE in chosen.values():
+            # It is read whole for its CRC anyway.
+            fits = [number for number in chosen if (number, _STORE_SOURCE) not in failed]
+            extents = sorted(extent for number in fits for extent in pieces[number].extents)
+            reader = loads.index(min(loads))
+            loads[reader] += chunk_bytes
+            units.append(Unit(reader, STORE, chunk, -1, tuple(extents), tuple(fits)))
+            chosen = {number: source for number, source in chosen.items() if number not in fits}
+        for number, source in chosen.items():
+            piece = pieces[number]
+            loads[source.rank] += piece.nbytes
+            units.append(Unit(source.rank, source.number, chunk, piece.frame, piece.extents, (number,)))
+    return units, lost
+
+
+def _nearest(
+    candidate: Candidate,
+    number: int,
+    piece: Piece,
+    loads: Sequence[int],
+    failed: Collection[tuple[int, Source]],
+    broken: Collection[Source],
+) -> Source | None:
+    """The source that is tried next for a piece."""
+    options = [
+        (holder.nearness, loads[holder.rank], Source(holder.rank, holder.number))
+        for holder in candidate.slices.get(piece.slice_rank, ())
+        if piece.chunk not in holder.absent
+    ]
+    if candidate.stored != STORE:
+        options.append((NEARNESS_OF_STORE, -1, _STORE_SOURCE))
+    left = [option for option in options if option[2] not in broken and (number, option[2]) not in failed]
+    return min(left)[2] if left else None
+
+
+def store_units(image: Mapped, ranks: int) -> list[Unit]:
+    """Of a portable file: each rank reads 1/R, whole chunks that lie side by side."""
+    chunks = -(-image.image_bytes // image.chunk_bytes)
+    units = []
+    for rank in range(ranks):
+        for chunk in range(rank * chunks // ranks, (rank + 1) * chunks // ranks):
+            offset = chunk * image.chunk_bytes
+            extent = Extent(offset, min(image.chunk_bytes, image.image_bytes - offset))
+            units.append(Unit(rank, STORE, chunk, -1, (extent,), ()))
+    return units

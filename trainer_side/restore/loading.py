@@ -1,0 +1,227 @@
+"""Puts a restored tree into the live objects of the state.
+
+    check    names and shapes, before the first byte is read       live_trees   what the tensors are read over
+    load     objects ─► tensors ─► PerRank values ─► RNG states
+
+Random states come last: whatever another object's `load_state_dict` draws must not count.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from holdfast.errors import StateError
+from trainer_side.restore.structure import once
+from trainer_side.state.per_rank import PerRank, decode
+from trainer_side.state.rng import RngState
+from trainer_side.state.tree import refusal, tensor_paths
+
+__all__ = ["check", "live_trees", "load"]
+
+_log = logging.getLogger("holdfast.restore")
+_NAMED = 5  # of many problems of one kind, so many are named
+
+
+def live_trees(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Names to the trees whose tensors may be read over in place: those of objects and tensors.
+
+    Raises:
+        StateError: An object's `state_dict()` failed.
+    """
+    trees: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, PerRank):
+            continue
+        if isinstance(value, torch.Tensor):
+            trees[name] = value
+        elif _loadable(value):
+            try:
+                trees[name] = value.state_dict()
+            except (
+                Exception
+            ) as error:  # the user's code may raise anything; it is named, and kept as the cause
+                raise StateError(
+                    f"{name}: state_dict() of {type(value).__name__} failed: {error!r}"
+                ) from error
+    return trees
+
+
+def check(
+    state: Mapping[str, Any],
+    live: Mapping[str, Any],
+    tree: Any,
+    step: int,
+    *,
+    may_lack: Collection[str] = (),
+) -> None:
+    """See that the checkpoint fits the state, before anything is changed.
+
+    Args:
+        state: As the script gave it.
+        live: What `live_trees` gave for it.
+        tree: What was saved.
+        step: Its step, for messages.
+        may_lack: Names that the checkpoint need not have.
+
+    Raises:
+        StateError: A name is missing in the checkpoint, a tensor has another shape, or an object cannot be loaded.
+    """
+    if not isinstance(tree, dict):
+        raise StateError(
+            f"step {step}: the file holds a {type(tree).__name__}, not the state of a Checkpointer"
+        )
+    lacking = sorted(set(state) - set(tree))
+    missing = [name for name in lacking if name not in may_lack]
+    if missing:
+        raise StateError(
+            f"step {step}: the checkpoint has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, tree))}; "
+            "give the Checkpointer the names with which it was saved, or let what is new stay as it is with "
+            f"restore(may_lack={missing!r})"
+        )
+    if lacking:
+        _log.warning(
+            "step %d: not in the checkpoint, so it stays as it is: %s", step, ", ".join(map(repr, lacking))
+        )
+    mute = [name for name, value in state.items() if _savable(value) and not _loadable(value)]
+    if mute:
+        raise StateError(
+            f"{', '.join(map(repr, mute))}: has state_dict(), but no load_state_dict() to restore it with"
+        )
+    extra = [name for name in tree if name not in state]
+    if extra:
+        _log.warning(
+            "step %d: not restored, as the state does not name it: %s", step, ", ".join(map(repr, extra))
+        )
+    wrong, converted = _differences(state, live, tree)
+    if wrong:
+        raise StateError(
+            f"step {step}: the checkpoint has other shapes than this state: {_few(wrong)}; nothing was loaded"
+        )
+    if converted:
+        _log.warning("step %d: values are converted as they are loaded: %s", step, _few(converted))
+
+
+def _differences(state: Mapping[str, Any], live: Mapping[str, Any], tree: Any) -> tuple[list[str], list[str]]:
+    """Other shapes, other dtypes.
+
+    Only of modules, optimizers and tensors: other objects may well take another shape.
+    """
+    fixed = {
+        name: part
+        for name, part in live.items()
+        if isinstance(state[name], torch.nn.Module | torch.optim.Optimizer | torch.Tensor)
+    }
+    here, there = tensor_paths(fixed), tensor_paths(tree)
+    clear = once(path for path, _ in here) & once(path for path, _ in there)
+    saved = dict(there)
+    wrong, converted = [], []
+    for path, tensor in here:
+        if path not in clear or refusal(tensor) is not None:
+            continue
+        if saved[path].shape != tensor.shape:
+            wrong.append(
+                f"{path}: expected {list(tensor.shape)}, the checkpoint has {list(saved[path].shape)}"
+            )
+        elif saved[path].dtype != tensor.dtype:
+            converted.append(f"{path}: {saved[path].dtype} to {tensor.dtype}")
+    return wrong, converted
+
+
+def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks: int) -> dict[str, Any]:
+    """Load every name of `state` that the tree has. Training thread.
+
+    Returns:
+        The plain values, which cannot be set in place.
+
+    Raises:
+        StateError: An object's `load_state_dict` refused; names it. Objects before it are loaded already.
+    """
+    values: dict[str, Any] = {}
+    for name, value in sorted(state.items(), key=lambda item: _turn(item[1])):
+        if name not in tree:  # it may lack that, `check` has seen
+            continue
+        if isinstance(value, PerRank):
+            _load_per_rank(name, value, tree[name], rank=rank, ranks=ranks)
+        elif isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                value.copy_(tree[name])  # of itself, where it was read in place: then torch copies nothing
+        elif _loadable(value):
+            _load_object(name, value, tree[name])
+        else:
+            values[name] = tree[name]
+    return values
+
+
+def _turn(value: Any) -> int:
+    inner = value.value if isinstance(value, PerRank) else value
+    return 2 if isinstance(inner, RngState) else int(isinstance(value, PerRank))
+
+
+def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: int) -> None:
+    if not isinstance(blobs, list):
+        raise StateError(
+            f"{name}: is PerRank in the state, but was not when it was saved; a file from elsewhere is imported "
+            f"without it (holdfast import --drop {name}), and restored with may_lack={[name]!r}"
+        )
+    if value.same_ranks and len(blobs) != ranks:
+        raise StateError(
+            f"{name}: expected {len(blobs)} ranks, as when it was saved, got {ranks}: what is shared out among them "
+            f"would be repeated or left out; start {len(blobs)} ranks, or do without same_ranks if that does not matter"
+        )
+    if rank >= len(blobs):
+        _log.warning(
+            "%s: the checkpoint is of %d ranks and has nothing for rank %d, which keeps what it has",
+            name,
+            len(blobs),
+            rank,
+        )
+        return
+    saved = decode(blobs[rank], name=f"{name} of rank {rank}")
+    with _refusal_named(name, value.value):
+        value.load(saved)
+
+
+def _load_object(name: str, value: Any, saved: Any) -> None:
+    with _refusal_named(name, value):
+        value.load_state_dict(saved)
+        if isinstance(value, torch.optim.Optimizer):
+            _keep_dtypes(value, saved)
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Undo what torch's own loading casts: float32 moments of bfloat16 parameters must come back as they were."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, tensor in saved["state"].get(number, {}).items():
+            loaded = optimizer.state[parameter].get(key)
+            if isinstance(loaded, torch.Tensor) and loaded.dtype != tensor.dtype:
+                optimizer.state[parameter][key] = tensor.to(loaded.device)
+
+
+@contextmanager
+def _refusal_named(name: str, value: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the user's code may raise anything; it is named, and kept as the cause
+        raise StateError(
+            f"{name}: load_state_dict() of {type(value).__name__} refused what was saved: {error}"
+        ) from error
+
+
+def _loadable(value: Any) -> bool:
+    return _savable(value) and callable(getattr(value, "load_state_dict", None))
+
+
+def _savable(value: Any) -> bool:
+    return not isinstance(value, PerRank) and callable(getattr(value, "state_dict", None))
+
+
+def _few(texts: list[str]) -> str:
+    more = f"; and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return "; ".join(texts[:_NAMED]) + more

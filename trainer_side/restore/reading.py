@@ -1,0 +1,431 @@
+"""Reads an image straight into tensor memory, shared out among the ranks, every byte checked.
+
+    units: each has a rank that reads it, and an origin: a chunk of the portable file, or a frame of a slice in a tier
+      └ runs: one request each ─► a reader's window ─► CRC-32 of each part ─► into the tensors ─► share
+
+1. A window is touched once and used again for every run of its reader: store and tiers write into it past the page
+   cache, and its bytes are checked and copied while they are still in the processor's cache. Never more than
+   `threads` such windows are in memory beside the tensors, and those of threads that hang.
+2. The CRC-32 of a unit is that of its parts and of what lies between them, combined: no byte is summed twice.
+3. A unit that is read and checked is shared with the other ranks while the next ones are read. The turns go round the
+   ranks (first unit of each, second unit of each, …), so each rank makes the same `share` calls in the same order.
+4. A rank that meets damage goes on sharing, whatever its memory holds: the order of calls must not break. Its error is
+   returned, and the ranks agree afterwards.
+5. What a tier cannot give does not stop the others: `rounds.py` reads it from elsewhere. What the store
+   cannot give does.
+6. A request to a tier that does not return in time is a device that hangs: all that this rank wants of it is given up,
+   and other threads take the place of those that wait there. What these still bring stays in their windows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from holdfast.crc import combine_all, crc32
+from holdfast.errors import DamageError, HoldfastError, StoreError
+from holdfast.faultpoint import Point, reach
+from holdfast.ring.pages import direct_window
+from trainer_side.ranks.crew import Crew
+from trainer_side.ranks.peers import Peers
+from trainer_side.restore.choice import STORE, Unit
+from trainer_side.restore.image_map import Mapped
+from trainer_side.restore.origins import Origin
+from trainer_side.restore.windows import Run, Windows
+
+__all__ = ["Failure", "Reading", "Sum", "Target", "Use", "read", "turns"]
+
+_log = logging.getLogger("holdfast.restore")
+# Not more broadcasts at a time; waiting for them is also what moves them on, while the readers go on reading.
+_SHARES_IN_FLIGHT = 64
+_READS_MAX = 2
+_POLL_SECONDS = 4e-3  # how long the exchange rests while this rank waits for its own next unit
+_LOOK_SECONDS = 50e-3  # how often a rank alone looks whether a request hangs
+_PAGE_BYTES = 4096
+
+
+class Target(NamedTuple):
+    """Where the bytes of one entry go."""
+
+    address: int
+    memory: memoryview
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage) -> Target:
+        """The memory of a CPU storage; the view keeps the storage alive."""
+        return cls(storage.data_ptr(), torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
+
+
+class _Window(NamedTuple):
+    """Page-aligned memory of one reader."""
+
+    address: int
+    memory: memoryview
+
+    @classmethod
+    def of_size(cls, nbytes: int) -> _Window:
+        memory = direct_window(nbytes)
+        return cls(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), memory)
+
+
+class Sum(NamedTuple):
+    """CRC-32 of so many bytes."""
+
+    crc32: int
+    nbytes: int
+
+
+class Failure(NamedTuple):
+    """A unit that a tier could not give.
+
+    Attributes:
+        broken: That slice gives nothing at all any more. `hangs`: nor does any other slice in this tier of this rank.
+    """
+
+    unit: Unit
+    error: HoldfastError
+    broken: bool
+    hangs: bool = False
+
+
+@dataclass
+class Use:
+    """What was read from one tier, or from the store.
+
+    Attributes:
+        nbytes: Read and found whole.
+        seconds: From the first request to the end of the last one.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Reading:
+    """How one reading went, on this rank.
+
+    Attributes:
+        error: Why the bytes cannot be used, if so; then the targets hold anything.
+        failures: What tiers could not give; these parts of the targets hold anything.
+        bytes_read: By this rank.
+        seconds: `read`: until this rank's own units were there; `exchange`: from then until everybody's were.
+        sums: CRC-32 and size of each part that this rank has read itself, by its place in the image: they need not be
+            computed again.
+        uses: By tier.
+    """
+
+    error: HoldfastError | None = None
+    failures: list[Failure] = field(default_factory=list)
+    bytes_read: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    sums: dict[int, Sum] = field(default_factory=dict)
+    uses: dict[str, Use] = field(default_factory=dict)
+
+
+def turns(units: Sequence[Unit], ranks: int) -> list[Unit]:
+    """The units in the order in which they are shared."""
+    of_rank: list[list[Unit]] = [[] for _ in range(ranks)]
+    for unit in units:
+        of_rank[unit.reader].append(unit)
+    rounds = range(max((len(own) for own in of_rank), default=0))
+    return [own[turn] for turn in rounds for own in of_rank if turn < len(own)]
+
+
+def read(
+    image: Mapped,
+    units: Sequence[Unit],
+    origins: Mapping[int, Origin],
+    targets: Mapping[int, Target],
+    peers: Peers,
+    *,
+    threads: int,
+    seconds_max: float,
+) -> Reading:
+    """Fill, on every rank, what the units have of every target. Collective; training thread.
+
+    Args:
+        image: Where everything lies.
+        units: The same on every rank.
+        origins: For every number in this rank's own units.
+        targets: Entry index → memory of exactly the entry's size; the same entries on each rank, not overlapping.
+        peers: The ranks.
+        threads: Requests in flight from this rank.
+        seconds_max: For reading, and again for the exchange.
+
+    Returns:
+        With `error` set to the first problem that another source does not mend: `DamageError` (a CRC of the store does
+        not hold, the file is short) or `StoreError`.
+
+    Raises:
+        PeerLost: A rank is gone.
+    """
+    crew = _Crew(image, origins, targets, seconds_max)
+    own = [unit for unit in units if unit.reader == peers.rank]
+    what = origins[own[0].number].what if own else ""
+    outcome = Reading()
+    begun = time.monotonic()
+    deadline = begun + seconds_max
+    readings = crew.start(own, threads)
+    own_done, shared = begun, 0
+    for unit in turns(units, peers.ranks):
+        if unit.reader == peers.rank:
+            _await(unit, readings[unit], deadline, outcome, crew, peers)
+            own_done = time.monotonic()
+        if peers.ranks > 1:
+            peers.share(crew.pieces(unit), unit.reader)
+            shared += 1
+            if shared % _SHARES_IN_FLIGHT == 0:
+                peers.finish(deadline + seconds_max - time.monotonic())
+    _settle(readings, deadline, outcome, crew, what)
+    outcome.seconds["read"] = own_done - begun
+    outcome.bytes_read, outcome.sums, outcome.uses = crew.bytes_read, crew.sums, crew.uses()
+    if peers.ranks > 1:
+        peers.finish(deadline + seconds_max - time.monotonic())
+        outcome.seconds["exchange"] = time.monotonic() - own_done
+    return outcome
+
+
+def _await(
+    unit: Unit, reading: Future[None], deadline: float, outcome: Reading, crew: _Crew, peers: Peers
+) -> None:
+    """Wait for one of this rank's units; the first error that no other source mends stays, and stops the readers."""
+    if outcome.error is not None:
+        return
+    lost: HoldfastError | None = None
+    while not reading.done() and lost is None and time.monotonic() < deadline:
+        if peers.ranks > 1:
+            peers.poll()
+        wait([reading], _POLL_SECONDS if peers.ranks > 1 else _LOOK_SECONDS)
+        lost = crew.look(unit)
+    try:
+        if lost is not None:
+            raise lost
+        reading.result(max(0.0, deadline - time.monotonic()))
+    except HoldfastError as error:
+        if unit.number == STORE:
+            outcome.error = error
+        else:
+            broken = not isinstance(error, DamageError)
+            outcome.failures.append(Failure(unit, error, broken, crew.hangs(unit)))
+    except TimeoutError:
+        outcome.error = _late(crew.name(unit))
+    if outcome.error is not None:
+        crew.stop()
+
+
+def _settle(
+    readings: Mapping[Unit, Future[None]], deadline: float, outcome: Reading, crew: _Crew, what: str
+) -> None:
+    """Wait until no reader writes any more: after damage the next candidate is read into the same memory."""
+    for unit, reading in readings.items():
+        while not reading.done() and crew.look(unit) is None:
+            if time.monotonic() > deadline:
+                outcome.error = _late(what)
+                return
+            wait([reading], _LOOK_SECONDS)
+
+
+def _late(what: str) -> StoreError:
+    return StoreError(
+        f"{what}: not read within the time for restoring; is the store slow or hanging?", retriable=True
+    )
+
+
+class _Request(NamedTuple):
+    """One that has not returned. `limit`: by when it should have."""
+
+    unit: Unit
+    limit: float
+
+
+class _Crew:
+    """What this rank's readers share: what lies where, and where it goes. `read` may be called from several threads.
+
+    Attributes:
+        bytes_read: Of the units that were read and found whole.
+        sums: The CRC-32 of each part in them, by its place in the image.
+    """
+
+    def __init__(
+        self,
+        image: Mapped,
+        origins: Mapping[int, Origin],
+        targets: Mapping[int, Target],
+        seconds_max: float,
+    ) -> None:
+        self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
+        largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
+        self._window_bytes = min(largest, image.chunk_bytes, image.image_bytes)
+        self._windows = Windows(image, targets)
+        self._local = threading.local()
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._broken: dict[int, HoldfastError] = {}
+        self._requests: dict[int, _Request] = {}  # by thread
+        self._hanging: set[str] = set()  # tiers
+        self._lost: set[Unit] = set()  # whose reader hangs
+        self._spans: dict[str, tuple[float, float, int]] = {}
+        self.bytes_read = 0
+        self.sums: dict[int, Sum] = {}
+
+    def start(self, own: Sequence[Unit], threads: int) -> dict[Unit, Future[None]]:
+        """Begin to read this rank's units, in order."""
+        self._readers = Crew(self.read, own, threads, "read")
+        return dict(zip(own, self._readers.futures, strict=True))
+
+    def look(self, unit: Unit) -> HoldfastError | None:
+        """See whether a request hangs, and send in others for those who wait for it. Why `unit` never comes, if so."""
+        now = time.monotonic()
+        with self._lock:
+            for late in [one for one in self._requests.values() if now > one.limit]:
+                self._give_up(late.unit)
+            stuck = {
+                thread: one
+                for thread, one in self._requests.items()
+                if self._origins[one.unit.number].tier in self._hanging
+            }
+            for thread, one in stuck.items():
+                del self._requests[thread]
+                self._lost.add(one.unit)
+            lost = self._broken[unit.number] if unit in self._lost else None
+        self._readers.relieve(len(stuck))
+        return lost
+
+    def _give_up(self, unit: Unit) -> None:
+        """Nothing more is asked of the tier that this unit is in; under the lock."""
+        origin = self._origins[unit.number]
+        if origin.tier in self._hanging:
+            return
+        self._hanging.add(origin.tier)
+        seconds = origin.seconds_share * self._seconds_max
+        error = StoreError(
+            f"{self.name(unit)}: nothing has come for {seconds:g} s, {origin.seconds_share:.0%} of "
+            f"restore_seconds_max = {self._seconds_max:g} s: the device hangs, and this rank asks it for nothing more; "
+            "see what the kernel says of it (dmesg), or take it out of tiers"
+        )
+        self._broken.update((number, error) for number, of in self._origins.items() if of.tier == origin.tier)
+
+    def hangs(self, unit: Unit) -> bool:
+        """Whether the tier that it is in does."""
+        return self._origins[unit.number].tier in self._hanging
+
+    def stop(self) -> None:
+        """Let the readers find nothing more to do."""
+        self._stopped.set()
+
+    def name(self, unit: Unit) -> str:
+        """A unit, for messages."""
+        origin = self._origins[unit.number]
+        return f"{origin.what}: {origin.lying(unit).what}"
+
+    def uses(self) -> dict[str, Use]:
+        """What each tier gave."""
+        return {tier: Use(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
+
+    def pieces(self, unit: Unit) -> list[tuple[int, int]]:
+        """`(address, nbytes)` of the entries' bytes in a unit, in order."""
+        return [
+            (self._targets[part.entry].address + part.inside, part.nbytes)
+            for part in self._windows.parts(unit.extents)
+        ]
+
+    def read(self, unit: Unit) -> None:
+        """Read one unit into its targets.
+
+        One that differs is read once more: its bytes may have changed on their way here only.
+
+        Raises:
+            DamageError: Its CRC-32 is not the one that was written down for it, or the origin ends within it.
+            StoreError: Store or tier failed.
+        """
+        origin = self._origins[unit.number]
+        lying = origin.lying(unit)
+        begun = time.monotonic()
+        parts = self._windows.parts(unit.extents)
+        begins = [part.offset for part in parts]
+        request_bytes = min(origin.request_bytes, self._window_bytes)
+        for _ in range(_READS_MAX):
+            sums: list[Sum] = []
+            of_parts: list[list[Sum]] = [[] for _ in parts]
+            for run in self._windows.runs(lying.extents, lying.offset, request_bytes, wanted=unit.extents):
+                if self._stopped.is_set():
+                    return
+                for part_begin, found in self._read(unit, origin, run, sums):
+                    of_parts[bisect.bisect_right(begins, part_begin) - 1].append(found)
+            summed = combine_all(sums)
+            if summed == lying.crc32:
+                break
+        else:
+            raise DamageError(
+                f"{origin.what}: {lying.what}: CRC-32 expected {lying.crc32:08x}, got {summed:08x}"
+            )
+        nbytes, end = sum(s.nbytes for s in sums), time.monotonic()
+        with self._lock:
+            self.bytes_read += nbytes
+            first, last, before = self._spans.get(origin.tier, (begun, end, 0))
+            self._spans[origin.tier] = (min(first, begun), max(last, end), before + nbytes)
+            for part, own in zip(parts, of_parts, strict=True):
+                self.sums[part.offset] = Sum(combine_all(own), part.nbytes)
+
+    def _read(self, unit: Unit, origin: Origin, run: Run, sums: list[Sum]) -> list[tuple[int, Sum]]:
+        """Read a run and put its parts in their places; returns the sum of each part with its place in the image.
+
+        All sums of its bytes go to `sums`, in order.
+        """
+        window = self._window()
+        view = window.memory[: run.nbytes]
+        me = threading.get_ident()
+        limit = time.monotonic() + origin.seconds_share * self._seconds_max
+        request = _Request(unit, limit)
+        with self._lock:
+            if unit.number in self._broken:
+                raise self._broken[unit.number]
+            self._requests[me] = request
+        try:
+            origin.read_into(run.offset, view)
+        except StoreError as error:
+            if unit.number != STORE:
+                self._broken.setdefault(unit.number, error)
+            raise
+        finally:
+            with self._lock:
+                late = self._requests.pop(me, None) is None
+        if late:  # given up while it hung: the targets may hold other bytes by now
+            raise self._broken[unit.number]
+        reach(Point.RESTORE_READ)
+        found: list[tuple[int, Sum]] = []
+        position = 0
+        for begin, part in zip(run.begins, run.parts, strict=True):
+            if begin > position:
+                sums.append(_sum(view[position:begin]))
+            position = begin + part.nbytes
+            sums.append(_sum(view[begin:position]))
+            found.append((part.offset, sums[-1]))
+            # memmove gives the GIL back, so other readers go on.
+            ctypes.memmove(
+                self._targets[part.entry].address + part.inside, window.address + begin, part.nbytes
+            )
+        if position < run.nbytes:
+            sums.append(_sum(view[position:]))
+        return found
+
+    def _window(self) -> _Window:
+        """This thread's window."""
+        window: _Window | None = getattr(self._local, "window", None)
+        if window is None:
+            window = self._local.window = _Window.of_size(self._window_bytes)
+        return window
+
+
+def _sum(view: memoryview) -> Sum:
+    return Sum(crc32(view), view.nbytes)

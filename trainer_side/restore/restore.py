@@ -1,0 +1,147 @@
+"""Brings the state back from the newest good checkpoint, from the nearest place that has it, on any number of ranks.
+
+    tiers of all ranks, the stager's ring, store's manifests ─► candidates, newest first, of equals the nearest ◄───┐
+                                                     ▼                           │ damage on any rank: the next
+    every rank: structure ─► names, shapes fit? ─► read its units, share the rest ─► all agree
+                                                                                 ▼
+                                   load_state_dict of each object, PerRank and RNG states last
+
+1. Every rank takes the same way: each stage ends with an agreement, and an error of one rank becomes an error of all.
+2. What one tier cannot give is read from another one, of any rank, or from the store (`rounds.py`).
+   Damage (a CRC, a size, a structure, a file that is gone) beyond that leads to the checkpoint before. All else is
+   raised: a store that does not answer or a state of other shapes is not mended by going back in time.
+3. Live tensors are read into directly (`Structure.adopt`), so after an error they may hold bytes of any checkpoint:
+   after an exception, do not train on with this state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
+from holdfast.store.base import Store
+from holdfast.telemetry.events import EventLog
+from trainer_side.ranks.deadlines import HANGING_SHARE
+from trainer_side.ranks.peers import Peers
+from trainer_side.restore.candidate import Job, Restored, Trial
+from trainer_side.restore.choice import Candidate, Passed, candidates
+from trainer_side.restore.inventory import Shelf, find
+from trainer_side.restore.ring_slices import Fetch, look
+from trainer_side.tiers.base import Tier
+
+__all__ = ["Restored", "restore"]
+
+
+def restore(
+    state: Mapping[str, Any],
+    store: Store | None,
+    peers: Peers,
+    *,
+    events: EventLog | None,
+    tiers: Sequence[Tier] = (),
+    fetch: Fetch | None = None,
+    threads: int = 4,
+    step: int | None = None,
+    seconds_max: float = 600,
+    without_store: bool = False,
+    may_lack: Collection[str] = (),
+) -> Restored | None:
+    """Load the newest good checkpoint into the objects of `state`. Collective; training thread.
+
+    Args:
+        state: As given to the `Checkpointer`; the same names on every rank.
+        store: The run; None if there is no store at all.
+        peers: The ranks.
+        events: Where to tell of it.
+        tiers: Of this rank; the ranks need not have the same ones.
+        fetch: Asks the stager for what its ring still has; None without a stager.
+        threads: Requests in flight from this rank.
+        step: Only this step, and no other one if it is damaged.
+        seconds_max: For reading one checkpoint, and again for its exchange. Of what a tier or the ring is asked for it
+            has a tenth to bring; then it counts as hanging, and the next source is asked.
+        without_store: Where the store does not answer, take the newest that the tiers have, although the store may
+            hold a newer one.
+        may_lack: Names of `state` that the checkpoint need not have; they then stay as they are.
+
+    Returns:
+        None on a new run: there is no checkpoint at all, and `state` is as it was. So it is when there are only slices
+        of a step that not every rank had sealed; that is said.
+
+    Raises:
+        DamageError: There are checkpoints and none is good; names each with its reason.
+        StateError: The checkpoint does not fit the state: names, shapes, or what an object's `load_state_dict` refused.
+        StoreMissing: There is no such `step`.
+        StoreError: The store failed or was too slow.
+        PeerLost: A rank is gone.
+    """
+    begun = time.monotonic()
+    held = look(fetch, peers)  # before the store: what becomes durable meanwhile is seen here or there
+    shelf, silent = Shelf.look(store, peers, seconds_max=seconds_max)
+    ring = held.known(shelf.stored, peers)
+    found = find([*tiers, ring], peers, seconds_max=seconds_max * HANGING_SHARE)
+    job = Job(state, store, peers, events, found, shelf, threads, seconds_max, frozenset(may_lack))
+    job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
+    listed: Sequence[Candidate | Passed] = candidates(found.holders, shelf.stored)
+    if silent is not None:
+        _go_without(job, silent, listed, without_store=without_store)
+    if step is not None:
+        listed = _only(listed, step, store)
+    seconds = {"catalog": time.monotonic() - begun}
+    return _first_good(job, listed, seconds)
+
+
+def _first_good(job: Job, listed: Sequence[Candidate | Passed], seconds: dict[str, float]) -> Restored | None:
+    skipped: list[str] = []
+    told, lost = 0, False
+    for candidate in listed:
+        if isinstance(candidate, Passed):
+            skipped.append(candidate.reason)
+            lost = lost or candidate.lost
+            continue
+        job.tell(skipped[told:], f"trying {candidate.name} instead")
+        told = len(skipped)
+        trial = Trial(job, candidate, seconds)
+        problem = trial.read()
+        if problem is None:
+            return trial.load(skipped)
+        skipped.append(f"{candidate.name}: {problem}")
+        lost = True
+    where = "the tiers" if job.store is None else job.store.url
+    if lost:
+        reasons = "\n".join(f"  {reason}" for reason in skipped)
+        raise DamageError(f"{where}: none of {len(skipped)} checkpoints can be used:\n{reasons}")
+    job.tell(skipped, "there is nothing else: the run begins anew")
+    return None
+
+
+def _go_without(
+    job: Job, silent: HoldfastError, listed: Sequence[Candidate | Passed], *, without_store: bool
+) -> None:
+    """The store does not answer: raise, unless the tiers have a whole checkpoint and may be believed."""
+    newest = next((candidate for candidate in listed if isinstance(candidate, Candidate)), None)
+    if newest is None:
+        raise silent
+    if not without_store:
+        raise StoreError(
+            f"{silent}. Nearer places (local tiers, the stager's ring) hold {newest.name} whole, but the store "
+            "may hold a newer one. To go on from it all the same, set restore_without_store = true"
+        ) from silent
+    job.tell(
+        [f"THE STORE DOES NOT ANSWER: {silent}"], f"going on from {newest.name}, the newest of the tiers"
+    )
+
+
+def _only(
+    listed: Sequence[Candidate | Passed], step: int, store: Store | None
+) -> Sequence[Candidate | Passed]:
+    wanted = [candidate for candidate in listed if candidate.step == step]
+    if not wanted:
+        newest = f"the newest is {listed[0].step}" if listed else "there is no checkpoint at all"
+        where = "the tiers" if store is None else store.url
+        raise StoreMissing(f"{where}: no checkpoint of step {step}; {newest}")
+    if all(isinstance(candidate, Passed) and not candidate.lost for candidate in wanted):
+        reasons = "; ".join(candidate.reason for candidate in wanted if isinstance(candidate, Passed))
+        raise StoreMissing(f"no checkpoint of step {step} is whole: {reasons}")
+    return wanted

@@ -1,0 +1,247 @@
+"""What the stager's ring still has, as slices that a rank can read: nearer than the store, farther than own tiers.
+
+    rank 0: what is there? ─► told to all ─┐
+    the store's manifests ─────────────────┴─► checkpoints of the ring that are known to have been staged ─► slices
+    every rank: its share of their frames ─► FETCH ─► FETCHED ─► CRC fields left out ─► trainer_side/restore/reading.py
+
+A checkpoint counts if its file beside the ring says that it is staged, and every chunk is there; or if the store has
+published it, and then what the ring lacks comes from the store. No other one: what was never staged is nobody's. A
+stager that does not answer is no reason to fail: the store is read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError
+from holdfast.image.index import LayoutIndex
+from holdfast.image.layout import Extent, Layout
+from holdfast.image.slices import Frame, SliceSeal, frames_of
+from holdfast.ring.remains import Asked, Held, read_held
+from holdfast.wire.frames import to_json
+from trainer_side.ranks.peers import Peers
+from trainer_side.restore.choice import RING, Stored
+from trainer_side.tiers.base import Kept, Nearness
+
+__all__ = ["Fetch", "Look", "RingSlices", "look"]
+
+_log = logging.getLogger("holdfast.restore")
+_CHECKPOINTS_MAX = 4  # newest first; what is older comes from the store
+_ANSWER_BYTES_MAX = 8 << 20  # a request of a reader, and what lies between its extents
+
+
+class Fetch(Protocol):
+    """As `trainer_side.link.link.Link.fetch`. Any thread."""
+
+    def __call__(
+        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+    ) -> bytes | None:
+        """Ask the stager; None if it is not there."""
+        ...
+
+
+class _Known(NamedTuple):
+    held: Held
+    layout: Layout
+
+
+class Look:
+    """What rank 0 was told of the ring; the same on every rank. Get one by `look`."""
+
+    def __init__(self, fetch: Fetch | None, held: list[Held]) -> None:
+        self._fetch, self._held = fetch, held
+
+    def known(self, stored: Sequence[Stored], peers: Peers) -> RingSlices:
+        """Those that were staged: as the ring says, or the store. Collective.
+
+        Args:
+            stored: What the store has. It was listed after the look: what ended in between is in one of the two.
+            peers: The ranks.
+        """
+        found: list[_Known] = []
+        layouts: dict[str, Layout | None] = {}
+        for held in self._held:
+            of_store = [one for one in stored if (one.attempt, one.step) == (held.attempt, held.step)]
+            digest = held.staged_digest or next((one.digest for one in of_store if one.digest), "")
+            if not digest or len(found) == _CHECKPOINTS_MAX:
+                continue
+            if digest not in layouts:
+                layouts[digest] = self._layout(digest, peers)
+            layout = layouts[digest]
+            if layout is None:
+                continue
+            whole = len(held.fitting(layout)) == layout.chunks
+            if whole or any(one.digest == digest and not one.fault for one in of_store):
+                found.append(_Known(held, layout))
+        return RingSlices(self._fetch, found)
+
+    def _layout(self, digest: str, peers: Peers) -> Layout | None:
+        said = b""
+        if peers.rank == 0 and self._fetch is not None:
+            try:
+                said = self._fetch(Asked.LAYOUT, body=digest.encode()) or b""
+            except HoldfastError as error:
+                _log.warning("restore: %s; what the ring has is not used", error)
+        said = peers.broadcast(said if peers.rank == 0 else None)
+        try:
+            layout = Layout.from_bytes(said) if said else None
+        except ProtocolError as error:
+            _log.warning("restore: the stager's ring: %s; not used", error)
+            return None
+        return layout if layout is not None and layout.digest == digest else None
+
+
+def look(fetch: Fetch | None, peers: Peers) -> Look:
+    """Ask the stager what the ring still has. Collective.
+
+    Raises:
+        PeerLost: A rank is gone. Not for the stager: without it there is nothing in the ring.
+    """
+    if peers.all_agree(fetch is None):
+        return Look(None, [])
+    said = b""
+    if peers.rank == 0 and fetch is not None:
+        try:
+            said = fetch(Asked.HELD) or b""
+        except HoldfastError as error:
+            _log.warning("restore: %s; what the ring has is not used", error)
+    said = peers.broadcast(said if peers.rank == 0 else None)
+    try:
+        return Look(fetch, read_held(said) if said else [])
+    except ProtocolError as error:
+        _log.warning("restore: the stager's ring: %s; not used", error)
+        return Look(None, [])
+
+
+class RingSlices:
+    """What the ring has of each saved rank's slice, as a tier would keep it. `read_into` belongs to any thread."""
+
+    name = "the stager's ring"
+    nearness = Nearness.RING
+
+    def __init__(self, fetch: Fetch | None, known: Sequence[_Known]) -> None:
+        self._fetch, self._known = fetch, known
+        self._lock = threading.Lock()
+        self._indexes: dict[str, LayoutIndex] = {}
+        self._frames: dict[tuple[str, int], tuple[tuple[Frame, ...], list[int]]] = {}
+        self._gone = ""
+
+    def kept(self) -> list[Kept]:
+        """As `trainer_side.tiers.base.Tier.kept`; a slice may lack chunks, which are named."""
+        return [kept for known in self._known for kept in _slices(known)]
+
+    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+        """Fill `view` with a part of one frame; CRC fields are zero in it, as the ranks had sent them.
+
+        Raises:
+            DamageError: The chunk has gone from the ring: its slot was filled again.
+            StoreError: The stager is gone, or does not answer.
+        """
+        chunk, spans = self._spans(kept, offset, view.nbytes)
+        base = chunk * kept.layout.chunk_bytes
+        position = 0
+        for some in _together(spans):
+            first = some[0].offset
+            data = memoryview(self._bytes(kept, chunk, first - base, some[-1].end - first))
+            for span in some:
+                view[position : position + span.nbytes] = data[span.offset - first : span.end - first]
+                self._blank(kept.layout, chunk, span, view[position : position + span.nbytes])
+                position += span.nbytes
+
+    def _spans(self, kept: Kept, offset: int, nbytes: int) -> tuple[int, list[Extent]]:
+        """The chunk, and the extents of the image, that lie in `nbytes` from `offset` of the slice on."""
+        with self._lock:
+            found = self._frames.get((kept.layout.digest, kept.seal.rank))
+            if found is None:
+                frames = frames_of(kept.layout, kept.seal.rank)
+                found = frames, [frame.offset for frame in frames]
+                self._frames[kept.layout.digest, kept.seal.rank] = found
+        frames, begins = found
+        frame = frames[bisect.bisect_right(begins, offset) - 1]
+        spans = _cut(frame, offset, nbytes)
+        if sum(span.nbytes for span in spans) != nbytes:
+            raise DamageError(f"{nbytes} bytes from {offset}: the frame of chunk {frame.chunk} ends before")
+        return frame.chunk, spans
+
+    def _bytes(self, kept: Kept, chunk: int, offset: int, nbytes: int) -> bytes:
+        if self._gone or self._fetch is None:
+            raise StoreError(f"{self.name}: {self._gone or 'there is no stager'}")
+        try:
+            data = self._fetch(
+                Asked.BYTES,
+                attempt=kept.seal.attempt,
+                step=kept.seal.step,
+                chunk=chunk,
+                body=to_json({"offset": offset, "nbytes": nbytes}),
+            )
+        except HoldfastError as error:
+            self._gone = str(error)  # asked once: each further wait would be as long
+            raise StoreError(f"{self.name}: {error}") from error
+        if data is None:
+            raise DamageError(f"{self.name}: chunk {chunk} is no longer there: its slot was filled again")
+        if len(data) != nbytes:
+            raise DamageError(f"{self.name}: chunk {chunk}: {len(data)} bytes came, expected {nbytes}")
+        return data
+
+    def _blank(self, layout: Layout, chunk: int, span: Extent, view: memoryview) -> None:
+        """The flusher puts true CRCs into the fields of a chunk that it writes; the ranks' CRCs are without."""
+        with self._lock:
+            index = self._indexes.get(layout.digest)
+            if index is None:
+                index = self._indexes[layout.digest] = LayoutIndex(layout)
+        for part in index.fields[chunk]:
+            begin = max(0, chunk * layout.chunk_bytes + part.offset - span.offset)
+            end = min(span.nbytes, chunk * layout.chunk_bytes + part.offset + part.nbytes - span.offset)
+            if begin < end:
+                view[begin:end] = bytes(end - begin)
+
+
+def _slices(known: _Known) -> Iterator[Kept]:
+    held, layout = known
+    fitting = held.fitting(layout)
+    for rank in range(layout.ranks):
+        crcs, absent = [], set()
+        for frame in frames_of(layout, rank):
+            record = held.chunks[frame.chunk] if frame.chunk in fitting else None
+            if record is None:
+                absent.add(frame.chunk)
+            crcs.append(0 if record is None else dict(record.sources)[rank])
+        seal = SliceSeal(
+            run="",
+            attempt=held.attempt,
+            step=held.step,
+            rank=rank,
+            ranks=layout.ranks,
+            layout_digest=layout.digest,
+            frame_crc32s=tuple(crcs),
+            record={"job": RING},
+        )
+        yield Kept(seal, layout, "ring", absent=frozenset(absent))
+
+
+def _cut(frame: Frame, offset: int, nbytes: int) -> list[Extent]:
+    """The extents of the image in a part of a frame; `offset` is one of the slice."""
+    found: list[Extent] = []
+    position = frame.offset
+    for extent in frame.extents:
+        begin, end = max(offset, position), min(offset + nbytes, position + extent.nbytes)
+        if begin < end:
+            found.append(Extent(extent.offset + begin - position, end - begin))
+        position += extent.nbytes
+    return found
+
+
+def _together(spans: Sequence[Extent]) -> Iterator[list[Extent]]:
+    """Neighbours that one answer can bring, with what lies between them."""
+    some: list[Extent] = []
+    for span in spans:
+        if some and span.end - some[0].offset > _ANSWER_BYTES_MAX:
+            yield some
+            some = []
+        some.append(span)
+    if some:
+        yield some

@@ -1,0 +1,229 @@
+"""Reads what slices have of an image, and what one source cannot give from the next one.
+
+    pieces ─► divide ─► read, each rank its units ─► all whole? ─► told and checked
+                 ▲                                      │ a frame is damaged, a tier gone
+                 └── without those sources ◄── named ◄──┘
+
+The begin and the end of the image, of which the tree is made, are read like this as well: no byte is parsed whose CRC
+was not compared, also not on ranks that got it from others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.errors import DamageError
+from holdfast.image.layout import Extent, Layout
+from holdfast.image.manifest import Manifest
+from trainer_side.ranks.agreeing import agree, gather
+from trainer_side.ranks.peers import Peers
+from trainer_side.restore.choice import (
+    NEARNESS_OF_RING,
+    STORE,
+    Candidate,
+    Piece,
+    Source,
+    Unit,
+    divide,
+    pieces_of,
+)
+from trainer_side.restore.exchange import check_entries, check_told, tell
+from trainer_side.restore.image_map import Ends, Mapped, ends_of
+from trainer_side.restore.origins import Origin
+from trainer_side.restore.reading import Failure, Reading, Target, Use, read
+
+__all__ = ["Rounds"]
+
+
+@dataclass
+class Rounds:
+    """One candidate that is read from slices, and from the store where there are none. Training thread; collective.
+
+    Attributes:
+        layout: Of its slices.
+        origins: What this rank reads from, by number.
+        manifest: The store's; None if it does not have this checkpoint.
+        hanging: Tiers that nothing is asked of any more, by rank and name, and why; the same on every rank. Added to.
+        mended: What was damaged or gone and was read from elsewhere, each with its tier, place and rank; of all ranks.
+        reading: What the last `read` did on this rank, all rounds together.
+    """
+
+    candidate: Candidate
+    layout: Layout
+    origins: Mapping[int, Origin]
+    manifest: Manifest | None
+    peers: Peers
+    threads: int
+    seconds_max: float
+    hanging: dict[tuple[int, str], str] = field(default_factory=dict)
+    mended: list[str] = field(default_factory=list)
+    reading: Reading = field(default_factory=Reading)
+    _failed: set[tuple[int, Source]] = field(default_factory=set)
+    _broken: set[Source] = field(default_factory=set)
+    _named: set[int | str] = field(default_factory=set)
+
+    @property
+    def whole_in(self) -> frozenset[str]:
+        """Tiers that have every saved rank's slice, nothing of which turned out damaged. The same on every rank.
+
+        The stager's ring is none: it keeps nothing, so nobody gives up a damaged slice because of it.
+        """
+        damaged = self._unusable | {source for _, source in self._failed}
+        found: dict[str, set[int]] = {}
+        for slice_rank, holders in self.candidate.slices.items():
+            for holder in (holder for holder in holders if holder.nearness != NEARNESS_OF_RING):
+                found.setdefault(holder.tier, set()).add(slice_rank)
+        for holder in (holder for some in self.candidate.slices.values() for holder in some):
+            if Source(holder.rank, holder.number) in damaged:
+                found.pop(holder.tier, None)
+        return frozenset(tier for tier, slices in found.items() if len(slices) == self.layout.ranks)
+
+    @property
+    def _unusable(self) -> set[Source]:
+        """Sources that give nothing any more."""
+        holders = (holder for some in self.candidate.slices.values() for holder in some)
+        return self._broken | {
+            Source(one.rank, one.number) for one in holders if (one.rank, one.tier) in self.hanging
+        }
+
+    def ends(self) -> tuple[bytes, str | None]:
+        """Head and tail of the image, back to back, checked; or why they cannot be had.
+
+        Raises:
+            DamageError: They are larger than any state makes them.
+            HoldfastError: As `read`.
+        """
+        head_bytes, tail_offset = ends_of(self.layout)
+        ends = Ends(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
+        data = torch.empty(ends.nbytes, dtype=torch.uint8)
+        memory, address = data.numpy().data, data.data_ptr()
+        targets = {0: Target(address, memory[:head_bytes])}
+        targets[1] = Target(address + head_bytes, memory[head_bytes:])
+        within = [Extent(entry.offset, entry.nbytes) for entry in ends.entries]
+        problem = self._read(ends, pieces_of(self.layout, within), targets)[1]
+        return bytes(memory), problem
+
+    def read(self, targets: Mapping[int, Target]) -> str | None:
+        """Fill every target on every rank.
+
+        Returns:
+            Why this candidate is no good, if so; then the targets hold anything.
+
+        Raises:
+            StoreError: The store failed, where nothing else has the bytes.
+            PeerLost: A rank is gone.
+        """
+        told, problem = self._read(self.layout, pieces_of(self.layout), targets)
+        if problem is None and self.manifest is not None:
+            tiers = sorted({holder.tier for some in self.candidate.slices.values() for holder in some})
+            problem = agree(self.peers, check_entries(self.manifest, self.layout, told, ", ".join(tiers)))
+        return problem
+
+    def _read(
+        self, image: Mapped, pieces: dict[int, Piece], targets: Mapping[int, Target]
+    ) -> tuple[dict[int, Any], str | None]:
+        self.reading = Reading()
+        done: list[Unit] = []
+        left = dict(pieces)
+        while left:
+            units, lost = divide(
+                self.candidate,
+                left,
+                self.peers.ranks,
+                chunk_bytes=self.layout.chunk_bytes,
+                failed=self._failed,
+                broken=self._unusable,
+            )
+            if lost:
+                return {}, self._hopeless(left[lost[0]])
+            reading = read(
+                image,
+                units,
+                self.origins,
+                targets,
+                self.peers,
+                threads=self.threads,
+                seconds_max=self.seconds_max,
+            )
+            self._add(reading)
+            problem = agree(self.peers, reading.error)
+            if problem is not None:
+                return {}, problem
+            failed_units = self._failures(units, reading.failures)
+            done += [unit for number, unit in enumerate(units) if number not in failed_units]
+            again = {piece for number in failed_units for piece in units[number].pieces}
+            left = {number: piece for number, piece in left.items() if number in again}
+        told = tell(image, done, targets, self.reading.sums, self.peers)
+        error = check_told(image, told, targets, self.reading.sums, threads=self.threads)
+        return told, agree(self.peers, error)
+
+    def _add(self, reading: Reading) -> None:
+        total = self.reading
+        total.bytes_read += reading.bytes_read
+        total.sums.update(reading.sums)
+        for phase, seconds in reading.seconds.items():
+            total.seconds[phase] = total.seconds.get(phase, 0.0) + seconds
+        for tier, use in reading.uses.items():
+            before = total.uses.setdefault(tier, Use())
+            before.nbytes += use.nbytes
+            before.seconds += use.seconds
+
+    def _failures(self, units: Sequence[Unit], mine: Sequence[Failure]) -> set[int]:
+        """Tell each other what could not be read from where; returns the numbers of these units."""
+        if self.peers.all_agree(not mine):
+            return set()
+        numbers = {unit: number for number, unit in enumerate(units)}
+        rows = [
+            (
+                numbers[failure.unit],
+                failure.broken,
+                self.origins[failure.unit.number].tier if failure.hangs else "",
+            )
+            for failure in mine
+        ]
+        said = gather(self.peers, json.dumps([rows, self._texts(mine)]).encode())
+        failed: set[int] = set()
+        for rank, answer in enumerate(said):
+            rows_there, texts = json.loads(answer)
+            self.mended += texts
+            for number, broken, hanging in rows_there:
+                if hanging:
+                    self.hanging.setdefault((rank, hanging), f"rank {rank}: {hanging} hangs")
+                failed.add(number)
+                unit = units[number]
+                source = Source(unit.reader, unit.number)
+                self._failed.update((piece, source) for piece in unit.pieces)
+                if broken:
+                    self._broken.add(source)
+        return failed
+
+    def _texts(self, failures: Sequence[Failure]) -> list[str]:
+        """One text for each slice, or for a tier that hangs: the first of its frames, and how many more."""
+        grouped: dict[int | str, list[Failure]] = {}
+        for failure in failures:
+            number = failure.unit.number
+            grouped.setdefault(self.origins[number].tier if failure.hangs else number, []).append(failure)
+        texts = []
+        for what, some in grouped.items():
+            if what in self._named:
+                continue
+            self._named.add(what)
+            more = f"; and {len(some) - 1} more of its frames" if len(some) > 1 else ""
+            place, said = self.origins[some[0].unit.number].what, str(some[0].error)
+            texts.append(f"rank {self.peers.rank}: {said if place in said else f'{place}: {said}'}{more}")
+        return texts
+
+    def _hopeless(self, piece: Piece) -> str:
+        reasons = "; ".join(self.mended[-3:] or self.hanging.values())
+        store = "the store does not have this step" if self.candidate.stored == STORE else "nor has the store"
+        return str(
+            DamageError(
+                f"frame {piece.frame} of rank {piece.slice_rank}'s slice cannot be read from any tier of any rank, and "
+                f"{store}: {reasons}"
+            )
+        )

@@ -1,0 +1,330 @@
+"""The tree of an image, with tensors that are allocated but not yet read.
+
+    file    │ data.pkl, small entries │ storages …………………………………………… │ serialization id, directory │
+              head ───────┐                                             tail ───────┐
+                          └► rank 0 reads both, broadcasts ► each rank: torch.load under skip_data ► tree
+                                                                       storages, in the order of the pickle ► entries
+
+Only head and tail are read for this (of slices in local tiers: by `rounds.py`, checked before they are
+parsed); the bytes between are read by `reading.py`, straight to where they belong. That is the tensors of
+the tree, or better, those of the live objects (`Structure.adopt`): then loading them copies nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+
+from holdfast.crc import crc32
+from holdfast.errors import DamageError, HoldfastError, StateError
+from holdfast.image.manifest import Manifest
+from holdfast.store.base import Store
+from holdfast.store.ranged import RangedFile
+from trainer_side.restore.image_map import Described, ends_of, is_storage
+from trainer_side.state.nesting import refuse_deep_tuples
+from trainer_side.state.tree import Named, refusal, tensor_paths
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+__all__ = ["Structure", "check_structure_chunks", "once", "read_structure_bytes"]
+
+# What a zip file begins with. Anything else torch takes for one of its older formats, which are not ours.
+_ZIP_MAGIC = b"PK\x03\x04"
+_SCRATCH_BYTES = 1024 * 1024
+# What torch's reader and unpickler raise on bytes from outside, beside their own UnpicklingError.
+_NOT_READABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+
+_Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+
+
+def read_structure_bytes(store: Store, manifest: Manifest) -> bytes:
+    """Head and tail of the file, back to back. Any thread.
+
+    Raises:
+        DamageError: The file is short, or its pickle is not what was written.
+        StoreError: The store failed.
+    """
+    head_bytes, tail_offset = ends_of(manifest)
+    data = bytearray(head_bytes + manifest.image_bytes - tail_offset)
+    view = memoryview(data)
+    store.read_into(manifest.file, 0, view[:head_bytes])
+    if tail_offset < manifest.image_bytes:
+        store.read_into(manifest.file, tail_offset, view[head_bytes:])
+    for entry in manifest.entries:
+        if entry.name.endswith("/data.pkl"):
+            found = crc32(view[entry.offset : entry.offset + entry.nbytes])
+            if entry.offset + entry.nbytes > head_bytes or found != entry.crc32:
+                raise DamageError(
+                    f"{store.url}/{manifest.file}: {entry.name}: CRC-32 expected {entry.crc32:08x}, got {found:08x}"
+                )
+    return bytes(data)
+
+
+def check_structure_chunks(store: Store, manifest: Manifest) -> None:
+    """Read the chunks that head and tail lie in, whole, and compare their CRCs.
+
+    For when a structure does not fit: it was parsed before any chunk was checked, and only if its bytes are those that
+    were written is it the state that is wrong, and not the file.
+
+    Raises:
+        DamageError: One of them is not as it was written.
+        StoreError: The store failed.
+    """
+    head_bytes, tail_offset = ends_of(manifest)
+    chunk_bytes, chunks = manifest.chunk_bytes, len(manifest.chunk_crc32s)
+    head = range(min(chunks, -(-head_bytes // chunk_bytes)))
+    scratch = memoryview(bytearray(min(_SCRATCH_BYTES, manifest.image_bytes)))
+    for chunk in sorted({*head, *range(tail_offset // chunk_bytes, chunks)}):
+        offset, found = chunk * chunk_bytes, 0
+        end = min(offset + chunk_bytes, manifest.image_bytes)
+        while offset < end:
+            view = scratch[: min(len(scratch), end - offset)]
+            store.read_into(manifest.file, offset, view)
+            found = crc32(view, found)
+            offset += len(view)
+        expected = manifest.chunk_crc32s[chunk]
+        if found != expected:
+            raise DamageError(
+                f"{store.url}/{manifest.file}: chunk {chunk} (from {chunk * chunk_bytes}), which holds structure: "
+                f"CRC-32 expected {expected:08x}, got {found:08x}"
+            )
+
+
+class Structure:
+    """The tree, and which storage belongs to which entry.
+
+    Args:
+        file: Name of the file, for messages.
+        image: Its manifest or its layout.
+        data: Head and tail, back to back.
+        store: Asked for bytes that are in neither; None where there is no portable file.
+
+    Raises:
+        DamageError: Not a file that torch reads, or it contradicts its manifest.
+        StateError: It is whole, but holds what `torch.load(weights_only=True)` does not allow.
+    """
+
+    def __init__(self, file: str, image: Described, data: bytes, store: Store | None = None) -> None:
+        self._what = file if store is None else f"{store.url}/{file}"
+        self._image = image
+        created: list[torch.UntypedStorage] = []
+
+        def note(storage: Any, _location: str) -> Any:
+            created.append(storage)
+            return storage
+
+        if data[: len(_ZIP_MAGIC)] != _ZIP_MAGIC:
+            raise DamageError(
+                f"{self._what}: not a zip file: begins with {data[: len(_ZIP_MAGIC)]!r}, expected {_ZIP_MAGIC!r}"
+            )
+        stream = _StructureFile(file, image, data, store)
+        try:
+            refuse_deep_tuples(cast(IO[bytes], stream), self._what)
+            with torch.serialization.skip_data():
+                self.tree: Any = torch.load(cast(IO[bytes], stream), map_location=note, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise StateError(
+                f"{self._what}: torch.load(weights_only=True) does not take what is in it, though the "
+                f"bytes are those that were written; allow the types with torch.serialization.add_safe_globals: {error}"
+            ) from error
+        except _NOT_READABLE as error:
+            if stream.failure is not None:
+                raise stream.failure from error
+            raise DamageError(f"{self._what}: not a file that torch reads: {error}") from error
+        self.storages = self._assign(created)
+        self._check_paths()
+
+    @property
+    def tensors(self) -> list[Named]:
+        """Path and tensor, in the order of the tree."""
+        return tensor_paths(self.tree)
+
+    def adopt(self, live: Mapping[str, Any]) -> int:
+        """Make tensors of the tree share the memory of the live tensors at the same paths, where they may.
+
+        They may if all tensors of a storage, here and there, are at the same paths with the same dtype, shape,
+        strides and offset, and the live storage is CPU memory of exactly the entry's size. So what is tied here and
+        not there (or the other way round) keeps memory of its own.
+
+        Args:
+            live: Names to trees, such as `{"model": model.state_dict()}`.
+
+        Returns:
+            Number of bytes that will be read straight into live memory.
+        """
+        there, here = tensor_paths(live), self.tensors
+        # Two tensors at one path (`{"a/b": …}` beside `{"a": {"b": …}}`) cannot be told apart.
+        clear = once(path for path, _ in there) & once(path for path, _ in here)
+        wanted = {frozenset(path for path, _ in group): dict(group) for group in _apart(_by_storage(there))}
+        own = _by_storage(here)
+        adopted_bytes = 0
+        for index, storage in self.storages.items():
+            group = own.get(storage.data_ptr(), [])
+            paths = frozenset(path for path, _ in group)
+            target = wanted.get(paths)
+            if target is None or not paths <= clear:
+                continue
+            if not _same_memory_use(group, target, storage.nbytes()):
+                continue
+            memory = target[group[0][0]].detach().untyped_storage()
+            with torch.no_grad():
+                for _, tensor in group:
+                    tensor.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+            self.storages[index] = memory
+            adopted_bytes += memory.nbytes()
+        return adopted_bytes
+
+    def _assign(self, created: list[torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
+        """Entry index → storage.
+
+        `torch.save` numbers storages in the order in which the pickle first names them, and `torch.load` makes them
+        in that order. Empty ones are made again each time they are named: they are left out on both sides.
+        """
+        filled = [storage for storage in created if storage.nbytes()]
+        numbered = sorted(
+            (int(entry.name.rpartition("/")[2]), index)
+            for index, entry in enumerate(self._image.entries)
+            if is_storage(entry) and entry.nbytes
+        )
+        if len(numbered) != len(filled):
+            raise DamageError(
+                f"{self._what}: {len(filled)} storages in the file, {len(numbered)} in its manifest"
+            )
+        for (_, index), storage in zip(numbered, filled, strict=True):
+            entry = self._image.entries[index]
+            if entry.nbytes != storage.nbytes():
+                raise DamageError(
+                    f"{self._what}: {entry.name}: {storage.nbytes()} bytes in the file, {entry.nbytes} in its manifest"
+                )
+        return {index: storage for (_, index), storage in zip(numbered, filled, strict=True)}
+
+    def _check_paths(self) -> None:
+        """See that each tensor lies in the entry that the manifest names: the order above is torch's, not a promise."""
+        entry_of = {storage.data_ptr(): index for index, storage in self.storages.items()}
+        stated: dict[str, set[int]] = {}
+        for record in self._image.tensors:
+            stated.setdefault(record.path, set()).add(record.entry)
+        for path, tensor in self.tensors:
+            if (
+                path not in stated
+                or tensor.layout is not torch.strided
+                or not tensor.untyped_storage().nbytes()
+            ):
+                continue
+            found = entry_of.get(tensor.untyped_storage().data_ptr())
+            if found not in stated[path]:
+                names = sorted(self._image.entries[index].name for index in stated[path])
+                got = "no entry" if found is None else self._image.entries[found].name
+                raise DamageError(f"{self._what}: {path} lies in {got}, the manifest says {', '.join(names)}")
+
+
+class _Nowhere:
+    """What stands between head and tail where there is no portable file."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def read_into(self, _name: str, offset: int, buffer: memoryview) -> None:
+        raise DamageError(
+            f"{self._what}: torch asks for {buffer.nbytes} bytes at {offset}, where only tensors lie"
+        )
+
+
+class _StructureFile(RangedFile):
+    """The whole file, of which head and tail need no request.
+
+    Attributes:
+        failure: What the store raised: torch's reader makes other errors of it.
+    """
+
+    def __init__(self, file: str, image: Described, data: bytes, store: Store | None) -> None:
+        super().__init__(cast(Store, _Nowhere(file)) if store is None else store, file, image.image_bytes)
+        self._data = memoryview(data)
+        self._head_bytes, self._tail_offset = ends_of(image)
+        self._end = image.image_bytes
+        self.failure: HoldfastError | None = None
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        begin = self.tell()
+        end = min(begin + view.nbytes, self._end)
+        if begin >= end:
+            return 0
+        if end <= self._head_bytes:
+            shift = 0
+        elif begin >= self._tail_offset:
+            shift = self._head_bytes - self._tail_offset
+        else:
+            try:
+                return super().readinto(buffer)
+            except HoldfastError as error:
+                self.failure = error
+                raise
+        view[: end - begin] = self._data[begin + shift : end + shift]
+        self.seek(end - begin, io.SEEK_CUR)
+        return end - begin
+
+
+def once(paths: Iterable[str]) -> set[str]:
+    """The paths that stand for one tensor only."""
+    return {path for path, count in Counter(paths).items() if count == 1}
+
+
+def _by_storage(tensors: list[Named]) -> dict[int, list[Named]]:
+    """Address of the memory → what lies in it. Only plain CPU tensors with memory."""
+    groups: dict[int, list[Named]] = {}
+    for named in tensors:
+        if refusal(named.tensor) is None and named.tensor.device.type == "cpu" and _nbytes(named.tensor):
+            groups.setdefault(named.tensor.untyped_storage().data_ptr(), []).append(named)
+    return groups
+
+
+def _apart(groups: dict[int, list[Named]]) -> list[list[Named]]:
+    """Those whose memory no other one reaches into (two storages may be made over the same memory)."""
+    spans = sorted((address, address + _nbytes(group[0].tensor)) for address, group in groups.items())
+    result, reached = [], 0
+    for (begin, end), (following, _) in itertools.pairwise([*spans, (2**64, 2**64)]):
+        if reached <= begin and end <= following:
+            result.append(groups[begin])
+        reached = max(reached, end)
+    return result
+
+
+def _same_memory_use(group: list[Named], live: dict[str, torch.Tensor], nbytes: int) -> bool:
+    return all(
+        _geometry(live[path]) == _geometry(tensor)
+        and _nbytes(live[path]) == nbytes
+        and not live[path].is_conj()
+        and not live[path].is_neg()
+        and not live[path].is_inference()
+        for path, tensor in group
+    )
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _geometry(tensor: torch.Tensor) -> _Geometry:
+    return tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())

@@ -1,0 +1,1 @@
+"""From `save()` to a filled staging area."""

@@ -1,0 +1,100 @@
+"""How bytes get from tensors into a staging area: host memory by memmove, a device through a stream of its own.
+
+    CopyEngine ─┬─ host batches:   memmove, piece by piece; no torch call, no thread pool
+                └─ device batches: `DeviceCopy` (device_copy.py), made when the first tensor is on a device
+
+`copy` goes through a route and tells two things of each batch, in this order: `read`, nothing of it is read from the
+live tensors any more; `arrived`, its bytes are in the staging area. On the host they come together; on a device the
+first may be much earlier.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trainer_side.save.copy_plan import Batch, Route
+from trainer_side.save.device_copy import CudaLane, DeviceCopy
+from trainer_side.state.survey import Source
+
+__all__ = ["CopyEngine", "Move"]
+
+Move = Callable[
+    [int, int, int], object
+]  # (to address, from address, bytes), as ctypes.memmove; without the GIL
+
+
+class CopyEngine:
+    """Does the copies of one rank, into any of its areas. `capture` belongs to the training thread, `copy` to the copy
+    thread; `save()` waits for the copy before, so they never meet.
+
+    Args:
+        device_bytes_max: Device memory that a copy may take so that updates go on sooner; None: what is to spare.
+    """
+
+    def __init__(self, *, device_bytes_max: int | None = None) -> None:
+        self._device_bytes_max = device_bytes_max
+        self._on_device: DeviceCopy | None = None
+
+    @staticmethod
+    def copy_host(batch: Batch, area: torch.Tensor, move: Move = ctypes.memmove) -> None:
+        """Copy one batch of tensors in host memory. Any thread."""
+        # memmove, not Tensor.copy_: it gives the GIL back and does not call up torch's thread pool. And `map`, so that
+        # many small pieces cost little more than their bytes.
+        places = map(area.data_ptr().__add__, batch.offsets)
+        deque(map(move, places, batch.addresses, batch.sizes), maxlen=0)
+
+    def capture(
+        self, batches: Sequence[Batch], sources: Sequence[Source | None], area: torch.Tensor
+    ) -> Callable[[], None] | None:
+        """Take batches on a device as they are at this point of the current stream.
+
+        Returns:
+            Waits until they are in `area`; for the copy thread. None: there is nothing to wait for.
+        """
+        return self._device(sources).capture(batches, sources, area) if batches else None
+
+    def copy(
+        self,
+        route: Route,
+        sources: Sequence[Source | None],
+        area: torch.Tensor,
+        after: torch.cuda.Event | None,
+        cancelled: Callable[[], bool],
+        read: Callable[[Batch], None],
+        arrived: Callable[[Batch], None],
+        *,
+        move: Move = ctypes.memmove,
+    ) -> None:
+        """Copy all batches of `route` into `area`; see the module. When it returns nothing is read any more.
+
+        Args:
+            route: What is copied.
+            sources: Per entry its storage.
+            area: A staging area's memory.
+            after: Recorded on the compute stream when the state was right.
+            cancelled: Asked between batches; when it says True the rest is left out.
+            read: Told each batch that is read.
+            arrived: Told each batch that has arrived.
+            move: Copies what is in host memory.
+        """
+        # The host's first: they are counters of a step and the like, if there is a device at all.
+        for batch in route.host:
+            if cancelled():
+                return
+            self.copy_host(batch, area, move)
+            read(batch)
+            arrived(batch)
+        if route.device:
+            self._device(sources).copy(route.device, sources, area, after, cancelled, read, arrived)
+
+    def _device(self, sources: Sequence[Source | None]) -> DeviceCopy:
+        if self._on_device is None:
+            device = next(
+                source.device for source in sources if source is not None and source.device.type != "cpu"
+            )
+            self._on_device = DeviceCopy(CudaLane(device), device_bytes_max=self._device_bytes_max)
+        return self._on_device

@@ -1,0 +1,232 @@
+"""What is copied where, in which order, and how much at a time. Pure: addresses and sizes, no bytes.
+
+    layout.sends(rank):   chunk 0: ─piece─ ─piece─   chunk 1: ─────piece─────   …
+    staging area:         │ piece │ piece │pad│ piece        │pad│ …       each frame begins on a page
+                          └ frame 0 ──────┘   └ frame 1 ─────┘             (holdfast/image/slices.py)
+
+    route, in the order of the next update:   [layer 1: w m v · layer 2: w] [large piece] [layer 2: m v · layer 3 …] …
+                                               └ one batch: small pieces together
+
+A `SlicePlan` holds as long as the layout. A `Route` holds as long as the tensors stay where they are and updates come
+in the same order: it is looked up once per save, not once per tensor. The gate and the sender are told once per batch.
+Pieces are never joined: between two entries of an image lies a zip header.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.image.layout import Layout
+from holdfast.image.slices import area_bytes, frames_of
+from trainer_side.state.survey import Source
+
+__all__ = ["BATCH_BYTES_MAX", "Batch", "Piece", "Route", "Router", "SlicePlan", "batches"]
+
+# A layer is given free, and a frame to the sender, at most so much later than it could be.
+BATCH_BYTES_MAX = 1 << 20
+_BATCH_PIECES_MAX = 256
+_BATCHES_MIN = 8  # a small state goes layer by layer, too
+
+
+class Piece(NamedTuple):
+    """`nbytes` of an entry's bytes, from `entry_offset` on, belong to `offset` of the staging area, in `frame`."""
+
+    offset: int
+    entry: int
+    entry_offset: int
+    nbytes: int
+    frame: int
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """One rank's slice of one layout.
+
+    Attributes:
+        now: Pieces that are taken before `save()` returns. `gated`: those that are copied behind the gate.
+        frames: Where each frame begins in the staging area.
+        nbytes: Of the whole slice. `area_bytes`: of the staging area, with what lies between frames.
+    """
+
+    now: tuple[Piece, ...]
+    gated: tuple[Piece, ...]
+    frames: tuple[int, ...]
+    nbytes: int
+    area_bytes: int
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int, gated: Sequence[bool]) -> SlicePlan:
+        """The slice of `rank`; `gated` says per entry whether it is copied behind the gate."""
+        now: list[Piece] = []
+        behind: list[Piece] = []
+        frames = frames_of(layout, rank)
+        for number, frame in enumerate(frames):
+            offset = frame.offset
+            for segment in layout.segments(frame.chunk):
+                if layout.sender(frame.chunk, segment) != rank:
+                    continue
+                if segment.entry is not None and segment.nbytes:
+                    start = layout.entries[segment.entry].offset
+                    piece = Piece(offset, segment.entry, segment.offset - start, segment.nbytes, number)
+                    (behind if gated[segment.entry] else now).append(piece)
+                offset += segment.nbytes
+            assert offset == frame.offset + frame.nbytes
+        return cls(
+            tuple(now),
+            tuple(behind),
+            tuple(frame.offset for frame in frames),
+            sum(frame.nbytes for frame in frames),
+            area_bytes(layout, rank),
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pieces that are copied at one go; all of them in host memory, or all on a device.
+
+    Attributes:
+        pieces: In the order in which they are copied.
+        offsets: Where each goes in the staging area. `addresses`: where each comes from. `sizes`: bytes of each.
+        nbytes: Of all of them.
+        read: Addresses of the storages of which nothing is left to be read after this batch.
+        frames: Frame → how many of its pieces are here.
+    """
+
+    pieces: tuple[Piece, ...]
+    offsets: tuple[int, ...]
+    addresses: tuple[int, ...]
+    sizes: tuple[int, ...]
+    nbytes: int
+    read: tuple[int, ...]
+    frames: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of one copy behind the gate.
+
+    Attributes:
+        host: Batches of tensors in host memory. `device`: of tensors on a device.
+        storages: Addresses of all storages that are read.
+    """
+
+    host: tuple[Batch, ...]
+    device: tuple[Batch, ...]
+    storages: frozenset[int]
+
+
+class Router:
+    """Gives the route for each save. Copy thread.
+
+    Args:
+        plan: The slice.
+    """
+
+    def __init__(self, plan: SlicePlan) -> None:
+        self._pieces = plan.gated
+        self._entries = sorted({piece.entry for piece in plan.gated})
+        self._places: list[tuple[int, int]] = []
+        self._order: dict[int, int] = {}
+        self._route: Route | None = None
+
+    def route(
+        self,
+        sources: Sequence[Source | None],
+        update_order: Callable[[], Mapping[int, int]],
+        *,
+        order_changed: bool,
+    ) -> Route:
+        """The route for these sources.
+
+        Args:
+            sources: Per entry its storage.
+            update_order: Gives the address of each storage → its place in the order of updates.
+            order_changed: Whether that may be another one than at the save before.
+        """
+        places = [
+            (source.data_ptr, source.start_bytes)
+            for source in map(sources.__getitem__, self._entries)
+            if source is not None
+        ]
+        assert len(places) == len(self._entries), "what is gated lies in a tensor"
+        moved = self._route is None or places != self._places
+        if moved or order_changed:
+            order = dict(update_order())
+            # Asked for and the same: so it is where each layer has an optimizer that steps in backward.
+            if self._route is None or moved or order != self._order:
+                self._route = _route(self._pieces, sources, order)
+            self._places, self._order = places, order
+        assert self._route is not None
+        return self._route
+
+
+def batches(
+    pieces: Iterable[Piece], sources: Sequence[Source | None], *, pieces_max: int = _BATCH_PIECES_MAX
+) -> tuple[Batch, ...]:
+    """Cut pieces into batches, in their order. A batch ends before its bytes get too many; a large piece is one.
+
+    Args:
+        pieces: All in host memory, or all on a device.
+        sources: Per entry its storage.
+        pieces_max: How many a batch may have.
+    """
+    groups: list[list[Piece]] = []
+    nbytes = 0
+    for piece in pieces:
+        if not groups or len(groups[-1]) >= pieces_max or nbytes + piece.nbytes > BATCH_BYTES_MAX:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(piece)
+        nbytes += piece.nbytes
+    reads_left = Counter(_storage(sources, piece) for group in groups for piece in group)
+    found = []
+    for group in groups:
+        read = []
+        for piece in group:
+            storage = _storage(sources, piece)
+            reads_left[storage] -= 1
+            if not reads_left[storage]:
+                read.append(storage)
+        found.append(
+            Batch(
+                pieces=tuple(group),
+                offsets=tuple(piece.offset for piece in group),
+                addresses=tuple(_source(sources, piece).data_ptr + piece.entry_offset for piece in group),
+                sizes=tuple(piece.nbytes for piece in group),
+                nbytes=sum(piece.nbytes for piece in group),
+                read=tuple(read),
+                frames=Counter(piece.frame for piece in group),
+            )
+        )
+    return tuple(found)
+
+
+def _route(pieces: Sequence[Piece], sources: Sequence[Source | None], order: Mapping[int, int]) -> Route:
+    last = len(order)
+    ordered = sorted(pieces, key=lambda piece: order.get(_storage(sources, piece), last))
+    host = [piece for piece in ordered if _source(sources, piece).device.type == "cpu"]
+    device = [piece for piece in ordered if _source(sources, piece).device.type != "cpu"]
+    return Route(
+        host=batches(host, sources, pieces_max=_pieces_max(len(host))),
+        device=batches(device, sources, pieces_max=_pieces_max(len(device))),
+        storages=frozenset(_storage(sources, piece) for piece in ordered),
+    )
+
+
+def _pieces_max(pieces: int) -> int:
+    return min(_BATCH_PIECES_MAX, max(1, pieces // _BATCHES_MIN))
+
+
+def _source(sources: Sequence[Source | None], piece: Piece) -> Source:
+    source = sources[piece.entry]
+    assert source is not None, "what is gated lies in a tensor"
+    return source
+
+
+def _storage(sources: Sequence[Source | None], piece: Piece) -> int:
+    """Address of the storage under it: its name for the gate, also where only a part of it is saved."""
+    source = _source(sources, piece)
+    return source.data_ptr - source.start_bytes

@@ -1,0 +1,150 @@
+"""Fingerprints of this rank's replicas at the saved instant, for the stager to compare (`holdfast/image/replicas.py`).
+
+    tensor   │row│row│row│row│row│row│row│row│row│row│row│row│row│…│tail│      rows of 64 bytes
+                   ▲               ▲               ▲               ▲           every stride-th, from a row that the
+                   └───────────────┴───────────────┴── CRC-32 ─────┘           step draws; the tail always
+
+At most 64 rows (4 KiB) of a tensor are read, so the cost depends on the number of tensors, not on their size. Gated
+tensors are sampled by the copy thread before the gate opens: no update can lie between copy and fingerprint. What is
+not behind the gate is sampled in `save()`, like its copy. On a CUDA device the samples are gathered there, and brought
+over in one small copy on the stream that is current; only that copy is waited for, by the copy thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from holdfast.crc import crc32
+from holdfast.image.replicas import ROW_BYTES, encode, first_row, stride
+from trainer_side.state.survey import Source
+
+__all__ = ["Fingerprints"]
+
+_ROW = np.dtype((np.void, ROW_BYTES))
+_WHOLE_BYTES_MAX = 4096  # below it every row is looked at: see `stride`
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Samples of several entries on their way from a device."""
+
+    entries: list[int]
+    sizes: list[int]
+    memory: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+
+class Fingerprints:
+    """Of one checkpoint. Made and begun by the training thread, ended by the copy thread.
+
+    Args:
+        entries: Those that are watched (`holdfast.image.replicas.watched`).
+        gated: Per entry, whether it is copied behind the gate.
+        step: The checkpoint's step: says which rows are looked at.
+    """
+
+    def __init__(self, entries: Sequence[int], gated: Sequence[bool], step: int) -> None:
+        self._watched = entries
+        self._gated, self._step = gated, step
+        self._crcs: dict[int, int] = {}
+        self._gathered: list[_Gathered] = []
+
+    def take_now(self, sources: Sequence[Source | None]) -> None:
+        """Sample what may change as soon as `save()` has returned."""
+        self._take([entry for entry in self._watched if not self._gated[entry]], sources)
+
+    def take_gated(self, sources: Sequence[Source | None], after: torch.cuda.Event | None) -> None:
+        """Sample the rest. Behind the gate.
+
+        Args:
+            sources: Per entry its storage.
+            after: Recorded on the compute stream at `save()`.
+        """
+        entries = [entry for entry in self._watched if self._gated[entry]]
+        if after is None:
+            self._take(entries, sources)
+            return
+        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            self._take(entries, sources)
+        self._arrive()  # behind the gate: when it opens, nothing is read any more
+
+    def text(self) -> str:
+        """For DONE. Copy thread; waits for what is still on its way from a device."""
+        self._arrive()
+        return encode([self._crcs[entry] for entry in self._watched])
+
+    def _take(self, entries: Sequence[int], sources: Sequence[Source | None]) -> None:
+        by_device: dict[torch.device, list[Source]] = {}
+        for entry in entries:
+            source = sources[entry]
+            assert source is not None, "replicated tensors lie on every rank"
+            by_device.setdefault(source.device, []).append(source)
+        for device, there in by_device.items():
+            if device.type == "cpu":
+                self._crcs.update(_crcs(there, self._step))
+            else:
+                self._gathered.append(_gather(there, self._step))
+
+    def _arrive(self) -> None:
+        for gathered in self._gathered:
+            if gathered.arrived is not None:
+                gathered.arrived.synchronize()
+            memory, offset = gathered.memory.numpy().data, 0
+            for entry, nbytes in zip(gathered.entries, gathered.sizes, strict=True):
+                self._crcs[entry] = crc32(memory[offset : offset + nbytes])
+                offset += nbytes
+        self._gathered.clear()
+
+
+def _crcs(sources: Sequence[Source], step: int) -> Iterator[tuple[int, int]]:
+    """Entry and CRC of tensors in host memory. Few calls for each: another thread wants to run Python meanwhile."""
+    read_whole = [source for source in sources if source.nbytes <= _WHOLE_BYTES_MAX]
+    addresses, sizes = [source.data_ptr for source in read_whole], [source.nbytes for source in read_whole]
+    yield from zip(
+        [source.entry for source in read_whole],
+        map(crc32, map(ctypes.string_at, addresses, sizes)),
+        strict=True,
+    )
+    for source in sources:
+        if source.nbytes > _WHOLE_BYTES_MAX:
+            yield source.entry, _crc_of_sample(source, step)
+
+
+def _crc_of_sample(source: Source, step: int) -> int:
+    nbytes = source.nbytes
+    rows_apart = stride(nbytes)
+    rows, rest = divmod(nbytes, ROW_BYTES)
+    memory = memoryview((ctypes.c_uint8 * nbytes).from_address(source.data_ptr))
+    sample = np.frombuffer(memory, _ROW, rows)[first_row(step, rows_apart) :: rows_apart].tobytes()
+    return crc32(sample + ctypes.string_at(source.data_ptr + nbytes - rest, rest))
+
+
+def _gather(sources: Sequence[Source], step: int) -> _Gathered:
+    """Queue the samples of tensors on one device on its current stream."""
+    pieces: list[torch.Tensor] = []
+    sizes: list[int] = []
+    for source in sources:
+        memory, rows_apart = source.bytes(), stride(source.nbytes)
+        if rows_apart == 1:
+            pieces.append(memory)
+            sizes.append(source.nbytes)
+            continue
+        whole = source.nbytes // ROW_BYTES * ROW_BYTES
+        rows = memory[:whole].view(-1, ROW_BYTES)[first_row(step, rows_apart) :: rows_apart]
+        pieces += [rows.reshape(-1), memory[whole:]]
+        sizes.append(rows.numel() + source.nbytes - whole)
+    together = torch.cat(pieces)
+    entries = [source.entry for source in sources]
+    if together.device.type != "cuda":
+        return _Gathered(entries, sizes, together, None)
+    here = torch.empty(together.shape, dtype=torch.uint8, pin_memory=True)
+    here.copy_(together, non_blocking=True)
+    event: torch.cuda.Event = torch.cuda.current_stream().record_event()
+    return _Gathered(entries, sizes, here, event)

@@ -1,0 +1,211 @@
+"""The gate: an optimizer may not overwrite what is still being copied, and waits for nothing else.
+
+    save(step) ── close ──► copy thread: hold(storages), passed(storage) … passed(storage) ──► open
+    forward, backward go on …      optimizer.step(): layers that are copied are updated, the next ones waited for
+
+A hook on each optimizer does the waiting; the training loop is not changed. Optimizers that update each parameter by
+itself step layer by layer behind the copy (split_step.py; LightCheck, ICCD 2023, section III-B). Others
+wait for the whole copy (two-phase checkpointing as in CheckFreq, FAST 2021), and that is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainer_side.save.split_step import StepArguments, split_step, why_not_split, with_gradients
+
+__all__ = ["Gate"]
+
+_log = logging.getLogger("holdfast.trainer.gate")
+
+# Of many layers an update takes up at least such a part at once: looking at all of them for each one that is copied
+# would cost more than the update, and hold the interpreter that the copy thread needs.
+_PIECES = 8
+
+
+class Gate:
+    """Holds back updates of what is being copied.
+
+    Made and closed by the training thread; passed and opened by the copy thread. A storage is named by its address
+    (`untyped_storage().data_ptr()`): tensors that share one are held together.
+
+    Args:
+        optimizers: Those whose parameters and state are copied behind the gate.
+        seconds_max: How long an update is held back.
+        on_late: Called when that has passed, before the update: what was copied must not be used any more.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        seconds_max: float = 300.0,
+        on_late: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock, self._seconds_max, self._on_late = clock, seconds_max, on_late
+        self._changed = threading.Condition()
+        self._closed = False
+        self._held: set[int] | None = set()  # None: everything
+        self._waiting: dict[int, float] = {}  # thread → since when
+        self._waited_seconds = 0.0
+        self._update_order: list[Optimizer] = list(optimizers)
+        self._order_changed = True
+        self._coarse: dict[int, str] = {}
+        for optimizer in optimizers:
+            reason = why_not_split(optimizer)
+            if reason:
+                self._coarse[id(optimizer)] = reason
+                _log.warning("%s", reason)
+        self._hooks = [(optimizer, optimizer.register_step_pre_hook(self._hook)) for optimizer in optimizers]
+
+    @property
+    def closed(self) -> bool:
+        """Whether a copy is under way."""
+        return self._closed
+
+    def close(self) -> None:
+        """Shut the gate, from `save()` on, for every parameter. Training thread only."""
+        for optimizer, hook in self._hooks:
+            # Last of the hooks: one after it, such as gradient clipping, would find some parameters updated already.
+            optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)  # type: ignore[attr-defined]
+        with self._changed:
+            self._waited_seconds = 0.0
+            self._held = None
+            self._closed = True
+
+    def hold(self, storages: Collection[int]) -> None:
+        """Only these are going to be read: what is not among them may be updated at once. Copy thread.
+
+        Args:
+            storages: Addresses.
+        """
+        with self._changed:
+            if self._closed:
+                self._held = set(storages)
+                self._changed.notify_all()
+
+    def passed(self, storages: Collection[int]) -> None:
+        """The storages at these addresses are read, whole. Copy thread; many at a time."""
+        with self._changed:
+            if self._held is not None:
+                self._held.difference_update(storages)
+            if self._waiting:
+                self._changed.notify_all()
+
+    def open(self) -> float:
+        """Let all updates pass; returns for how many seconds the training thread was held back. Any thread."""
+        with self._changed:
+            now = self._clock() if self._waiting else 0.0
+            waited = self._waited_seconds + sum(now - since for since in self._waiting.values())
+            self._closed = False
+            self._held = set()
+            self._changed.notify_all()
+        return waited
+
+    def wait(self) -> None:
+        """Return when no copy is under way.
+
+        Call it yourself before changing parameters by other means than `optimizer.step()` (weight averaging in place,
+        loading weights).
+        """
+        if self._closed:
+            self._wait(lambda: not self._closed)
+
+    def update_order(self) -> dict[int, int]:
+        """Address of each storage → its place in the order in which the last steps came to them. The gate is closed.
+
+        Copied in this order, the first layer is free when the next update begins.
+        """
+        self._order_changed = False
+        order: dict[int, int] = {}
+        for optimizer in self._update_order:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    for storage in _storages(optimizer, parameter):
+                        order.setdefault(storage, len(order))
+        return order
+
+    @property
+    def order_changed(self) -> bool:
+        """Whether updates may come in another order than at the last `update_order`."""
+        return self._order_changed
+
+    def remove(self) -> None:
+        """Take the hooks off the optimizers."""
+        for _, hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _hook(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepArguments | None:
+        if self._update_order[-1] is not optimizer:
+            # An optimizer per layer steps in backward, the last layer first: calls come in the order of updates.
+            self._update_order.remove(optimizer)
+            self._update_order.append(optimizer)
+            self._order_changed = True
+        if not self._closed:
+            return None
+        if id(optimizer) in self._coarse:
+            self.wait()
+            return None
+        arguments, computed = with_gradients((args, kwargs))
+        if self._held is not None and not self._held:
+            return arguments if computed else None  # all is copied, or was never to be: nothing to look up
+        places: dict[int, tuple[int, ...]] = {}  # looked up once a step: the answer does not change within it
+
+        def held(parameter: torch.Tensor) -> bool:
+            storages = places.get(id(parameter))
+            if storages is None:
+                storages = places[id(parameter)] = tuple(_storages(optimizer, parameter))
+            now = self._held
+            return now is None or not now.isdisjoint(storages)
+
+        def wait_for_more() -> None:
+            if (now := self._held) is None:
+                self._wait(lambda: self._held is not None)
+                return
+            waited_for = {storage for storages in places.values() for storage in storages} & now
+            if waited_for:  # else one was passed since it was looked at
+                enough = max(1, len(waited_for) // _PIECES)
+                self._wait(lambda: self._held is not None and len(waited_for - self._held) >= enough)
+
+        rest = split_step(optimizer, arguments, held=held, wait_for_more=wait_for_more)
+        return arguments if rest is None and computed else rest
+
+    # Traced into a compiled step, the waiting would be done once, at compile time.
+    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        thread = threading.get_ident()
+        with self._changed:
+            if until():
+                return
+            self._waiting[thread] = self._clock()
+            in_time = False
+            try:
+                in_time = self._changed.wait_for(until, self._seconds_max)
+            finally:
+                self._waited_seconds += self._clock() - self._waiting.pop(thread)
+        if not in_time:
+            self._on_late()
+            self.open()
+
+
+def _storages(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[int]:
+    """Addresses of what a step of this parameter changes: itself and its state."""
+    yield parameter.untyped_storage().data_ptr()
+    state = optimizer.state.get(parameter)
+    if state:
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield value.untyped_storage().data_ptr()

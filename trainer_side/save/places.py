@@ -1,0 +1,273 @@
+"""Room for one more checkpoint on this rank: a staging area, slots of the local tiers, and the wait for them.
+
+    save(9) ─► wait, with on_full="wait": until the oldest is staged ─► take: an area, a slot in each tier ─► send
+                 └── late: who waited for whom ──────────────────────────┴──► NoRoom: busy, late, copy stuck
+    a new plan ─► clear: until nobody reads an area ─► furnish: areas and slots for it
+
+Every wait has a deadline, and one that is missed says who waited for whom.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import StateError
+from trainer_side.ledger import Ledger
+from trainer_side.link.link import Link
+from trainer_side.link.no_stager import Alone
+from trainer_side.save.areas import Areas, Flight
+from trainer_side.save.copier import Copier
+from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.copy_plan import SlicePlan
+from trainer_side.save.staging import Staging
+from trainer_side.state.skeleton import Skeleton
+from trainer_side.tiers.base import SliceWriter
+from trainer_side.tiers.keeper import Keeper
+from trainer_side.tiers.keeping import Keeping
+from trainer_side.transfer import Transfer, TransferState
+
+__all__ = ["NoRoom", "Place", "Room"]
+
+_LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has declined the step
+
+
+class NoRoom(Exception):
+    """There is none for this step. The message says why; it begins with its cause and a colon."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one step has on this rank.
+
+    Attributes:
+        area: Where its slice is copied to.
+        keeping: The slots that it has in local tiers; None where none is free, or there are no tiers.
+    """
+
+    area: Staging
+    keeping: Keeping | None
+
+
+class Room:
+    """The areas and the slots. Training thread.
+
+    Args:
+        areas: For as long as this object; empty.
+        engine: Copies into them.
+        copier: May still be busy with an area.
+        link: To the stager; its `answer` ends a wait.
+        keeper: Of the local tiers; None without any.
+        ledger: Counts the waits.
+        config: How long to wait for what.
+    """
+
+    def __init__(
+        self,
+        areas: Areas,
+        engine: CopyEngine,
+        copier: Copier,
+        *,
+        link: Link | Alone,
+        keeper: Keeper | None,
+        ledger: Ledger,
+        config: TrainerConfig,
+    ) -> None:
+        self._areas, self._engine, self._copier = areas, engine, copier
+        self._link, self._keeper, self._ledger, self._config = link, keeper, ledger, config
+
+    # -- for a plan ----------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Wait until nothing reads a staging area; steps that take too long are given up for the new plan.
+
+        Raises:
+            StateError: MPI does not let go of one that was given up.
+            HoldfastError: The same, and the stager is lost.
+        """
+        deadline = time.monotonic() + self._config.full_seconds_max
+        late = [
+            flight
+            for flight in self._areas.being_read()
+            if not flight.released.wait(max(0.0, deadline - time.monotonic()))
+        ]
+        for before in late:
+            reason = f"late: its tensors have changed since, and {self._waited_for(before)}"
+            self._link.decline(before.step, reason)
+            if before.keeping is not None:
+                before.keeping.cancel(reason)
+        deadline = time.monotonic() + self._config.stager_seconds_max
+        for before in late:
+            if not before.released.wait(max(0.0, deadline - time.monotonic())):
+                if self._keeper is not None and before.keeping is not None:
+                    self._keeper.let_go(before.keeping)  # a device that hangs is no reason to end a training
+                if before.released.is_set():
+                    continue
+                raise self._link.problem or StateError(
+                    f"rank {self._link.rank}: the tensors changed while the checkpoint of step {before.step} is still "
+                    "being sent; it was given up, and MPI did not let go of it within "
+                    f"{self._config.stager_seconds_max:g} s"
+                )
+
+    def wait_clear(self, seconds_max: float) -> None:
+        """Wait until nothing reads a staging area, and give nothing up for it.
+
+        Raises:
+            NoRoom: Something still does after `seconds_max`.
+        """
+        deadline = time.monotonic() + seconds_max
+        for flight in self._areas.being_read():
+            if not flight.released.wait(max(0.0, deadline - time.monotonic())):
+                raise NoRoom(
+                    f"busy: step {flight.step} is still read from an area that is needed for other slices"
+                )
+
+    def furnish(self, skeleton: Skeleton, slice_plan: SlicePlan, count_max: int) -> None:
+        """Make room for slices of a new plan. The room is clear.
+
+        Args:
+            skeleton: The plan's.
+            slice_plan: Of this rank.
+            count_max: How many areas there may be: `areas.areas_max`.
+
+        Raises:
+            ConfigError: A local tier is too small for its first layout.
+            StoreError: A tier's device refused.
+        """
+        pinned = torch.cuda.is_available()
+
+        def make(slot: SliceWriter | None) -> Staging:
+            if slot is None:
+                return Staging(skeleton, slice_plan, self._engine, pinned=pinned)
+            move = slot.copy or ctypes.memmove
+            return Staging(skeleton, slice_plan, self._engine, pinned=pinned, slot=slot.memory, move=move)
+
+        self._areas.renew(make, count_max, in_slots=self._keeper is not None and self._keeper.is_direct)
+        if self._keeper is not None:
+            self._keeper.prepare(skeleton.layout)
+
+    # -- for a step ----------------------------------------------------------------------------------------------
+
+    def wait(self, step: int) -> float:
+        """With `on_full="wait"`, wait until one more step may be in flight; otherwise return at once.
+
+        If all areas are taken, that is until the oldest is staged, or has ended: every rank has sent it then, and the
+        stager has room. Also ends when another rank has declined the step.
+
+        Returns:
+            How long it took.
+
+        Raises:
+            NoRoom: Not within `full_seconds_max`.
+        """
+        if self._config.on_full == "skip":
+            return 0.0
+        begun, waited_seconds = time.monotonic(), 0.0
+        try:
+            while len(in_flight := self._areas.in_flight()) >= self._areas.count_max:
+                oldest = in_flight[0]
+                gone = oldest.settled.wait(_LOOK_SECONDS) and oldest.released.wait(_LOOK_SECONDS)
+                waited_seconds = time.monotonic() - begun
+                if not gone and self._link.answer(step) is not None:
+                    break  # another rank does not wait any longer
+                if not gone and waited_seconds > self._config.full_seconds_max:
+                    raise NoRoom(
+                        f"late: {self._waited_for(oldest)}. Find out why the store is slow, enlarge the ring, save "
+                        'less often, or set on_full = "skip"'
+                    )
+        finally:
+            if waited_seconds:
+                self._ledger.waited(waited_seconds)
+        return waited_seconds
+
+    def take(self, step: int, record: dict[str, Any]) -> Place:
+        """An area for this step, and slots of the tiers as far as there are any. Follow with `send` or `give_back`.
+
+        Raises:
+            NoRoom: All areas are taken, or the copy thread is stuck.
+        """
+        place = self._take(step, record)
+        if place is None:
+            raise NoRoom(self._busy())
+        if stuck := self._copier.wait():
+            self.give_back(place, stuck)
+            raise NoRoom(stuck)
+        return place
+
+    def send(self, place: Place, transfer: Transfer) -> None:
+        """The step has begun: the area belongs to it until the stager and every tier have read it."""
+        keeping = place.keeping
+        self._areas.send(place.area, transfer, keeping)
+        transfer.record["in_flight"] = len(self._areas.in_flight())
+        if self._keeper is not None and keeping is not None:
+            keeping.link_released = transfer.released
+            self._keeper.keep(keeping, place.area)
+
+    def give_back(self, place: Place, reason: str) -> None:
+        """The step is not taken after all. Slots in which it has begun already are left to their lanes."""
+        if self._keeper is not None and place.keeping is not None and place.keeping.area is None:
+            self._keeper.drop(place.keeping, reason)
+
+    # -- details -------------------------------------------------------------------------------------------------
+
+    def _take(self, step: int, record: dict[str, Any]) -> Place | None:
+        keeper = self._keeper
+        if keeper is not None and keeper.is_direct:
+            return self._take_slot(keeper, step, record)
+        area = self._areas.take()
+        if area is None:
+            return None
+        return Place(area, None if keeper is None else self._take_slots(keeper, step, record))
+
+    def _take_slot(self, keeper: Keeper, step: int, record: dict[str, Any]) -> Place | None:
+        """A slot of the first tier, which is the area: without one there is nowhere to copy to."""
+        keeping = self._take_slots(keeper, step, record) if self._areas.has_room() else None
+        if keeping is None:
+            return None
+        if keeping.source_is_slot < 0:
+            keeper.drop(keeping, "busy: no slot of the first tier is free")
+            return None
+        return Place(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
+
+    def _take_slots(self, keeper: Keeper, step: int, record: dict[str, Any]) -> Keeping | None:
+        """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""
+        lives = not isinstance(self._link, Alone) and self._link.problem is None
+        if self._config.on_full == "skip":
+            return keeper.begin(step, record, stager_lives=lives)
+        begun = time.monotonic()
+        until = begun + self._config.full_seconds_max
+        keeping = keeper.begin(step, record, stager_lives=lives, wait_until=until)
+        self._ledger.waited(time.monotonic() - begun)
+        return keeping
+
+    def _busy(self) -> str:
+        """Why there is no staging area for another step now."""
+        reading = self._areas.being_read()
+        if len(reading) < self._areas.count_max:
+            in_flight = len(self._areas.in_flight())
+            if self._keeper is not None and in_flight <= self._areas.count_max:
+                return "busy: no slot of the first local tier is free"
+            return f"busy: the {in_flight} checkpoints before are not staged yet"
+        before = len(reading)
+        which = "the checkpoint before is" if before == 1 else f"the {before} checkpoints before are"
+        sent = any(not flight.transfer.released.is_set() for flight in reading)
+        return f"busy: {which} still being {'sent' if sent else 'written to local tiers'}"
+
+    def _waited_for(self, flight: Flight) -> str:
+        """Who waited for whom."""
+        before = flight.transfer
+        who = f"rank {self._link.rank} waited {self._config.full_seconds_max:g} s for step {before.step}"
+        if before.released.is_set() and before.settled.is_set():
+            return f"{who} to be written to its local tiers"
+        who = f"{who} to be staged, and"
+        sent = before.frames - before.frames_left
+        if before.state is TransferState.SENT:
+            return f"{who} has sent all of it: the stager waits for other ranks"
+        if before.settled.is_set():
+            return f"{who} MPI still holds the memory of what was sent to the stager"
+        return f"{who} the stager had room for {sent} of its {before.frames} chunks: the ring is full"

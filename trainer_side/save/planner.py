@@ -1,0 +1,224 @@
+"""What this rank copies at a `save()`: the plan that all ranks have agreed on, kept until the tensors are others.
+
+    take(state): the tensors of the plan ───────────────────────────────────────► Plan, Capture
+                 other tensors, or none before ─► all ranks agree ─► a new plan ─► Plan, Capture
+                 values were given more room ──────────────────────► a new plan ─► Plan, Capture
+                 ranks are spared from now on ─► other slices of the same image ─► Plan, Capture
+                 values do not fit their room ────────────────────────────────────► Outgrown
+
+With a new plan come new areas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import HoldfastError
+from holdfast.image.layout import REPLICATED
+from holdfast.image.replicas import watched
+from holdfast.notices.sparing import NOBODY
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.frames import Proposal
+from trainer_side.link.link import Link
+from trainer_side.link.no_stager import Alone
+from trainer_side.save.areas import areas_max
+from trainer_side.save.copy_plan import Router, SlicePlan
+from trainer_side.save.places import NoRoom, Room
+from trainer_side.state.proposal import table
+from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
+from trainer_side.state.tree import classify
+from trainer_side.tiers.keeper import Keeper
+
+__all__ = ["Plan", "Planner"]
+
+_CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is the same at every save of the same tensors.
+
+    Attributes:
+        skeleton: The image, with a place for every byte.
+        router: The way through what is copied behind the gate.
+        watched: Entries of which fingerprints are made; empty where they are not asked for.
+    """
+
+    skeleton: Skeleton
+    router: Router
+    watched: Sequence[int]
+
+
+class Planner:
+    """The plan of this rank. Training thread.
+
+    Args:
+        state: As the script gave it.
+        room: Is cleared before a new plan, and furnished for it.
+        link: Agrees with the other ranks, through the stager.
+        keeper: With local tiers the ranks agree among themselves instead: the same way before and after the stager is
+            lost.
+        config: Limits of areas; whether replicas are compared.
+        events: Event log.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        room: Room,
+        *,
+        link: Link | Alone,
+        keeper: Keeper | None,
+        config: TrainerConfig,
+        events: EventLog,
+    ) -> None:
+        self._state, self._room, self._link, self._keeper = state, room, link, keeper
+        self._config, self._events = config, events
+        self._plan: Plan | None = None
+        self._sparing = NOBODY  # of the plan
+        self._pickle_reserve_bytes = 0
+        self._per_rank_reserve_bytes: dict[str, int] = {}
+
+    def take(self, tree: Any) -> tuple[Plan, Capture]:
+        """Capture `tree`, planning first if its tensors are new.
+
+        Args:
+            tree: The state as `state.collect` gives it.
+
+        Raises:
+            Outgrown: A plain value, or one of `PerRank`, does not fit its room.
+            StateError: The state cannot be saved: what and where; or the ranks' states differ.
+            ConfigError: `host_bytes_max` is less than one staging area takes.
+            PeerLost: While agreeing a rank did not answer.
+            NoRoom: Other ranks are spared from now on, and there is no memory for the larger slice, or the area of the
+                one before is still being read. The next save tries again.
+        """
+        self._widen(tree)
+        self._spare()
+        if self._plan is not None:
+            taken = capture(tree, self._plan.skeleton, defer=True)
+            if taken is not None:
+                return self._plan, taken
+        # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
+        # each other; a rank that is still sending must wait for its buffer first, and not decline.
+        self._agree(tree)
+        planned = self._renew_together(tree)
+        taken = capture(tree, planned.skeleton)
+        assert taken is not None
+        return planned, taken
+
+    def _widen(self, tree: Any) -> None:
+        """Plan again if rank 0 was given more room. No agreement is needed: every rank was told the same."""
+        wanted, before = self._link.new_pickle_reserve_bytes, self._pickle_reserve_bytes
+        if self._keeper is not None:
+            wanted = max(wanted, self._keeper.council.new_pickle_reserve_bytes)
+        if self._plan is None or wanted <= before:
+            return
+        self._pickle_reserve_bytes = wanted
+        try:
+            self._renew(tree)
+        except Outgrown:
+            # Rank 0 alone: the others have the new plan by now, so this one must come to it too, at a later step.
+            self._pickle_reserve_bytes = before
+            raise
+
+    def _spare(self) -> None:
+        """Come to the slices that were appointed. No agreement is needed: every rank was told the same."""
+        sparing, before = self._link.appointments.sparing, self._plan
+        if before is None or sparing == self._sparing:
+            return
+        layout = sparing.of(before.skeleton.layout)
+        if layout.spared != before.skeleton.layout.spared:
+            try:
+                # What is in flight was planned to be gone by now. If not, a later step is appointed.
+                self._room.wait_clear(_CLEAR_SECONDS_MAX)
+                self._lay_out(replace(before.skeleton, layout=layout), time.monotonic())
+            except (MemoryError, RuntimeError) as error:  # RuntimeError: torch's own for memory
+                # The plan before stays for its tensors; its areas are gone, but no step is taken with it.
+                raise NoRoom(
+                    f"no memory: for a slice without ranks {list(layout.spared)}: {error}"
+                ) from error
+        self._sparing = sparing
+
+    def _renew_together(self, tree: Any) -> Plan:
+        """The first plan with local tiers: what one rank cannot do, all ranks hear of, and none trains on alone."""
+        if self._keeper is None or self._keeper.is_prepared:
+            return self._renew(tree)
+        try:
+            planned = self._renew(tree)
+        except Outgrown:
+            self._keeper.council.concur(None)
+            raise
+        except HoldfastError as error:
+            self._keeper.council.concur(error)
+            raise
+        self._keeper.council.concur(None)
+        return planned
+
+    def _agree(self, tree: Any) -> None:
+        proposed = table(self._state, tree, rank=self._link.rank, ranks=self._link.ranks)
+        leader = self._link if self._keeper is None else self._keeper.council
+        assert not isinstance(leader, Alone)
+        agreement = leader.agree(
+            Proposal(
+                table_digest=proposed.digest,
+                table=proposed.rows,
+                pickle_bytes=proposed.pickle_bytes,
+                per_rank_bytes=proposed.per_rank_bytes,
+            )
+        )
+        self._pickle_reserve_bytes = agreement.pickle_reserve_bytes
+        self._per_rank_reserve_bytes = dict(agreement.per_rank_reserve_bytes)
+
+    def _renew(self, tree: Any) -> Plan:
+        """Make a plan within the room that was agreed on, and the areas for it."""
+        self._room.clear()
+        begun = time.monotonic()
+        rank, ranks = self._link.rank, self._link.ranks
+        skeleton = plan(
+            tree,
+            classify(self._state, tree),
+            rank=rank,
+            ranks=ranks,
+            chunk_bytes=self._link.chunk_bytes,
+            pickle_reserve_bytes=self._pickle_reserve_bytes,
+            per_rank_reserve_bytes=self._per_rank_reserve_bytes,
+        )
+        self._sparing = self._link.appointments.sparing
+        if self._sparing.ranks:
+            skeleton = replace(skeleton, layout=self._sparing.of(skeleton.layout))
+        self._plan = None  # its memory goes back before areas for the new one are taken
+        return self._lay_out(skeleton, begun)
+
+    def _lay_out(self, skeleton: Skeleton, begun: float) -> Plan:
+        """Make the areas for this rank's slice. The room is clear."""
+        layout = skeleton.layout
+        slice_plan = SlicePlan.of(layout, skeleton.rank, skeleton.gated)
+        count_max = areas_max(
+            layout, in_flight_max=self._config.in_flight_max, host_bytes_max=self._config.host_bytes_max
+        )
+        self._room.furnish(skeleton, slice_plan, count_max)
+        self._link.announce(layout)
+        seconds = time.monotonic() - begun
+        self._link.appointments.ability = replace(self._link.appointments.ability, plan_seconds=seconds)
+        self._events.emit(
+            "plan",
+            {
+                "image_bytes": layout.image_bytes,
+                "replicated_bytes": sum(
+                    entry.nbytes for entry in layout.entries if entry.owner == REPLICATED
+                ),
+                "slice_bytes": slice_plan.nbytes,
+                "in_flight_max": count_max,
+                "tensors": len(layout.tensors),
+                "seconds": seconds,
+                "spared": list(layout.spared),
+            },
+        )
+        checked = self._config.on_divergence != "off" and layout.ranks > 1
+        self._plan = Plan(skeleton, Router(slice_plan), watched(layout) if checked else ())
+        return self._plan

@@ -1,0 +1,187 @@
+"""One `save()`, from the call until training may go on.
+
+    save(step), training thread                      copy thread            MPI thread (link)
+    ───────────────────────────────────────          ─────────────          ─────────────────
+    collect the state; its plan (planner.py) ─ first time, or new tensors: ► PROPOSE … RESERVED
+    room for it (room.py), or declined
+    copy what anything may change
+    close the gate, offer ────────────────────────────────────────────────► OFFER … credits
+    return                                           data.pkl, if it was left to it; then
+                                                     copy the slice ──────► frames, as the bytes get ready
+                                                                       └──► local tiers (tiers/keeper.py)
+    next optimizer.step(): waits for the gate ◄───── open the gate
+
+No collective operation. A step that cannot be taken (all staging areas are still being sent) is declined by this rank,
+the stager tells the others, and training goes on. Local tiers take steps beside the stager, without one, and when it is
+lost: what one of the two declines may still go to the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.errors import HoldfastError, PeerLost, StateError
+from holdfast.faultpoint import Point, reach
+from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.events import EventLog
+from trainer_side.ledger import Ledger
+from trainer_side.link.link import Link
+from trainer_side.link.no_stager import Alone
+from trainer_side.save.copier import Copier, Job
+from trainer_side.save.fingerprint import Fingerprints
+from trainer_side.save.garbage import no_collections
+from trainer_side.save.places import NoRoom, Place, Room
+from trainer_side.save.planner import Plan, Planner
+from trainer_side.state.skeleton import Capture, Outgrown, Source
+from trainer_side.state.tree import collect
+from trainer_side.tiers.keeper import Keeper
+from trainer_side.transfer import Transfer
+
+__all__ = ["Saver"]
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+class Saver:
+    """Takes the steps of one rank. Training thread.
+
+    Args:
+        state: As the script gave it.
+        planner: Knows what of it is copied, and where to.
+        room: Has areas and slots.
+        copier: Copies behind the gate.
+        link: Takes steps to the stager.
+        keeper: Takes them into local tiers; None without any.
+        ledger: Counts what became of them.
+        events: Event log.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        planner: Planner,
+        room: Room,
+        copier: Copier,
+        *,
+        link: Link | Alone,
+        keeper: Keeper | None,
+        ledger: Ledger,
+        events: EventLog,
+    ) -> None:
+        self._state, self._planner, self._room, self._copier = state, planner, room, copier
+        self._link, self._keeper, self._ledger, self._events = link, keeper, ledger, events
+        self._warned = ""
+
+    def save(self, step: int) -> bool:
+        """See `Checkpointer.save`."""
+        begun, saved_at_unix = time.monotonic(), time.time()
+        reach(Point.SAVE_BEGUN)
+        if (problem := self._link.problem) is not None and self._keeper is None:
+            return self._decline(step, f"stager lost: {problem}", tell=False)
+        try:
+            with no_collections():
+                plan, taken = self._planner.take(collect(self._state))
+        except PeerLost as lost:
+            if lost is not self._problem() or self._keeper is not None:
+                raise  # the stager is there, a rank is not: going on would leave the ranks at different steps
+            return self._decline(step, f"stager lost: {lost}", tell=False)
+        except Outgrown as outgrown:
+            # More room for a PerRank value takes a new agreement of all ranks, which this rank cannot call alone.
+            needed = 0 if outgrown.name else outgrown.needed_bytes
+            if needed and self._keeper is not None and self._link.rank == 0:
+                self._keeper.council.make_room(needed)
+            return self._decline(step, f"outgrown: {outgrown}", needed_pickle_bytes=needed)
+        except NoRoom as refusal:
+            return self._decline(step, str(refusal))
+        record: dict[str, Any] = {"saved_at_unix": saved_at_unix}
+        try:
+            # The training thread is here, so what was taken stays as it is meanwhile.
+            wait_seconds = self._room.wait(step)
+            answer = self._link.answer(step)
+            if answer is not None and self._keeper is None:
+                return self._decline(step, answer[0], code=answer[1], tell=False)  # all were told the same
+            place = self._room.take(step, record)
+        except NoRoom as refusal:
+            return self._decline(step, str(refusal))
+        record["wait_seconds"] = wait_seconds
+        try:
+            with no_collections():
+                return self._begin(step, plan, taken, place, answer, record, begun)
+        except BaseException:
+            self._room.give_back(place, "copy failed: save() ended with an error")
+            raise
+
+    def _begin(
+        self,
+        step: int,
+        plan: Plan,
+        taken: Capture,
+        place: Place,
+        answer: tuple[str, str] | None,
+        record: dict[str, Any],
+        begun: float,
+    ) -> bool:
+        """Take what must be taken at once, and set the rest going. `answer`: what the stager has said already."""
+        sources, area = taken.sources, place.area
+        area.copy_now(sources, dict(taken.contents))
+        fingerprints = None
+        if plan.watched:
+            fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step)
+            fingerprints.take_now(sources)
+        record |= {
+            "slice_bytes": area.nbytes,
+            "save_seconds": 0.0,
+            "host": socket.gethostname(),
+        }
+        device = _device(sources)
+        after = torch.cuda.current_stream(device).record_event() if device is not None else None
+        self._copier.shut()
+        transfer = (
+            self._link.offer(step, area, record) if answer is None else Transfer.none(step, record, *answer)
+        )
+        if transfer.released.is_set() and place.keeping is None:  # refused at once: nothing is copied
+            self._copier.reopen()
+            return self._decline(step, transfer.reason, code=transfer.code, tell=False)
+        record["save_seconds"] = time.monotonic() - begun
+        self._room.send(place, transfer)
+        self._copier.copy(Job(transfer, area, plan.router, taken, after, fingerprints, place.keeping))
+        self._ledger.begun(transfer, place.keeping)
+        return True
+
+    def _problem(self) -> HoldfastError | None:
+        return self._link.problem
+
+    def _decline(
+        self, step: int, reason: str, *, code: str = "", tell: bool = True, needed_pickle_bytes: int = 0
+    ) -> bool:
+        cause = cause_of(reason, code)
+        self._ledger.declined(cause)
+        self._events.emit("declined", {"reason": reason, "cause": cause}, step=step)
+        # A lost stager is said by the link, once and loudly.
+        if reason != self._warned and self._link.problem is None:
+            _log.warning("rank %d: step %d is not checkpointed: %s", self._link.rank, step, reason)
+            self._warned = reason
+        if self._keeper is not None:
+            self._keeper.skip(step, reason)
+        if tell:
+            self._link.decline(step, reason, needed_pickle_bytes=needed_pickle_bytes)
+        return False
+
+
+def _device(sources: Sequence[Source | None]) -> torch.device | None:
+    """The CUDA device that tensors of the state lie on; None: all are in host memory."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    devices = {source.device for source in sources if source is not None and source.device.type == "cuda"}
+    if len(devices) > 1:
+        raise StateError(
+            f"tensors of the state lie on {' and '.join(sorted(map(str, devices)))}; those of one rank may lie on one "
+            "device, and in host memory: give each device a rank of its own"
+        )
+    return devices.pop() if devices else None

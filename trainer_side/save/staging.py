@@ -1,0 +1,213 @@
+"""A staging area: this rank's bytes of one checkpoint, frame by frame, on their way from the tensors to the wire.
+
+    copy_now    training thread, in `save()`: what anything may change: data.pkl, buffers, `PerRank` values
+    copy_gated  copy thread, behind the gate: what only the optimizer changes, batch by batch
+    is_ready    the sender: a frame may go as soon as all its pieces are there
+
+Allocated and touched once per layout: the first touch of fresh pages costs far more than the copy itself. Literals are
+laid down once, too. Each frame begins on a page, and is padded with zeros to the next one: so O_DIRECT takes it. Where
+each piece goes is in `trainer_side/save/copy_plan.py`; how it gets there in `trainer_side/save/copy_engine.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from holdfast.faultpoint import Point, reach
+from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, frames_of
+from trainer_side.save.copy_engine import CopyEngine, Move
+from trainer_side.save.copy_plan import Batch, Piece, Route, SlicePlan, batches
+from trainer_side.save.huge import huge_buffer
+from trainer_side.save.slot_memory import in_slot
+from trainer_side.state.skeleton import Skeleton, Source
+
+__all__ = ["Staging"]
+
+
+class Staging:
+    """One staging area of one rank for one layout. One checkpoint at a time is in it.
+
+    `copy_now` belongs to the training thread, `copy_gated` to the copy thread, `view` and `is_ready` to any.
+
+    Args:
+        skeleton: The skeleton whose layout this is.
+        plan: This rank's slice of it.
+        engine: Does the copies; all areas of a rank share one.
+        pinned: Page-locked memory, for copies from a CUDA device that do not stop the CPU.
+        slot: Memory of a local tier that is to be the area itself (strategy D); None: it takes its own.
+        move: How bytes are best put into that; as `ctypes.memmove`.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        plan: SlicePlan,
+        engine: CopyEngine,
+        *,
+        pinned: bool,
+        slot: memoryview | None = None,
+        move: Move = ctypes.memmove,
+    ) -> None:
+        self._plan, self._engine, self._move = plan, engine, move
+        nbytes = max(1, plan.area_bytes)
+        if slot is not None:
+            self.memory = in_slot(slot, pinned=pinned)
+            assert self.memory.numel() >= plan.area_bytes
+        else:
+            self.memory = _pinned(nbytes) if pinned else huge_buffer(nbytes)
+        self._view = self.memory.numpy().data
+        self._frame_at = {offset: frame for frame, offset in enumerate(plan.frames)}
+        # Per frame; nothing is ready before the first checkpoint.
+        self._copies_left = [1] * len(plan.frames)
+        # One more than there are: no frame is given away before all of what is captured at once is here.
+        self._copies_at_first = [1] * len(plan.frames)
+        for piece in plan.gated:
+            self._copies_at_first[piece.frame] += 1
+        self._now_entries = sorted({piece.entry for piece in plan.now})
+        self._places: list[tuple[int, int, torch.device] | None] = []
+        self._now: tuple[tuple[Batch, ...], tuple[Batch, ...]] = (), ()
+        self._landing: Callable[[], None] | None = None
+        for frame in frames_of(skeleton.layout, skeleton.rank):
+            offset = frame.offset
+            for extent in frame.extents:
+                skeleton.write_literals(extent, self._view[offset : offset + extent.nbytes])
+                offset += extent.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes that this rank sends for one checkpoint."""
+        return self._plan.nbytes
+
+    @property
+    def area_bytes(self) -> int:
+        """Memory that it takes."""
+        return self._plan.area_bytes
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Part of the area; it means something once its frame is ready."""
+        return self._view[offset : offset + nbytes]
+
+    def is_ready(self, offset: int) -> bool:
+        """Whether the frame that begins at `offset` holds the checkpoint that is now in the area."""
+        return self._copies_left[self._frame_at[offset]] == 0
+
+    def copy_now(self, sources: Sequence[Source | None], contents: Mapping[int, bytes | memoryview]) -> None:
+        """Take what must be captured before `save()` returns. Training thread; the area must be released.
+
+        What lies on a device is captured in the order of the current stream, and arrives later: no update that is
+        queued after this call comes before it, and nothing is waited for here.
+
+        Args:
+            sources: Per entry its storage; None where `contents` has the bytes.
+            contents: Entries whose bytes are made, not copied from a tensor (data.pkl, `PerRank` values).
+        """
+        self._copies_left = [*self._copies_at_first]
+        self.fill(contents)
+        host, device = self._batches_now(sources, contents)
+        for batch in host:
+            self._engine.copy_host(batch, self.memory, self._move)
+        self._landing = self._engine.capture(device, sources, self.memory)
+
+    def fill(self, contents: Mapping[int, bytes | memoryview]) -> None:
+        """Lay down entries whose bytes are made. By `copy_now`, or after it and before `copy_gated` gives frames away.
+
+        Args:
+            contents: As of `copy_now`.
+        """
+        for piece in self._plan.now:
+            content = contents.get(piece.entry)
+            if content is not None:
+                self._view[piece.offset : piece.offset + piece.nbytes] = memoryview(content)[
+                    piece.entry_offset : piece.entry_offset + piece.nbytes
+                ]
+
+    def _batches_now(
+        self, sources: Sequence[Source | None], contents: Collection[int]
+    ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
+        """What `copy_now` copies from tensors in host memory and on a device; made anew only where one has moved."""
+        # All that a batch depends on, beside the plan. It holds addresses, never memory.
+        places = [
+            None
+            if source is None or entry in contents
+            else (source.data_ptr, source.start_bytes, source.device)
+            for entry, source in zip(
+                self._now_entries, map(sources.__getitem__, self._now_entries), strict=True
+            )
+        ]
+        if places != self._places:
+            host: list[Piece] = []
+            device: list[Piece] = []
+            place_of = dict(zip(self._now_entries, places, strict=True))
+            for piece in self._plan.now:
+                place = place_of[piece.entry]
+                if place is not None:
+                    (host if place[2].type == "cpu" else device).append(piece)
+            self._now = batches(host, sources), batches(device, sources)
+            self._places = places
+        return self._now
+
+    def copy_gated(
+        self,
+        sources: Sequence[Source | None],
+        route: Route,
+        *,
+        after: torch.cuda.Event | None,
+        cancelled: Callable[[], bool],
+        passed: Callable[[Collection[int]], None],
+        copied: Callable[[], None],
+    ) -> None:
+        """Copy what only the optimizer changes, in the order of the route. Copy thread only.
+
+        Args:
+            sources: Per entry its storage.
+            route: The way through them.
+            after: Recorded on the compute stream at `save()`; what lies on a device is copied after it.
+            cancelled: Asked between batches; when it says True the rest is left out.
+            passed: Told the addresses of the storages that are no longer read.
+            copied: Called when nothing is read any more, before the last frame is given to the sender.
+        """
+        unread = len(route.host) + len(route.device)
+
+        def read(batch: Batch) -> None:
+            nonlocal unread
+            for _ in batch.pieces:
+                reach(Point.TENSOR_COPIED)
+            passed(batch.read)
+            unread -= 1
+            if not unread:
+                copied()
+
+        def arrived(batch: Batch) -> None:
+            # An update that did not wait comes after `cancelled`: what is here before is of the checkpoint.
+            if not cancelled():
+                for frame, count in batch.frames.items():
+                    self._copies_left[frame] -= count
+
+        self._land()
+        self._engine.copy(route, sources, self.memory, after, cancelled, read, arrived, move=self._move)
+        if unread or not (route.host or route.device):
+            copied()
+        if not self._plan.gated and not cancelled():
+            self._copies_left = [0] * len(self._copies_left)
+
+    def _land(self) -> None:
+        """What `copy_now` has captured is here, all of it: frames count from now on."""
+        if self._landing is not None:
+            self._landing()
+            self._landing = None
+        if self._plan.gated:
+            for frame in range(len(self._copies_left)):
+                self._copies_left[frame] -= 1
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    """Page-locked memory that begins on a page: CUDA's does, but not every way in which torch may take it."""
+    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if memory.data_ptr() % FRAME_ALIGNMENT_BYTES:
+        memory = torch.empty(nbytes + FRAME_ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
+        begin = -memory.data_ptr() % FRAME_ALIGNMENT_BYTES
+        memory = memory[begin : begin + nbytes]
+    return memory.zero_()

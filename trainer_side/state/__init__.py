@@ -1,0 +1,1 @@
+"""The user's state as the bytes of one portable file."""

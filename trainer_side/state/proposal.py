@@ -1,0 +1,76 @@
+"""The table of this rank's tensors: what all ranks compare before they plan, and how much room each asks for.
+
+A layout comes out the same on ranks whose tables are the same (design/003).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from trainer_side.state.per_rank import PerRank, encode, reserve_bytes
+from trainer_side.state.per_rank_places import Blobs
+from trainer_side.state.pickling import REFUSED, Pickling, blame
+from trainer_side.state.survey import survey
+from trainer_side.state.tree import classify
+
+__all__ = ["Table", "table"]
+
+
+class Table(NamedTuple):
+    """What the ranks compare before they plan.
+
+    Attributes:
+        rows: `[path, dtype, shape, owner]` of each tensor, in order. Where strides, or a storage shared with another
+            tensor, matter, the dtype column says so: replicas are only interchangeable if these agree, too.
+        digest: SHA-256 over the rows.
+        pickle_bytes: What data.pkl takes, without slack; 0 on ranks other than 0, whose is not sent.
+        per_rank_bytes: What each `PerRank` value takes here, with slack.
+    """
+
+    rows: list[list[Any]]
+    digest: str
+    pickle_bytes: int
+    per_rank_bytes: dict[str, int]
+
+
+def table(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks: int) -> Table:
+    """What this rank proposes. Training thread; moves no tensor bytes.
+
+    Args:
+        state: The state.
+        tree: What `collect` gave.
+        rank: This rank.
+        ranks: Number of ranks.
+
+    Raises:
+        StateError: A tensor, or a plain value, is of a kind that cannot be saved; names its path.
+    """
+    needed = {
+        name: reserve_bytes(len(encode(value.snapshot(), name=name)))
+        for name, value in tree.items()
+        if isinstance(value, PerRank)
+    }
+    blobs = Blobs.of(ranks, needed)
+    full = blobs.expand(tree)
+    found = survey(full)
+    owned = blobs.own(classify(state, full))
+    keys = {number: key for key, number in found.numbers.items()}
+    blob_paths = blobs.paths
+    rows = [
+        # The size of a blob is what is being agreed on: it may differ still.
+        [
+            slot.path,
+            *(("bytes", []) if slot.path in blob_paths else (found.description(slot), list(slot.shape))),
+            owned[keys[slot.storage]].owner,
+        ]
+        for slot in found.slots
+    ]
+    try:
+        pickle_bytes = len(Pickling(found).head(full)) if rank == 0 else 0
+    except REFUSED as error:
+        raise blame(full, found, error) from error
+    digest = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+    return Table(rows, digest, pickle_bytes, needed)

@@ -1,0 +1,338 @@
+"""The skeleton: the file that `torch.save` would write, with holes where the tensors go.
+
+    plan, once per set of tensors                           capture, every save
+    ──────────────────────────────────────────────────      ────────────────────────────────────────────
+    survey the tree: tensors, their storages, the part      do the tensors still fit? recall the last capture, or
+      of each storage that is used                            survey again; data.pkl anew (rank 0), padded, now
+                                                              or later of a snapshot
+    torch.save(skip_data) ─► literals and holes             PerRank blobs anew, padded to theirs
+    read the zip's structure ─► Layout, CRC fields          where each storage lies now
+    torch.load(weights_only) of it: would it be accepted?
+
+torch itself writes pickle and zip. A pickler of ours gives it, for each storage, a `meta` stand-in of the size that is
+really used, on device `cpu`: so ties stay tied, a view does not drag its whole storage along, and the file loads
+anywhere without `map_location`. Zero bytes after the pickle's end fill data.pkl up to its reserve, so that the layout
+stays the same while plain values grow; every reader stops at the pickle's own end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from holdfast.errors import StateError
+from holdfast.image.layout import Extent, Layout
+from trainer_side.state.per_rank import PerRank, encode
+from trainer_side.state.per_rank_places import Blobs
+from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure
+from trainer_side.state.recall import Last, Recall
+from trainer_side.state.snapshot import Snapshot
+from trainer_side.state.sparse_file import Literals, SparseFile
+from trainer_side.state.survey import Source, Survey, survey
+from trainer_side.state.tree import Ownership
+from trainer_side.state.zip_parts import ZipParts
+
+__all__ = ["Capture", "Deferred", "Outgrown", "Skeleton", "Source", "capture", "plan"]
+
+
+class Outgrown(StateError):
+    """A value no longer fits the room that was agreed for it.
+
+    Attributes:
+        name: Empty for data.pkl, otherwise the name of the `PerRank` value.
+        needed_bytes: What it takes now, without slack.
+    """
+
+    def __init__(self, name: str, needed_bytes: int, reserve: int) -> None:
+        what = f"{name}: the PerRank value takes" if name else "the plain values of the state take"
+        then = "keep its size bounded, or restart" if name else "the next checkpoint gets more room"
+        super().__init__(f"{what} {needed_bytes} bytes, {reserve} were set aside; {then}")
+        self.name = name
+        self.needed_bytes = needed_bytes
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A plan for all checkpoints with the same tensors. Made by `plan`; not changed, may be read from any thread. What
+    `capture` has learnt is kept with it, for the training thread alone.
+
+    Attributes:
+        layout: The same on every rank.
+        literals: All bytes of the image outside the entries, CRC fields as zeros; the same on every rank.
+        gated: Per entry of the layout, whether it is copied behind the gate.
+        rank: The rank whose plan this is.
+        signature: The tensors that it is made for.
+        zip_parts: What is where in the image.
+    """
+
+    layout: Layout
+    literals: Literals
+    gated: tuple[bool, ...]
+    rank: int
+    signature: tuple[Any, ...]
+    zip_parts: ZipParts
+    _blobs: Blobs
+    _blob_entries: Mapping[str, list[int]]
+    _accepted: set[Any]  # classes of values of which weights_only is known to read the pickle
+    _recalls: list[Recall]  # the newest, if any; the training thread's
+
+    @property
+    def pickle_reserve_bytes(self) -> int:
+        """Room for data.pkl."""
+        return self.layout.entries[self.zip_parts.pickle_entry].nbytes
+
+    def write_literals(self, extent: Extent, out: memoryview) -> None:
+        """Lay the literals of a part of the image into `out`; bytes of entries are left as they are."""
+        self.literals.write(extent.offset, out[: extent.nbytes])
+
+
+class Deferred:
+    """A data.pkl that is not made yet. It is made once, by any thread.
+
+    Args:
+        recall: Recognised the tree. If nothing comes of it, it does not again: the next capture looks at everything.
+        snapshot: The tree as it was.
+        skeleton: The plan.
+    """
+
+    def __init__(self, recall: Recall, snapshot: Snapshot, skeleton: Skeleton) -> None:
+        self._recall, self._snapshot, self._skeleton = recall, snapshot, skeleton
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has room enough, as far as can be told: the one before had, with what text has grown since."""
+        last = self._recall.last
+        longer = max(0, self._snapshot.text_length - last.text_length)
+        more_bytes = longer * _CHARACTER_BYTES_MAX + _GROWTH_BYTES
+        return last.pickle_bytes + more_bytes <= self._skeleton.pickle_reserve_bytes
+
+    def contents(self) -> dict[int, bytes]:
+        """What `Capture.contents` lacks.
+
+        Raises:
+            Outgrown: It has not room enough.
+            StateError: It cannot be made like this; a capture in full says why.
+        """
+        recall, skeleton = self._recall, self._skeleton
+        pickled = recall.pickle_snapshot(self._snapshot)
+        if pickled is None or not pickled[1] <= skeleton._accepted:
+            recall.holds = False
+            raise StateError(
+                "the plain values of the state cannot be pickled any more; the next save says why"
+            )
+        data, reserve = pickled[0], skeleton.pickle_reserve_bytes
+        if len(data) > reserve:
+            recall.holds = False
+            raise Outgrown("", len(data), reserve)
+        recall.last = Last(len(data), self._snapshot.text_length)
+        return {skeleton.zip_parts.pickle_entry: data.ljust(reserve, b"\0")}
+
+
+class Capture(NamedTuple):
+    """One checkpoint's contents. `sources` are live: copy gated ones before the gate opens, the others at once.
+
+    Attributes:
+        sources: Per entry of the layout the storage to copy; None where `contents` has the bytes, or another rank does.
+        contents: Bytes of data.pkl and the serialization id (rank 0), and of this rank's `PerRank` values; by entry.
+        deferred: Has those of data.pkl where `contents` lacks them.
+        signature: See `Skeleton.signature`.
+    """
+
+    sources: list[Source | None]
+    contents: dict[int, bytes]
+    deferred: Deferred | None
+    signature: tuple[Any, ...]
+
+
+def plan(
+    tree: Mapping[str, Any],
+    classes: Mapping[int, Ownership],
+    *,
+    rank: int,
+    ranks: int,
+    chunk_bytes: int,
+    pickle_reserve_bytes: int,
+    per_rank_reserve_bytes: Mapping[str, int],
+) -> Skeleton:
+    """Lay out the image. The layout and the literals come out the same on every rank that holds the same tensors.
+
+    Training thread; moves no tensor bytes, so its cost grows with the number of tensors, not with their size.
+
+    Args:
+        tree: What `collect` gave.
+        classes: What `classify` gave.
+        rank: This rank.
+        ranks: Number of ranks.
+        chunk_bytes: Size of a chunk.
+        pickle_reserve_bytes: Agreed room for data.pkl.
+        per_rank_reserve_bytes: Agreed room for each `PerRank` value.
+
+    Raises:
+        Outgrown: On rank 0, data.pkl does not fit its reserve.
+        StateError: Something in the state cannot be saved, or not be loaded again with `weights_only=True`; names its
+            path.
+    """
+    marked = sorted(name for name, value in tree.items() if isinstance(value, PerRank))
+    if marked != sorted(per_rank_reserve_bytes):
+        raise StateError(
+            f"this rank has the PerRank values {marked}, the ranks agreed on {sorted(per_rank_reserve_bytes)}"
+        )
+    blobs = Blobs.of(ranks, per_rank_reserve_bytes)
+    full = blobs.expand(tree)
+    found = survey(full)
+    image, job, pickled, fits = SparseFile(), Pickling(found), b"", True
+
+    def pad(whole: bytes) -> bytes:
+        nonlocal pickled, fits
+        pickled, fits = whole, len(whole) <= pickle_reserve_bytes
+        if not fits and rank == 0:
+            raise Outgrown("", len(whole), pickle_reserve_bytes)
+        # On other ranks only the size matters: theirs is not sent.
+        return whole[:pickle_reserve_bytes].ljust(pickle_reserve_bytes, b"\0")
+
+    try:
+        job.save(full, image, pad)
+        if fits:
+            load_structure(image)
+    except REFUSED as error:
+        raise blame(full, found, error) from error
+    parts = ZipParts.of(image, found, blobs.own(classes))
+    blob_entries = blobs.entries(found.numbers, parts.storage_entries)
+    # The first save need not look at each tensor, nor pickle it, a second time.
+    recall = Recall.of(
+        full,
+        found,
+        parts.storage_entries,
+        leave_out={entry for entries in blob_entries.values() for entry in entries},
+        pickled=(job, pickled) if rank == 0 else None,
+    )
+    layout = Layout(image.nbytes, chunk_bytes, ranks, parts.entries, parts.tensors(found))
+    crcs = {crc_field: 0 for entry in layout.entries for crc_field in entry.crc_fields}
+    return Skeleton(
+        layout=layout,
+        literals=image.literals.without(
+            [(entry.offset, entry.end) for entry in layout.entries], {**crcs, **parts.constant_crcs}
+        ),
+        gated=parts.gated,
+        rank=rank,
+        signature=found.signature,
+        zip_parts=parts,
+        _blobs=blobs,
+        _blob_entries=blob_entries,
+        _accepted=job.kinds,
+        _recalls=[] if recall is None else [recall],
+    )
+
+
+def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False) -> Capture | None:
+    """The cheap step of every save: what is small is made, what is large is pointed to. Training thread.
+
+    Args:
+        tree: What `collect` gave.
+        skeleton: The plan.
+        defer: Whether data.pkl may be left to be made later. It is where the tree is recalled, holds nothing but what a
+            snapshot keeps as it is, and has nothing in it that might make the pickle much longer than the last one.
+
+    Returns:
+        None if the tensors are not those of the plan any more: make a new one.
+
+    Raises:
+        Outgrown: A plain or `PerRank` value no longer fits the room set aside for it.
+        StateError: A plain value is of a kind that cannot be saved; names its path.
+    """
+    blobs, parts = skeleton._blobs, skeleton.zip_parts
+    per_rank = {name: value for name, value in tree.items() if isinstance(value, PerRank)}
+    if per_rank.keys() != blobs.by_name.keys():
+        return None
+    full = blobs.expand(tree)
+    found = _recalled(full, skeleton, defer=defer) or _in_full(full, skeleton)
+    if found is None:
+        return None
+    sources, data_pkl = found
+    contents: dict[int, bytes] = {}
+    deferred = None
+    if isinstance(data_pkl, Deferred):
+        deferred = data_pkl
+    elif data_pkl is not None:
+        contents[parts.pickle_entry] = data_pkl
+    if data_pkl is not None:
+        contents[parts.serialization_id_entry] = parts.serialization_id
+    for name, entries in skeleton._blob_entries.items():
+        entry = entries[skeleton.rank]
+        reserve = skeleton.layout.entries[entry].nbytes
+        blob = encode(per_rank[name].snapshot(), name=name)
+        if len(blob) > reserve:
+            raise Outgrown(name, len(blob), reserve)
+        contents[entry] = blob.ljust(reserve, b"\0")
+    return Capture(sources, contents, deferred, skeleton.signature)
+
+
+# Per entry its storage; data.pkl, padded (rank 0).
+_Found = tuple[list[Source | None], bytes | Deferred | None]
+_GROWTH_BYTES = 1024  # much for numbers alone: those that get longer take a few bytes more
+_CHARACTER_BYTES_MAX = 4  # in UTF-8
+
+
+def _recalled(full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool) -> _Found | None:
+    """What `_in_full` would give, where only values have changed since it last gave something; else None."""
+    for recall in skeleton._recalls:
+        seen = recall.look(full)
+        if seen is None:
+            return None
+        sources = recall.sources(seen, len(skeleton.layout.entries))
+        if skeleton.rank != 0:
+            return sources, None
+        snapshot = recall.snapshot(full, seen.walked) if defer else None
+        if snapshot is not None and (deferred := Deferred(recall, snapshot, skeleton)).fits:
+            return sources, deferred
+        pickled = recall.pickle(full, seen.walked)
+        reserve = skeleton.pickle_reserve_bytes
+        if pickled is not None and len(pickled[0]) <= reserve and pickled[1] <= skeleton._accepted:
+            if snapshot is not None:
+                recall.last = Last(len(pickled[0]), snapshot.text_length)
+            return sources, pickled[0].ljust(reserve, b"\0")
+    return None
+
+
+def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
+    """Survey and pickle; None if the tensors are not those of the plan."""
+    zip_parts = skeleton.zip_parts
+    skeleton._recalls.clear()
+    found = survey(full)
+    if found.signature != skeleton.signature:
+        return None
+    blob_entries = {entry for entries in skeleton._blob_entries.values() for entry in entries}
+    sources: list[Source | None] = [None] * len(skeleton.layout.entries)
+    for number, part in enumerate(found.parts):
+        entry = zip_parts.storage_entries[number]
+        if entry not in blob_entries:
+            sources[entry] = part.source(entry)
+    pickled = _pickled(full, found, skeleton) if skeleton.rank == 0 else None
+    recall = Recall.of(full, found, zip_parts.storage_entries, leave_out=blob_entries, pickled=pickled)
+    if recall is not None:
+        skeleton._recalls.append(recall)
+    if pickled is None:
+        return sources, None
+    return sources, pickled[1].ljust(skeleton.pickle_reserve_bytes, b"\0")
+
+
+def _pickled(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> tuple[Pickling, bytes]:
+    """The pickle of this save, of which it is known that torch.load takes it."""
+    job = Pickling(found)
+    entry = skeleton.layout.entries[skeleton.zip_parts.pickle_entry]
+    try:
+        pickled = job.head(full)
+    except REFUSED as error:
+        raise blame(full, found, error) from error
+    if len(pickled) > entry.nbytes:
+        raise Outgrown("", len(pickled), entry.nbytes)
+    if not job.kinds <= skeleton._accepted:
+        # A class of values that was not in the state when it was planned: see again whether it can be loaded.
+        file = SparseFile.of(skeleton.literals, skeleton.layout.image_bytes)
+        try:
+            load_structure(file.overlaid(entry.offset, pickled.ljust(entry.nbytes, b"\0")))
+        except REFUSED as error:
+            raise blame(full, found, error) from error
+        skeleton._accepted.update(job.kinds)
+    return job, pickled

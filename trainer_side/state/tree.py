@@ -1,0 +1,176 @@
+"""The user's state as a tree: what is in it, where, and who may change it.
+
+    {"model": model, "optimizer": optimizer, "rng": PerRank(rng)}
+        │ collect                    {"model": {"w": tensor}, "optimizer": {"state": …}, "rng": PerRank(rng)}
+        │ tensor_paths               model/w, optimizer/state/0/exp_avg, …
+        └ classify                   per storage: which rank sends it, and may its copy wait behind the gate?
+
+Two rules decide whose bytes are saved. Parameters of modules and the tensors of an optimizer's state are the same on
+every rank of a data-parallel run: any rank may send them. All else may differ (BatchNorm statistics, counters): rank 0
+sends it. Of the replicated ones, those that only `optimizer.step()` changes are *gated*: they may be copied after
+`save()` has returned, for the gate holds the optimizer back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
+
+from holdfast.errors import StateError
+from holdfast.image.layout import REPLICATED
+from trainer_side.state.per_rank import PerRank
+
+__all__ = ["Named", "Ownership", "children", "classify", "collect", "refusal", "tensor_paths"]
+
+_DEPTH_MAX = 1000  # pickle itself goes no deeper; paths of endless depth would take memory without end
+
+_View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+class Named(NamedTuple):
+    """A tensor of the state and its path, such as `optimizer/state/0/exp_avg`."""
+
+    path: str
+    tensor: torch.Tensor
+
+
+class Ownership(NamedTuple):
+    """Which rank sends a storage (`REPLICATED`: any), and whether it is copied behind the gate."""
+
+    owner: int
+    gated: bool
+
+
+def collect(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What would be saved: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
+
+    The tree holds the live tensors, not copies. Training thread.
+    """
+    tree: dict[str, Any] = {}
+    for name, value in state.items():
+        own = not isinstance(value, PerRank | type) and callable(getattr(value, "state_dict", None))
+        tree[name] = value.state_dict() if own else value
+    return tree
+
+
+def children(node: Any) -> Iterator[tuple[Any, Any]]:
+    """The keys and values of a dict, list or tuple (and of their subclasses); nothing of anything else."""
+    if isinstance(node, dict):
+        yield from node.items()
+    elif isinstance(node, list | tuple):
+        yield from enumerate(node)
+
+
+def tensor_paths(tree: Any) -> list[Named]:
+    """All tensors in dicts, lists and tuples of `tree`, in the order in which pickle meets them.
+
+    The same tensor at two places is listed twice; a container at two places once.
+
+    Raises:
+        StateError: The tree holds a bare storage, or a `PerRank` below the top level, or is nested too deep.
+    """
+    found: list[Named] = []
+    seen: set[int] = {id(tree)}
+    pending = [("", children(tree))]
+    while pending:
+        prefix, siblings = pending[-1]
+        for key, value in siblings:
+            path = f"{prefix}{key}"
+            if isinstance(value, torch.Tensor):
+                found.append(Named(path, value))
+            elif isinstance(value, torch.UntypedStorage | torch.storage.TypedStorage):
+                raise StateError(
+                    f"{path} is a bare storage ({type(value).__name__}); put a tensor in its place"
+                )
+            elif isinstance(value, PerRank) and prefix:
+                raise StateError(
+                    f"{path} is a PerRank below the top level; give it a name of its own in the state"
+                )
+            elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+                seen.add(id(value))
+                if len(pending) >= _DEPTH_MAX:
+                    raise StateError(
+                        f"{path[:80]}… is nested deeper than {_DEPTH_MAX} levels; flatten this part of the state"
+                    )
+                pending.append((f"{path}/", children(value)))
+                break  # depth first; the siblings go on where they are
+        else:
+            pending.pop()
+    return found
+
+
+def refusal(tensor: torch.Tensor) -> str | None:
+    """Why `tensor` cannot be saved as bytes of a storage, and what to do; None if it can."""
+    kind = type(tensor)
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        return "a parameter without a shape yet: run one batch through the lazy module first"
+    if not (kind is torch.Tensor or _plain_parameter(kind)):
+        return (
+            f"a tensor subclass ({kind.__module__}.{kind.__qualname__}): save its plain local tensor instead"
+        )
+    if tensor.is_quantized:
+        return f"a quantised tensor ({tensor.dtype}): save int_repr(), scale and zero point instead"
+    if tensor.layout is not torch.strided:
+        return f"a sparse tensor ({tensor.layout}): save its indices and values, or to_dense()"
+    if tensor.is_nested:
+        return "a nested tensor: save its values and offsets instead"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"a tensor on device '{tensor.device}', which cannot be copied from: move it to the CPU or a CUDA device"
+    return None
+
+
+def _plain_parameter(kind: type) -> bool:
+    # Not isinstance: torch lets a DTensor pass for a Parameter.
+    return issubclass(kind, Parameter) and kind.__reduce_ex__ is Parameter.__reduce_ex__
+
+
+def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
+    """Who sends each storage of `tree`, and whether its copy may wait behind the gate.
+
+    A storage that several tensors share is replicated, or gated, only if all of them are.
+
+    Args:
+        state: The state from which `collect` made `tree`; its modules and optimizers tell the roles.
+        tree: What `collect` gave.
+
+    Returns:
+        `UntypedStorage._cdata` of each storage to its ownership.
+    """
+    replicated, gated = _roles(state)
+    owned: dict[int, Ownership] = {}
+    for _, tensor in tensor_paths(tree):
+        view = _view(tensor)
+        if view is None:
+            continue  # refused with its path when the plan is made
+        before = owned.get(view[0], Ownership(REPLICATED, gated=True))
+        same = view in replicated and before.owner == REPLICATED
+        owned[view[0]] = Ownership(REPLICATED if same else 0, gated=same and before.gated and view in gated)
+    return owned
+
+
+def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
+    """The views that are the same on every rank, and those that only an optimizer changes."""
+    parameters: set[_View | None] = set()
+    buffers: set[_View | None] = set()
+    moments: set[_View | None] = set()
+    stepped: set[_View | None] = set()
+    for value in state.values():
+        if isinstance(value, torch.nn.Module):
+            parameters.update(_view(parameter) for parameter in value.parameters())
+            buffers.update(_view(buffer) for buffer in value.buffers())
+        elif isinstance(value, torch.optim.Optimizer):
+            moments.update(_view(tensor) for _, tensor in tensor_paths(list(value.state.values())))
+            stepped.update(_view(parameter) for group in value.param_groups for parameter in group["params"])
+    replicated = (parameters | moments) - buffers
+    gated = replicated & (stepped | moments)
+    return {view for view in replicated if view}, {view for view in gated if view}
+
+
+def _view(tensor: torch.Tensor) -> _View | None:
+    """What a tensor and its detached twin in a `state_dict()` have in common; None if it has no plain storage."""
+    if refusal(tensor) is not None:
+        return None
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()

@@ -1,0 +1,132 @@
+"""Rank 0 in the stager's place, after a notice, in a job without one: it chairs the ranks' council.
+
+NOTICE, AT of any rank ────────────────────┐               ┌─► SAVE_AT, for the council to tell all
+begun here, sealed or skipped anywhere, ───┼─► Emergency ──┼─► one clear log line
+complete, void ── in the farthest tier     │               └─► event log
+ranks that are dead or have ended, ticks ──┘
+
+The decisions are those of a stager, `decider.py`. What is staged there is here complete in the *farthest*
+tier: that takes longest, and outlives most. What the ranks agree on lasts as long as this rank: its own machine may be
+the one that goes, and it lives through its notice; if it dies in the middle, the ranks' promises end with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from holdfast.errors import ProtocolError
+from holdfast.notices.decider import Call, Emergency
+from holdfast.notices.emergency_wire import hear
+from holdfast.notices.messages import carry_out
+from holdfast.notices.worth import InFlight
+from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind
+from trainer_side.tiers.base import Nearness, Tier
+from trainer_side.tiers.tally import Order, Verdict
+
+__all__ = ["Chair", "farthest"]
+
+_log = logging.getLogger("holdfast.trainer.council")
+
+_HEARD = frozenset({Kind.NOTICE, Kind.AT})
+
+
+def farthest(tiers: Sequence[Tier]) -> int:
+    """The number of the tier that outlives most: the store, if it is one of them; else a file, and so on."""
+    order = list(Nearness)
+    return max(range(len(tiers)), key=lambda number: order.index(tiers[number].nearness))
+
+
+class Chair:
+    """See the module. The council's thread of rank 0, but for `began`.
+
+    What its methods return are the bodies of messages to all ranks, this one included, in their order.
+
+    Args:
+        ranks: Training ranks.
+        tier: Number of the farthest tier.
+        safe: What a checkpoint is once it is complete there, for people.
+        attempt: Of this job.
+        fraction: How much of a step this rank has written to that tier, 0 to 1.
+        events: Event log of this rank.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        tier: int,
+        safe: str,
+        *,
+        attempt: int,
+        fraction: Callable[[Order], float],
+        events: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tier, self._attempt, self._fraction = tier, attempt, fraction
+        self._events, self._clock = events, clock
+        self._guard = threading.Lock()
+        self._begun: dict[
+            Order, tuple[float, int]
+        ] = {}  # no verdict yet: when it began, and the image's bytes
+        self._emergency = Emergency(ranks, self._in_flight, safe=safe)
+
+    def began(self, tier: int, order: Order, image_bytes: int) -> None:
+        """This rank has taken a slot for a step. Training thread."""
+        if tier == self._tier:
+            with self._guard:
+                self._begun[order] = self._clock(), image_bytes
+
+    def hear(self, rank: int, who: str, message: bytes) -> list[bytes]:
+        """A rank's NOTICE, or its AT. `who`: the rank, for people. One that is none is logged, and left out."""
+        try:
+            frame = wire.decode(message)
+            if frame.kind not in _HEARD:
+                raise ProtocolError(f"{frame.kind.name}, expected NOTICE or AT")
+            return self._do(hear(self._emergency, rank, who, frame, self._clock()))
+        except ProtocolError as error:
+            _log.error(
+                "rank %d has said of a notice what is left out, so it may lead to no checkpoint: %s",
+                rank,
+                error,
+            )
+            return []
+
+    def told(self, tier: int, order: Order) -> None:
+        """Some rank has sealed its slice of this step, or will not."""
+        if tier == self._tier:
+            self._emergency.offered(order[1])
+
+    def judged(self, verdict: Verdict) -> list[bytes]:
+        """A step is complete in a tier, or void."""
+        if verdict.tier != self._tier:
+            return []
+        step, now = verdict.order[1], self._clock()
+        with self._guard:
+            begun_at, image_bytes = self._begun.pop(verdict.order, (now, 0))
+        if verdict.complete:
+            return self._do(self._emergency.staged(step, image_bytes, now - begun_at, now))
+        return self._do(self._emergency.ended(step, verdict.why, now))
+
+    def left(self, rank: int, why: str) -> list[bytes]:
+        """Nothing more comes from a rank."""
+        return self._do(self._emergency.rank_left(rank, f"rank {rank} {why}", self._clock()))
+
+    def tick(self) -> list[bytes]:
+        """Look at the deadlines."""
+        return self._do(self._emergency.tick(self._clock()))
+
+    def _in_flight(self) -> list[InFlight]:
+        now = self._clock()
+        with self._guard:
+            begun = sorted((order, at) for order, (at, _) in self._begun.items())
+        return [InFlight(order[1], self._fraction(order), now - at) for order, at in begun]
+
+    def _do(self, calls: Sequence[Call]) -> list[bytes]:
+        messages: list[bytes] = []
+        carry_out(calls, Kind.SAVE_AT, messages.append, self._events, attempt=self._attempt, log=_log)
+        return messages
