@@ -21,8 +21,6 @@ from holdfast.errors import HoldfastError
 from holdfast.faultpoint import identify
 from holdfast.process import yield_to_training
 
-__all__ = ["flusher"]
-
 _log = logging.getLogger("holdfast.flusher")
 
 

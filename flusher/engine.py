@@ -14,11 +14,9 @@ from __future__ import annotations
 import logging
 import time
 
-from flusher.ends import Ends, LookedUp
-from flusher.held import Held
+from flusher.held import Held, Later
 from flusher.jobs import Jobs
-from flusher.later import Later
-from flusher.listener import Durable, Listener
+from flusher.listener import Durable, Ends, Listener, LookedUp
 from flusher.pipeline import Pipeline
 from flusher.steps import (
     Aborted,
@@ -48,8 +46,6 @@ from holdfast.image.manifest import State
 from holdfast.ring.ring import Ring, SlotRecord, SlotState
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
-
-__all__ = ["Engine"]
 
 _log = logging.getLogger("holdfast.flusher")
 _CHECKERS = 2  # one computes CRCs faster than most networks bring chunks

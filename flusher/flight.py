@@ -13,8 +13,6 @@ from holdfast.crc import combine_all
 from holdfast.errors import HoldfastError
 from holdfast.image.index import LayoutIndex
 
-__all__ = ["Flight", "chunk_complaint", "resume_complaint"]
-
 
 @dataclass(slots=True)
 class Flight:

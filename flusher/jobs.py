@@ -48,7 +48,6 @@ from holdfast.store.base import Store, Upload
 if TYPE_CHECKING:
     from flusher.tenure import Tenure
 
-__all__ = ["Jobs"]
 
 _log = logging.getLogger("holdfast.flusher")
 

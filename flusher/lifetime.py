@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from flusher.engine import Engine
-from flusher.instance import Instance
 from flusher.listener import Durable
 from flusher.progress import Progress
 from flusher.recovery import recorded, remove_orphans, settle
 from flusher.service import Service
 from flusher.steps import Key
-from flusher.tenure import Tenure
+from flusher.tenure import Instance, Tenure
 from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
 from holdfast.checkpoints.slice_sets import is_slice_upload
@@ -43,8 +42,6 @@ from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
 from holdfast.telemetry.status_socket import serve_status
 from holdfast.telemetry.tracing import export_spans
-
-__all__ = ["live"]
 
 _log = logging.getLogger("holdfast.flusher")
 

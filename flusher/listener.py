@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from flusher.jobs import Jobs
 from flusher.steps import Key
 from flusher.upkeep import ReadBack
-from holdfast.errors import HoldfastError
+from flusher.workers import Inbox, Workers
+from holdfast.errors import HoldfastError, PeerLost
 from holdfast.image.manifest import Manifest
-
-__all__ = ["Durable", "Listener"]
 
 
 class Listener(Protocol):
@@ -50,3 +51,61 @@ class Durable:
         """As its manifest has it."""
         by_flusher = manifest.record.get("flusher")
         return cls(manifest.file, manifest.pgt2_seconds, by_flusher if isinstance(by_flusher, dict) else {})
+
+
+_KEPT = 256
+
+
+class LookedUp:
+    """An answer of the store, for the inbox."""
+
+    __match_args__ = ("key", "ended")
+
+    def __init__(self, key: Key, ended: Durable | HoldfastError) -> None:
+        self.key, self.ended = key, ended
+
+
+class Ends:
+    """See the module. For the loop's thread.
+
+    Args:
+        jobs: Reads manifests.
+        workers: Whose threads wait for the store.
+        inbox: Where they answer.
+        listener: Who is told.
+    """
+
+    def __init__(self, jobs: Jobs, workers: Workers, inbox: Inbox, listener: Listener) -> None:
+        self._jobs, self._workers, self._inbox, self._listener = jobs, workers, inbox, listener
+        self._ended: OrderedDict[Key, Durable | HoldfastError] = OrderedDict()
+
+    def remember(self, key: Key, ended: Durable | HoldfastError) -> None:
+        """A checkpoint has ended like this."""
+        self._ended[key] = ended
+        while len(self._ended) > _KEPT:
+            self._ended.popitem(last=False)
+
+    def ask(self, key: Key) -> None:
+        """Have the listener told how it ended, now or when the store has answered."""
+        ended = self._ended.get(key)
+        if ended is None:
+            self._workers.submit((0, *key), lambda: self._look_up(key))
+        else:
+            self.say(key, ended)
+
+    def say(self, key: Key, ended: Durable | HoldfastError) -> None:
+        """Tell the listener."""
+        if isinstance(ended, Durable):
+            self._listener.durable(key, ended)
+        else:
+            self._listener.failed(key, ended)
+
+    def _look_up(self, key: Key) -> None:
+        """In a worker thread."""
+        try:
+            manifest = self._jobs.known_manifest(key)
+        except HoldfastError as error:
+            self._inbox.put(LookedUp(key, error))
+            return
+        gone = PeerLost(f"{key}: was given up while no stager listened; the flusher's log says why")
+        self._inbox.put(LookedUp(key, Durable.of(manifest) if manifest else gone))

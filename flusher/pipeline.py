@@ -48,8 +48,6 @@ from flusher.steps import (
 from holdfast.crc import combine_all
 from holdfast.errors import BusyError, ConfigError, HoldfastError, ProtocolError, StoreError
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """Takes events, gives actions.

@@ -24,8 +24,6 @@ from holdfast.crc import crc32
 from holdfast.errors import ProtocolError, StoreError
 from holdfast.ring.directory import open_private_file
 
-__all__ = ["Head", "Progress", "progress_path"]
-
 _BYTES_MAX = 1 << 30
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 _Crc = Annotated[int, Field(ge=0, lt=2**32)]

@@ -21,8 +21,6 @@ from holdfast.image.manifest import is_manifest_name, manifest_name
 from holdfast.ring.ring import CheckpointRecord, Ring, SlotRecord, SlotState
 from holdfast.store.base import Store
 
-__all__ = ["recorded", "remove_orphans", "settle", "take_up"]
-
 _log = logging.getLogger("holdfast.flusher")
 
 

@@ -16,8 +16,6 @@ from typing import Self
 
 from holdfast.image.manifest import Manifest, State
 
-__all__ = ["Known", "to_remove"]
-
 
 @dataclass(frozen=True, slots=True)
 class Known:

@@ -36,8 +36,6 @@ from holdfast.store import parts_at_once
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 
-__all__ = ["Service"]
-
 _log = logging.getLogger("holdfast.flusher")
 _FIRST_STAGER_SECONDS_MAX = 120.0  # a stager that started us and died must not leave us here for ever
 _OLD_STAGER_SECONDS_MIN = 30.0  # it comes back at once if it lives, but its machine may be busy

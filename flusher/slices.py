@@ -31,8 +31,6 @@ from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 
-__all__ = ["Slices"]
-
 _log = logging.getLogger("holdfast.flusher")
 
 

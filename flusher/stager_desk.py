@@ -25,8 +25,6 @@ from holdfast.ring import doorbell as ipc
 from holdfast.ring.doorbell import Channel, Message
 from holdfast.ring.ring import Ring, SlotState
 
-__all__ = ["StagerDesk"]
-
 _log = logging.getLogger("holdfast.flusher")
 _TEXT_CHARACTERS_MAX = 4000  # a message must fit its packet, whatever an error says
 

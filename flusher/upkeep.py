@@ -27,8 +27,6 @@ from holdfast.image.manifest import Manifest, State, is_manifest_name, manifest_
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 
-__all__ = ["Pruned", "ReadBack", "Upkeep"]
-
 _log = logging.getLogger("holdfast.flusher")
 _GIVES_WAY_SECONDS_MAX = 2.0  # before each read
 _UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and restore checks what it reads

@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Inbox", "Workers"]
-
 
 class Inbox:
     """What the threads have to say to the loop. `put` from any thread; the rest from the loop."""

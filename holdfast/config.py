@@ -43,9 +43,9 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from holdfast.errors import ConfigError
 from holdfast.image.layout import CHUNK_BYTES
-from stager.session.checkpoint import IN_FLIGHT_MAX
 
 __all__ = [
+    "IN_FLIGHT_MAX",
     "RING_CHUNKS_MIN",
     "FlusherConfig",
     "StagerConfig",
@@ -54,6 +54,8 @@ __all__ = [
     "parse_size",
 ]
 
+# Checkpoints under way at once: those in the staging areas of a rank, and one that begins while slower ranks end.
+IN_FLIGHT_MAX = 9
 RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and freeing
 _CHUNK_BYTES_MAX = 1 << 30  # one chunk is one MPI message, whose counts are 32 bits
 _ENVIRONMENT_PREFIX = "HOLDFAST_"

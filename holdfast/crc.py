@@ -9,8 +9,6 @@ from collections.abc import Iterable
 
 from isal import isal_zlib
 
-__all__ = ["combine", "combine_all", "crc32"]
-
 Buffer = bytes | bytearray | memoryview
 
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from holdfast.cures import help_for
-
 __all__ = [
     "BusyError",
     "ConfigError",
@@ -34,6 +32,18 @@ __all__ = [
     "StoreError",
     "StoreMissing",
 ]
+
+
+_PAGE = "docs/troubleshooting.md"
+
+
+def help_for(topic: str) -> str:
+    """The command that shows causes and cures on any machine, and their place in the pages.
+
+    Args:
+        topic: A section of the page: the code of an error, or `run`.
+    """
+    return f"holdfast explain {topic} ({_PAGE}#{topic})"
 
 
 class HoldfastError(Exception):
@@ -51,7 +61,7 @@ class HoldfastError(Exception):
 
     @property
     def help(self) -> str:
-        """Where causes and cures of errors of this class are, as holdfast/cures.py says it."""
+        """Where causes and cures of errors of this class are, as `help_for` names it."""
         return help_for(self.code)
 
 

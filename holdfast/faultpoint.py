@@ -24,8 +24,6 @@ from typing import NamedTuple
 
 from holdfast.errors import ConfigError
 
-__all__ = ["FIRED_VARIABLE", "VARIABLE", "Fault", "Point", "identify", "parse_faults", "reach"]
-
 VARIABLE = "HOLDFAST_FAULT"
 FIRED_VARIABLE = "HOLDFAST_FAULT_FIRED"
 _FAULT = re.compile(r"(rank:\d+|rank|stager|flusher|tool)@(\w+)(?:#(\d+))?=(kill|stop)")

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError
 
-__all__ = ["find_mpirun", "mpirun_command"]
-
 _DAEMONS = {"mpirun", "mpiexec", "prterun", "prte", "prted"}
 
 

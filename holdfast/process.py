@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-
-__all__ = ["yield_to_training"]
+import sys
+import threading
+from collections.abc import Callable
 
 
 def yield_to_training(niceness: int) -> None:
@@ -16,3 +17,31 @@ def yield_to_training(niceness: int) -> None:
         niceness: 0 to 19; 0 changes nothing.
     """
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+FINALIZE_SECONDS_MAX = 30.0  # it takes milliseconds, and some seconds where many processes share few cores
+
+
+def end_within(seconds_max: float, call: Callable[[], object], what: str) -> None:
+    """Call `call`; if it has not returned after `seconds_max`, say so on stderr and end the process with code 0.
+
+    Main thread, at exit. `what`: names the call. It has to release the GIL while it waits, or no thread can end it:
+    mpi4py's `MPI.Finalize` keeps it, the same function called by ctypes does not.
+    """
+
+    def leave() -> None:
+        sys.stderr.write(
+            f"holdfast: {what} did not return within {seconds_max:g} s: a process of this job must have died in it; "
+            "nothing is lost, this one leaves\n"
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    timer = threading.Timer(seconds_max, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        call()
+    finally:
+        timer.cancel()

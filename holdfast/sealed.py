@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from holdfast.crc import crc32
 
-__all__ = ["seal", "unseal"]
-
 
 def seal(body: bytes, field: str) -> bytes:
     """`body`, a JSON object that is not empty, with its CRC-32 as one more field named `field`."""

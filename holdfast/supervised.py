@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from typing import Any
-
-__all__ = ["ATTEMPT_VARIABLE", "MARK", "own_rank", "say", "tell"]
 
 ATTEMPT_VARIABLE = "HOLDFAST_RUN_ATTEMPT"
 MARK = "\x01holdfast "
@@ -38,3 +37,25 @@ def tell(kind: str, *, step: int) -> None:
     """From a training rank: it has come so far. Nothing where no `holdfast run` listens."""
     if ATTEMPT_VARIABLE in os.environ:
         say(kind, rank=own_rank(), step=step)
+
+
+DIARY_VARIABLE = "HOLDFAST_DRILL_DIARY"
+_open: dict[str, int] = {}
+
+
+def note(kind: str, value: Any) -> None:
+    """Write a line, if this process is in a drill. A full disk ends no training."""
+    path = os.environ.get(DIARY_VARIABLE)
+    if not path:
+        return
+    line = {
+        "time": time.time(),
+        "attempt": int(os.environ.get(ATTEMPT_VARIABLE, "0")),
+        "rank": own_rank(),
+        "pid": os.getpid(),
+        kind: value,
+    }
+    with contextlib.suppress(OSError):
+        if path not in _open:
+            _open[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.write(_open[path], json.dumps(line).encode() + b"\n")

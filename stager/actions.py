@@ -40,8 +40,6 @@ from stager.session.steps import (
 )
 from stager.trainers import Trainers
 
-__all__ = ["Actions"]
-
 _log = logging.getLogger("holdfast.stager")
 
 

@@ -15,11 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from holdfast.command.checks import Finding, Plan, State
 from holdfast.errors import ConfigError
 from holdfast.mpirun import mpirun_command
-from operator_side.doctor import Finding, Plan, State
-
-__all__ = ["mpi"]
 
 _JOB_SECONDS_MAX = 60.0
 _NOTICE_SECONDS_MAX = 1.0

@@ -27,7 +27,6 @@ from holdfast.telemetry.tracing import export_spans
 if TYPE_CHECKING:
     from stager.mpi import Port
 
-__all__ = ["stager"]
 
 _log = logging.getLogger("holdfast.stager")
 

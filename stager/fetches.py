@@ -24,7 +24,6 @@ from stager.flusher_line import FlusherLine
 if TYPE_CHECKING:
     from stager.mpi import Port
 
-__all__ = ["Fetches"]
 
 _UNSENT_MAX = 2  # answers on their way to one rank: more would only take memory
 _WAITING_MAX = 1024  # questions of one rank

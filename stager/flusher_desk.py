@@ -19,11 +19,29 @@ from stager.actions import Actions
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher
 from stager.payloads import Payloads
-from stager.replay import replay
 from stager.session.machine import Session
-from stager.session.steps import Began, Durable, Failed, FlusherGone, SlotsFreed
+from stager.session.steps import Began, Durable, Failed, FlusherBack, FlusherGone, SlotsFreed
 
-__all__ = ["FlusherDesk", "slot_owners"]
+
+def replay(line: FlusherLine, session: Session) -> FlusherBack:
+    """Tell the flusher, and say what the journal tells of the one before: slots whose word was lost."""
+    ring, attempt = line.flusher.ring, line.flusher.attempt
+    freed = tuple(slot for slot in sorted(session.flusher_slots) if ring.state(slot) is SlotState.FREE)
+    known = session.known()
+    for checkpoint in known:
+        step = checkpoint.step
+        line.send("begin", attempt=attempt, step=step, layout_digest=checkpoint.layout_digest)
+        for slot in checkpoint.slots:
+            if ring.state(slot) is SlotState.FULL:
+                line.send("chunk", slot=slot)
+        if checkpoint.staged:
+            line.send("staged", attempt=attempt, step=step)
+    steps = {checkpoint.step for checkpoint in known}
+    for other, step in ring.checkpoint_names():
+        if other == attempt and step not in steps and not session.is_durable(step):
+            line.send("abort", attempt=attempt, step=step, reason="given up while there was no flusher")
+    return FlusherBack(freed)
+
 
 _log = logging.getLogger("holdfast.stager")
 

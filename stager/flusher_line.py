@@ -25,8 +25,6 @@ from holdfast.ring.doorbell import Message
 from holdfast.telemetry.events import EventLog
 from stager.flusher_process import Flusher, attach, log_path
 
-__all__ = ["FlusherLine"]
-
 _log = logging.getLogger("holdfast.stager")
 
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.5, 30.0

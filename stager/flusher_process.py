@@ -30,8 +30,6 @@ from holdfast.ring.directory import run_key, runtime_directory
 from holdfast.ring.ring import Ring
 from holdfast.wire.frames import peer_error
 
-__all__ = ["Flusher", "attach", "log_path", "reap"]
-
 _log = logging.getLogger("holdfast.stager.flusher")
 
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_")

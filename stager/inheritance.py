@@ -18,8 +18,6 @@ from holdfast.errors import ProtocolError
 from holdfast.ring.remains import held_in
 from holdfast.ring.ring import Ring
 
-__all__ = ["Inheritance"]
-
 _log = logging.getLogger("holdfast.stager")
 
 

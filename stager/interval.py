@@ -21,8 +21,6 @@ from holdfast.wire.pace import Wish
 from stager.retiming import Retiming, Saying
 from stager.trainers import Trainers
 
-__all__ = ["Paces"]
-
 _log = logging.getLogger("holdfast.stager")
 
 _REASON_CHARACTERS = 300

@@ -21,16 +21,14 @@ from dataclasses import dataclass, field
 import mpi4py
 import numpy as np
 
-from holdfast.ending import FINALIZE_SECONDS_MAX, end_within
 from holdfast.errors import ConfigError, PeerLost
 from holdfast.image.layout import Extent
+from holdfast.process import FINALIZE_SECONDS_MAX, end_within
 from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Role, data_tag, payload_messages
 
 mpi4py.rc.thread_level = "serialized"  # one thread of this process talks to MPI
 mpi4py.rc.finalize = False  # it would wait for a process that dies meanwhile: decided at exit (`_finalize`)
 from mpi4py import MPI  # noqa: E402
-
-__all__ = ["Port", "Seen"]
 
 _log = logging.getLogger("holdfast.stager.mpi")
 

@@ -20,8 +20,6 @@ from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Frame, Kind
 from stager.trainers import Trainers
 
-__all__ = ["Notices"]
-
 _log = logging.getLogger("holdfast.stager")
 
 

@@ -16,8 +16,6 @@ from holdfast.ring.ring import Ring
 if TYPE_CHECKING:
     from stager.mpi import Port
 
-__all__ = ["Arrival", "Payloads"]
-
 
 class Arrival(NamedTuple):
     """The payload of one credit is complete: `nbytes` came, `expected_bytes` should."""

@@ -16,7 +16,6 @@ from holdfast.wire.frames import Kind, Welcome
 if TYPE_CHECKING:
     from stager.mpi import Port
 
-__all__ = ["refuse_start"]
 
 _log = logging.getLogger("holdfast.stager")
 

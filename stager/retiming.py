@@ -17,28 +17,13 @@ doubtful ends the try: the next wish comes with the next checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 from holdfast.notices.decider import Said
-from holdfast.wire.pace import Pace, PaceWord, Wish
-
-__all__ = ["Announce", "Retiming", "Saying"]
+from holdfast.wire.pace import Announce, Pace, PaceWord, Wish
 
 _TRIES_MAX = 10
 _MARGIN_SECONDS = 0.5  # ranks and stager look at their messages every few milliseconds; doubled at each try
 _MARGIN_STEPS_MAX = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Send SAVE_EVERY to every rank. `body`: see docs/wire.md."""
-
-    word: PaceWord
-    step: int
-    number: int
-    body: Mapping[str, Any] = field(default_factory=dict)
 
 
 Saying = Announce | Said

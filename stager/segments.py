@@ -22,8 +22,6 @@ from pathlib import Path
 from holdfast.errors import ConfigError
 from holdfast.ring.directory import open_private_file
 
-__all__ = ["SegmentList", "mapped_segments"]
-
 _log = logging.getLogger("holdfast.stager.segments")
 
 _LIST = "mpi-segments-"

@@ -35,7 +35,6 @@ from stager.trainers import Trainers
 if TYPE_CHECKING:
     from stager.mpi import Port
 
-__all__ = ["Service"]
 
 _log = logging.getLogger("holdfast.stager")
 

@@ -47,7 +47,6 @@ from stager.trainers import Trainers
 if TYPE_CHECKING:
     from stager.mpi import Port
 
-__all__ = ["TrainerDesk"]
 
 _log = logging.getLogger("holdfast.stager")
 

@@ -21,7 +21,6 @@ from holdfast.wire.frames import Frame, Kind
 if TYPE_CHECKING:
     from stager.mpi import Port
 
-__all__ = ["Silence", "Trainers"]
 
 _BEAT_SECONDS_MAX = 5.0
 _BEATS_PER_LIMIT = 4  # so many go unanswered before a rank counts as silent

@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from holdfast import diary
+from holdfast import supervised as diary
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from holdfast.notices.notice import Notice

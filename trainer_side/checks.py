@@ -2,14 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from operator_side.doctor import Finding, Plan, State
-from trainer_side.check import metadata
+from holdfast.command.checks import Finding, Plan, State
+from trainer_side.notice.aws import Aws
+from trainer_side.notice.azure import Azure
+from trainer_side.notice.base import Source, SourceError
+from trainer_side.notice.gcp import Gcp
 
-__all__ = ["devices", "trainer"]
+_SECONDS_MAX = 1.0  # it is on the machine itself, or next to it
+_CHECK = "metadata service"
+
+
+def metadata(_: Plan, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    """Which cloud's metadata server answers, and whether notices can be heard; at most a few seconds."""
+    environ = os.environ if environ is None else environ
+    try:
+        aws = Aws(environ, seconds_max=_SECONDS_MAX)
+        others = (Gcp(environ, seconds_max=_SECONDS_MAX), Azure(environ, seconds_max=_SECONDS_MAX))
+    except SourceError as error:
+        yield Finding(_CHECK, State.FAIL, str(error), "mend or unset the variable that moves the server")
+        return
+    if aws.present():
+        yield _heard(aws)
+    elif aws.answers_without_token():
+        yield Finding(
+            _CHECK,
+            State.WARN,
+            "AWS answers, and gives no session token: no notice of an interruption will be heard, and no credentials "
+            "of the instance's role come",
+            "in a container the hop limit must be 2 (imds_hop_limit of infra/modules; `aws ec2 "
+            "modify-instance-metadata-options --http-put-response-hop-limit 2`); elsewhere see whether a firewall "
+            "lets PUT through to 169.254.169.254",
+        )
+    else:
+        found = next((source for source in others if source.present()), None)
+        if found is not None:
+            yield _heard(found)
+        else:
+            yield Finding(
+                _CHECK,
+                State.SKIPPED,
+                "no metadata server of AWS, Google Cloud or Azure answers: this is no machine of theirs, or it is "
+                "switched off",
+                "fine there; where machines are taken away otherwise, watch a signal (`watch = sigterm`)",
+            )
+
+
+def _heard(source: Source) -> Finding:
+    try:
+        notices = source.look()
+    except SourceError as error:
+        return Finding(
+            _CHECK, State.WARN, f"{source.name} answers, but not as expected: {error}", "report this"
+        )
+    if notices:
+        return Finding(
+            _CHECK,
+            State.WARN,
+            f"{source.name} answers, and has a notice for this machine: {notices[0].said_by}",
+            "take another machine: this one is about to go",
+        )
+    return Finding(_CHECK, State.OK, f"{source.name} answers, and has no notice for this machine")
+
 
 _PINNED_BYTES = 64 << 20
 

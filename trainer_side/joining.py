@@ -30,9 +30,8 @@ from trainer_side.ledger import Ledger
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import Alone
 from trainer_side.link.outgoing import StagerPort
-from trainer_side.ranks.agreeing import gather
 from trainer_side.ranks.distributed import refuse_other_launchers
-from trainer_side.ranks.peers import Peers
+from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.tiers.base import Tier
 from trainer_side.tiers.inventory import Inventory, take_inventory
@@ -41,7 +40,6 @@ from trainer_side.tiers.keeper import Keeper, open_tiers
 if TYPE_CHECKING:
     from trainer_side.ranks.mpi import World
 
-__all__ = ["join", "open_keeper"]
 
 _log = logging.getLogger("holdfast.trainer")
 

@@ -18,8 +18,6 @@ from holdfast.telemetry.causes import cause_of
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer, TransferState
 
-__all__ = ["Ledger", "Stats"]
-
 
 @dataclass
 class Stats:

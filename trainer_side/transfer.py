@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-__all__ = ["SliceSource", "Transfer", "TransferState"]
-
 
 class TransferState(Enum):
     """How far a transfer is."""

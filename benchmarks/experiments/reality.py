@@ -30,8 +30,8 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
 from operator_side.simulate.profiles import Measured, Profile
 from operator_side.simulate.replay import Job, Lane, replay
+from operator_side.simulate.strategy import SECOND_US, microseconds
 from operator_side.simulate.traces import Trace, read_trace
-from operator_side.simulate.units import SECOND_US, microseconds
 from operator_side.simulate.windows import cut
 
 __all__ = [

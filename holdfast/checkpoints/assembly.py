@@ -34,19 +34,6 @@ from holdfast.ring.pages import direct_window
 from holdfast.ring.ring import Source
 from holdfast.store.base import Store
 
-__all__ = [
-    "WRITE_ID_PREFIX",
-    "Assembler",
-    "ChunkFinisher",
-    "Finished",
-    "Image",
-    "Parts",
-    "Read",
-    "assemble",
-    "copy_out",
-    "publish_image",
-]
-
 _log = logging.getLogger("holdfast.assembly")
 WRITE_ID_PREFIX = "assemble"  # of the uploads: what a dead one left is told from a flusher's, which may go on
 _READERS = 4

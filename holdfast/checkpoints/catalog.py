@@ -20,8 +20,6 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, is_manifest_name, manifest_name
 from holdfast.store.base import ObjectInfo, Store
 
-__all__ = ["Catalog", "CatalogItem"]
-
 _log = logging.getLogger("holdfast.catalog")
 
 _NAME = re.compile(r"step-(\d+)(?:-a(\d+))?\.json")

@@ -42,8 +42,6 @@ from holdfast.image.manifest import Manifest, is_manifest_name
 from holdfast.sealed import seal, unseal
 from holdfast.store.base import Store
 
-__all__ = ["Claim", "Identity", "may_live", "newest_attempt", "note_attempt"]
-
 _NAME = re.compile(r"\.holdfast/writer-(\d{6,18})\.json")
 _CRC_FIELD = "claim_crc32"
 _KEPT_CLAIMS = 3  # people read them after a failure; more only cost listing

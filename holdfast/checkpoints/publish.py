@@ -21,8 +21,6 @@ from holdfast.image.manifest import (
 )
 from holdfast.store.base import Store
 
-__all__ = ["Publishing", "Times", "build_manifest", "choose_name", "saved_at_unix", "stall_seconds_of"]
-
 _STALL_SECONDS_MAX = 1e9  # in a record from outside; longer is no stall of anything
 _RANK_DIGITS_MAX = 9
 
@@ -39,19 +37,19 @@ class Publishing(Protocol):
     """A checkpoint whose bytes are all in the store: what its manifest says of them."""
 
     @property
-    def key(self) -> Key: ...  # noqa: D102
+    def key(self) -> Key: ...
 
     @property
-    def index(self) -> LayoutIndex: ...  # noqa: D102
+    def index(self) -> LayoutIndex: ...
 
     @property
-    def image_crc32(self) -> int: ...  # noqa: D102
+    def image_crc32(self) -> int: ...
 
     @property
-    def chunk_crc32s(self) -> tuple[int, ...]: ...  # noqa: D102
+    def chunk_crc32s(self) -> tuple[int, ...]: ...
 
     @property
-    def entry_crc32s(self) -> tuple[int, ...]: ...  # noqa: D102
+    def entry_crc32s(self) -> tuple[int, ...]: ...
 
 
 def choose_name(store: Store, key: Key, taken: Collection[str]) -> str:

@@ -24,24 +24,6 @@ from holdfast.image.manifest import Key
 from holdfast.image.slices import SliceSeal, area_bytes
 from holdfast.store.base import ObjectInfo, Store
 
-__all__ = [
-    "SEAL_BYTES_MAX",
-    "LoadedSet",
-    "SliceName",
-    "SliceSet",
-    "find_sets",
-    "is_slice_upload",
-    "layout_name",
-    "load_set",
-    "read_layout",
-    "read_seal",
-    "remove_set",
-    "remove_stale",
-    "slice_write_id",
-    "sweep_uploads",
-    "upload_attempt",
-]
-
 PREFIX = "slices/"
 SEAL_BYTES_MAX = 1 << 25  # a CRC for each of a million chunks, and a record; a larger one is not read at all
 LAYOUT_BYTES_MAX = 1 << 28

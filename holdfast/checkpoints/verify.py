@@ -31,8 +31,6 @@ from holdfast.ring.pages import direct_window
 from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
 
-__all__ = ["Damage", "VerifyReport", "verify_file"]
-
 _log = logging.getLogger("holdfast.verify")
 _NAMES_SHOWN = 8
 

@@ -1,28 +1,15 @@
 """The `holdfast` command: finds the subcommands, and turns every error into one message and an exit code.
 
-    holdfast ls|inspect|verify|pull URL[@STEP]     tools, in holdfast/commands/; need neither torch nor MPI
-    holdfast export|import                         from and to files of other tools; torch comes by entry point
-    holdfast assemble URL[@STEP]                   makes a file of slices in the store; takes the run's claim
-    holdfast status [RUN]                          watches a run on this machine, in holdfast/status/
-    holdfast report RUN                            what happened in a run, as a page; in holdfast/report/
-    holdfast doctor                                looks at a machine; the roles add what they need of it
-    holdfast simulate TRACE...                     replays preemptions, in holdfast/simulate/; needs no run at all
-    holdfast tune [TRACE]                          settings with their reasons, from what was measured
-    holdfast run                                   a supervised job, in holdfast/supervise/
-    holdfast drill                                 the same, killed at random points, in holdfast/drill/
-    holdfast cluster up|status|down                its machines on AWS, in holdfast/cluster/
-    holdfast explain [CODE]                        causes and cures of an error, from docs/troubleshooting.md
-    holdfast completion bash|zsh|fish              what a shell needs to complete all this
-    holdfast stager|flusher …                      roles, from the entry-point group `holdfast.commands`
+    holdfast ls|run|doctor|… ─► operator_side      what a person runs      ┐ found by the entry-point
+    holdfast stager|flusher  ─► stager, flusher    what a job runs         ┘ group `holdfast.commands`
 
-Commands are imported only when named (or all of them for --help). A role whose dependency is not installed
+A command is imported only when it is named (or all of them for --help). One whose dependency is not installed
 stays in the list, says what to install, and breaks nothing else. Exit codes are those of holdfast/errors.py;
 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -37,28 +24,7 @@ from rich.text import Text
 from holdfast import __version__
 from holdfast.errors import ConfigError, HoldfastError
 
-__all__ = ["cli", "main"]
-
 _GROUP = "holdfast.commands"
-_TOOLS = {
-    "ls": "operator_side.commands.ls:ls",
-    "inspect": "operator_side.commands.inspect:inspect",
-    "verify": "operator_side.commands.verify:verify",
-    "pull": "operator_side.commands.pull:pull",
-    "export": "operator_side.commands.export:export",
-    "import": "operator_side.commands.import_state:import_state",
-    "assemble": "operator_side.commands.assemble:assemble_command",
-    "status": "operator_side.commands.status:status",
-    "report": "operator_side.commands.report:report",
-    "doctor": "operator_side.commands.doctor:doctor",
-    "simulate": "operator_side.commands.simulate:simulate",
-    "tune": "operator_side.commands.tune:tune",
-    "run": "operator_side.commands.run:run",
-    "drill": "operator_side.commands.drill:drill",
-    "cluster": "operator_side.commands.cluster:cluster",
-    "explain": "operator_side.commands.explain:explain",
-    "completion": "operator_side.commands.completion:completion",
-}
 _EXTRA_OF_PACKAGE = {"trainer_side": "trainer", "stager": "stager", "flusher": "flusher"}
 _INTERRUPTED_EXIT_CODE = 130  # what a shell gives a command that ended by SIGINT
 
@@ -66,28 +32,21 @@ _log = logging.getLogger("holdfast.cli")
 
 
 class _CommandGroup(click.Group):
-    """Tools by name, roles by entry point, both imported late."""
+    """Subcommands by entry point, imported late."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        return [*_TOOLS, *sorted(_roles().keys() - _TOOLS.keys())]
+        return sorted(_subcommands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name in _TOOLS:
-            module, _, attribute = _TOOLS[cmd_name].partition(":")
-            command = getattr(importlib.import_module(module), attribute)
-        elif cmd_name in _roles():
-            command = _role_command(_roles()[cmd_name])
-        else:
-            return None
-        assert isinstance(command, click.Command), cmd_name
-        return command
+        point = _subcommands().get(cmd_name)
+        return None if point is None else _loaded(point)
 
 
-def _roles() -> dict[str, EntryPoint]:
+def _subcommands() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=_GROUP)}
 
 
-def _role_command(point: EntryPoint) -> click.Command:
+def _loaded(point: EntryPoint) -> click.Command:
     try:
         command = point.load()
     except (ImportError, AttributeError) as error:
@@ -98,7 +57,7 @@ def _role_command(point: EntryPoint) -> click.Command:
 
 
 def _unavailable(point: EntryPoint, error: Exception) -> click.Command:
-    """Stands in for a role that cannot be imported here: the tool goes on working, and calling it says
+    """Stand in for a command that cannot be imported here: the tool goes on working, and calling it says
     why.
     """
     package = point.module.partition(".")[0]

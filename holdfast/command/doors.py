@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from holdfast.checkpoints.assembly import Image
     from holdfast.image.manifest import Key
 
-__all__ = ["Exported", "Foreign", "door"]
 
 _GROUP = "holdfast.doors"
 

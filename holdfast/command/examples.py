@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["examples"]
-
 
 def examples(*lines: str) -> str:
     """The last part of a command's help, one line for each; click does not wrap it."""

@@ -31,18 +31,6 @@ from rich.table import Table
 from holdfast.errors import HoldfastError
 from holdfast.image.manifest import Manifest
 
-__all__ = [
-    "age",
-    "console",
-    "json_option",
-    "plain",
-    "print_json",
-    "progress_bar",
-    "seconds",
-    "size",
-    "table",
-]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNIT = 1024
 _SIZE_MAX = 1 << 80  # beyond it is no size of anything; a manifest is input from outside

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from holdfast.errors import ConfigError, StoreError
 
-__all__ = ["place", "place_folder", "sync_directory", "unwritable", "write_folder", "write_whole"]
-
 
 def place(destination: Path, file_name: str, *, force: bool) -> Path:
     """Where the file goes: `destination`, or in it if that is a directory.

@@ -7,53 +7,57 @@ that was patched by a flusher that died then is verified as it came, because the
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast.crc import combine, crc32
 from holdfast.errors import DamageError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import Key
-from holdfast.ring.ring import Source
 
-__all__ = ["PatchJob", "VerifyJob", "patch_chunk", "verify_chunk"]
+
+class Source(NamedTuple):
+    """One sender's frame in a chunk: its rank, and the CRC-32 it stated for its bytes."""
+
+    rank: int
+    crc32: int
 
 
 class VerifyJob(Protocol):
     """Which chunk, and what each sender stated of its frame in it."""
 
     @property
-    def key(self) -> Key: ...  # noqa: D102
+    def key(self) -> Key: ...
 
     @property
-    def chunk(self) -> int: ...  # noqa: D102
+    def chunk(self) -> int: ...
 
     @property
-    def sources(self) -> tuple[Source, ...]: ...  # noqa: D102
+    def sources(self) -> tuple[Source, ...]: ...
 
     @property
-    def index(self) -> LayoutIndex: ...  # noqa: D102
+    def index(self) -> LayoutIndex: ...
 
 
 class PatchJob(Protocol):
     """Which chunk, what goes where in it, which segments that touches, and their CRCs so far."""
 
     @property
-    def key(self) -> Key: ...  # noqa: D102
+    def key(self) -> Key: ...
 
     @property
-    def chunk(self) -> int: ...  # noqa: D102
+    def chunk(self) -> int: ...
 
     @property
-    def values(self) -> tuple[tuple[int, bytes], ...]: ...  # noqa: D102
+    def values(self) -> tuple[tuple[int, bytes], ...]: ...
 
     @property
-    def touched(self) -> tuple[int, ...]: ...  # noqa: D102
+    def touched(self) -> tuple[int, ...]: ...
 
     @property
-    def verified_crcs(self) -> tuple[int, ...]: ...  # noqa: D102
+    def verified_crcs(self) -> tuple[int, ...]: ...
 
     @property
-    def index(self) -> LayoutIndex: ...  # noqa: D102
+    def index(self) -> LayoutIndex: ...
 
 
 def verify_chunk(memory: memoryview, job: VerifyJob) -> tuple[int, ...]:

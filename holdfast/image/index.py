@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from holdfast.image.layout import Layout
 
-__all__ = ["FieldPart", "LayoutIndex"]
-
 _FIELD_BYTES = 4
 _NAMES_SHOWN = 5
 

@@ -30,10 +30,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from holdfast.errors import ProtocolError
-from holdfast.ring.journal import SOURCES_MAX
 
-__all__ = ["CHUNK_BYTES", "REPLICATED", "Entry", "Extent", "Layout", "Segment", "TensorInfo"]
-
+SOURCES_MAX = 1016  # ranks that may send into one chunk: what a record of the ring's journal has room for
 CHUNK_BYTES = 16 * 1024 * 1024
 REPLICATED = -1  # owner of an entry that every rank holds with the same bytes
 _FORMAT = 1

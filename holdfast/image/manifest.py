@@ -18,8 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from holdfast.errors import DamageError
 from holdfast.sealed import seal, unseal
 
-__all__ = ["EntryRecord", "Key", "Manifest", "State", "TensorRecord", "manifest_name", "step_file_name"]
-
 _CRC_FIELD = "manifest_crc32"
 MANIFEST_BYTES_MAX = 1 << 28  # over a million tensors; a larger one is not read at all
 _NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")

@@ -34,19 +34,6 @@ from typing import Any, Literal
 from holdfast.errors import ProtocolError
 from holdfast.image.layout import REPLICATED, Layout
 
-__all__ = [
-    "FIELD",
-    "ROW_BYTES",
-    "Divergence",
-    "OnDivergence",
-    "Replicas",
-    "decode",
-    "encode",
-    "first_row",
-    "stride",
-    "watched",
-]
-
 OnDivergence = Literal["warn", "refuse", "off"]
 
 FIELD = "replicas"  # of DONE

@@ -18,8 +18,6 @@ from holdfast.errors import DamageError
 from holdfast.image.layout import Extent, Layout
 from holdfast.sealed import seal, unseal
 
-__all__ = ["FRAME_ALIGNMENT_BYTES", "Frame", "SliceSeal", "area_bytes", "frames_of"]
-
 FRAME_ALIGNMENT_BYTES = 4096  # what O_DIRECT asks of memory, offset and length
 _CRC_FIELD = "seal_crc32"
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]

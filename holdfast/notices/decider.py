@@ -28,8 +28,6 @@ from holdfast.notices.notice import Notice, NoticeKind, Terms
 from holdfast.notices.sparing import Spares
 from holdfast.notices.worth import Choice, Decision, InFlight, Measures, Outlook, decide
 
-__all__ = ["Appoint", "Call", "Emergency", "Said", "Word"]
-
 _TRIES_MAX = 12  # the margin doubles, so the last ones are thousands of steps ahead
 _SAVES_MAX = 6
 _MARGIN_SECONDS = 0.1  # ranks and stager look at their messages every few milliseconds when nothing goes on

@@ -13,8 +13,6 @@ from holdfast.notices.sparing import Ability
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 
-__all__ = ["hear", "step_seconds"]
-
 _STEP_SECONDS_MAX = 1e6
 
 

@@ -9,9 +9,7 @@ from holdfast.notices.decider import Appoint, Said
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
-from stager.retiming import Announce
-
-__all__ = ["carry_out"]
+from holdfast.wire.pace import Announce
 
 
 def carry_out(

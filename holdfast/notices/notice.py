@@ -17,8 +17,6 @@ from typing import Any
 from holdfast.errors import ProtocolError
 from holdfast.notices.sparing import NOBODY, Sparing
 
-__all__ = ["Notice", "NoticeKind", "Terms"]
-
 _CHARACTERS_MAX = 300
 _SECONDS_MAX = 1e9
 _FACTOR_MAX = 1_000_000

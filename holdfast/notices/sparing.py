@@ -17,8 +17,6 @@ from holdfast.errors import ProtocolError
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes
 
-__all__ = ["NOBODY", "NO_LIMIT", "Ability", "Spares", "Sparing"]
-
 NO_LIMIT = 2**62 - 1
 _SECONDS_MAX = 1e6
 _RANKS_MAX = 1 << 20

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Choice", "Decision", "InFlight", "Measures", "Outlook", "decide"]
-
 _SAFETY_FACTOR = 1.25  # the slowest of the last few, and a quarter more
 _SAFETY_SECONDS = 1.0
 _REMEMBERED = 4

@@ -12,8 +12,6 @@ from holdfast.errors import ConfigError
 from holdfast.policy.cost import Cost
 from holdfast.policy.interval import best_interval, least_interval
 
-__all__ = ["Advice", "Hazard", "advice_at", "advise"]
-
 _OVERHEAD_MAX = 0.03  # what PCcheck and CheckFreq aim at
 _EVERY_MAX = 1_000_000
 _HOUR_SECONDS = 3600.0

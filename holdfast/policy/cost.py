@@ -14,8 +14,6 @@ from typing import Self
 
 from holdfast.errors import ConfigError
 
-__all__ = ["Cost", "best_in_flight"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:

@@ -16,8 +16,6 @@ from holdfast.errors import ConfigError
 from holdfast.policy.advice import Advice, Hazard, advice_at, advise
 from holdfast.policy.cost import Cost
 
-__all__ = ["Change", "Governor"]
-
 _LONGER, _SHORTER = 1.25, 0.75  # a tenth more or less than the truth, twice, stays within
 _LONGER_TIMES, _SHORTER_TIMES = 2, 3
 _EVERY_MAX = 1_000_000

@@ -19,8 +19,6 @@ import math
 from holdfast.errors import ConfigError
 from holdfast.policy.cost import Cost
 
-__all__ = ["best_interval", "daly_seconds", "least_interval", "slowdown", "young_seconds"]
-
 _BISECTIONS = 200  # more than a double has bits
 
 

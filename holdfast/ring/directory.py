@@ -16,8 +16,6 @@ from pathlib import Path
 from holdfast.errors import ConfigError
 from holdfast.store import normalise_url
 
-__all__ = ["make_private_directory", "open_private_file", "run_key", "runtime_directory"]
-
 _KEY_DIGITS = 16
 
 

@@ -30,17 +30,6 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import FencedError, PeerLost, ProtocolError
 
-__all__ = [
-    "FIELDS",
-    "MESSAGE_BYTES_MAX",
-    "SOCKET_NAME",
-    "VERSION",
-    "Channel",
-    "Listener",
-    "Message",
-    "connect",
-]
-
 _log = logging.getLogger("holdfast.ipc")
 
 VERSION = 2

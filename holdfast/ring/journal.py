@@ -24,17 +24,8 @@ from typing import NamedTuple
 
 from holdfast.crc import crc32
 from holdfast.errors import ProtocolError
-
-__all__ = [
-    "HEADER_BYTES",
-    "RECORD_BYTES",
-    "SOURCES_MAX",
-    "Header",
-    "Journal",
-    "SlotRecord",
-    "SlotState",
-    "Source",
-]
+from holdfast.image.chunks import Source
+from holdfast.image.layout import SOURCES_MAX
 
 HEADER_BYTES = 4096
 RECORD_BYTES = 8192
@@ -53,7 +44,7 @@ _PAIR = struct.Struct("<II")  # rank, crc
 _PLACE_OFFSET = 8
 _CONTENT_OFFSET = _PLACE_OFFSET + _PLACE.size
 _PAIRS_OFFSET = 64
-SOURCES_MAX = (RECORD_BYTES - _PAIRS_OFFSET) // _PAIR.size  # 1016: the ranks that may send into one chunk
+assert (RECORD_BYTES - _PAIRS_OFFSET) // _PAIR.size >= SOURCES_MAX  # the record has room for all of them
 
 
 class SlotState(IntEnum):
@@ -65,13 +56,6 @@ class SlotState(IntEnum):
 
 
 _STATES = tuple(SlotState)
-
-
-class Source(NamedTuple):
-    """One sender's frame in a chunk: its rank, and the CRC-32 it stated for its bytes."""
-
-    rank: int
-    crc32: int
 
 
 class SlotRecord(NamedTuple):

@@ -12,8 +12,6 @@ import ctypes
 import mmap
 from collections.abc import Callable
 
-__all__ = ["direct_window", "use_huge_pages"]
-
 _HUGE_BYTES = 2 << 20
 _FAILURES_MAX = 8  # in a row: a page in use is left, a kernel without them or without any free would go on so
 _PROT_NONE, _MAP_FIXED, _MADV_COLLAPSE = (

@@ -19,11 +19,10 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError
 
 from holdfast.errors import ProtocolError
+from holdfast.image.chunks import Source
 from holdfast.image.layout import Layout
-from holdfast.ring.journal import SlotRecord, SlotState, Source
+from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
-
-__all__ = ["Asked", "Held", "held_in", "read_held", "tell_held"]
 
 _TOLD_MAX = 16  # checkpoints, newest first: older ones are in the store
 _RAW_BYTES_MAX = 1 << 28

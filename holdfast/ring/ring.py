@@ -6,7 +6,7 @@
         checkpoint-<attempt>-<step>.json    receiving or staged, layout digest, times of the ranks; replaced whole
         flush-<attempt>-<step>     what the store has of it already (flusher/progress.py)
         layout-<digest>            Layout.to_bytes()
-        flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/instance.py)
+        flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/tenure.py)
 
 The flusher makes and removes a ring; a stager or a tool attaches. Nothing here locks: each slot state has one writer.
 """
@@ -27,9 +27,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ConfigError, ProtocolError
+from holdfast.image.chunks import Source
 from holdfast.image.layout import Layout
 from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
-from holdfast.ring.journal import Header, Journal, SlotRecord, SlotState, Source
+from holdfast.ring.journal import Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
 from holdfast.sealed import seal, unseal
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from holdfast.ring.directory import make_private_directory, open_private_file
 
-__all__ = ["Keeper", "is_kept"]
-
 _NAME = "keeper"
 
 

@@ -22,8 +22,6 @@ from typing import NamedTuple, Protocol
 
 from holdfast.store.names import Keep
 
-__all__ = ["ObjectInfo", "Store", "Upload"]
-
 
 class ObjectInfo(NamedTuple):
     """One object of the run."""

@@ -25,8 +25,6 @@ from holdfast.store.base import ObjectInfo
 from holdfast.store.generic_upload import GenericUpload
 from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
 
-__all__ = ["GenericStore"]
-
 _log = logging.getLogger("holdfast.storage.generic")
 _REQUEST_BYTES = 16 << 20
 

@@ -21,7 +21,6 @@ from holdfast.store.parts import PartLedger
 if TYPE_CHECKING:
     from holdfast.store.generic import GenericStore
 
-__all__ = ["GenericUpload"]
 
 _TOKEN_NEW = re.compile(r"new-[0-9a-f]{16}")
 

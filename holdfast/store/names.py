@@ -12,8 +12,6 @@ from typing import TypeAlias
 
 from holdfast.errors import StoreError
 
-__all__ = ["TEMPORARY", "Keep", "check_name", "check_write_id", "is_kept", "temporary_name"]
-
 TEMPORARY = ".holdfast/tmp/"
 """Prefix of everything unfinished; never listed, and removed by `sweep`."""
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from holdfast.errors import StoreError
 
-__all__ = ["Part", "PartLedger"]
-
 
 class Part(NamedTuple):
     """Where a part lies in the file."""

@@ -27,8 +27,6 @@ from holdfast.store.posix_io import make_directories, read_whole, sync_directory
 from holdfast.store.posix_reuse import SpareRoom
 from holdfast.store.posix_upload import PosixUpload
 
-__all__ = ["PosixStore"]
-
 _REQUEST_BYTES = 4 << 20
 
 

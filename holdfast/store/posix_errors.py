@@ -19,8 +19,6 @@ from pathlib import Path
 
 from holdfast.errors import StoreError, StoreMissing
 
-__all__ = ["free_bytes", "is_full", "no_room", "translated"]
-
 _ADVICE = {
     errno.EACCES: "give the user of this process write permission there",
     errno.EPERM: "give the user of this process write permission there",

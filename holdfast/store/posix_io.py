@@ -16,19 +16,6 @@ from pathlib import Path
 from holdfast.errors import StoreError
 from holdfast.store.posix_errors import free_bytes, no_room
 
-__all__ = [
-    "PAGE_BYTES",
-    "is_aligned",
-    "make_directories",
-    "open_direct",
-    "read_whole",
-    "reserve",
-    "sync_directory",
-    "whole_pages",
-    "write_all",
-    "write_in_order",
-]
-
 PAGE_BYTES = 4096
 _BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 _DIRECT = getattr(os, "O_DIRECT", 0)

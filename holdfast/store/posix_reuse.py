@@ -26,8 +26,6 @@ from holdfast.faultpoint import Point, reach
 from holdfast.store.names import temporary_name
 from holdfast.store.posix_io import make_directories, sync_directory
 
-__all__ = ["SpareRoom", "writes_in_place"]
-
 _log = logging.getLogger("holdfast.storage.posix")
 
 _EXT, _XFS = (

@@ -43,8 +43,6 @@ from holdfast.store.posix_io import (
 )
 from holdfast.store.posix_reuse import SpareRoom
 
-__all__ = ["PosixUpload"]
-
 _log = logging.getLogger("holdfast.storage.posix")
 
 _TOKEN = re.compile(r"inode-([0-9]{1,20})")

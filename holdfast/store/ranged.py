@@ -15,8 +15,6 @@ from holdfast.store.base import Store
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["RangedFile"]
-
 
 class RangedFile(io.RawIOBase):
     """Seekable and read-only. Has a position, so each thread takes its own.

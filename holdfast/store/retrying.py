@@ -23,8 +23,6 @@ from holdfast.errors import StoreError
 from holdfast.store.base import ObjectInfo, Store, Upload
 from holdfast.store.names import Keep
 
-__all__ = ["RetryBudget", "Retrying"]
-
 _log = logging.getLogger("holdfast.storage.retrying")
 _Result = TypeVar("_Result")
 

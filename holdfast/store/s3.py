@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from holdfast.store.s3_upload import S3Upload
 
-__all__ = ["S3Store"]
 
 _log = logging.getLogger("holdfast.storage.s3")
 

@@ -15,7 +15,6 @@ from holdfast.errors import ConfigError
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
-__all__ = ["crc_header", "make_client"]
 
 _CONNECT_SECONDS_MAX = 10
 _READ_SECONDS_MAX = 120

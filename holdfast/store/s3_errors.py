@@ -16,7 +16,6 @@ from holdfast.errors import StoreError, StoreMissing
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
 
-__all__ = ["code_of", "status_of", "translated"]
 
 _CREDENTIALS = (
     "see AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_PROFILE, or the instance's role"

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from holdfast.store.s3 import S3Store
 
-__all__ = ["S3Upload", "part_bytes_for"]
 
 _log = logging.getLogger("holdfast.storage.s3")
 

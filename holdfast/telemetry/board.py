@@ -31,8 +31,6 @@ from holdfast.telemetry.status_document import (
 )
 from holdfast.telemetry.told import NOTICES, TROUBLES, cut, told
 
-__all__ = ["Board"]
-
 _CAUSES_MAX = 16
 _STATE_ORDER = ("lost", "silent", "coming", "here", "left")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["cause_of"]
-
 _CAUSE = re.compile(r"(?:rank \d+: )?([a-z][a-z ]{0,30}): ")
 _CAUSES_OF_CODES = {
     "busy": "no room at the stager",

@@ -19,8 +19,6 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 
-__all__ = ["EventLog"]
-
 _Listener = Callable[[str, Mapping[str, Any], int | None], None]
 
 _log = logging.getLogger("holdfast.events")

@@ -33,8 +33,6 @@ from holdfast.errors import ProtocolError
 from holdfast.ring.ring import Ring, SlotState
 from holdfast.telemetry.causes import cause_of
 
-__all__ = ["Metrics", "RingChunks", "StoreRetries"]
-
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a time beside each counter, which nobody here asks for
 
 _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from holdfast.ring.ring import Ring
     from holdfast.store.base import Store
 
-__all__ = ["serve_metrics"]
 
 _log = logging.getLogger("holdfast.metrics")
 

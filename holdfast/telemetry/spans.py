@@ -40,10 +40,8 @@ from opentelemetry.trace import (
 
 from holdfast import __version__
 from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.rows import Checkpoint
 from holdfast.telemetry.told import told
-from operator_side.report.checkpoints import Checkpoint
-
-__all__ = ["Spans", "root_ids"]
 
 _log = logging.getLogger("holdfast.tracing")
 

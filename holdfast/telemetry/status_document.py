@@ -12,19 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ProtocolError
 
-__all__ = [
-    "LINES_MAX",
-    "RANKS_MAX",
-    "TEXT_CHARACTERS_MAX",
-    "CheckpointSaid",
-    "Line",
-    "RankSaid",
-    "RankState",
-    "Said",
-    "checkpoint_said",
-    "read_said",
-]
-
 CHECKPOINTS_MAX = 64
 LINES_MAX = 16
 RANKS_MAX = 64

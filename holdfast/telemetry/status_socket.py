@@ -26,8 +26,6 @@ from holdfast.errors import PeerLost, ProtocolError
 from holdfast.ring.doorbell import MESSAGE_BYTES_MAX, Channel, Listener, connect
 from holdfast.telemetry.status_document import Said, read_said
 
-__all__ = ["ask", "serve_status", "socket_path"]
-
 _log = logging.getLogger("holdfast.status")
 
 _VERSION = 1

@@ -7,8 +7,6 @@ from typing import Any
 
 from holdfast.telemetry.status_document import TEXT_CHARACTERS_MAX
 
-__all__ = ["NOTICES", "TROUBLES", "cut", "told"]
-
 NOTICES = frozenset({"notice", "emergency", "emergency_staged", "emergency_failed"})
 TROUBLES = frozenset(
     {

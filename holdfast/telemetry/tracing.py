@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from holdfast.telemetry.events import EventLog
     from holdfast.telemetry.spans import Spans
 
-__all__ = ["export_spans", "exporter_names"]
 
 _log = logging.getLogger("holdfast.tracing")
 

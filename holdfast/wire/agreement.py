@@ -15,8 +15,6 @@ from typing import Any
 from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.wire.frames import Agreement, Proposal
 
-__all__ = ["Round", "difference", "pickle_reserve_bytes"]
-
 _PAGE_BYTES = 4096
 _PICKLE_RESERVE_UNIT_BYTES = 64 * 1024
 

@@ -24,28 +24,6 @@ from typing import Any
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
 
-__all__ = [
-    "CONTROL_TAG",
-    "HEADER_BYTES",
-    "MAX_BODY_BYTES",
-    "MAX_MESSAGE_BYTES",
-    "VERSION",
-    "Agreement",
-    "Frame",
-    "Kind",
-    "Proposal",
-    "Role",
-    "Welcome",
-    "data_tag",
-    "decode",
-    "encode",
-    "error_body",
-    "json_body",
-    "payload_messages",
-    "peer_error",
-    "to_json",
-]
-
 VERSION = 7
 CONTROL_TAG = 1
 _FIRST_DATA_TAG = 16

@@ -9,13 +9,11 @@ Bodies are input from outside: whatever is not what it should be is a `ProtocolE
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
 from holdfast.errors import ProtocolError
-
-__all__ = ["EVERY_MAX", "Pace", "PaceWord", "Wish"]
 
 EVERY_MAX = 1_000_000
 _STEP_MAX = 2**61  # a step and an interval after it still fit into a message
@@ -99,3 +97,13 @@ def _check(kind: str, name: str, value: object, least: int, most: int) -> None:
         raise ProtocolError(
             f"{kind}: {name} is {value!r:.80}, expected a whole number from {least} to {most}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Send SAVE_EVERY to every rank. `body`: see docs/wire.md."""
+
+    word: PaceWord
+    step: int
+    number: int
+    body: Mapping[str, Any] = field(default_factory=dict)

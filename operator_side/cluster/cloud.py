@@ -16,8 +16,6 @@ from holdfast.errors import ConfigError, PeerLost
 from operator_side.cluster.file import ClusterFile, Template
 from operator_side.cluster.ladder import CAPACITY, PRICE, SPOT_QUOTA, VCPU_QUOTA, Order
 
-__all__ = ["Answer", "Cloud", "Ec2", "Node", "Price"]
-
 _REFUSALS = CAPACITY | SPOT_QUOTA | VCPU_QUOTA | PRICE
 
 

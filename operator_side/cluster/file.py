@@ -10,8 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ConfigError
 
-__all__ = ["ClusterFile", "Template"]
-
 _Text = Annotated[str, Field(min_length=1, max_length=1024)]
 
 

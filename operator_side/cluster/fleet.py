@@ -13,8 +13,6 @@ from operator_side.cluster.ladder import Wish
 from operator_side.cluster.raising import TRAIN, Budget, Cluster
 from operator_side.supervise.hosts import Host
 
-__all__ = ["Ec2Fleet", "fleet_of", "settings_path", "state_path"]
-
 _log = logging.getLogger("holdfast.cluster")
 
 

@@ -15,18 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "CAPACITY",
-    "PRICE",
-    "SPOT_QUOTA",
-    "TRANSIENT",
-    "VCPU_QUOTA",
-    "Order",
-    "Wish",
-    "first_order",
-    "next_order",
-]
-
 CAPACITY = frozenset(
     {
         "InsufficientInstanceCapacity",

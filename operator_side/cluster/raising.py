@@ -25,8 +25,6 @@ from operator_side.cluster.cloud import Cloud, Node
 from operator_side.cluster.file import ClusterFile
 from operator_side.cluster.ladder import Order, Wish, first_order, next_order
 
-__all__ = ["Budget", "Cluster", "Raised", "Standing"]
-
 _log = logging.getLogger("holdfast.cluster")
 
 TRAIN, STAGE = "train", "stager"

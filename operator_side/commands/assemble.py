@@ -23,8 +23,6 @@ from holdfast.store.base import Store
 from operator_side.commands.claimed import claimed, read_back
 from operator_side.commands.target import TARGET, Target
 
-__all__ = ["assemble_command"]
-
 _log = logging.getLogger("holdfast.cli")
 
 

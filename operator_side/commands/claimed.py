@@ -15,8 +15,6 @@ from holdfast.errors import StoreError
 from holdfast.image.manifest import Manifest, State, manifest_name
 from holdfast.store.base import Store
 
-__all__ = ["claimed", "read_back"]
-
 _log = logging.getLogger("holdfast.cli")
 _HEARTBEAT_SECONDS = 5.0
 

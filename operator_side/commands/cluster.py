@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from operator_side.cluster.file import ClusterFile
     from operator_side.cluster.raising import Budget, Cluster
 
-__all__ = ["cluster"]
 
 _FILE = click.option(
     "--from",

@@ -7,8 +7,6 @@ from click.shell_completion import get_completion_class
 
 from holdfast.command.examples import examples
 
-__all__ = ["completion"]
-
 _VARIABLE = "_HOLDFAST_COMPLETE"  # click looks for it when `holdfast` starts
 
 

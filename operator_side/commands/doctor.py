@@ -7,14 +7,13 @@ from typing import Any
 
 import click
 
+from holdfast.command.checks import Finding, Plan, State
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json, table
 from holdfast.config import RING_CHUNKS_MIN, default_runtime_dir, parse_size
 from holdfast.errors import ConfigError
 from holdfast.image.layout import CHUNK_BYTES
-from operator_side.doctor import Finding, Plan, State, examine
-
-__all__ = ["doctor"]
+from operator_side.doctor import examine
 
 _STYLE = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from operator_side.drill.findings import Finding
     from operator_side.drill.play import Outcome
 
-__all__ = ["drill"]
 
 _FAILED_EXIT_CODE = 1
 

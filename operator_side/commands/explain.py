@@ -17,8 +17,6 @@ from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json, table
 from holdfast.errors import HoldfastError
 
-__all__ = ["explain", "section"]
-
 _PAGE = "troubleshooting.md"
 _ALL: list[type[HoldfastError]] = [getattr(errors, name) for name in errors.__all__]
 _KINDS = sorted((kind for kind in _ALL if kind is not HoldfastError), key=lambda kind: kind.exit_code)

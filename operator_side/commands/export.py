@@ -18,8 +18,6 @@ from holdfast.image.manifest import Manifest, State
 from operator_side.commands.pull import pull_file
 from operator_side.commands.target import TARGET, Target
 
-__all__ = ["export"]
-
 _SUFFIX = {"safetensors": ".safetensors", "dcp": "", "torch": ".pt"}
 _TIED_SHOWN = 5
 

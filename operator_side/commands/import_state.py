@@ -24,8 +24,6 @@ from holdfast.image.manifest import Key, Manifest, State
 from operator_side.commands.claimed import claimed, read_back
 from operator_side.commands.target import URL, Target
 
-__all__ = ["import_state"]
-
 _STEP_MAX = 2**62 - 1
 
 

@@ -14,8 +14,6 @@ from holdfast.command.output import age, console, json_option, plain, print_json
 from holdfast.image.manifest import Manifest
 from operator_side.commands.target import TARGET, Target
 
-__all__ = ["inspect"]
-
 _ROWS_SHOWN = 40
 _SECONDS_MAX = 1e15
 _NUMBER_MAX = 10**300

@@ -13,8 +13,6 @@ from holdfast.command.output import age, console, json_option, plain, print_json
 from holdfast.errors import StoreMissing
 from operator_side.commands.target import URL, Target
 
-__all__ = ["ls"]
-
 
 @click.command(
     short_help="List the checkpoints of a run, newest first.",

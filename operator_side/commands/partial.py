@@ -19,8 +19,6 @@ from pathlib import Path
 from holdfast.command.place import sync_directory
 from holdfast.errors import BusyError
 
-__all__ = ["partial"]
-
 _log = logging.getLogger("holdfast.cli")
 
 

@@ -27,8 +27,6 @@ from holdfast.store.base import Store
 from operator_side.commands.partial import partial
 from operator_side.commands.target import TARGET, Target
 
-__all__ = ["pull", "pull_file"]
-
 _log = logging.getLogger("holdfast.cli")
 _BUFFER_BYTES = 16 * 1024 * 1024
 _READS_MAX = 2  # a chunk that came wrong may have changed on its way only

@@ -23,8 +23,6 @@ from holdfast.command.cli import cli
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
 
-__all__ = ["reference"]
-
 _ROLES: dict[str, type[BaseSettings]] = {"stager": StagerConfig, "flusher": FlusherConfig}
 _STORE_OF = {"run": StagerConfig}  # commands whose --store is the role's setting
 _HEAD = """\

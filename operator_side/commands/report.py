@@ -18,9 +18,8 @@ from holdfast.errors import ConfigError, StoreError, StoreMissing
 from operator_side.commands.target import URL, Target
 
 if TYPE_CHECKING:
-    from operator_side.status.picture import Stored
+    from holdfast.telemetry.rows import Stored
 
-__all__ = ["report"]
 
 _FILE = "holdfast-report.html"
 _FAULTS_SHOWN = 20
@@ -75,9 +74,9 @@ def report(
 
     Exit code 5: there is no such run, and no event log was given.
     """
+    from holdfast.telemetry.reading import read_logs
     from operator_side.report.facts import gather
     from operator_side.report.page import page
-    from operator_side.report.reading import read_logs
     from operator_side.report.sentences import look_at, what_happened
 
     if dollars_per_hour is not None and not math.isfinite(dollars_per_hour):
@@ -119,7 +118,7 @@ def report(
 
 def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[Stored]:
     """The manifests; notes what cannot be read. Raises as `Catalog.list` where there is nothing else to tell of."""
-    from operator_side.status.picture import Stored
+    from holdfast.telemetry.rows import Stored
 
     try:
         catalog = target.catalog()

@@ -16,15 +16,13 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
-from holdfast.cures import help_for
-from holdfast.errors import ConfigError, FencedError, StoreMissing
+from holdfast.errors import ConfigError, FencedError, StoreMissing, help_for
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
-    from operator_side.supervise.actions import Launch
+    from operator_side.supervise.events import Launch
     from operator_side.supervise.hosts import Fleet
 
-__all__ = ["run"]
 
 _FORWARDED = ("HOLDFAST_", "NCCL_", "FI_", "OMP_", "PYTORCH_", "TORCH_")
 _NOT_FORWARDED = ("HOLDFAST_EVENTS",)  # a path of this machine; the stager is told by an argument

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from operator_side.simulate.profiles import Profile
     from operator_side.simulate.study import Prices, Total
 
-__all__ = ["simulate"]
 
 _SECONDS_MAX = 1e6
 _INTERVAL_MAX = 1e9

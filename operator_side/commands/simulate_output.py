@@ -13,10 +13,8 @@ from holdfast.command.output import plain, table
 from holdfast.errors import ConfigError
 from holdfast.policy import Advice
 from operator_side.simulate.plan import Plan, Replayed
+from operator_side.simulate.strategy import HOUR_US
 from operator_side.simulate.study import Spread, Total
-from operator_side.simulate.units import HOUR_US
-
-__all__ = ["document", "show_replayed", "show_totals"]
 
 _PER_DOLLAR_CELL = 1000  # iterations; a single one costs too little to be read
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from operator_side.status.look import Watch
     from operator_side.status.picture import Picture
 
-__all__ = ["status"]
-
 
 @click.command(
     short_help="Watch a run: how far it is, and what a kill right now would lose.",

@@ -19,8 +19,6 @@ from holdfast.telemetry.status_document import Line, RankSaid
 from operator_side.status.loss import Lost
 from operator_side.status.picture import LEVELS, Flight, Peer, Picture, Timings
 
-__all__ = ["bar", "render", "spark"]
-
 _BAR_CELLS = 16
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN = 8, 6, 3

@@ -12,8 +12,6 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import ConfigError
 from holdfast.image.manifest import Manifest
 
-__all__ = ["TARGET", "URL", "Target", "parse_target"]
-
 # Only this at the very end is a step: user names (`s3://me@host`) and directories may hold an @ of their own.
 _STEP = re.compile(r"(?P<url>.+)@(?P<step>\d{1,18}|latest)", re.DOTALL)
 

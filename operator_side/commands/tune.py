@@ -10,8 +10,6 @@ import click
 from holdfast.command.examples import examples
 from holdfast.errors import ConfigError
 
-__all__ = ["tune"]
-
 _SECONDS_MAX = 1e6
 _GBPS_BYTES = 1e9 / 8
 

@@ -14,8 +14,6 @@ from holdfast.errors import ConfigError, DamageError
 from holdfast.image.manifest import Manifest
 from operator_side.commands.target import TARGET, Target
 
-__all__ = ["verify"]
-
 _FAULTS_SHOWN = 20
 
 

@@ -10,60 +10,12 @@ limit. A check that raises becomes a finding that failed; it never hides the oth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from importlib.metadata import entry_points
-from pathlib import Path
 
+from holdfast.command.checks import Finding, Plan, State
 from holdfast.errors import HoldfastError
 
-__all__ = ["Check", "Finding", "Plan", "State", "examine"]
-
 _GROUP = "holdfast.checks"
-
-
-class State(StrEnum):
-    """How a check ended. `fail`: a run cannot work so. `warn`: it can, but worse or less safely."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-    SKIPPED = "skipped"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What one check saw.
-
-    Attributes:
-        check: Short and stable, such as `mpi ulfm`; for `--json` and for people who grep.
-        state: How it ended.
-        seen: What was found, with figures.
-        fix: What to do about it; empty when it is ok.
-    """
-
-    check: str
-    state: State
-    seen: str
-    fix: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the run is going to need.
-
-    Attributes:
-        store: URL of the run, or None: the store is not looked at.
-        runtime_dir: Where the ring will lie.
-        ring_bytes: Its size. `chunk_bytes`: size of a chunk.
-        hostfile: Hosts of the MPI job, for mpirun; None: this machine alone.
-    """
-
-    store: str | None
-    runtime_dir: Path
-    ring_bytes: int
-    chunk_bytes: int
-    hostfile: Path | None = None
 
 
 Check = Callable[[Plan], Iterable[Finding]]

@@ -15,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from holdfast.command.checks import Finding, Plan, State
 from holdfast.errors import ConfigError
 from holdfast.mpirun import find_mpirun
-from operator_side.doctor import Finding, Plan, State
 from operator_side.supervise.hosts import HostFile, is_here
-
-__all__ = ["examine_hosts"]
 
 _AGENT = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _SECONDS_MAX = 30.0

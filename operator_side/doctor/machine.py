@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast import __version__
+from holdfast.command.checks import Finding, Plan, State
 from holdfast.errors import ConfigError
 from holdfast.ring.directory import make_private_directory
-from operator_side.doctor import Finding, Plan, State
-
-__all__ = ["clock", "limits", "network", "python", "shared_memory"]
 
 _PYTHON_MIN = (3, 11)
 _DESCRIPTORS_MIN = 1024

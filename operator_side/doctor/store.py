@@ -17,13 +17,11 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+from holdfast.command.checks import Finding, Plan, State
 from holdfast.crc import combine, crc32
 from holdfast.errors import DamageError, HoldfastError
 from holdfast.store import open_store
 from holdfast.store.base import Store, Upload
-from operator_side.doctor import Finding, Plan, State
-
-__all__ = ["examine_store"]
 
 _PARTS = 3
 _CHUNK_BYTES = 8 << 20  # above the least part of S3

@@ -14,8 +14,6 @@ from holdfast.image.manifest import EntryRecord, Manifest, TensorRecord
 from holdfast.store.base import Store
 from operator_side.drill.values import inside, values_of
 
-__all__ = ["Compared", "Difference", "compare", "constants", "differences"]
-
 _PICKLE = "data.pkl"
 _SHOWN_CHARACTERS = 60
 _CRC = "CRC "

@@ -15,8 +15,6 @@ from operator_side.drill.compare import Compared, Difference
 from operator_side.drill.plan import Kill
 from operator_side.supervise.resumption import MARKS, Resumption
 
-__all__ = ["Finding", "Samples", "Struck", "examine", "samples", "shortened"]
-
 Lines = Sequence[Mapping[str, Any]]
 _NAMED_MAX = 5
 

@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from holdfast.diary import DIARY_VARIABLE
 from holdfast.errors import PeerLost
+from holdfast.supervised import DIARY_VARIABLE
 from operator_side.drill.plan import Kill, Target
 from operator_side.supervise.attempt import processes_of_session
+from operator_side.supervise.output import Follower
 from operator_side.supervise.supervisor import environment_of_job
-from operator_side.supervise.tail import Follower
-
-__all__ = ["Run", "Setup"]
 
 _END_SECONDS = 60.0
 _PARENT_FIELD = 1  # of /proc/PID/stat, counted from behind the command's name

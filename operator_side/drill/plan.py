@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 from holdfast.errors import ConfigError
 
-__all__ = ["Kill", "Sequence", "Strike", "Target", "Tell", "plan"]
-
 
 class Target(StrEnum):
     """Who is killed."""

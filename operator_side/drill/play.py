@@ -19,8 +19,6 @@ from operator_side.drill.findings import Finding, Samples, Struck, examine, samp
 from operator_side.drill.job import Run, Setup, wait_until
 from operator_side.drill.plan import Kill, Sequence, Strike, Tell, plan
 
-__all__ = ["Outcome", "check_folder", "disturb", "play"]
-
 _ANSWERS = {"emergency_staged", "emergency_failed"}
 
 

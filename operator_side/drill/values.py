@@ -16,8 +16,6 @@ from typing import Any
 
 from holdfast.errors import DamageError
 
-__all__ = ["inside", "values_of"]
-
 _LENGTH_BYTES = 8  # before a `PerRank` value (docs/format.md, section 2)
 _ZIP = b"PK\x03\x04"
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from operator_side.report.reading import TIME_MAX, Event, number, text, whole
+from holdfast.telemetry.reading import TIME_MAX, Event, number, text, whole
 from operator_side.supervise.resumption import MARKS
 from operator_side.supervise.verdict import Cause
-
-__all__ = ["Attempt", "gather_attempts"]
 
 _PHASES = tuple(f"{mark}_seconds" for mark in MARKS[1:])
 _WELL = frozenset({Cause.DONE.value, Cause.STOPPED.value})

@@ -7,14 +7,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.telemetry.reading import Event, Log, text
+from holdfast.telemetry.rows import Checkpoint, Checkpoints, Stored, gather_checkpoints
 from holdfast.telemetry.told import NOTICES, TROUBLES, told
 from operator_side.report.attempts import Attempt, gather_attempts
-from operator_side.report.checkpoints import Checkpoint, Checkpoints, gather_checkpoints
 from operator_side.report.goodput import Goodput, Interruption, goodput_of, interruptions_of
-from operator_side.report.reading import Event, Log, text
-from operator_side.status.picture import Stored
-
-__all__ = ["Facts", "Happened", "Spread", "gather", "ring_bytes", "spread_of"]
 
 _MORE_TROUBLES = frozenset({"stager_lost", "damaged", "skipped", "interval_loose"})
 

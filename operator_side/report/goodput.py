@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.telemetry.rows import Checkpoint
 from operator_side.report.attempts import Attempt
-from operator_side.report.checkpoints import Checkpoint
 from operator_side.status.loss import Known, Lost, Point, lost_with_trainers
 from operator_side.status.picture import Interval, interval_of
-
-__all__ = ["PARTS", "Goodput", "Interruption", "goodput_of", "interruptions_of"]
 
 _HOUR_SECONDS = 3600.0
 _SAME_SECONDS = 0.001

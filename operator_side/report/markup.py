@@ -6,10 +6,35 @@ tag("p", "1 < 2", class_="note") ─► Html('<p class="note">1 &lt; 2</p>')
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 
-from holdfast.command.output import plain
+from holdfast.command.output import plain, seconds, size
+from holdfast.telemetry.rows import Checkpoint
+from holdfast.telemetry.told import cut
 
-__all__ = ["Html", "join", "tag"]
+__all__ = [
+    "ROWS_MAX",
+    "Html",
+    "brief",
+    "clock",
+    "dollars",
+    "join",
+    "keys",
+    "moment",
+    "plain",
+    "plural",
+    "rate",
+    "said",
+    "section",
+    "share",
+    "size",
+    "stands_out",
+    "table",
+    "tag",
+    "thin",
+]
+
 
 _VOID = frozenset({"meta", "link", "br"})
 
@@ -54,3 +79,114 @@ def _value(value: str | float) -> str:
 
 def _escaped(text: str) -> str:
     return html.escape(plain(text), quote=True)
+
+
+def moment(at_unix: float | None) -> str:
+    """`2026-11-22 03:02:11 UTC`; `-` where it is not known."""
+    return "-" if at_unix is None else datetime.fromtimestamp(at_unix, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def clock(at_unix: float, *, day: bool = False) -> str:
+    """`03:02:11`, or with its day `11-22 03:02`."""
+    return datetime.fromtimestamp(at_unix, UTC).strftime("%m-%d %H:%M" if day else "%H:%M:%S")
+
+
+def brief(value: float | None) -> str:
+    """Seconds in the unit that fits: `36.0 ms`, `3.40 s`, `4 min`; `-` where they are not known."""
+    if value is None:
+        return "-"
+    return f"{1000 * value:.1f} ms" if 0 < value < 0.1 else seconds(value)
+
+
+def share(part: float, whole: float) -> str:
+    """`86 %`, `0.3 %`."""
+    percent = 100 * part / whole if whole > 0 else 0.0
+    return f"{percent:.0f} %" if percent >= 10 or percent == 0 else f"{percent:.1f} %"
+
+
+def dollars(value: float | None) -> str:
+    """`$12.40`; `-` without a price."""
+    return "-" if value is None else f"${value:,.2f}"
+
+
+def rate(nbytes: float | None) -> str:
+    """Bytes in a second: `1.4 GiB/s`."""
+    return "-" if nbytes is None else f"{size(int(nbytes))}/s"
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """`1 checkpoint`, `2 checkpoints`."""
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {many or one + 's'}"
+
+
+ROWS_MAX = 200  # of a table
+_TEXT_CHARACTERS_MAX = 300
+
+
+def section(name: str, title: str, *children: str | None) -> Html:
+    """A section; `name` is its place in the page."""
+    return tag("section", tag("h2", title, id=name), *children, aria_labelledby=name)
+
+
+def said(text: str) -> str:
+    """What a file says, not all of it if it is long."""
+    return cut(text, _TEXT_CHARACTERS_MAX)
+
+
+def thin(shown: Sequence[object], all_of_them: Sequence[object], what: str, kept: str) -> Html | None:
+    """That not all are shown, and which are; None if all are."""
+    if len(shown) == len(all_of_them):
+        return None
+    return tag("p", f"{len(shown):,} of {plural(len(all_of_them), what)} are shown: {kept}.", class_="faint")
+
+
+def keys(*names: tuple[str, str]) -> Html:
+    """What the colours of a picture mean: (class, words)."""
+    return tag(
+        "p",
+        *(tag("span", tag("span", "", class_=f"key {kind}"), name) for kind, name in names),
+        class_="keys",
+    )
+
+
+def stands_out(row: Checkpoint) -> bool:
+    """Whether it is to be shown rather than one that went well."""
+    return row.state in {"bad", "failed", "staged", "saving"}
+
+
+_MANY_COLUMNS = 6  # do not fit on a small screen: these tables are moved sideways instead of squeezed
+
+
+def table(
+    caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = ()
+) -> Html:
+    """The first cell of each row names it.
+
+    Args:
+        caption: What it shows.
+        columns: Their names.
+        rows: Cells; texts or `Html`.
+        numbers: Names of the columns that hold numbers.
+    """
+    right = ["number" if name in set(numbers) else None for name in columns]
+    head = tag(
+        "tr", *(tag("th", name, scope="col", class_=kind) for name, kind in zip(columns, right, strict=True))
+    )
+    body = [
+        tag(
+            "tr",
+            *(
+                tag("th", cell, scope="row", class_=kind) if index == 0 else tag("td", cell, class_=kind)
+                for index, (cell, kind) in enumerate(zip(row, right, strict=True))
+            ),
+        )
+        for row in rows
+    ]
+    found = tag(
+        "table",
+        tag("caption", caption),
+        tag("thead", head),
+        tag("tbody", *body),
+        class_="many" if len(right) >= _MANY_COLUMNS else None,
+    )
+    return tag("div", found, class_="wide", role="region", aria_label=caption, tabindex="0")

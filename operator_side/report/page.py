@@ -10,13 +10,10 @@ import hashlib
 
 from holdfast.telemetry.told import cut
 from operator_side.report.facts import Facts
-from operator_side.report.markup import Html, tag
+from operator_side.report.markup import Html, moment, plural, tag
 from operator_side.report.sections import SECTIONS
 from operator_side.report.sentences import look_at, what_happened
 from operator_side.report.style import STYLE
-from operator_side.report.words import moment, plural
-
-__all__ = ["page"]
 
 _URL_CHARACTERS_MAX = 300
 _FILES_SHOWN = 20

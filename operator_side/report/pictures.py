@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from operator_side.report.markup import Html, join, tag
-from operator_side.report.words import brief, clock
-
-__all__ = ["Bar", "Lane", "Series", "bars", "histogram", "lanes", "series"]
+from operator_side.report.markup import Html, brief, clock, join, tag
 
 _WIDTH = 960.0
 _LEFT, _RIGHT = 120.0, 16.0
@@ -234,3 +231,49 @@ def _marks(
         elif value > 0:
             title = tag("title", f"{clock(at, day=True)}: {words(value)}")
             yield tag("rect", title, x=x(at), y=top, width=width, height=height, class_=one.class_)
+
+
+_Item = TypeVar("_Item")
+
+
+def thinned(
+    items: Sequence[_Item], most: int, stands_out: Callable[[_Item], bool] = lambda _: False
+) -> list[_Item]:
+    """At most `most` of them, in their order.
+
+    Args:
+        items: All.
+        most: So many at most.
+        stands_out: Whether one is to be kept rather than another; of too many of them the last ones are.
+    """
+    if len(items) <= most:
+        return list(items)
+    kept = {0, len(items) - 1} if most > 1 else {len(items) - 1}
+    special = [index for index, item in enumerate(items) if index not in kept and stands_out(item)]
+    room = max(0, most - len(kept))
+    kept.update(special[-room:] if room else [])
+    room = most - len(kept)
+    rest = [index for index in range(len(items)) if index not in kept]
+    if room > 0:
+        kept.update(rest[index * len(rest) // room] for index in range(room))
+    return [items[index] for index in sorted(kept)]
+
+
+def bins(
+    levels: Sequence[tuple[float, float]], begin: float, end: float, count: int
+) -> list[tuple[float, float]]:
+    """The greatest of a value in each of `count` equal times; each level holds until the next one.
+
+    Gives (begin of the time, greatest value).
+    """
+    width = (end - begin) / count
+    greatest = [0.0] * count
+    if width <= 0:
+        return []
+    for index, (at, value) in enumerate(levels):
+        until = levels[index + 1][0] if index + 1 < len(levels) else end
+        first = min(count - 1, max(0, int((at - begin) / width)))
+        last = min(count - 1, max(first, int((until - begin) / width)))
+        for place in range(first, last + 1):
+            greatest[place] = max(greatest[place], value)
+    return [(begin + index * width, value) for index, value in enumerate(greatest)]

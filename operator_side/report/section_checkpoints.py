@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from operator_side.report.checkpoints import Checkpoint, RankTimes
+from holdfast.telemetry.rows import Checkpoint, RankTimes
 from operator_side.report.facts import Facts
-from operator_side.report.markup import Html, tag
-from operator_side.report.pictures import Bar, Lane, lanes
-from operator_side.report.pieces import ROWS_MAX, keys, said, section, stands_out, thin
-from operator_side.report.tables import table
-from operator_side.report.thinning import thinned
-from operator_side.report.words import brief, moment, plural, size
-
-__all__ = ["checkpoints"]
+from operator_side.report.markup import (
+    ROWS_MAX,
+    Html,
+    brief,
+    keys,
+    moment,
+    plural,
+    said,
+    section,
+    size,
+    stands_out,
+    table,
+    tag,
+    thin,
+)
+from operator_side.report.pictures import Bar, Lane, lanes, thinned
 
 _DETAILED_MAX = 12  # checkpoints shown rank by rank
 _RANKS_MAX = 16

@@ -5,14 +5,22 @@ from __future__ import annotations
 from operator_side.report.attempts import Attempt
 from operator_side.report.facts import Facts
 from operator_side.report.goodput import PARTS
-from operator_side.report.markup import Html, join, tag
-from operator_side.report.pictures import Bar, Lane, bars, lanes
-from operator_side.report.pieces import ROWS_MAX, keys, said, section, thin
-from operator_side.report.tables import table
-from operator_side.report.thinning import thinned
-from operator_side.report.words import brief, dollars, moment, share
-
-__all__ = ["goodput", "interruptions"]
+from operator_side.report.markup import (
+    ROWS_MAX,
+    Html,
+    brief,
+    dollars,
+    join,
+    keys,
+    moment,
+    said,
+    section,
+    share,
+    table,
+    tag,
+    thin,
+)
+from operator_side.report.pictures import Bar, Lane, bars, lanes, thinned
 
 _PART_CLASSES = dict(zip(PARTS, ("work", "again", "stall", "back", "start", "idle"), strict=True))
 _WAYS_MAX = 16

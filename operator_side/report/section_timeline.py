@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.telemetry.rows import Checkpoint
 from operator_side.report.attempts import Attempt
-from operator_side.report.checkpoints import Checkpoint
 from operator_side.report.facts import Facts
-from operator_side.report.markup import Html, tag
-from operator_side.report.pictures import Bar, Lane, lanes
-from operator_side.report.pieces import keys, said, section, stands_out, thin
-from operator_side.report.thinning import thinned
-from operator_side.report.words import brief, plural
-
-__all__ = ["timeline"]
+from operator_side.report.markup import Html, brief, keys, plural, said, section, stands_out, tag, thin
+from operator_side.report.pictures import Bar, Lane, lanes, thinned
 
 _BARS_MAX = 400  # checkpoints in the picture
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from operator_side.report.checkpoints import Checkpoint
+from holdfast.telemetry.rows import Checkpoint
 from operator_side.report.facts import Facts, ring_bytes, spread_of
-from operator_side.report.markup import Html, tag
-from operator_side.report.pictures import Series, histogram, series
-from operator_side.report.pieces import keys, section, thin
-from operator_side.report.tables import table
-from operator_side.report.thinning import bins, thinned
-from operator_side.report.words import brief, rate, size
-
-__all__ = ["ring", "times"]
+from operator_side.report.markup import Html, brief, keys, rate, section, size, table, tag, thin
+from operator_side.report.pictures import Series, bins, histogram, series, thinned
 
 _DOTS_MAX = 300
 _BINS = 160

@@ -9,9 +9,7 @@ from typing import NamedTuple
 from holdfast.telemetry.told import cut
 from operator_side.report.facts import Facts
 from operator_side.report.goodput import Interruption
-from operator_side.report.words import brief, dollars, moment, plural, share
-
-__all__ = ["Advice", "look_at", "what_happened"]
+from operator_side.report.markup import brief, dollars, moment, plural, share
 
 _NAMED_MAX = 3
 _REASON_CHARACTERS_MAX = 160

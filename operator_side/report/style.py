@@ -5,8 +5,6 @@ Colours of text have a contrast of at least 4.5 to 1 with what is behind them, t
 
 from __future__ import annotations
 
-__all__ = ["DARK", "LIGHT", "STYLE"]
-
 LIGHT = {
     "paper": "#ffffff",
     "panel": "#f4f5f7",

@@ -10,8 +10,6 @@ from typing import Any
 from holdfast.errors import ConfigError
 from operator_side.simulate.study import Goodput, Spread, Total
 
-__all__ = ["draw_goodput", "draw_totals"]
-
 _SIZE_INCHES = (7.0, 4.0)
 
 

@@ -12,13 +12,10 @@ from holdfast.errors import ConfigError
 from holdfast.policy import Advice, Hazard, advise
 from operator_side.simulate.profiles import Profile
 from operator_side.simulate.replay import Job
-from operator_side.simulate.strategy import Strategy
+from operator_side.simulate.strategy import HOUR_US, Strategy, microseconds
 from operator_side.simulate.study import Goodput, Prices, Total, goodput, on_demand_dollars, total_times
 from operator_side.simulate.traces import Trace
-from operator_side.simulate.units import HOUR_US, microseconds
 from operator_side.simulate.windows import cut
-
-__all__ = ["Plan", "Replayed"]
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from holdfast.errors import ConfigError
-from operator_side.simulate.strategy import IDEAL, Strategy
-from operator_side.simulate.units import microseconds
-
-__all__ = ["MEASURED", "Measured", "Profile", "load_profile", "measured_profile"]
+from operator_side.simulate.strategy import IDEAL, Strategy, microseconds
 
 MEASURED = (
     Path(__file__).resolve().parents[2] / "docs/figures/data"

@@ -32,8 +32,6 @@ from operator_side.simulate.timeline import Timeline
 from operator_side.simulate.traces import Integers
 from operator_side.simulate.windows import Windows
 
-__all__ = ["Job", "Lane", "Outcome", "replay"]
-
 _NEVER_US = np.int64(1) << 60
 _SPAN_MAX_US = 1 << 50  # 35 years; sums and products of times then fit in 64 bits
 

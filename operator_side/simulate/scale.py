@@ -16,20 +16,6 @@ from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
 
-__all__ = [
-    "STAGERS",
-    "STAGERS_SOURCE",
-    "Load",
-    "Machine",
-    "Ring",
-    "Shape",
-    "best_ring",
-    "least_machine",
-    "machine",
-    "staged_seconds",
-    "stagers_needed",
-]
-
 _GIB = 1 << 30
 _BITS = 8
 _BESIDE_RING_BYTES = _GIB  # docs/operations.md: the processes and the system

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast.policy import Cost
-from operator_side.simulate.units import SECOND_US
 
-__all__ = ["IDEAL", "Strategy"]
+SECOND_US = 1_000_000
+HOUR_US = 3600 * SECOND_US
+
+
+def microseconds(seconds: float) -> int:
+    """The nearest whole number of them."""
+    return round(seconds * SECOND_US)
 
 
 @dataclass(frozen=True, slots=True)

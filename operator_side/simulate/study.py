@@ -16,11 +16,8 @@ from numpy.typing import NDArray
 
 from holdfast.errors import ConfigError
 from operator_side.simulate.replay import Job, Lane, Outcome, replay
-from operator_side.simulate.strategy import IDEAL, Strategy
-from operator_side.simulate.units import HOUR_US
+from operator_side.simulate.strategy import HOUR_US, IDEAL, Strategy
 from operator_side.simulate.windows import Windows, poisson
-
-__all__ = ["Goodput", "Prices", "Spread", "Total", "goodput", "on_demand_dollars", "total_times"]
 
 _HORIZON_FIRST = 4  # times the ideal's own time
 _HORIZON_LAST = 256  # whoever needs more is said not to come to an end

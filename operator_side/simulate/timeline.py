@@ -13,8 +13,6 @@ import numpy as np
 
 from operator_side.simulate.traces import Integers
 
-__all__ = ["Timeline"]
-
 
 class Timeline:
     """Lanes of any one shape.

@@ -21,9 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import ConfigError
-from operator_side.simulate.units import HOUR_US, microseconds
-
-__all__ = ["Trace", "read_trace"]
+from operator_side.simulate.strategy import HOUR_US, microseconds
 
 Integers = NDArray[np.int64]
 

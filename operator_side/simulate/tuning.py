@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import ConfigError
 from holdfast.policy import Advice, Hazard, advise, best_in_flight
 from operator_side.simulate.plan import Plan
@@ -24,11 +25,8 @@ from operator_side.simulate.scale import (
     least_machine,
     stagers_needed,
 )
+from operator_side.simulate.strategy import microseconds
 from operator_side.simulate.traces import Trace
-from operator_side.simulate.units import microseconds
-from stager.session.checkpoint import IN_FLIGHT_MAX
-
-__all__ = ["Question", "Setting", "Tuned", "tune"]
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _LINE_CHARACTERS_MAX = 120

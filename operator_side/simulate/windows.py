@@ -13,9 +13,6 @@ import numpy as np
 from holdfast.errors import ConfigError
 from operator_side.simulate.traces import Integers, Trace
 
-__all__ = ["Column", "Windows", "cut", "poisson", "stack"]
-
-
 _EVENTS_MAX = 1_000_000  # in a window; more is no training
 
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Literal
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError, StoreMissing
 from holdfast.ring.doorbell import SOCKET_NAME
+from holdfast.telemetry.rows import Stored
 from holdfast.telemetry.status_document import Said
 from holdfast.telemetry.status_socket import ask, socket_path
-from operator_side.status.picture import Peer, Picture, Stored, compose
+from operator_side.status.picture import Peer, Picture, compose
 from operator_side.status.ring_files import RingFiles, RingLook
 
 if TYPE_CHECKING:
     from holdfast.store.base import Store
 
-__all__ = ["Watch", "runs_in"]
 
 _ANSWER_SECONDS_MAX = 2.0
 _STORE_AGAIN_SECONDS = 30.0

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Known", "Lost", "Point", "lost_with_node", "lost_with_trainers"]
-
 _HOUR_SECONDS = 3600.0
 
 

@@ -10,18 +10,17 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
+from holdfast.telemetry.rows import Stored
 from holdfast.telemetry.status_document import CheckpointSaid, Line, RankSaid, Said, checkpoint_said
 from operator_side.status.loss import Known, Lost, Point, lost_with_node, lost_with_trainers
 from operator_side.status.ring_files import RingCheckpoint, RingLook
 
 if TYPE_CHECKING:
-    from holdfast.image.manifest import Manifest
+    pass
 
-__all__ = ["Flight", "Interval", "Level", "Peer", "Picture", "Stored", "Timings", "compose", "interval_of"]
 
 Key = tuple[int, int]
 LEVELS = ("staged", "durable", "verified")
@@ -41,42 +40,6 @@ class Peer:
     pid: int | None = None
     since_unix: float | None = None
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A checkpoint as its manifest in the store has it. `note`: why it is bad."""
-
-    attempt: int
-    step: int
-    state: Literal["durable", "verified", "bad"]
-    image_bytes: int
-    durable_at_unix: float
-    saved_at_unix: float
-    pgt1_seconds: float
-    pgt2_seconds: float
-    record: Mapping[str, Any]
-    note: str = ""
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Stored | None:
-        """None where the manifest does not say when it was made, in a way that can be read."""
-        try:
-            durable_at = datetime.fromisoformat(manifest.created).timestamp()
-        except (ValueError, OverflowError, OSError):
-            return None
-        return cls(
-            attempt=manifest.attempt,
-            step=manifest.step,
-            state=manifest.state.value,
-            image_bytes=manifest.image_bytes,
-            durable_at_unix=durable_at,
-            saved_at_unix=durable_at - manifest.pgt2_seconds,
-            pgt1_seconds=manifest.pgt1_seconds,
-            pgt2_seconds=manifest.pgt2_seconds,
-            record=manifest.record,
-            note=manifest.note,
-        )
 
 
 @dataclass(frozen=True, slots=True)

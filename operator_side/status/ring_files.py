@@ -28,8 +28,6 @@ from holdfast.ring.directory import check_private_directory, open_private_file
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Journal, SlotState
 from holdfast.ring.ring import checkpoint_names, read_checkpoint, read_side_file
 
-__all__ = ["RingCheckpoint", "RingFiles", "RingLook"]
-
 _PART = re.compile(rb'[0-9a-f]{8} \{"part":(\d{1,19}),')
 _PART_BYTES = re.compile(rb'"part_bytes":(\d{1,19})[,}]')
 _WORD_BYTES = 4

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Attempt", "processes_of_session"]
-
 _SWEEP_SECONDS_MAX = 10.0
 _SESSION_FIELD = 3  # of /proc/PID/stat, counted from behind the command's name
 _STATE_FIELD = 0

@@ -18,31 +18,34 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
-from operator_side.supervise.actions import Action, Finish, Kill, Launch, Look, Note, Terminate
 from operator_side.supervise.events import (
+    Action,
     Began,
     Durable,
     Ended,
     Event,
     Exited,
+    Finish,
     HostsSeen,
     Joined,
+    Kill,
+    Launch,
+    Look,
+    Note,
     Noticed,
     Restored,
     Silence,
     Staged,
     Stepped,
     Stop,
+    Terminate,
     Tick,
 )
 from operator_side.supervise.hosts import Host, place
-from operator_side.supervise.limits import Limits
-from operator_side.supervise.patience import Patience
+from operator_side.supervise.limits import Limits, Patience
 from operator_side.supervise.record import Record
 from operator_side.supervise.resumption import Resumption
 from operator_side.supervise.verdict import INTERRUPTED, Cause, Death, Verdict, judge
-
-__all__ = ["Core", "Phase"]
 
 
 class Phase(StrEnum):

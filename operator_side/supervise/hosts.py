@@ -21,8 +21,6 @@ from typing import NamedTuple, Protocol
 
 from holdfast.errors import ConfigError
 
-__all__ = ["Fleet", "Here", "Host", "HostFile", "Slurm", "place"]
-
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._:\-\[\]]+)(?P<rest>(\s+\S+)*)")
 _SLOTS = re.compile(r"(?:slots|max[-_]slots)=(\d{1,6})")
 _PROBE_SECONDS_MAX = 10.0

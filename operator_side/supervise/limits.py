@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Limits"]
+from operator_side.supervise.verdict import Cause, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +37,38 @@ class Limits:
     kill_seconds: float = 5.0
     hosts_seconds_max: float = 1800.0
     look_seconds_max: float = 30.0
+
+
+class Patience:
+    """Counts attempts that brought nothing.
+
+    Attributes:
+        restarts: Attempts in a row that ended without progress; the first that follows progress is counted as well.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.restarts = self._same = 0
+        self._mark = ""
+
+    def last_word(self, verdict: Verdict, *, progressed: bool) -> Verdict | None:
+        """Count an attempt; the verdict to end with, if the run is not to be started again."""
+        if progressed:
+            self.restarts = self._same = 0
+        self.restarts += 1
+        self._same = self._same + 1 if verdict.mark == self._mark and self._same else 1
+        self._mark = verdict.mark
+        why = self._why(verdict, progressed)
+        return replace(verdict, message=f"{why}: {verdict.message}") if why else None
+
+    def _why(self, verdict: Verdict, progressed: bool) -> str:
+        if verdict.cause is Cause.CRASHED and verdict.hopeless and not progressed:
+            return "a setting or the state is wrong; starting it again cannot help"
+        if verdict.cause is Cause.CRASHED and self._same >= self._limits.crashes_max:
+            return f"the same crash {self._same} times in a row without a newer checkpoint: a bug, not a preemption"
+        if self.restarts <= self._limits.restarts_max:
+            return ""
+        why = f"{self.restarts} attempts in a row without a newer checkpoint"
+        if verdict.cause is Cause.KILLED:
+            why += "; if no host was taken away, look for the kernel's out-of-memory killer"
+        return why

@@ -11,8 +11,6 @@ from operator_side.supervise.hosts import Host
 from operator_side.supervise.limits import Limits
 from operator_side.supervise.verdict import Death, Evidence
 
-__all__ = ["Record"]
-
 
 @dataclass(slots=True)
 class Record:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import itertools
 
-__all__ = ["MARKS", "Resumption"]
-
 MARKS = ("lost", "ended", "launched", "joined", "restored", "training")
 
 

@@ -24,18 +24,26 @@ from holdfast.errors import HoldfastError
 from holdfast.ring.directory import runtime_directory
 from holdfast.supervised import ATTEMPT_VARIABLE
 from holdfast.telemetry.events import EventLog
-from operator_side.supervise.actions import Action, Finish, Kill, Launch, Look, Note, Terminate
 from operator_side.supervise.attempt import Attempt
 from operator_side.supervise.core import Core
-from operator_side.supervise.events import Event, Exited, HostsSeen, Stop, Tick
-from operator_side.supervise.flusher import KeptFlusher
+from operator_side.supervise.events import (
+    Action,
+    Event,
+    Exited,
+    Finish,
+    HostsSeen,
+    Kill,
+    Launch,
+    Look,
+    Note,
+    Stop,
+    Terminate,
+    Tick,
+)
+from operator_side.supervise.flusher import KeptFlusher, Segments
 from operator_side.supervise.hosts import Fleet, Host
-from operator_side.supervise.output import Output
-from operator_side.supervise.segments import Segments
-from operator_side.supervise.tail import Follower, meaning
+from operator_side.supervise.output import Follower, Output, meaning
 from operator_side.supervise.verdict import Verdict
-
-__all__ = ["Supervisor", "environment_of_job", "next_attempt"]
 
 _log = logging.getLogger("holdfast.run")
 

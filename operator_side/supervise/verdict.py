@@ -21,8 +21,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = ["INTERRUPTED", "Cause", "Death", "Evidence", "Verdict", "judge"]
-
 _OWN_FAULTS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
 )

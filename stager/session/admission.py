@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
+from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import BusyError, HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.layout import Layout
-from stager.session.checkpoint import IN_FLIGHT_MAX, Checkpoint
+from stager.session.checkpoint import Checkpoint
 from stager.session.steps import RankSilent, Tell
-
-__all__ = ["Admission"]
 
 _VERDICTS_KEPT = 256  # answers for ranks that ask late
 _LAYOUTS_KEPT = 4

@@ -15,10 +15,6 @@ from typing import Any
 
 from holdfast.image.layout import Layout
 
-__all__ = ["IN_FLIGHT_MAX", "Checkpoint", "Credit", "Phase"]
-
-# Under way at once: what a rank's staging areas may hold, and one more that begins while slower ranks end the oldest.
-IN_FLIGHT_MAX = 9
 _CREDITS_PER_RANK_MAX = 4  # enough to keep a rank sending; more only holds slots that others could use
 
 

@@ -56,8 +56,6 @@ from stager.session.steps import (
     Tick,
 )
 
-__all__ = ["Session"]
-
 
 class Session:
     """All checkpoints of one stager. Not for several threads; `handle` is the only way in.

@@ -32,8 +32,6 @@ from stager.session.steps import (
     Sent,
 )
 
-__all__ = ["Slots"]
-
 
 class Slots:
     """See the module. What it gives back is to be done in order. Changed only by `stager.session.machine.Session`.

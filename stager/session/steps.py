@@ -13,40 +13,6 @@ from typing import Any
 from holdfast.image.layout import Layout
 from holdfast.wire.frames import Kind
 
-__all__ = [
-    "Abort",
-    "Action",
-    "Began",
-    "Begin",
-    "CancelReceive",
-    "ChunkFull",
-    "Decline",
-    "Diverged",
-    "Done",
-    "Durable",
-    "Event",
-    "Failed",
-    "FillSlot",
-    "FlusherBack",
-    "FlusherGone",
-    "FreeSlot",
-    "GrantCredit",
-    "Known",
-    "NewLayout",
-    "Offer",
-    "RankBack",
-    "RankLost",
-    "RankSilent",
-    "Received",
-    "Returned",
-    "Sent",
-    "SlotsFreed",
-    "Staged",
-    "Tell",
-    "Tick",
-]
-
-
 # -- events ------------------------------------------------------------------------------------------------------
 
 

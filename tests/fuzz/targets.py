@@ -38,13 +38,14 @@ from holdfast.ring.doorbell import Message
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
 from holdfast.sealed import seal
 from holdfast.store.names import check_name, check_write_id
+from holdfast.telemetry.reading import Log, read_logs
+from holdfast.telemetry.rows import Stored
 from holdfast.telemetry.status_document import read_said
 from holdfast.wire.frames import HEADER_BYTES as FRAME_HEADER_BYTES
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, decode, json_body
 from operator_side.commands.status_output import render
 from operator_side.report.facts import gather
 from operator_side.report.page import page
-from operator_side.report.reading import Log, read_logs
 from operator_side.report.sentences import look_at, what_happened
 from operator_side.simulate.profiles import load_profile
 from operator_side.simulate.replay import Job, Lane, replay
@@ -52,7 +53,7 @@ from operator_side.simulate.strategy import IDEAL
 from operator_side.simulate.traces import read_trace
 from operator_side.simulate.tuning import Question, tune
 from operator_side.simulate.windows import cut
-from operator_side.status.picture import Peer, Stored, compose
+from operator_side.status.picture import Peer, compose
 from tests.support.memory_store import MemoryStore
 
 __all__ = ["TARGETS", "within_our_errors"]

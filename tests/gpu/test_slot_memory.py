@@ -11,8 +11,7 @@ import torch
 from holdfast.crc import crc32
 from holdfast.image.slices import area_bytes, frames_of
 from tests.gpu.test_staging import OnDevice
-from trainer_side.save.slot_memory import in_slot
-from trainer_side.save.staging import Staging
+from trainer_side.save.staging import Staging, in_slot
 from trainer_side.tiers.opening import open_tier
 
 pytestmark = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from operator_side.doctor import Finding, Plan, State
+from holdfast.command.checks import Finding, Plan, State
 from operator_side.doctor.hosts import examine_hosts
 from tests.support.two_hosts import TwoHosts, two_hosts, why_not
 

@@ -9,9 +9,8 @@ import pytest
 from flusher.steps import Key, Verify
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, ProtocolError
-from holdfast.image.chunks import verify_chunk
+from holdfast.image.chunks import Source, verify_chunk
 from holdfast.image.index import LayoutIndex
-from holdfast.ring.journal import Source
 from holdfast.wire.frames import (
     HEADER_BYTES,
     Agreement,

@@ -53,8 +53,8 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     import flusher.lifetime
     import stager.flusher_line
     import stager.flusher_process
-    from flusher.instance import Instance
     from flusher.progress import Progress
+    from flusher.tenure import Instance
     from holdfast.checkpoints import claim
     from holdfast.ring import doorbell as ipc
     from holdfast.ring.ring import Ring

@@ -14,8 +14,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.command.cli import cli
-from holdfast.cures import help_for
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, help_for
 from operator_side.commands.explain import section
 from tests.unit.test_documents import ROOT, files, headings, text
 

@@ -16,8 +16,6 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Permutation"]
-
 # Even, so that the halves end where they began. With 8 the orders of 5 samples are visibly not equally likely.
 _ROUNDS = 24
 _U64 = np.uint64

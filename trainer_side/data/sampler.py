@@ -18,12 +18,10 @@ from typing import Any, Literal, NamedTuple, Never, TypeVar
 
 import torch
 
-from holdfast import diary
+from holdfast import supervised as diary
 from holdfast.errors import StateError
 from trainer_side.data.permutation import Permutation
 from trainer_side.state.rng import apart
-
-__all__ = ["ReadAhead", "ResumableSampler"]
 
 _log = logging.getLogger("holdfast.data")
 _Batch = TypeVar("_Batch")

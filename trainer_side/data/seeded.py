@@ -17,8 +17,6 @@ import torch.utils.data
 from holdfast.errors import StateError
 from trainer_side.state.rng import apart
 
-__all__ = ["SeededSamples"]
-
 
 class _MapStyle(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...

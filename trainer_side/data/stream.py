@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from holdfast.errors import StateError
 from trainer_side.state.rng import apart
 
-__all__ = ["ResumableStream"]
-
 
 class _Source(Protocol):
     def __iter__(self) -> Iterator[Any]: ...

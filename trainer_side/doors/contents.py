@@ -23,8 +23,6 @@ from holdfast.store.base import Store
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
 from trainer_side.state.tree import Named, tensor_paths
 
-__all__ = ["Contents", "bytes_of", "dense"]
-
 _READS_MAX = 2  # bytes that came wrong may have changed on their way only
 _WINDOW_BYTES_MAX = 16 * 1024 * 1024
 

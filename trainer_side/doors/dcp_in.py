@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from holdfast.errors import ConfigError, DamageError, HoldfastError, StateError
 
-__all__ = ["read_dcp"]
-
 _METADATA = ".metadata"
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {

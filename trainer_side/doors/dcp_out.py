@@ -26,8 +26,6 @@ from holdfast.store.base import Store
 from trainer_side.doors.contents import Contents, dense
 from trainer_side.doors.names import flatten
 
-__all__ = ["write_dcp"]
-
 
 def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool) -> Exported:
     """Write the folder at `path`, whole or not at all; for `holdfast export`.

@@ -23,8 +23,6 @@ from trainer_side.doors.safetensors_in import read_safetensors
 from trainer_side.state.nesting import refuse_deep_tuples
 from trainer_side.state.tree import tensor_paths
 
-__all__ = ["Import", "open_foreign"]
-
 _ZIP_MAGIC = b"PK\x03\x04"
 _NAMES_SHOWN = 8
 

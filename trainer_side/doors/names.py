@@ -14,8 +14,6 @@ from holdfast.errors import StateError
 from trainer_side.doors.contents import Contents
 from trainer_side.state.tree import Named
 
-__all__ = ["Flat", "flatten"]
-
 
 @dataclass(frozen=True)
 class Flat:

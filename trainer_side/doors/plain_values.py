@@ -21,8 +21,6 @@ import torch
 
 from holdfast.errors import DamageError, StateError
 
-__all__ = ["decode", "encode"]
-
 _DEPTH_MAX = 200  # json itself gives up at about a thousand; no state is so deep
 
 

@@ -20,8 +20,6 @@ from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Skeleton, capture, plan
 from trainer_side.state.tree import classify
 
-__all__ = ["StateImage", "plan_state"]
-
 _RANK = 0  # the one that has it all
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["DTYPES", "HEADER_BYTES_MAX", "LENGTH_BYTES", "METADATA", "VALUES", "VALUES_FORMAT"]
-
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000  # the library reads no longer one
 METADATA = "__metadata__"

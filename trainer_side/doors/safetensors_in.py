@@ -24,8 +24,6 @@ from trainer_side.doors.safetensors_format import (
     VALUES_FORMAT,
 )
 
-__all__ = ["read_safetensors"]
-
 
 def read_safetensors(path: Path) -> tuple[Any, str | None]:
     """The tree, and the name that it had in the state if it is a part of one (`--only`).

@@ -37,8 +37,6 @@ from trainer_side.doors.safetensors_format import (
     VALUES_FORMAT,
 )
 
-__all__ = ["SafetensorsPlan", "write_safetensors"]
-
 _READERS = 4
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NAMED = 5

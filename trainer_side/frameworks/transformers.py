@@ -27,8 +27,7 @@ from typing_extensions import override
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.frameworks.missing import missing
-from trainer_side.frameworks.rng_again import RngAgain
+from trainer_side.frameworks.missing import RngAgain, missing
 from trainer_side.state.per_rank import PerRank
 
 try:

@@ -8,8 +8,6 @@ from holdfast.wire.frames import Frame, Kind
 from holdfast.wire.pace import PaceWord
 from trainer_side.link.schedule import Schedule
 
-__all__ = ["hear_pace"]
-
 
 def hear_pace(frame: Frame, schedule: Schedule, step_seconds: float | None) -> bytes | None:
     """Tell the schedule; what to send back, if anything. Link's thread.

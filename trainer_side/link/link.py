@@ -29,12 +29,11 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, peer_error
 from holdfast.wire.pace import Wish
 from trainer_side.link.hearing import hear_pace
-from trainer_side.link.outbox import Outbox
+from trainer_side.link.outbox import Outbox, Silence
 from trainer_side.link.outgoing import Outgoing, Plan, StagerPort
 from trainer_side.link.pauses import Pauses
 from trainer_side.link.questions import Questions
 from trainer_side.link.schedule import Schedule
-from trainer_side.link.verdicts import Silence
 from trainer_side.notice.appointments import Appointments
 from trainer_side.notice.hearing import hear_appointment
 from trainer_side.transfer import SliceSource, Transfer, TransferState
@@ -42,7 +41,6 @@ from trainer_side.transfer import SliceSource, Transfer, TransferState
 if TYPE_CHECKING:
     from trainer_side.ranks.mpi import MpiPeers
 
-__all__ = ["Link"]
 
 _log = logging.getLogger("holdfast.trainer.link")
 

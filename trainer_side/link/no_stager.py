@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from trainer_side.ranks.mpi import MpiPeers, World
     from trainer_side.tiers.council import Council
 
-__all__ = ["Alone"]
-
 
 class Alone:
     """What `Link` is where there is a stager. Training thread.

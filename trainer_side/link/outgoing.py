@@ -25,8 +25,6 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
-__all__ = ["Outgoing", "Plan", "StagerPort"]
-
 _FRAMES_IN_FLIGHT_MAX = 4
 _STALL_SECONDS = 0.1  # much longer than a busy stager takes until it comes to a payload
 _FRAMES_AHEAD_MAX = (

@@ -19,8 +19,6 @@ from collections.abc import Callable
 
 from trainer_side.link.outbox import Outbox
 
-__all__ = ["Pauses"]
-
 _SECONDS_MIN = 0.2e-3  # the stager takes ten times as long for a payload
 _SENDING_SECONDS_MAX = 0.5e-3
 _STAGED_SECONDS_MAX = 2e-3  # what is left of it is the stager's word that it is durable

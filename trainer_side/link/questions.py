@@ -20,8 +20,6 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome
 from trainer_side.link.outgoing import StagerPort
 
-__all__ = ["Questions"]
-
 _FETCH_SECONDS_MAX = 30.0  # other ranks wait for the answer, too
 _SLACK_SECONDS = 10.0  # for an answer that itself has a deadline at the stager
 

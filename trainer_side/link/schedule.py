@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 
 from holdfast.wire.pace import EVERY_MAX, Pace, PaceWord
 
-__all__ = ["FIRST_EVERY", "Phase", "Reply", "Schedule"]
-
 FIRST_EVERY = 16  # so many iterations are measured before the first checkpoint
 _START_EVERY_MAX = 1024
 

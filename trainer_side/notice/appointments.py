@@ -20,8 +20,6 @@ from holdfast.notices.decider import Word
 from holdfast.notices.notice import Notice, Terms
 from holdfast.notices.sparing import NOBODY, Ability
 
-__all__ = ["Answer", "Appointments"]
-
 _SMOOTHED = 0.25
 
 

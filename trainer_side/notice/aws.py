@@ -13,10 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from trainer_side.notice.base import Notice, NoticeKind, SourceError
-from trainer_side.notice.http import Answer, Server
-from trainer_side.notice.words import json_object, unix_time
-
-__all__ = ["Aws"]
+from trainer_side.notice.http import Answer, Server, json_object, unix_time
 
 _ENDPOINT = "http://169.254.169.254"
 _ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"

@@ -11,10 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from trainer_side.notice.base import Notice, NoticeKind, SourceError
-from trainer_side.notice.http import Server
-from trainer_side.notice.words import json_object, unix_time
-
-__all__ = ["Azure"]
+from trainer_side.notice.http import Server, json_object, unix_time
 
 _URL = "http://169.254.169.254"
 _URL_VARIABLE = "HOLDFAST_AZURE_METADATA_URL"

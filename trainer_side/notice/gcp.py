@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from trainer_side.notice.base import Notice, NoticeKind, SourceError
 from trainer_side.notice.http import Server
 
-__all__ = ["Gcp"]
-
 _HOST = "169.254.169.254"
 _HOST_VARIABLE = "GCE_METADATA_HOST"
 _PREEMPTED = "/computeMetadata/v1/instance/preempted"

@@ -8,8 +8,6 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from trainer_side.notice.appointments import Appointments
 
-__all__ = ["hear_appointment"]
-
 
 def hear_appointment(frame: Frame, appointments: Appointments) -> bytes | None:
     """Tell the appointments; what to send back, if anything. Link's thread.

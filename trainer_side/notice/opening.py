@@ -19,8 +19,6 @@ from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.signals import Signal
 from trainer_side.notice.watch import Watch, asks_for_machine
 
-__all__ = ["Watching", "find_servers", "open_watch"]
-
 _log = logging.getLogger("holdfast.trainer.watch")
 
 _CLOUDS: dict[str, type[Aws] | type[Gcp] | type[Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}

@@ -18,8 +18,6 @@ from typing import Any
 
 from trainer_side.notice.base import Notice, NoticeKind
 
-__all__ = ["Signal"]
-
 
 class Signal:
     """A source that hears one signal. Made, and closed, in the main thread.

@@ -17,8 +17,6 @@ from queue import Empty, SimpleQueue
 
 from trainer_side.notice.base import Notice, Source, SourceError
 
-__all__ = ["Watch", "asks_for_machine"]
-
 _log = logging.getLogger("holdfast.trainer.watch")
 
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")

@@ -30,8 +30,6 @@ from trainer_side.link.schedule import Phase, Schedule
 from trainer_side.pace.profile import Profile
 from trainer_side.pace.updates import Updates
 
-__all__ = ["AUTO", "Pacer", "chosen", "open_pacer"]
-
 AUTO = "auto"
 _log = logging.getLogger("holdfast.trainer.pace")
 _HEARD_MAX = 1000  # nobody takes them in where a script never calls `step()`

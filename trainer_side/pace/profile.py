@@ -21,8 +21,6 @@ from typing import Any
 from holdfast.errors import StateError
 from holdfast.policy import Cost
 
-__all__ = ["Profile"]
-
 _ITERATIONS = 64
 _ITERATIONS_MIN = 5
 _CLOCK_SECONDS = 1e-6  # an iteration that seems to take none

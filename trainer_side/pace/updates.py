@@ -13,8 +13,6 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Updates"]
-
 
 class Updates:
     """Sums the steps of all optimizers. Training thread.

@@ -20,8 +20,6 @@ from holdfast.errors import ConfigError
 if TYPE_CHECKING:
     from trainer_side.ranks.mpi import World
 
-__all__ = ["init_torch_distributed", "refuse_other_launchers"]
-
 
 def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tuple[int, int]:
     """Set up `torch.distributed` among the trainers of this MPI job, with or without a stager in it. Collective.

@@ -24,8 +24,8 @@ from typing import ClassVar
 import mpi4py
 import numpy as np
 
-from holdfast.ending import FINALIZE_SECONDS_MAX, end_within
 from holdfast.errors import ConfigError, PeerLost, ProtocolError
+from holdfast.process import FINALIZE_SECONDS_MAX, end_within
 from holdfast.wire.frames import (
     CONTROL_TAG,
     MAX_MESSAGE_BYTES,
@@ -41,8 +41,6 @@ mpi4py.rc.thread_level = "multiple"
 # MPI_Finalize waits for dead processes, now and then for ever: whether to call it is decided at exit (`_finalize`).
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
-
-__all__ = ["CouncilPort", "MpiPeers", "Port", "World"]
 
 _log = logging.getLogger("holdfast.trainer.mpi")
 

@@ -5,7 +5,7 @@
     read      all bytes, straight into the tensors        slices: trainer_side/restore/rounds.py     file: reading.py
     load      the tree into the objects
 
-Each stage ends with an agreement of all ranks (`trainer_side/ranks/agreeing.py`).
+Each stage ends with an agreement of all ranks (`trainer_side/ranks/peers.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
-from trainer_side.ranks.agreeing import agree, gather
-from trainer_side.ranks.peers import Peers
+from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import STORE, Candidate, store_units
 from trainer_side.restore.exchange import check_received
 from trainer_side.restore.image_map import Described
@@ -33,8 +32,6 @@ from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
 from trainer_side.restore.reading import Reading, Target, Use, read
 from trainer_side.restore.rounds import Rounds
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
-
-__all__ = ["Job", "Restored", "Trial"]
 
 _log = logging.getLogger("holdfast.restore")
 

@@ -23,25 +23,6 @@ from typing import NamedTuple
 from holdfast.image.layout import Extent, Layout
 from trainer_side.restore.image_map import Mapped
 
-__all__ = [
-    "NEARNESS_OF_RING",
-    "NEARNESS_OF_STORE",
-    "RING",
-    "STORE",
-    "Candidate",
-    "Holder",
-    "Key",
-    "Passed",
-    "Piece",
-    "Source",
-    "Stored",
-    "Unit",
-    "candidates",
-    "divide",
-    "pieces_of",
-    "store_units",
-]
-
 STORE = -1  # in place of the number of a slice: the portable file
 RING = "ring"  # in place of the name of a job: whose slices in the ring are is known by attempt and step
 NEARNESS_OF_RING = 4

@@ -14,15 +14,12 @@ from collections.abc import Mapping, Sequence
 from holdfast.crc import combine_all, crc32
 from holdfast.errors import DamageError, ProtocolError
 from holdfast.image.manifest import Manifest
-from trainer_side.ranks.agreeing import gather
-from trainer_side.ranks.crew import start
-from trainer_side.ranks.peers import Peers
+from trainer_side.ranks.deadlines import start
+from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import Unit
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.reading import Sum, Target
 from trainer_side.restore.windows import Part, Windows
-
-__all__ = ["check_entries", "check_received", "check_told", "tell"]
 
 
 def check_received(

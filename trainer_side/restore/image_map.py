@@ -13,8 +13,6 @@ from typing import Protocol
 
 from holdfast.errors import DamageError
 
-__all__ = ["Described", "Ends", "Mapped", "Place", "TensorPlace", "ends_of", "is_storage"]
-
 # A zip reader looks for the end of the directory in this many bytes at the end of the file.
 _TAIL_BYTES = 4096
 _ENDS_BYTES_MAX = 1 << 30  # about three million tensors, as for a layout

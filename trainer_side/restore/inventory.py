@@ -22,15 +22,11 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
-from trainer_side.ranks.agreeing import agree, gather
 from trainer_side.ranks.deadlines import within
-from trainer_side.ranks.peers import Peers
+from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import NEARNESS_OF_RING, NEARNESS_OF_STORE, Candidate, Holder, Key, Stored
-from trainer_side.restore.origins import Keeps
-from trainer_side.tiers.base import Kept, Nearness, Tier
+from trainer_side.tiers.base import Keeps, Kept, Nearness, Tier
 from trainer_side.tiers.inventory import ask_kept
-
-__all__ = ["Found", "Shelf", "find", "newest_attempt"]
 
 _log = logging.getLogger("holdfast.restore")
 _T = TypeVar("_T")

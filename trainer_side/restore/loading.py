@@ -21,8 +21,6 @@ from trainer_side.state.per_rank import PerRank, decode
 from trainer_side.state.rng import RngState
 from trainer_side.state.tree import refusal, tensor_paths
 
-__all__ = ["check", "live_trees", "load"]
-
 _log = logging.getLogger("holdfast.restore")
 _NAMED = 5  # of many problems of one kind, so many are named
 

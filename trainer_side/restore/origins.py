@@ -15,9 +15,7 @@ from holdfast.image.slices import frames_of
 from holdfast.store.base import Store
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.restore.choice import Unit
-from trainer_side.tiers.base import Kept, Nearness
-
-__all__ = ["Keeps", "KeptSlice", "Lying", "Origin", "StoredFile"]
+from trainer_side.tiers.base import Keeps, Kept, Nearness
 
 _TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; what was read is still in the processor's cache
 
@@ -65,28 +63,6 @@ class Origin(Protocol):
             DamageError: It ends before.
             StoreError: Device or store failed.
         """
-        ...
-
-
-class Keeps(Protocol):
-    """Something that keeps slices: a tier of this rank, or the stager's ring. As `trainer_side.tiers.base.Tier`."""
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        ...
-
-    @property
-    def nearness(self) -> Nearness:
-        """What it is made of."""
-        ...
-
-    def kept(self) -> list[Kept]:
-        """All slices that are found here."""
-        ...
-
-    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
-        """Fill `view` with the slice's bytes from `offset` on. Any thread."""
         ...
 
 

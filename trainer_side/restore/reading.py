@@ -35,14 +35,12 @@ from holdfast.crc import combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, StoreError
 from holdfast.faultpoint import Point, reach
 from holdfast.ring.pages import direct_window
-from trainer_side.ranks.crew import Crew
+from trainer_side.ranks.deadlines import Crew
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import STORE, Unit
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.origins import Origin
 from trainer_side.restore.windows import Run, Windows
-
-__all__ = ["Failure", "Reading", "Sum", "Target", "Use", "read", "turns"]
 
 _log = logging.getLogger("holdfast.restore")
 # Not more broadcasts at a time; waiting for them is also what moves them on, while the readers go on reading.

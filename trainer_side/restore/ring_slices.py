@@ -27,8 +27,6 @@ from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import RING, Stored
 from trainer_side.tiers.base import Kept, Nearness
 
-__all__ = ["Fetch", "Look", "RingSlices", "look"]
-
 _log = logging.getLogger("holdfast.restore")
 _CHECKPOINTS_MAX = 4  # newest first; what is older comes from the store
 _ANSWER_BYTES_MAX = 8 << 20  # a request of a reader, and what lies between its extents

@@ -20,8 +20,7 @@ import torch
 from holdfast.errors import DamageError
 from holdfast.image.layout import Extent, Layout
 from holdfast.image.manifest import Manifest
-from trainer_side.ranks.agreeing import agree, gather
-from trainer_side.ranks.peers import Peers
+from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import (
     NEARNESS_OF_RING,
     STORE,
@@ -36,8 +35,6 @@ from trainer_side.restore.exchange import check_entries, check_told, tell
 from trainer_side.restore.image_map import Ends, Mapped, ends_of
 from trainer_side.restore.origins import Origin
 from trainer_side.restore.reading import Failure, Reading, Target, Use, read
-
-__all__ = ["Rounds"]
 
 
 @dataclass

@@ -34,7 +34,6 @@ from trainer_side.state.tree import Named, refusal, tensor_paths
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["Structure", "check_structure_chunks", "once", "read_structure_bytes"]
 
 # What a zip file begins with. Anything else torch takes for one of its older formats, which are not ours.
 _ZIP_MAGIC = b"PK\x03\x04"

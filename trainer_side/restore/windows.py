@@ -19,8 +19,6 @@ from typing import NamedTuple
 from holdfast.image.layout import Extent
 from trainer_side.restore.image_map import Mapped
 
-__all__ = ["Part", "Run", "Windows"]
-
 
 class Part(NamedTuple):
     """A part of one entry: `nbytes` from `offset` of the image on, which is `inside` bytes into the entry."""

@@ -25,8 +25,6 @@ from trainer_side.tiers.base import SliceWriter
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer
 
-__all__ = ["Areas", "Flight", "areas_max"]
-
 _log = logging.getLogger("holdfast.trainer")
 
 

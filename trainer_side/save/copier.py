@@ -33,8 +33,6 @@ from trainer_side.state.skeleton import Capture, Outgrown
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer
 
-__all__ = ["Copier", "Job"]
-
 _log = logging.getLogger("holdfast.trainer")
 
 

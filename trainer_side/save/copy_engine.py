@@ -20,8 +20,6 @@ from trainer_side.save.copy_plan import Batch, Route
 from trainer_side.save.device_copy import CudaLane, DeviceCopy
 from trainer_side.state.survey import Source
 
-__all__ = ["CopyEngine", "Move"]
-
 Move = Callable[
     [int, int, int], object
 ]  # (to address, from address, bytes), as ctypes.memmove; without the GIL

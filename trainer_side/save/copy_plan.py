@@ -23,8 +23,6 @@ from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
 from trainer_side.state.survey import Source
 
-__all__ = ["BATCH_BYTES_MAX", "Batch", "Piece", "Route", "Router", "SlicePlan", "batches"]
-
 # A layer is given free, and a frame to the sender, at most so much later than it could be.
 BATCH_BYTES_MAX = 1 << 20
 _BATCH_PIECES_MAX = 256

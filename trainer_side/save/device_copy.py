@@ -26,8 +26,6 @@ import torch
 from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch
 from trainer_side.state.survey import Source
 
-__all__ = ["CudaLane", "DeviceCopy", "Event", "Lane"]
-
 _log = logging.getLogger("holdfast.trainer")
 
 _SLOTS = 8  # so many batches are queued ahead: the device is never idle between two

@@ -23,8 +23,6 @@ from holdfast.crc import crc32
 from holdfast.image.replicas import ROW_BYTES, encode, first_row, stride
 from trainer_side.state.survey import Source
 
-__all__ = ["Fingerprints"]
-
 _ROW = np.dtype((np.void, ROW_BYTES))
 _WHOLE_BYTES_MAX = 4096  # below it every row is looked at: see `stride`
 

@@ -21,8 +21,6 @@ from torch.optim import Optimizer
 
 from trainer_side.save.split_step import StepArguments, split_step, why_not_split, with_gradients
 
-__all__ = ["Gate"]
-
 _log = logging.getLogger("holdfast.trainer.gate")
 
 # Of many layers an update takes up at least such a part at once: looking at all of them for each one that is copied

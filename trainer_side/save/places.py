@@ -32,8 +32,6 @@ from trainer_side.tiers.keeper import Keeper
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer, TransferState
 
-__all__ = ["NoRoom", "Place", "Room"]
-
 _LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has declined the step
 
 

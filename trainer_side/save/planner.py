@@ -33,8 +33,6 @@ from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, pl
 from trainer_side.state.tree import classify
 from trainer_side.tiers.keeper import Keeper
 
-__all__ = ["Plan", "Planner"]
-
 _CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
 
 

@@ -18,10 +18,12 @@ lost: what one of the two declines may still go to the other.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +37,6 @@ from trainer_side.link.link import Link
 from trainer_side.link.no_stager import Alone
 from trainer_side.save.copier import Copier, Job
 from trainer_side.save.fingerprint import Fingerprints
-from trainer_side.save.garbage import no_collections
 from trainer_side.save.places import NoRoom, Place, Room
 from trainer_side.save.planner import Plan, Planner
 from trainer_side.state.skeleton import Capture, Outgrown, Source
@@ -43,7 +44,24 @@ from trainer_side.state.tree import collect
 from trainer_side.tiers.keeper import Keeper
 from trainer_side.transfer import Transfer
 
-__all__ = ["Saver"]
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """The search for garbage in cycles pauses in the whole process. Any thread, one at a time.
+
+    A capture makes thousands of objects and drops them at once; a plan makes dozens for each tensor and keeps them.
+    Each few hundred set off a search, and now and then one through all objects that there are: with torch imported a
+    quarter of a second, in `save()`, for nothing. What is dropped before the pause ends does not count towards the
+    next search.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
 
 _log = logging.getLogger("holdfast.trainer")
 

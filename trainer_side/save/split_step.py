@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["StepArguments", "split_step", "why_not_split", "with_gradients"]
-
 _Optimizer = TypeVar("_Optimizer", bound=Optimizer)
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 

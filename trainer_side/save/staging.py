@@ -11,7 +11,11 @@ each piece goes is in `trainer_side/save/copy_plan.py`; how it gets there in `tr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
+import mmap
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -20,11 +24,47 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, frames_of
 from trainer_side.save.copy_engine import CopyEngine, Move
 from trainer_side.save.copy_plan import Batch, Piece, Route, SlicePlan, batches
-from trainer_side.save.huge import huge_buffer
-from trainer_side.save.slot_memory import in_slot
 from trainer_side.state.skeleton import Skeleton, Source
 
-__all__ = ["Staging"]
+
+def huge_buffer(nbytes: int) -> torch.Tensor:
+    """`nbytes` (above 0) of zeroed memory as a one-dimensional uint8 tensor; all of it has been touched."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them: pages are small, and all else is the same
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    return buffer.zero_()
+
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+def in_slot(slot: memoryview, *, pinned: bool) -> torch.Tensor:
+    """A tensor over `slot`; what is there stays there.
+
+    Args:
+        slot: Writable memory that stays mapped as long as the tensor lives.
+        pinned: Register it with CUDA. Where that is refused, copies from the device still work, and hold up the CPU.
+    """
+    memory = torch.frombuffer(slot, dtype=torch.uint8)
+    if pinned:
+        _register(memory)
+    return memory
+
+
+def _register(memory: torch.Tensor) -> None:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address, nbytes = memory.data_ptr(), memory.numel()
+    code = int(runtime.cudaHostRegister(address, nbytes, 0))
+    if code:
+        _log.warning(
+            "CUDA does not register %d bytes of a local tier (error %d): copies from the device into it hold up the "
+            "CPU; is the limit of locked memory (ulimit -l) too low?",
+            nbytes,
+            code,
+        )
+        return
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
 
 class Staging:

@@ -18,8 +18,6 @@ import torch
 
 from holdfast.errors import StateError
 
-__all__ = ["refuse_deep_tuples", "tuple_depth"]
-
 _DEPTH_MAX = 1000  # as `tensor_paths`; Python's own pickle goes no deeper either
 
 _CODE = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}

@@ -22,8 +22,6 @@ from torch.nn.parameter import Parameter
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.tree import children
 
-__all__ = ["Facts", "Outline", "Walked"]
-
 _Kind = str | type
 _PLAIN, _TENSOR, _DICT, _LIST, _OTHER_CONTAINER, _STRANGE = (
     "plain",

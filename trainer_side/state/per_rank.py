@@ -19,8 +19,6 @@ import torch
 from holdfast.errors import DamageError, StateError
 from trainer_side.state.nesting import refuse_deep_tuples
 
-__all__ = ["PerRank", "decode", "encode", "reserve_bytes"]
-
 _LENGTH = struct.Struct("<Q")
 _UNIT_BYTES = 4096
 _SLACK_BYTES = 1024

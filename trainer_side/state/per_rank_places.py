@@ -16,8 +16,6 @@ import torch
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.tree import Ownership
 
-__all__ = ["Blobs"]
-
 
 @dataclass(frozen=True)
 class Blobs:

@@ -32,8 +32,6 @@ from trainer_side.state.sparse_file import SparseFile
 from trainer_side.state.survey import Survey
 from trainer_side.state.tree import children
 
-__all__ = ["REFUSED", "Pickling", "Ready", "StandIn", "blame", "load_structure"]
-
 # What saving or loading a value that torch does not take may raise, from pickle, torch, or the value's own code.
 REFUSED = (
     pickle.PickleError,

@@ -16,8 +16,6 @@ from trainer_side.state.pickling import REFUSED, Pickling, blame
 from trainer_side.state.survey import survey
 from trainer_side.state.tree import classify
 
-__all__ = ["Table", "table"]
-
 
 class Table(NamedTuple):
     """What the ranks compare before they plan.

@@ -23,8 +23,6 @@ from trainer_side.state.pickling import REFUSED, Pickling, Ready, StandIn
 from trainer_side.state.snapshot import Constants, Snapshot, snapshot
 from trainer_side.state.survey import Source, Survey
 
-__all__ = ["Last", "Recall", "Seen"]
-
 
 class Seen(NamedTuple):
     """What is in a tree that was recognised, and the storages of its tensors; in the order of the outline."""

@@ -19,8 +19,6 @@ import torch
 
 from holdfast.errors import StateError
 
-__all__ = ["RngState", "apart"]
-
 _log = logging.getLogger("holdfast.rng")
 _TWISTER = "MT19937"
 

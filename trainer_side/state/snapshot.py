@@ -13,8 +13,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Constants", "Snapshot", "snapshot"]
-
 _KEPT = frozenset({bool, int, float, type(None)})  # and str: all that is pickled without naming a class
 
 

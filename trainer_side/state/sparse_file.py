@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Literals", "Record", "SparseFile"]
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # signature … name length, extra length
 _DIRECTORY_RECORD = struct.Struct(

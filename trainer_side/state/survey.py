@@ -18,8 +18,6 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.state.tree import Named, refusal, tensor_paths
 
-__all__ = ["Part", "Slot", "Source", "Survey", "survey"]
-
 
 class Source(NamedTuple):
     """The used part of one storage, where it lies now.

@@ -23,8 +23,6 @@ from holdfast.errors import StateError
 from holdfast.image.layout import REPLICATED
 from trainer_side.state.per_rank import PerRank
 
-__all__ = ["Named", "Ownership", "children", "classify", "collect", "refusal", "tensor_paths"]
-
 _DEPTH_MAX = 1000  # pickle itself goes no deeper; paths of endless depth would take memory without end
 
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]

@@ -15,8 +15,6 @@ from trainer_side.state.sparse_file import SparseFile
 from trainer_side.state.survey import Survey
 from trainer_side.state.tree import Ownership
 
-__all__ = ["ZipParts"]
-
 _PICKLE = "archive/data.pkl"
 _SERIALIZATION_ID = "archive/.data/serialization_id"
 _STORAGE_PREFIX = "archive/data/"

@@ -28,8 +28,6 @@ from typing import Any, Protocol
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal
 
-__all__ = ["Kept", "Nearness", "SliceWriter", "Tier"]
-
 
 class Nearness(StrEnum):
     """What a tier is made of; nearest first. Among equals, restore reads from the nearest."""
@@ -177,4 +175,38 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Let go of files and memory. What is sealed stays."""
+        ...
+
+
+class Keeps(Protocol):
+    """Something that keeps slices: a tier of this rank, or the stager's ring. As `trainer_side.tiers.base.Tier`."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def nearness(self) -> Nearness:
+        """What it is made of."""
+        ...
+
+    def kept(self) -> list[Kept]:
+        """All slices that are found here."""
+        ...
+
+    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+        """Fill `view` with the slice's bytes from `offset` on. Any thread."""
+        ...
+
+
+class KeptSteps(Protocol):
+    """Where a rank counts what its tiers have done (`trainer_side.ledger.Ledger`)."""
+
+    def kept(self, tier: str) -> None:
+        """Count a slice that `tier` has sealed."""
+        ...
+
+    def skipped(self, tier: str, cause: str) -> None:
+        """Count a step that was not kept in `tier`."""
         ...

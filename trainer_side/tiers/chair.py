@@ -28,8 +28,6 @@ from holdfast.wire.frames import Kind
 from trainer_side.tiers.base import Nearness, Tier
 from trainer_side.tiers.tally import Order, Verdict
 
-__all__ = ["Chair", "farthest"]
-
 _log = logging.getLogger("holdfast.trainer.council")
 
 _HEARD = frozenset({Kind.NOTICE, Kind.AT})

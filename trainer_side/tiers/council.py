@@ -30,11 +30,8 @@ from holdfast.wire.frames import Agreement, Kind, Proposal, decode, peer_error
 from trainer_side.notice.appointments import Appointments
 from trainer_side.notice.hearing import hear_appointment
 from trainer_side.tiers.chair import Chair
-from trainer_side.tiers.muster import Muster
-from trainer_side.tiers.tally import Order, Tally, Verdict
+from trainer_side.tiers.tally import Muster, Order, Tally, Verdict
 from trainer_side.tiers.words import Said, Word
-
-__all__ = ["Council", "CouncilPort"]
 
 _log = logging.getLogger("holdfast.trainer.council")
 

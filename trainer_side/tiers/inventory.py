@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError, HoldfastError, StoreError
 from holdfast.wire.frames import peer_error
-from trainer_side.ranks.agreeing import gather
 from trainer_side.ranks.deadlines import within
-from trainer_side.ranks.peers import Peers
+from trainer_side.ranks.peers import Peers, gather
 from trainer_side.tiers.base import Kept, Tier
 from trainer_side.tiers.tally import Order
 
 if TYPE_CHECKING:
-    from trainer_side.restore.origins import Keeps
+    from trainer_side.tiers.base import Keeps
 
-__all__ = ["Inventory", "ask_kept", "take_inventory"]
 
 _SECONDS_MAX = 60.0  # where nobody says how long a tier may take
 

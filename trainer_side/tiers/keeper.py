@@ -23,9 +23,8 @@ from holdfast.image.layout import Layout
 from holdfast.image.slices import Frame, frames_of
 from holdfast.telemetry.causes import cause_of
 from holdfast.telemetry.events import EventLog
-from trainer_side.ledger import Ledger
 from trainer_side.notice.appointments import Appointments
-from trainer_side.tiers.base import Nearness, SliceWriter, Tier
+from trainer_side.tiers.base import KeptSteps, Nearness, SliceWriter, Tier
 from trainer_side.tiers.chair import Chair, farthest
 from trainer_side.tiers.council import Council, CouncilPort
 from trainer_side.tiers.inventory import Inventory
@@ -33,8 +32,6 @@ from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.lane import Lane, Outcome
 from trainer_side.tiers.tally import Order, Verdict
 from trainer_side.transfer import SliceSource
-
-__all__ = ["Keeper", "open_tiers"]
 
 _log = logging.getLogger("holdfast.trainer.tiers")
 
@@ -71,7 +68,7 @@ class Keeper:
         attempt: int,
         job: str,
         inventory: Inventory,
-        ledger: Ledger,
+        ledger: KeptSteps,
         events: EventLog,
         appointments: Appointments | None = None,
     ) -> None:

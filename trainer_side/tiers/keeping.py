@@ -19,8 +19,6 @@ from holdfast.image.slices import Frame
 from trainer_side.tiers.base import SliceWriter
 from trainer_side.transfer import SliceSource
 
-__all__ = ["Keeping", "Part"]
-
 
 class Part:
     """One tier's share of a keeping. The lane's lock guards it.

@@ -27,8 +27,6 @@ from trainer_side.tiers.base import Tier
 from trainer_side.tiers.keeping import Keeping, Part
 from trainer_side.tiers.tally import Order, Verdict
 
-__all__ = ["Lane", "Outcome"]
-
 _log = logging.getLogger("holdfast.trainer.tiers")
 
 _LOOK_SECONDS = 2e-3  # while bytes are being copied, or the link reads a slot

@@ -10,8 +10,6 @@ import ctypes
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["Libpmem", "load"]
-
 _NAME = "libpmem.so.1"
 _MAJOR, _MINOR_MIN = 1, 1  # pmem_memcpy with flags came in 1.1 of the interface
 _NONTEMPORAL = 1 << 1  # PMEM_F_MEM_NONTEMPORAL

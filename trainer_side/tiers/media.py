@@ -24,8 +24,6 @@ from typing import Protocol
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import is_aligned, open_direct, write_all
 
-__all__ = ["CachedFile", "Copy", "DirectFile", "MappedFile", "Medium", "address_of"]
-
 Copy = Callable[[int, int, int], object]  # (to address, from address, bytes), as ctypes.memmove
 
 

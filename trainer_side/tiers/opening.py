@@ -19,8 +19,6 @@ from trainer_side.tiers.place import Place
 from trainer_side.tiers.pm import PmFile
 from trainer_side.tiers.slot_tier import SlotTier
 
-__all__ = ["SLOTS", "open_tier"]
-
 SLOTS = 2
 _MEDIA: dict[Nearness, Callable[[Path], Medium]] = {
     Nearness.MEMORY: MappedFile,

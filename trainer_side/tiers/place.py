@@ -26,8 +26,6 @@ from holdfast.store import normalise_url
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import sync_directory
 
-__all__ = ["Place", "RankLock", "SlotPath", "run_digest", "run_name"]
-
 _SLOTS_NAME = re.compile(r"rank-([0-9]{5,10})-([0-9a-f]{8})(?:-([0-9]{1,4}))?\.slots")
 _KEY_DIGITS = 8
 _NAME_CHARACTERS_MAX = 100

@@ -22,8 +22,6 @@ from holdfast.store.posix_errors import translated
 from trainer_side.tiers import libpmem
 from trainer_side.tiers.media import Copy, MappedFile, address_of
 
-__all__ = ["PmFile"]
-
 _log = logging.getLogger("holdfast.trainer")
 _MAP_SHARED_VALIDATE, _MAP_SYNC = 0x03, 0x80000  # linux/mman.h; Python does not name them
 _MADV_POPULATE_WRITE = 23

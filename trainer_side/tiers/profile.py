@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from trainer_side.tiers.media import Medium
 
-__all__ = ["SCRATCH_BYTES", "Profile", "choose", "measure"]
-
 SCRATCH_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20  # what one write takes: like a frame, which is half a chunk or more
 _SECONDS_MAX = 1.0

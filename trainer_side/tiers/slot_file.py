@@ -28,8 +28,6 @@ from trainer_side.tiers.slot_format import (
     whole_pages,
 )
 
-__all__ = ["Read", "SlotFile", "first_pages", "read_layout", "read_seal", "read_sectors"]
-
 Table = tuple[Commitment | None, ...]  # per slot
 Read = Callable[[int, int], bytes]  # (offset, bytes) → what is there; shorter at the end of the file
 

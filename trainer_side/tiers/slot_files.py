@@ -29,8 +29,6 @@ from trainer_side.tiers.slot_scan import Examined, examine
 from trainer_side.tiers.slot_writer import OpenSlots
 from trainer_side.tiers.slots import SLOTS_MIN
 
-__all__ = ["SlotFiles"]
-
 _log = logging.getLogger("holdfast.trainer")
 _BESIDE_MAX = 100  # damaged files of one name; somebody should have looked by then
 _WRITERS_TRIED = (1, 2, 4)

@@ -23,18 +23,6 @@ from holdfast.errors import DamageError, ProtocolError
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
 
-__all__ = [
-    "PAGE_BYTES",
-    "SECTOR_OFFSETS",
-    "SLOTS_MAX",
-    "CommitSector",
-    "Commitment",
-    "Superblock",
-    "UnknownVersionError",
-    "newest",
-    "whole_pages",
-]
-
 PAGE_BYTES = 4096
 SECTOR_OFFSETS = (PAGE_BYTES, 2 * PAGE_BYTES)
 SLOTS_MAX = 64

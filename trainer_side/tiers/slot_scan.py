@@ -24,8 +24,6 @@ from trainer_side.tiers.place import Place
 from trainer_side.tiers.slot_file import read_layout, read_seal, read_sectors
 from trainer_side.tiers.slot_format import PAGE_BYTES, Commitment, Superblock, newest
 
-__all__ = ["Examined", "examine", "scan"]
-
 _log = logging.getLogger("holdfast.trainer")
 
 

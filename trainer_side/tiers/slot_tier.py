@@ -25,8 +25,6 @@ from trainer_side.tiers.slot_scan import scan
 from trainer_side.tiers.slot_writer import OpenSlots, SlotWriter
 from trainer_side.tiers.slots import SLOTS_MIN
 
-__all__ = ["SlotTier"]
-
 _DYING_SECONDS_MAX = 5.0
 _log = logging.getLogger("holdfast.trainer")
 

@@ -23,8 +23,6 @@ from trainer_side.tiers.slot_file import SlotFile
 from trainer_side.tiers.slot_format import Commitment
 from trainer_side.tiers.slots import Order, SlotEntry, Slots
 
-__all__ = ["OpenSlots", "SlotWriter"]
-
 
 class OpenSlots:
     """A slot file that slices of one layout are being written to. Any thread.

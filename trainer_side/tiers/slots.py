@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-__all__ = ["SLOTS_MIN", "Order", "SlotEntry", "Slots"]
-
 SLOTS_MIN = 2  # one complete step, and one on its way
 Order = tuple[int, int]  # (attempt, step)
 

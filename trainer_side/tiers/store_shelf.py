@@ -17,8 +17,6 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.manifest import Key
 from holdfast.store.base import Store
 
-__all__ = ["SliceShelf"]
-
 _log = logging.getLogger("holdfast.trainer")
 
 

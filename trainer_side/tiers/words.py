@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import ProtocolError
 
-__all__ = ["Said", "Word"]
-
 _WHOLE_MAX = 2**62
 _TEXT_MAX = 4000
 

@@ -20,3 +20,30 @@ def _niceness(before: str) -> int:
 def test_a_process_yields_once_and_one_that_is_nicer_already_stays_so() -> None:
     assert _niceness("pass") == 10
     assert _niceness("os.nice(15)") == 15
+
+
+_SCRIPT = """
+import atexit, threading
+from holdfast.process import end_within
+call = {call}
+atexit.register(lambda: end_within({seconds}, call, "MPI_Finalize"))
+print("worked")
+"""
+
+
+def _run(call: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    script = _SCRIPT.format(call=call, seconds=seconds)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_last_call_that_hangs_is_left_and_named() -> None:
+    done = _run("threading.Event().wait", 0.2)
+    assert (done.returncode, done.stdout) == (0, "worked\n")
+    assert "MPI_Finalize did not return within 0.2 s" in done.stderr
+
+
+def test_one_that_returns_ends_the_process_as_ever() -> None:
+    done = _run("lambda: print('over')", 50.0)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "worked\nover\n", "")

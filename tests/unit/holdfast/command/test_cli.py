@@ -70,7 +70,7 @@ def with_command(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -
 
     command = click.Command("try", callback=callback)
     monkeypatch.setattr(
-        cli, "_roles", lambda: {"try": EntryPoint("try", "there:command", "holdfast.commands")}
+        cli, "_subcommands", lambda: {"try": EntryPoint("try", "there:command", "holdfast.commands")}
     )
     monkeypatch.setattr(EntryPoint, "load", lambda _: command)
 
@@ -138,7 +138,7 @@ def a_role(monkeypatch: pytest.MonkeyPatch, directory: Path, code: str) -> None:
     monkeypatch.delitem(sys.modules, "kelp_role", raising=False)
     monkeypatch.setitem(cli._EXTRA_OF_PACKAGE, "kelp_role", "stager")
     point = EntryPoint("kelp", "kelp_role:command", "holdfast.commands")
-    monkeypatch.setattr(cli, "_roles", lambda: {"kelp": point})
+    monkeypatch.setattr(cli, "_subcommands", lambda: {"kelp": point})
 
 
 def test_a_role_whose_dependency_is_missing_says_what_to_install(
@@ -169,7 +169,7 @@ def test_a_role_that_is_broken_breaks_nothing_else(
 def test_verbose_logs_to_stderr_only(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     command = click.Command("try", callback=lambda: logging.getLogger("holdfast.try").info("seen"))
     monkeypatch.setattr(
-        cli, "_roles", lambda: {"try": EntryPoint("try", "there:command", "holdfast.commands")}
+        cli, "_subcommands", lambda: {"try": EntryPoint("try", "there:command", "holdfast.commands")}
     )
     monkeypatch.setattr(EntryPoint, "load", lambda _: command)
     assert run("try") == (0, "", "")

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError, ProtocolError
-from holdfast.image.layout import Entry, Layout
+from holdfast.image.layout import SOURCES_MAX, Entry, Layout
 from holdfast.ring.directory import runtime_directory
-from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SOURCES_MAX
+from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES
 from holdfast.ring.ring import Ring, SlotState
 
 CHUNK_BYTES = 8192

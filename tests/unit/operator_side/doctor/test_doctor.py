@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from holdfast.command.checks import Finding, Plan, State
 from holdfast.errors import StoreError
 from holdfast.ring.journal import Header
 from holdfast.ring.ring import Ring
 from operator_side import doctor
-from operator_side.doctor import Finding, Plan, State, examine, machine
+from operator_side.doctor import examine, machine
 from operator_side.doctor.store import examine_store
 from tests.support.memory_store import MemoryStore
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.telemetry.events import EventLog
+from holdfast.telemetry.reading import read_logs
+from holdfast.telemetry.rows import Stored
 from operator_side.report.facts import Facts, gather
 from operator_side.report.page import page
-from operator_side.report.reading import read_logs
-from operator_side.status.picture import Stored
 
 HERE = Path(__file__).parent
 STATUS, EVENTS = HERE / "drilled-status.jsonl", HERE / "drilled-events.jsonl"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
+from holdfast.telemetry.reading import read_line, read_logs
+from holdfast.telemetry.rows import Stored
 from operator_side.report.facts import ring_bytes
 from operator_side.report.goodput import PARTS
-from operator_side.report.reading import read_line, read_logs
 from operator_side.report.sentences import look_at, what_happened
-from operator_side.status.picture import Stored
 from tests.unit.operator_side.report.logs import (
     EVENTS,
     STATUS,

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from operator_side.report.markup import tag
-from operator_side.report.pictures import lanes
+from operator_side.report.pictures import bins, lanes, thinned
 from operator_side.report.style import DARK, LIGHT, STYLE
-from operator_side.report.thinning import bins, thinned
 from tests.unit.operator_side.report.logs import EVENTS, STATUS, T0, Line, Page, facts_of, page_of, written
 
 _PAGE_BYTES_MAX = 2_000_000

@@ -13,9 +13,8 @@ from holdfast.errors import ConfigError
 from holdfast.policy import Hazard, advise
 from operator_side.simulate.profiles import MEASURED, Measured, Profile, load_profile, measured_profile
 from operator_side.simulate.replay import Job, Lane, replay
-from operator_side.simulate.strategy import IDEAL, Strategy
+from operator_side.simulate.strategy import HOUR_US, IDEAL, SECOND_US, Strategy
 from operator_side.simulate.study import Prices, goodput, on_demand_dollars, total_times
-from operator_side.simulate.units import HOUR_US, SECOND_US
 from operator_side.simulate.windows import Column, poisson, stack
 
 _JOB = Job(nodes=8, nodes_min=1, iteration_us=SECOND_US, restart_us=20 * SECOND_US)

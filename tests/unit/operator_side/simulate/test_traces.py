@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
+from operator_side.simulate.strategy import SECOND_US
 from operator_side.simulate.traces import Trace, read_trace
-from operator_side.simulate.units import SECOND_US
 from operator_side.simulate.windows import cut, poisson
 
 COUNTS = """,Time,GPUs

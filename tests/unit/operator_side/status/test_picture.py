@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from holdfast.telemetry.rows import Stored
 from holdfast.telemetry.status_document import CheckpointSaid, Line, RankSaid, Said
 from operator_side.commands.status_output import bar, render, spark
-from operator_side.status.picture import Interval, Peer, Picture, Stored, compose
+from operator_side.status.picture import Interval, Peer, Picture, compose
 from operator_side.status.ring_files import RingCheckpoint, RingLook
 from tests.support.checkpoints import manifest_of, small_image
 

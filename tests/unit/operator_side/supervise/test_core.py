@@ -8,22 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operator_side.supervise.actions import Action, Finish, Kill, Launch, Look, Note, Terminate
 from operator_side.supervise.core import Core, Phase
 from operator_side.supervise.events import (
+    Action,
     Began,
     Durable,
     Ended,
     Event,
     Exited,
+    Finish,
     HostsSeen,
     Joined,
+    Kill,
+    Launch,
+    Look,
+    Note,
     Noticed,
     Restored,
     Silence,
     Staged,
     Stepped,
     Stop,
+    Terminate,
     Tick,
 )
 from operator_side.supervise.hosts import Host

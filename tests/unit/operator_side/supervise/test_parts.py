@@ -26,8 +26,16 @@ from operator_side.supervise.events import (
     Stepped,
 )
 from operator_side.supervise.hosts import Host, HostFile, Slurm, place
-from operator_side.supervise.output import Line, Output, Report, exception_of, parse_line, parse_report
-from operator_side.supervise.tail import Follower, meaning
+from operator_side.supervise.output import (
+    Follower,
+    Line,
+    Output,
+    Report,
+    exception_of,
+    meaning,
+    parse_line,
+    parse_report,
+)
 
 
 def test_tags_are_taken_off() -> None:

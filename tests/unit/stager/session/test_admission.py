@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.config import IN_FLIGHT_MAX
 from holdfast.wire.frames import Kind
-from stager.session.checkpoint import IN_FLIGHT_MAX, Phase
+from stager.session.checkpoint import Phase
 from stager.session.steps import Offer, Tell
 from tests.unit.stager.session.sessions import Stager, make_layout, phases_of
 

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from holdfast.config import IN_FLIGHT_MAX
 from holdfast.image.layout import Entry, Layout
 from holdfast.wire.frames import Kind
-from stager.session.checkpoint import IN_FLIGHT_MAX, Phase
+from stager.session.checkpoint import Phase
 from stager.session.machine import Session
 from stager.session.steps import (
     Abort,

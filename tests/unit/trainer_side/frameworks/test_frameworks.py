@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from holdfast.errors import ConfigError, StateError
 from trainer_side import ResumableSampler
 from trainer_side.frameworks.epochs import EpochLoader
-from trainer_side.frameworks.rng_again import RngAgain
+from trainer_side.frameworks.missing import RngAgain
 from trainer_side.ranks.distributed import refuse_other_launchers
 
 DATA = TensorDataset(torch.arange(23))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError
 from holdfast.notices.decider import Said
-from holdfast.wire.pace import Pace, PaceWord, Wish
-from stager.retiming import Announce, Retiming, Saying
+from holdfast.wire.pace import Announce, Pace, PaceWord, Wish
+from stager.retiming import Retiming, Saying
 from trainer_side.link.schedule import Phase, Reply, Schedule
 
 WHY = "every n steps: because"

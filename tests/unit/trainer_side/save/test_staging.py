@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import random
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, area_bytes, frames_of
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Route, Router, SlicePlan
-from trainer_side.save.staging import Staging
+from trainer_side.save.staging import Staging, huge_buffer
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
@@ -246,3 +249,46 @@ def test_what_is_taken_at_once_is_taken_from_where_it_lies_now(seed: int) -> Non
             expected = _expected(skeleton.layout, 0, taken, piece.entry)
             found = bytes(staging.view(piece.offset, piece.nbytes))
             assert found == expected[piece.entry_offset : piece.entry_offset + piece.nbytes], (count, piece)
+
+
+_PAGE_BYTES = 2 << 20
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, 3 * _PAGE_BYTES])
+def test_it_is_zero_and_holds_what_is_written(nbytes: int) -> None:
+    buffer = huge_buffer(nbytes)
+    assert (buffer.dtype, tuple(buffer.shape)) == (torch.uint8, (nbytes,))
+    assert not buffer.any()
+    buffer.fill_(7)
+    assert bytes(buffer.numpy().data) == b"\x07" * nbytes
+
+
+def test_all_of_it_has_been_touched() -> None:
+    buffer = huge_buffer(8 * _PAGE_BYTES)
+    mapping = _mapping(buffer.data_ptr())
+    assert int(mapping["Rss"]) * 1024 >= buffer.numel()
+    if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        assert int(mapping["AnonHugePages"]) * 1024 >= buffer.numel() - 2 * _PAGE_BYTES
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("trainer_side.save.staging.mmap.mmap", Plain)
+    assert not huge_buffer(_PAGE_BYTES).any()
+
+
+def _mapping(address: int) -> dict[str, str]:
+    """What the kernel says of the mapping with this address, sizes in KiB."""
+    found: dict[str, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        begins = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if begins:
+            inside = int(begins[1], 16) <= address < int(begins[2], 16)
+        elif inside:
+            name, value = line.split(":", 1)
+            found[name] = value.split()[0]
+    return found

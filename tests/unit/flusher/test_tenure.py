@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from flusher.instance import Instance
+from flusher.tenure import Instance
 from holdfast.errors import ConfigError, FencedError
 
 _HOLD = """
 import sys, pathlib, time
-from flusher.instance import Instance
+from flusher.tenure import Instance
 held = Instance(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

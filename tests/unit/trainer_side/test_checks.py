@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from operator_side.doctor import Finding, Plan, State
+from holdfast.command.checks import Finding, Plan, State
 from tests.support.fake_metadata import (
     AWS_ROOT,
     AWS_TOKEN,
@@ -18,7 +18,7 @@ from tests.support.fake_metadata import (
     GCP_PREEMPTED,
     FakeMetadata,
 )
-from trainer_side.check import metadata
+from trainer_side.checks import metadata
 
 PLAN = Plan(None, Path("/nowhere"), 1, 1)
 CLOSED: tuple[int, str, dict[str, str]] = (404, "", {})

@@ -14,8 +14,6 @@ from typing import IO, Any, NamedTuple
 
 from holdfast.errors import ConfigError
 
-__all__ = ["TIME_MAX", "Event", "Log", "number", "read_line", "read_logs", "text", "whole"]
-
 LINE_BYTES_MAX = 1 << 24  # a line with the times of ten thousand ranks
 TIME_MAX = 1e11  # three thousand years
 _NUMBER_MAX = 1e15

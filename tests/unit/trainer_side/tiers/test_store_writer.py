@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.image.slices import Frame
-from trainer_side.tiers.store_parts import PartCutter
+from trainer_side.tiers.store_writer import PartCutter
 
 PAGE = 4096
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flusher.later import Later
+from flusher.held import Later
 from flusher.steps import Key
 
 ONE, OTHER = Key(1, 1), Key(1, 2)

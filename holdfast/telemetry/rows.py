@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
+from typing import Any, Literal
 
 from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
+from holdfast.image.manifest import Manifest
 from holdfast.telemetry.causes import cause_of
-from operator_side.report.reading import TIME_MAX, Event, number, text, whole
-from operator_side.status.picture import Stored
-
-__all__ = ["Checkpoint", "Checkpoints", "NotTaken", "RankTimes", "gather_checkpoints"]
+from holdfast.telemetry.reading import TIME_MAX, Event, number, text, whole
 
 Key = tuple[int, int]
 _RANK_DIGITS_MAX = 9
@@ -270,3 +269,39 @@ _ORDER = ("saving", "staged", "durable", "verified", "bad")
 def _advance(row: Checkpoint, state: str) -> None:
     if row.state not in _ORDER or _ORDER.index(state) > _ORDER.index(row.state):
         row.state = state
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint as its manifest in the store has it. `note`: why it is bad."""
+
+    attempt: int
+    step: int
+    state: Literal["durable", "verified", "bad"]
+    image_bytes: int
+    durable_at_unix: float
+    saved_at_unix: float
+    pgt1_seconds: float
+    pgt2_seconds: float
+    record: Mapping[str, Any]
+    note: str = ""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Stored | None:
+        """None where the manifest does not say when it was made, in a way that can be read."""
+        try:
+            durable_at = datetime.fromisoformat(manifest.created).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return None
+        return cls(
+            attempt=manifest.attempt,
+            step=manifest.step,
+            state=manifest.state.value,
+            image_bytes=manifest.image_bytes,
+            durable_at_unix=durable_at,
+            saved_at_unix=durable_at - manifest.pgt2_seconds,
+            pgt1_seconds=manifest.pgt1_seconds,
+            pgt2_seconds=manifest.pgt2_seconds,
+            record=manifest.record,
+            note=manifest.note,
+        )
