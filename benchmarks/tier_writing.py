@@ -21,8 +21,8 @@ from holdfast.image.slices import frames_of
 from trainer_side.save.staging import huge_buffer
 from trainer_side.state.skeleton import plan
 from trainer_side.state.tree import classify, collect
-from trainer_side.tiers.base import SliceWriter, Tier
 from trainer_side.tiers.media import Copy, Medium, address_of
+from trainer_side.tiers.tier import SliceWriter, Tier
 
 __all__ = ["Counting", "Slice", "layout_of"]
 

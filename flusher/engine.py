@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import time
 
-from flusher.held import Held, Later
+from flusher.held import Later, RetryCounts
 from flusher.jobs import Jobs
-from flusher.listener import Durable, Ends, Listener, LookedUp
+from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, LookedUp
 from flusher.pipeline import Pipeline
 from flusher.steps import (
     Aborted,
@@ -25,9 +25,9 @@ from flusher.steps import (
     ChunkFull,
     Discard,
     Event,
-    Failed,
     FreeSlots,
     Job,
+    JobFailed,
     Key,
     Opened,
     PartWritten,
@@ -76,7 +76,7 @@ class Engine:
         events: EventLog,
         *,
         writers: int,
-        listener: Listener,
+        listener: FlushListener,
     ) -> None:
         self._ring, self._upkeep, self._inbox, self._events = ring, upkeep, inbox, events
         self._listener = listener
@@ -88,8 +88,8 @@ class Engine:
         self._publishers = Workers("publisher", 1)
         self._indexes: dict[str, LayoutIndex] = {}
         self._later = Later()
-        self._held = Held(events)
-        self._ends = Ends(self._jobs, self._publishers, inbox, listener)
+        self._held = RetryCounts(events)
+        self._ends = EndedCheckpoints(self._jobs, self._publishers, inbox, listener)
         self._opened: dict[Key, int] = {}  # how many chunks must be in the ring together
         self._discards: set[Key] = set()
         self._given_up: set[Key] = set()  # and the stager was told
@@ -261,7 +261,7 @@ class Engine:
                 self._published(key)
             case LookedUp(key, ended):
                 self._ends.say(key, ended)
-            case Failed(key):
+            case JobFailed(key):
                 self._running -= 1
                 self._fail(item)
             case Opened(key):
@@ -289,7 +289,7 @@ class Engine:
         manifest = self._jobs.manifests[key]
         self._ring.remove_checkpoint(*key)
         self._jobs.forget(key)
-        durable = Durable.of(manifest)
+        durable = DurableStep.of(manifest)
         self._end(key, durable)
         self._tell(Published(key))
         self._events.emit(
@@ -306,12 +306,12 @@ class Engine:
         self._listener.durable(key, durable)
         self._upkeep.published(key, manifest)
 
-    def _end(self, key: Key, ended: Durable | HoldfastError) -> None:
+    def _end(self, key: Key, ended: DurableStep | HoldfastError) -> None:
         self._opened.pop(key, None)
         self._held.forget(key)
         self._ends.remember(key, ended)
 
-    def _fail(self, failed: Failed) -> None:
+    def _fail(self, failed: JobFailed) -> None:
         """A job failed for good. When what it wrote is lost, the flush may begin anew, but not at once."""
         if isinstance(failed.error, StoreError) and failed.error.begin_anew:
             self._later.put(failed.key, self._held.held(failed.key, failed.error), lambda: self._tell(failed))
@@ -370,26 +370,26 @@ class Engine:
         except StoreError as error:
             is_lost = error.begin_anew and (not error.retriable or round_number >= _LOST_ROUNDS)
             self._inbox.put(
-                Failed(job.key, job.slots, error) if is_lost else _Retry(job, round_number, error)
+                JobFailed(job.key, job.slots, error) if is_lost else _Retry(job, round_number, error)
             )
         except FencedError as error:
             self._inbox.put(error)
         except HoldfastError as error:
-            self._inbox.put(Failed(job.key, job.slots, error))
+            self._inbox.put(JobFailed(job.key, job.slots, error))
         except Exception as error:  # noqa: BLE001 - a bug costs this checkpoint, never the ring with all the others
             _log.exception("%s: %s failed in a way nobody foresaw", job.key, type(job).__name__)
             self._inbox.put(
-                Failed(job.key, job.slots, StoreError(f"{job.key}: {type(error).__name__}: {error}"))
+                JobFailed(job.key, job.slots, StoreError(f"{job.key}: {type(error).__name__}: {error}"))
             )
 
     def _retry(self, job: Job, round_number: int, error: StoreError) -> None:
         if self._pipeline.is_dropping(job.key):
-            self._tell(Failed(job.key, job.slots, error))
+            self._tell(JobFailed(job.key, job.slots, error))
             return
 
         def again() -> None:
             if self._pipeline.is_dropping(job.key):
-                self._tell(Failed(job.key, job.slots, error))
+                self._tell(JobFailed(job.key, job.slots, error))
             else:
                 self._submit(job, round_number + 1)
 

@@ -31,7 +31,7 @@ class _Hold:
     due: float  # until then it pauses
 
 
-class Held:
+class RetryCounts:
     """Counts failures per checkpoint. For the loop's thread.
 
     Args:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from flusher.engine import Engine
-from flusher.listener import Durable
+from flusher.listener import DurableStep
 from flusher.progress import Progress
 from flusher.recovery import recorded, remove_orphans, settle
-from flusher.service import Service
+from flusher.service import FlusherService
 from flusher.steps import Key
 from flusher.tenure import Instance, Tenure
 from flusher.upkeep import ReadBack, Upkeep
@@ -105,7 +105,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         upkeep.catch_up()
         listener = Listener(directory / SOCKET_NAME)
         held.callback(listener.close)
-        service = Service(
+        service = FlusherService(
             config,
             ring,
             store,
@@ -246,7 +246,7 @@ class _Quiet:
     def freed(self, slots: tuple[int, ...]) -> None:
         pass
 
-    def durable(self, key: Key, durable: Durable) -> None:
+    def durable(self, key: Key, durable: DurableStep) -> None:
         _log.info("%s: recovered from the ring as %s", key, durable.file)
 
     def read_back(self, result: ReadBack) -> None:

@@ -14,7 +14,7 @@ from holdfast.errors import HoldfastError, PeerLost
 from holdfast.image.manifest import Manifest
 
 
-class Listener(Protocol):
+class FlushListener(Protocol):
     """Told in the loop's thread."""
 
     def began(self, key: Key, part_chunks: int) -> None:
@@ -25,7 +25,7 @@ class Listener(Protocol):
         """These slots are FREE in the journal."""
         ...
 
-    def durable(self, key: Key, durable: Durable) -> None:
+    def durable(self, key: Key, durable: DurableStep) -> None:
         """Published."""
         ...
 
@@ -39,7 +39,7 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Durable:
+class DurableStep:
     """What a listener is told of a published checkpoint. Not its manifest: many of these are remembered."""
 
     file: str
@@ -47,7 +47,7 @@ class Durable:
     record: dict[str, Any]  # the flusher's part of it
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Durable:
+    def of(cls, manifest: Manifest) -> DurableStep:
         """As its manifest has it."""
         by_flusher = manifest.record.get("flusher")
         return cls(manifest.file, manifest.pgt2_seconds, by_flusher if isinstance(by_flusher, dict) else {})
@@ -61,11 +61,11 @@ class LookedUp:
 
     __match_args__ = ("key", "ended")
 
-    def __init__(self, key: Key, ended: Durable | HoldfastError) -> None:
+    def __init__(self, key: Key, ended: DurableStep | HoldfastError) -> None:
         self.key, self.ended = key, ended
 
 
-class Ends:
+class EndedCheckpoints:
     """See the module. For the loop's thread.
 
     Args:
@@ -75,11 +75,11 @@ class Ends:
         listener: Who is told.
     """
 
-    def __init__(self, jobs: Jobs, workers: Workers, inbox: Inbox, listener: Listener) -> None:
+    def __init__(self, jobs: Jobs, workers: Workers, inbox: Inbox, listener: FlushListener) -> None:
         self._jobs, self._workers, self._inbox, self._listener = jobs, workers, inbox, listener
-        self._ended: OrderedDict[Key, Durable | HoldfastError] = OrderedDict()
+        self._ended: OrderedDict[Key, DurableStep | HoldfastError] = OrderedDict()
 
-    def remember(self, key: Key, ended: Durable | HoldfastError) -> None:
+    def remember(self, key: Key, ended: DurableStep | HoldfastError) -> None:
         """A checkpoint has ended like this."""
         self._ended[key] = ended
         while len(self._ended) > _KEPT:
@@ -93,9 +93,9 @@ class Ends:
         else:
             self.say(key, ended)
 
-    def say(self, key: Key, ended: Durable | HoldfastError) -> None:
+    def say(self, key: Key, ended: DurableStep | HoldfastError) -> None:
         """Tell the listener."""
-        if isinstance(ended, Durable):
+        if isinstance(ended, DurableStep):
             self._listener.durable(key, ended)
         else:
             self._listener.failed(key, ended)
@@ -108,4 +108,4 @@ class Ends:
             self._inbox.put(LookedUp(key, error))
             return
         gone = PeerLost(f"{key}: was given up while no stager listened; the flusher's log says why")
-        self._inbox.put(LookedUp(key, Durable.of(manifest) if manifest else gone))
+        self._inbox.put(LookedUp(key, DurableStep.of(manifest) if manifest else gone))

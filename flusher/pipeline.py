@@ -30,8 +30,8 @@ from flusher.steps import (
     ChunkFull,
     Discard,
     Event,
-    Failed,
     FreeSlots,
+    JobFailed,
     Key,
     Open,
     Opened,
@@ -142,7 +142,7 @@ class Pipeline:
             case Published():
                 del self._flights[flight.key]
                 return [FreeSlots(tuple(flight.slots.values()))] if flight.slots else []
-            case Failed():
+            case JobFailed():
                 flight.busy -= set(event.slots)
                 return self._failed(flight, event.error)
 

@@ -18,7 +18,7 @@ from holdfast.image.manifest import Manifest, State
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class StoredStep:
     """What is remembered of a checkpoint in the store. Not its manifest: that names every tensor, and a run may keep
     all of its checkpoints.
     """
@@ -40,7 +40,7 @@ class Known:
         return cls(manifest.attempt, manifest.step, manifest.file, manifest.state, manifest.write_id)
 
 
-def to_remove(known: Sequence[Known], *, keep_last: int, keep_every: int) -> list[Known]:
+def to_remove(known: Sequence[StoredStep], *, keep_last: int, keep_every: int) -> list[StoredStep]:
     """Those of `known` that need not be kept, oldest first.
 
     Args:

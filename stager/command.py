@@ -25,7 +25,7 @@ from holdfast.telemetry.status_socket import serve_status
 from holdfast.telemetry.tracing import export_spans
 
 if TYPE_CHECKING:
-    from stager.mpi import Port
+    from stager.mpi import TrainersPort
 
 
 _log = logging.getLogger("holdfast.stager")
@@ -86,7 +86,7 @@ def stager(**arguments: Any) -> None:
     Starts the flusher if none serves the store yet. Ends when all trainers have left, and all is in the store.
     """
     # Here and not above: importing it starts MPI, which `holdfast --help` must not.
-    from stager.mpi import Port
+    from stager.mpi import TrainersPort
 
     # mpirun passes it on to every process of the job; trainers that watch for it are told by it that the end is near.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -97,7 +97,7 @@ def stager(**arguments: Any) -> None:
         yield_to_training(config.niceness)
     except HoldfastError as error:
         problem = error  # the trainers must be told, so join them first
-    port = Port.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
+    port = TrainersPort.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
     try:
         lost_ranks = _serve(port, config, problem)
     except HoldfastError:
@@ -113,12 +113,12 @@ def stager(**arguments: Any) -> None:
         os._exit(0)
 
 
-def _serve(port: Port, config: StagerConfig | None, problem: HoldfastError | None) -> set[int]:
+def _serve(port: TrainersPort, config: StagerConfig | None, problem: HoldfastError | None) -> set[int]:
     """Receive until the trainers have left; the ranks that were lost. Without settings: tell them why."""
     from stager.flusher_process import attach
     from stager.refusal import refuse_start
     from stager.segments import SegmentList
-    from stager.service import Service
+    from stager.service import StagerService
 
     segments = None
     try:
@@ -133,7 +133,7 @@ def _serve(port: Port, config: StagerConfig | None, problem: HoldfastError | Non
             segments.close()
         raise
     events = EventLog(config.events, role="stager")
-    service = Service(config, port, flusher, events=events)
+    service = StagerService(config, port, flusher, events=events)
     with export_spans("stager", flusher.store_url, events):  # around all else: it may take seconds to end
         try:
             board = Board("stager", flusher.store_url, ranks=service.ranks_said)

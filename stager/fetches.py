@@ -22,7 +22,7 @@ from holdfast.wire.frames import Frame, Kind
 from stager.flusher_line import FlusherLine
 
 if TYPE_CHECKING:
-    from stager.mpi import Port
+    from stager.mpi import TrainersPort
 
 
 _UNSENT_MAX = 2  # answers on their way to one rank: more would only take memory
@@ -37,7 +37,7 @@ class Fetches:
         line: Whose ring it is.
     """
 
-    def __init__(self, port: Port, line: FlusherLine) -> None:
+    def __init__(self, port: TrainersPort, line: FlusherLine) -> None:
         self._port, self._line = port, line
         self._waiting: dict[int, deque[Frame]] = {}
         self._slots: dict[tuple[int, int, int], int] = {}  # attempt, step, chunk → where it was seen

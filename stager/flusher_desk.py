@@ -19,8 +19,8 @@ from stager.actions import Actions
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher
 from stager.payloads import Payloads
-from stager.session.machine import Session
-from stager.session.steps import Began, Durable, Failed, FlusherBack, FlusherGone, SlotsFreed
+from stager.session.session import Session
+from stager.session.session_messages import Began, Durable, Failed, FlusherBack, FlusherGone, SlotsFreed
 
 
 def replay(line: FlusherLine, session: Session) -> FlusherBack:

@@ -63,14 +63,14 @@ atexit.register(_finalize)
 
 
 @dataclass
-class Seen:
+class PollResult:
     """What one poll found: `(trainer, message)` in order of arrival, and `(trainer, reason)` of newly lost ones."""
 
     messages: list[tuple[int, bytes]] = field(default_factory=list)
     lost: list[tuple[int, str]] = field(default_factory=list)
 
 
-class Port:
+class TrainersPort:
     """Everything between the stager and its trainers, who are numbered 0 to `ranks` - 1. Get one by `join`."""
 
     def __init__(self, control: MPI.Intracomm, trainers: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class Port:
         self.ranks = len(self._world_ranks)
 
     @classmethod
-    def join(cls, seconds_max: float) -> Port:
+    def join(cls, seconds_max: float) -> TrainersPort:
         """Meet the other processes of the job. Collective, once.
 
         Raises:
@@ -132,9 +132,9 @@ class Port:
         except MPI.Exception as error:
             self._lose(rank, error)
 
-    def poll(self) -> Seen:
+    def poll(self) -> PollResult:
         """All control messages that have come, then the trainers found dead. Never waits."""
-        seen = Seen()
+        seen = PollResult()
         status = MPI.Status()
         while len(seen.messages) < _MESSAGES_PER_POLL_MAX:
             try:
@@ -164,7 +164,7 @@ class Port:
         """How many control messages are still on their way to this trainer."""
         return 0 if rank in self._lost else sum(to == rank for to, _, _ in self._sending)
 
-    def _receive(self, seen: Seen, status: MPI.Status) -> None:
+    def _receive(self, seen: PollResult, status: MPI.Status) -> None:
         source, nbytes = status.Get_source(), status.Get_count(MPI.BYTE)
         rank = self._trainer.get(source)
         if rank is None or not 0 <= nbytes <= MAX_MESSAGE_BYTES:

@@ -14,7 +14,7 @@ from holdfast.image.layout import Extent, Layout
 from holdfast.ring.ring import Ring
 
 if TYPE_CHECKING:
-    from stager.mpi import Port
+    from stager.mpi import TrainersPort
 
 
 class Arrival(NamedTuple):
@@ -35,7 +35,7 @@ class Payloads:
         ring: Where payloads go.
     """
 
-    def __init__(self, port: Port, ring: Ring) -> None:
+    def __init__(self, port: TrainersPort, ring: Ring) -> None:
         self._port = port
         self._posted: dict[tuple[int, int], tuple[int, int, int]] = {}  # (rank, slot) → step, chunk, bytes
         self._arriving: set[tuple[int, int]] = set()

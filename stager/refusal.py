@@ -14,7 +14,7 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind, Welcome
 
 if TYPE_CHECKING:
-    from stager.mpi import Port
+    from stager.mpi import TrainersPort
 
 
 _log = logging.getLogger("holdfast.stager")
@@ -23,7 +23,7 @@ _LEAVE_SECONDS_MAX = 10.0
 _PAUSE_SECONDS = 5e-3
 
 
-def refuse_start(port: Port, error: HoldfastError) -> None:
+def refuse_start(port: TrainersPort, error: HoldfastError) -> None:
     """Tell every trainer why there will be no stager, and stay until they have heard it."""
     waiting = set(range(port.ranks))
     message = Welcome.refusal(error)

@@ -27,13 +27,13 @@ from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher, log_path, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
-from stager.session.machine import Session
-from stager.session.steps import FlusherGone, Tick
+from stager.session.session import Session
+from stager.session.session_messages import FlusherGone, Tick
 from stager.trainer_desk import TrainerDesk
 from stager.trainers import Trainers
 
 if TYPE_CHECKING:
-    from stager.mpi import Port
+    from stager.mpi import TrainersPort
 
 
 _log = logging.getLogger("holdfast.stager")
@@ -49,7 +49,7 @@ _PAUSE_PER_SECOND_WAITED = 0.02
 _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only while we poll
 
 
-class Service:
+class StagerService:
     """Serves one MPI job.
 
     Args:
@@ -63,7 +63,7 @@ class Service:
     def __init__(
         self,
         config: StagerConfig,
-        port: Port,
+        port: TrainersPort,
         flusher: Flusher,
         *,
         events: EventLog,

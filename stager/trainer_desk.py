@@ -29,7 +29,7 @@ from stager.inheritance import Inheritance
 from stager.interval import Paces
 from stager.notices import Notices
 from stager.payloads import Payloads
-from stager.session.steps import (
+from stager.session.session_messages import (
     Decline,
     Done,
     Event,
@@ -45,7 +45,7 @@ from stager.session.steps import (
 from stager.trainers import Trainers
 
 if TYPE_CHECKING:
-    from stager.mpi import Port
+    from stager.mpi import TrainersPort
 
 
 _log = logging.getLogger("holdfast.stager")
@@ -69,7 +69,7 @@ class TrainerDesk:
     def __init__(
         self,
         config: StagerConfig,
-        port: Port,
+        port: TrainersPort,
         trainers: Trainers,
         line: FlusherLine,
         payloads: Payloads,

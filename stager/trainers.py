@@ -19,7 +19,7 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 
 if TYPE_CHECKING:
-    from stager.mpi import Port
+    from stager.mpi import TrainersPort
 
 
 _BEAT_SECONDS_MAX = 5.0
@@ -29,7 +29,7 @@ _HOST_CHARACTERS_MAX = 255
 _UNKNOWN = "unknown"
 
 
-class Silence(NamedTuple):
+class SilentRank(NamedTuple):
     """A rank has been silent for so many seconds."""
 
     rank: int
@@ -61,7 +61,7 @@ class Trainers:
     """
 
     def __init__(
-        self, port: Port, *, rank_seconds_max: float, clock: Callable[[], float] = time.monotonic
+        self, port: TrainersPort, *, rank_seconds_max: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._port, self._clock = port, clock
         self._seconds_max = rank_seconds_max
@@ -94,12 +94,12 @@ class Trainers:
             self._listened_seconds,
         )
 
-    def heard(self, rank: int) -> Silence | None:
+    def heard(self, rank: int) -> SilentRank | None:
         """A message of this rank has come; the silence that it has ended, if it had been silent."""
         known = self._known.get(rank)
         if known is None:
             return None
-        ended = Silence(rank, self._listened_seconds - known.at) if known.silent else None
+        ended = SilentRank(rank, self._listened_seconds - known.at) if known.silent else None
         known.at, known.silent = self._listened_seconds, False
         return ended
 
@@ -135,7 +135,7 @@ class Trainers:
         known = self._known.get(rank)
         return f"rank {rank}" if known is None else f"rank {rank} on host {known.host} (process {known.pid})"
 
-    def beat(self, attempt: int) -> list[Silence]:
+    def beat(self, attempt: int) -> list[SilentRank]:
         """Send a beat when it is time; say who has fallen silent since the last call."""
         now = self._clock()
         self._listened_seconds += min(_STALL_SECONDS_MAX, now - self._turned_at)
@@ -150,7 +150,7 @@ class Trainers:
                 seconds = self._listened_seconds - known.at
                 known.silent = seconds > self._seconds_max
                 if known.silent:
-                    found.append(Silence(rank, seconds))
+                    found.append(SilentRank(rank, seconds))
             # A silent one still has beats to answer; no more are piled up for it.
             if due and not (known is not None and known.silent):
                 self._port.send(rank, wire.encode(Kind.BEAT, attempt=attempt))

@@ -31,7 +31,7 @@ from holdfast.supervised import tell
 from holdfast.telemetry.events import EventLog
 from trainer_side.joining import join, open_keeper
 from trainer_side.ledger import Ledger, Stats
-from trainer_side.notice.opening import open_watch
+from trainer_side.notice.open_sources import open_watch
 from trainer_side.pace.pacer import Pacer, chosen, open_pacer
 from trainer_side.restore import restore as restoring
 from trainer_side.save.areas import Areas

@@ -7,31 +7,31 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from holdfast.command.checks import Finding, Plan, State
+from holdfast.command.checks import CheckPlan, CheckState, Finding
 from trainer_side.notice.aws import Aws
 from trainer_side.notice.azure import Azure
-from trainer_side.notice.base import Source, SourceError
 from trainer_side.notice.gcp import Gcp
+from trainer_side.notice.source import NoticeSource, SourceError
 
 _SECONDS_MAX = 1.0  # it is on the machine itself, or next to it
 _CHECK = "metadata service"
 
 
-def metadata(_: Plan, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
+def metadata(_: CheckPlan, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
     """Which cloud's metadata server answers, and whether notices can be heard; at most a few seconds."""
     environ = os.environ if environ is None else environ
     try:
         aws = Aws(environ, seconds_max=_SECONDS_MAX)
         others = (Gcp(environ, seconds_max=_SECONDS_MAX), Azure(environ, seconds_max=_SECONDS_MAX))
     except SourceError as error:
-        yield Finding(_CHECK, State.FAIL, str(error), "mend or unset the variable that moves the server")
+        yield Finding(_CHECK, CheckState.FAIL, str(error), "mend or unset the variable that moves the server")
         return
     if aws.present():
         yield _heard(aws)
     elif aws.answers_without_token():
         yield Finding(
             _CHECK,
-            State.WARN,
+            CheckState.WARN,
             "AWS answers, and gives no session token: no notice of an interruption will be heard, and no credentials "
             "of the instance's role come",
             "in a container the hop limit must be 2 (imds_hop_limit of infra/modules; `aws ec2 "
@@ -45,47 +45,47 @@ def metadata(_: Plan, environ: Mapping[str, str] | None = None) -> Iterator[Find
         else:
             yield Finding(
                 _CHECK,
-                State.SKIPPED,
+                CheckState.SKIPPED,
                 "no metadata server of AWS, Google Cloud or Azure answers: this is no machine of theirs, or it is "
                 "switched off",
                 "fine there; where machines are taken away otherwise, watch a signal (`watch = sigterm`)",
             )
 
 
-def _heard(source: Source) -> Finding:
+def _heard(source: NoticeSource) -> Finding:
     try:
         notices = source.look()
     except SourceError as error:
         return Finding(
-            _CHECK, State.WARN, f"{source.name} answers, but not as expected: {error}", "report this"
+            _CHECK, CheckState.WARN, f"{source.name} answers, but not as expected: {error}", "report this"
         )
     if notices:
         return Finding(
             _CHECK,
-            State.WARN,
+            CheckState.WARN,
             f"{source.name} answers, and has a notice for this machine: {notices[0].said_by}",
             "take another machine: this one is about to go",
         )
-    return Finding(_CHECK, State.OK, f"{source.name} answers, and has no notice for this machine")
+    return Finding(_CHECK, CheckState.OK, f"{source.name} answers, and has no notice for this machine")
 
 
 _PINNED_BYTES = 64 << 20
 
 
-def trainer(plan: Plan) -> Iterator[Finding]:
+def trainer(plan: CheckPlan) -> Iterator[Finding]:
     """All that a training rank needs of its machine."""
     yield from devices(plan)
     yield from metadata(plan)
 
 
-def devices(_: Plan) -> Iterator[Finding]:
+def devices(_: CheckPlan) -> Iterator[Finding]:
     """Version of torch, the devices it sees, and whether host memory can be pinned for them."""
-    yield Finding("torch", State.OK, f"torch {torch.__version__}")
+    yield Finding("torch", CheckState.OK, f"torch {torch.__version__}")
     if not torch.cuda.is_available():
         wanted = torch.version.cuda is not None
         yield Finding(
             "gpu",
-            State.WARN if wanted else State.SKIPPED,
+            CheckState.WARN if wanted else CheckState.SKIPPED,
             "torch sees no CUDA device" if wanted else "this torch is built for CPUs",
             "look at nvidia-smi and the driver" if wanted else "",
         )
@@ -94,13 +94,16 @@ def devices(_: Plan) -> Iterator[Finding]:
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         yield Finding(
-            f"gpu {index}", State.OK, f"{name}, {free_bytes >> 20:,} of {total_bytes >> 20:,} MiB free"
+            f"gpu {index}", CheckState.OK, f"{name}, {free_bytes >> 20:,} of {total_bytes >> 20:,} MiB free"
         )
     try:
         torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         yield Finding(
-            "pinned memory", State.FAIL, f"cannot pin {_PINNED_BYTES >> 20} MiB: {error}", "raise ulimit -l"
+            "pinned memory",
+            CheckState.FAIL,
+            f"cannot pin {_PINNED_BYTES >> 20} MiB: {error}",
+            "raise ulimit -l",
         )
     else:
-        yield Finding("pinned memory", State.OK, f"{_PINNED_BYTES >> 20} MiB pinned")
+        yield Finding("pinned memory", CheckState.OK, f"{_PINNED_BYTES >> 20} MiB pinned")

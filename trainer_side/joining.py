@@ -33,9 +33,9 @@ from trainer_side.link.outgoing import StagerPort
 from trainer_side.ranks.distributed import refuse_other_launchers
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.inventory import newest_attempt
-from trainer_side.tiers.base import Tier
-from trainer_side.tiers.inventory import Inventory, take_inventory
 from trainer_side.tiers.keeper import Keeper, open_tiers
+from trainer_side.tiers.kept_slices import Inventory, take_inventory
+from trainer_side.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from trainer_side.ranks.mpi import World

@@ -19,8 +19,8 @@ from benchmarks.grid import Grid
 from holdfast.store import open_store
 from operator_side.drill.compare import compare, constants
 from operator_side.drill.findings import Struck, examine
-from operator_side.drill.job import Run, Setup, wait_until
-from operator_side.drill.plan import Kill, Target
+from operator_side.drill.job import DrillRun, Setup, wait_until
+from operator_side.drill.kill_plan import Kill, KillTarget
 from operator_side.drill.play import disturb
 
 __all__ = ["grids", "measure", "run"]
@@ -54,12 +54,12 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     """
     deadline = time.monotonic() + _SECONDS_MAX
     progress("undisturbed")
-    with Run(_setup(folder, "undisturbed", epochs, width), folder / "undisturbed") as undisturbed:
+    with DrillRun(_setup(folder, "undisturbed", epochs, width), folder / "undisturbed") as undisturbed:
         while not undisturbed.look()[0]:
             wait_until(deadline)
     kills = _kills(epochs)
     progress(f"killed {len(kills)} times")
-    with Run(_setup(folder, "killed", epochs, width), folder / "killed") as killed:
+    with DrillRun(_setup(folder, "killed", epochs, width), folder / "killed") as killed:
         struck = disturb(killed, kills, 0.0, deadline, progress)
     for one in (undisturbed, killed):
         if one.exit_code != 0:
@@ -80,12 +80,12 @@ def _kills(epochs: int) -> list[Kill]:
     steps = epoch_steps(_RANKS)
     ends = range(_RESTART_EPOCHS, epochs, _RESTART_EPOCHS)
     return [
-        Kill(number, Target.RANKS, notice=False, rank=0, after_step=epoch * steps + steps // 2, part=0.0)
+        Kill(number, KillTarget.RANKS, notice=False, rank=0, after_step=epoch * steps + steps // 2, part=0.0)
         for number, epoch in enumerate(ends, 1)
     ]
 
 
-def _figures(folder: Path, undisturbed: Run, killed: Run, struck: list[Struck]) -> dict[str, Any]:
+def _figures(folder: Path, undisturbed: DrillRun, killed: DrillRun, struck: list[Struck]) -> dict[str, Any]:
     files = compare(open_store(str(undisturbed.store)), open_store(str(killed.store)))
     constant = constants(files, struck[0].kill.after_step)  # generators that nobody seeds and nobody uses
     differ = [str(each) for one in files for each in one.differs if each.path not in constant]
@@ -120,7 +120,7 @@ def _figures(folder: Path, undisturbed: Run, killed: Run, struck: list[Struck]) 
     }
 
 
-def _begun(one: Run) -> float:
+def _begun(one: DrillRun) -> float:
     """When its first step was done."""
     return float(next(line["time"] for line in one.said["diary"] if "step" in line))
 

@@ -28,11 +28,11 @@ from benchmarks.spread import spread
 from benchmarks.supervised import Attempt, Program, Supervised
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
-from operator_side.simulate.profiles import Measured, Profile
-from operator_side.simulate.replay import Job, Lane, replay
+from operator_side.simulate.profiles import Measured, TrainingProfile
+from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import SECOND_US, microseconds
+from operator_side.simulate.trace_windows import cut
 from operator_side.simulate.traces import Trace, read_trace
-from operator_side.simulate.windows import cut
 
 __all__ = [
     "ERROR_MAX",
@@ -128,10 +128,12 @@ def written(losses: Sequence[float], launch_seconds: float, seconds: float, path
     return read_trace(path)
 
 
-def predicted(profile: Profile, trace: Trace, every: int) -> dict[str, Any]:
-    job = Job(_RANKS, _RANKS, microseconds(profile.iteration_seconds), microseconds(profile.restart_seconds))
+def predicted(profile: TrainingProfile, trace: Trace, every: int) -> dict[str, Any]:
+    job = TrainingJob(
+        _RANKS, _RANKS, microseconds(profile.iteration_seconds), microseconds(profile.restart_seconds)
+    )
     windows = cut(trace, length_us=trace.end_us, offsets=1, rng=np.random.default_rng(0))
-    outcome = replay(job, [Lane(profile.strategies["holdfast"].strategy("holdfast"), every)], windows)
+    outcome = replay(job, [StrategyLane(profile.strategies["holdfast"].strategy("holdfast"), every)], windows)
     return {
         "useful": int(outcome.useful[0, 0]),
         "redone": int(outcome.redone[0, 0]),
@@ -143,7 +145,7 @@ def predicted(profile: Profile, trace: Trace, every: int) -> dict[str, Any]:
 # -- the profile -----------------------------------------------------------------------------------------------------
 
 
-def _measured(program: Program, folders: jobs.Folders, name: str) -> Profile:
+def _measured(program: Program, folders: jobs.Folders, name: str) -> TrainingProfile:
     """Some undisturbed intervals, one kill in the middle of the next, and an interval after it."""
     with Supervised(program, folders, name) as run:
         wanted = _CYCLES * program.every + program.every // 2
@@ -179,7 +181,7 @@ def profile_of(
     pause_seconds: float,
     staged_seconds: float,
     durable_seconds: float,
-) -> Profile:
+) -> TrainingProfile:
     """The profile from an attempt that was killed once, and the one after it.
 
     An iteration is the median of those that no checkpoint touches; the stall is what an interval takes longer than
@@ -195,7 +197,7 @@ def profile_of(
     whole = [sum(lasted[at : at + every]) for at in range(every, len(lasted) - every + 1, every)]
     stall = max(0.0, statistics.median(whole) - every * iteration)
     relaunch = after.begun - killed - after.restore_seconds
-    return Profile(
+    return TrainingProfile(
         source="one run without a kill, one kill",
         iteration_seconds=iteration,
         restart_seconds=max(0.0, relaunch - pause_seconds + _PAUSE_SECONDS_MEAN),

@@ -22,11 +22,11 @@ from benchmarks.interleaving import Layouts
 from benchmarks.raw_direct import DirectWriter
 from benchmarks.spread import ratios, spread
 from benchmarks.tier_writing import Counting, Slice, layout_of
-from trainer_side.tiers.base import Nearness
 from trainer_side.tiers.media import CachedFile, DirectFile, MappedFile, Medium
-from trainer_side.tiers.place import Place
 from trainer_side.tiers.pm import PmFile
 from trainer_side.tiers.slot_tier import SlotTier
+from trainer_side.tiers.tier import Nearness
+from trainer_side.tiers.tier_directory import TierDirectory
 
 __all__ = ["RAW", "grids", "measure"]
 
@@ -112,7 +112,7 @@ def _tier(nearness: Nearness, folder: Path, writers: int) -> tuple[SlotTier, lis
         media.append(Counting(_MEDIA[nearness](path)))
         return media[-1]
 
-    place = Place(folder, "file:///bench/run")
+    place = TierDirectory(folder, "file:///bench/run")
     return SlotTier(f"{nearness}:{folder}", nearness, place, counting, slots=2, writers=writers), media
 
 

@@ -29,7 +29,7 @@ from holdfast.image.chunks import patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key, Manifest, manifest_name
-from holdfast.image.slices import Frame, frames_of
+from holdfast.image.slices import SliceFrame, frames_of
 from holdfast.ring.pages import direct_window
 from holdfast.ring.ring import Source
 from holdfast.store.base import Store
@@ -191,7 +191,7 @@ class Assembler:
         self._key = loaded.found.order
         self._finisher = ChunkFinisher(self._key, loaded.layout)
         self._seals = loaded.seals
-        self._frames: tuple[dict[int, tuple[int, Frame]], ...] = tuple(
+        self._frames: tuple[dict[int, tuple[int, SliceFrame]], ...] = tuple(
             {frame.chunk: (number, frame) for number, frame in enumerate(frames_of(loaded.layout, rank))}
             for rank in range(loaded.layout.ranks)
         )

@@ -129,7 +129,7 @@ def _started(pid: int) -> int | None:
     return int(fields[19])
 
 
-class _Record(BaseModel):
+class _ClaimRecord(BaseModel):
     """What a claim file says."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -157,7 +157,7 @@ class _Record(BaseModel):
 class Claim:
     """The right to write to a run, until a higher attempt appears. Made by `take`; may be used from any thread."""
 
-    def __init__(self, store: Store, record: _Record) -> None:
+    def __init__(self, store: Store, record: _ClaimRecord) -> None:
         self._store = store
         self._record = record
         self._lock = threading.Lock()  # a beat must not undo a release
@@ -192,7 +192,7 @@ class Claim:
             attempts = _attempts(store)
             if attempts and not takeover:
                 _refuse_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
-            record = _Record(
+            record = _ClaimRecord(
                 attempt=(attempts[-1] if attempts else _highest_published(store)) + 1,
                 write_id=uuid.uuid4().hex,
                 host=identity.host,
@@ -276,7 +276,7 @@ class Claim:
             except (FencedError, StoreError) as error:
                 _log.warning("claim not released: %s", error)
 
-    def _put(self, record: _Record) -> None:
+    def _put(self, record: _ClaimRecord) -> None:
         self._store.write(_name(record.attempt), record.to_bytes())
         self._record = record
 
@@ -325,7 +325,7 @@ def note_attempt(store: Store, attempt: int) -> bool:
         StoreError: The store failed.
     """
     identity = Identity.of_this_process()
-    record = _Record(
+    record = _ClaimRecord(
         attempt=attempt,
         write_id=uuid.uuid4().hex,
         host=identity.host,
@@ -364,13 +364,13 @@ def _highest_published(store: Store) -> int:
     return highest
 
 
-def _read(store: Store, attempt: int) -> _Record | None:
+def _read(store: Store, attempt: int) -> _ClaimRecord | None:
     """The claim of this attempt; None if it is gone or damaged."""
     name = _name(attempt)
     reason = "its CRC-32 does not hold"
     try:
         body = unseal(store.read(name), _CRC_FIELD)
-        record = None if body is None else _Record.model_validate_json(body)
+        record = None if body is None else _ClaimRecord.model_validate_json(body)
     except StoreMissing:
         return None
     except ValidationError as error:
@@ -387,7 +387,7 @@ def _read(store: Store, attempt: int) -> _Record | None:
     return record
 
 
-def _is_of(record: _Record | None, write_id: str) -> bool:
+def _is_of(record: _ClaimRecord | None, write_id: str) -> bool:
     return record is not None and record.write_id == write_id
 
 
@@ -414,7 +414,7 @@ def _refuse_if_alive(
             raise FencedError(_alive_message(store, first, "gave a sign of life just now"))
 
 
-def _alive_message(store: Store, record: _Record, sign: str) -> str:
+def _alive_message(store: Store, record: _ClaimRecord, sign: str) -> str:
     return (
         f"{store.url}: attempt {record.attempt} owns this run: process {record.pid} on {record.host} {sign}. "
         "Wait for it or end it; each run has one writer"

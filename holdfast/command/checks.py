@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 
-class State(StrEnum):
+class CheckState(StrEnum):
     """How a check ended. `fail`: a run cannot work so. `warn`: it can, but worse or less safely."""
 
     OK = "ok"
@@ -28,13 +28,13 @@ class Finding:
     """
 
     check: str
-    state: State
+    state: CheckState
     seen: str
     fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CheckPlan:
     """What the run is going to need.
 
     Attributes:

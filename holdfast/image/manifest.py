@@ -44,11 +44,11 @@ class State(StrEnum):
     BAD = "bad"
 
 
-class _Record(BaseModel):
+class _ManifestRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
-class EntryRecord(_Record):
+class EntryRecord(_ManifestRecord):
     """One zip entry: its place in the file and its true CRC-32."""
 
     name: _Text
@@ -57,7 +57,7 @@ class EntryRecord(_Record):
     crc32: _Crc
 
 
-class TensorRecord(_Record):
+class TensorRecord(_ManifestRecord):
     """One tensor: its path in the state, and the index of the entry with its storage."""
 
     path: _Text
@@ -66,7 +66,7 @@ class TensorRecord(_Record):
     entry: _Whole
 
 
-class Manifest(_Record):
+class Manifest(_ManifestRecord):
     """All that is known of one checkpoint.
 
     Attributes:

@@ -24,7 +24,7 @@ _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _Crc = Annotated[int, Field(ge=0, lt=2**32)]
 
 
-class Frame(NamedTuple):
+class SliceFrame(NamedTuple):
     """What a rank has of one chunk: `extents` of the image, back to back from `offset` of the slice on."""
 
     chunk: int
@@ -39,13 +39,13 @@ class Frame(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def frames_of(layout: Layout, rank: int) -> tuple[Frame, ...]:
+def frames_of(layout: Layout, rank: int) -> tuple[SliceFrame, ...]:
     """The frames of `rank`'s slice, in the order in which they are sent and kept."""
-    frames: list[Frame] = []
+    frames: list[SliceFrame] = []
     offset = 0
     for chunk, extents in layout.sends(rank):
         nbytes = sum(extent.nbytes for extent in extents)
-        frames.append(Frame(chunk, extents, offset, nbytes))
+        frames.append(SliceFrame(chunk, extents, offset, nbytes))
         offset += _aligned(nbytes)
     return tuple(frames)
 

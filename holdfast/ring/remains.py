@@ -40,7 +40,7 @@ class Asked(IntEnum):
     BYTES = 2
 
 
-class Held(NamedTuple):
+class HeldCheckpoint(NamedTuple):
     """What the ring has of one checkpoint.
 
     Attributes:
@@ -65,13 +65,13 @@ class Held(NamedTuple):
         )
 
 
-def held_in(ring: Ring) -> list[Held]:
+def held_in(ring: Ring) -> list[HeldCheckpoint]:
     """All checkpoints of which the ring has something, newest first. Stager only."""
     found: dict[tuple[int, int], dict[int, SlotRecord]] = {}
     for record in ring.remains():
         found.setdefault((record.attempt, record.step), {})[record.chunk] = record
     return [
-        Held(attempt, step, _staged_digest(ring, attempt, step), chunks)
+        HeldCheckpoint(attempt, step, _staged_digest(ring, attempt, step), chunks)
         for (attempt, step), chunks in sorted(found.items(), reverse=True)
     ]
 
@@ -84,7 +84,7 @@ def _staged_digest(ring: Ring, attempt: int, step: int) -> str:
     return said.layout_digest if said is not None and said.state == "staged" else ""
 
 
-def tell_held(held: Iterable[Held]) -> bytes:
+def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
     """The newest of them, for the wire."""
     rows = [
         [one.attempt, one.step, one.staged_digest, [[c, r.nbytes, r.sources] for c, r in one.chunks.items()]]
@@ -93,7 +93,7 @@ def tell_held(held: Iterable[Held]) -> bytes:
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
 
 
-def read_held(body: bytes) -> list[Held]:
+def read_held(body: bytes) -> list[HeldCheckpoint]:
     """What `tell_held` wrote; which slot it was is not in it.
 
     Raises:
@@ -110,7 +110,7 @@ def read_held(body: bytes) -> list[Held]:
     except (zlib.error, ValidationError, RecursionError) as error:
         raise ProtocolError(f"FETCHED: what the ring holds cannot be read: {error}") from error
     return [
-        Held(
+        HeldCheckpoint(
             attempt,
             step,
             digest,

@@ -16,7 +16,7 @@ from holdfast.ring.directory import make_private_directory, open_private_file
 _NAME = "keeper"
 
 
-class Keeper:
+class RingKeeper:
     """Keeps a run's ring, from now on until `close` or the end of this process. Several may.
 
     Args:

@@ -24,9 +24,9 @@ from holdfast.telemetry.status_document import (
     LINES_MAX,
     RANKS_MAX,
     TEXT_CHARACTERS_MAX,
-    Line,
     RankSaid,
-    Said,
+    StatusDocument,
+    StatusLine,
     checkpoint_said,
 )
 from holdfast.telemetry.told import NOTICES, TROUBLES, cut, told
@@ -59,9 +59,9 @@ class Board:
         self._attempt = 0
         self._checkpoints: OrderedDict[tuple[int, int], dict[str, Any]] = OrderedDict()
         self._causes: Counter[str] = Counter()
-        self._declined: deque[Line] = deque(maxlen=LINES_MAX)
-        self._notices: deque[Line] = deque(maxlen=LINES_MAX)
-        self._problems: deque[Line] = deque(maxlen=LINES_MAX)
+        self._declined: deque[StatusLine] = deque(maxlen=LINES_MAX)
+        self._notices: deque[StatusLine] = deque(maxlen=LINES_MAX)
+        self._problems: deque[StatusLine] = deque(maxlen=LINES_MAX)
         self._stalls: dict[int, tuple[int, float]] = {}  # rank → step, seconds; of the newest that is durable
         self._attached: bool | None = False if role == "flusher" else None
         self._ended_at: float | None = None
@@ -160,12 +160,12 @@ class Board:
         while len(self._checkpoints) > CHECKPOINTS_MAX:
             del self._checkpoints[min(self._checkpoints)]
 
-    def _line(self, event: str, fields: Mapping[str, Any], step: int | None) -> Line:
-        return Line(at_unix=self._clock(), event=event, step=step, text=told(fields))
+    def _line(self, event: str, fields: Mapping[str, Any], step: int | None) -> StatusLine:
+        return StatusLine(at_unix=self._clock(), event=event, step=step, text=told(fields))
 
     # -- what is said ----------------------------------------------------------------------------------------------
 
-    def said(self) -> Said:
+    def said(self) -> StatusDocument:
         """The document, as things stand."""
         ranks = list(self._ranks()) if self._ranks is not None else []
         with self._lock:
@@ -174,7 +174,7 @@ class Board:
                     RankSaid(rank=rank, step=step, stall_seconds=seconds)
                     for rank, (step, seconds) in self._stalls.items()
                 ]
-            return Said(
+            return StatusDocument(
                 role=self._role,
                 run=cut(self._run, 4 * TEXT_CHARACTERS_MAX),
                 pid=os.getpid(),

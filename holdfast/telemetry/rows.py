@@ -17,7 +17,7 @@ from typing import Any, Literal
 from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
 from holdfast.image.manifest import Manifest
 from holdfast.telemetry.causes import cause_of
-from holdfast.telemetry.reading import TIME_MAX, Event, number, text, whole
+from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, number, text, whole
 
 Key = tuple[int, int]
 _RANK_DIGITS_MAX = 9
@@ -57,7 +57,7 @@ class RankTimes:
 
 
 @dataclass(slots=True)
-class Checkpoint:
+class CheckpointRow:
     """One checkpoint, as far as it came.
 
     Attributes:
@@ -133,10 +133,10 @@ class NotTaken:
 
 
 @dataclass
-class Checkpoints:
+class CheckpointRows:
     """See the module. `rows` oldest first."""
 
-    rows: list[Checkpoint] = field(default_factory=list)
+    rows: list[CheckpointRow] = field(default_factory=list)
     not_taken: list[NotTaken] = field(default_factory=list)
 
     @property
@@ -144,12 +144,12 @@ class Checkpoints:
         """How many steps were not taken, by cause."""
         return Counter(one.cause for one in self.not_taken)
 
-    def newest(self, *states: str) -> Checkpoint | None:
+    def newest(self, *states: str) -> CheckpointRow | None:
         """The newest in one of these states."""
         return next((row for row in reversed(self.rows) if row.state in states), None)
 
 
-def gather_checkpoints(events: Iterable[Event], stored: Sequence[Stored]) -> Checkpoints:
+def gather_checkpoints(events: Iterable[LoggedEvent], stored: Sequence[StoredCheckpoint]) -> CheckpointRows:
     """Put together what events and manifests say."""
     gathering = _Gathering(stored)
     for event in events:
@@ -160,15 +160,15 @@ def gather_checkpoints(events: Iterable[Event], stored: Sequence[Stored]) -> Che
 
 
 class _Gathering:
-    def __init__(self, stored: Sequence[Stored]) -> None:
-        self._rows: dict[Key, Checkpoint] = {}
+    def __init__(self, stored: Sequence[StoredCheckpoint]) -> None:
+        self._rows: dict[Key, CheckpointRow] = {}
         self._not_taken: dict[Key, NotTaken] = {}
         self._attempt: int | None = None
         self._stored_attempts: dict[int, int] = {}
         for one in stored:
             self._stored_attempts[one.step] = max(one.attempt, self._stored_attempts.get(one.step, 0))
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: LoggedEvent) -> None:
         """One event."""
         named = whole(event.fields.get("attempt"))
         if event.event in {"stager_ready", "flusher_ready", "stager_attached", "flusher_replaced"}:
@@ -194,14 +194,14 @@ class _Gathering:
                 row.durable_at_unix = row.durable_at_unix or event.time
                 _advance(row, "durable")
 
-    def _row(self, event: Event, named: int | None) -> Checkpoint:
+    def _row(self, event: LoggedEvent, named: int | None) -> CheckpointRow:
         assert event.step is not None
         attempt = named if named is not None else self._attempt
         if attempt is None:
             attempt = self._stored_attempts.get(event.step, 1)
-        return self._rows.setdefault((attempt, event.step), Checkpoint(attempt, event.step))
+        return self._rows.setdefault((attempt, event.step), CheckpointRow(attempt, event.step))
 
-    def _staged(self, event: Event) -> None:
+    def _staged(self, event: LoggedEvent) -> None:
         row = self._row(event, None)
         row.image_bytes = whole(event.fields.get("image_bytes")) or row.image_bytes
         row.staged_at_unix = event.time
@@ -211,7 +211,7 @@ class _Gathering:
             row.save_at(event.time - min(pgt1, event.time))
         _advance(row, "staged")
 
-    def _flusher(self, event: Event, row: Checkpoint) -> None:
+    def _flusher(self, event: LoggedEvent, row: CheckpointRow) -> None:
         row.image_bytes = whole(event.fields.get("image_bytes")) or row.image_bytes
         match event.event:
             case "durable":
@@ -227,7 +227,7 @@ class _Gathering:
             case "flush_failed":
                 self._refused(event)
 
-    def _refused(self, event: Event) -> None:
+    def _refused(self, event: LoggedEvent) -> None:
         row = self._row(event, whole(event.fields.get("attempt")))
         key = (row.attempt, row.step)
         reason = text(event.fields.get("reason")) or text(event.fields.get("message"))
@@ -241,9 +241,9 @@ class _Gathering:
             row.state, row.note = kind, reason
             row.failed_at_unix = row.failed_at_unix or event.time
 
-    def take(self, one: Stored) -> None:
+    def take(self, one: StoredCheckpoint) -> None:
         """A manifest: it knows what has become of the checkpoint."""
-        row = self._rows.setdefault((one.attempt, one.step), Checkpoint(one.attempt, one.step))
+        row = self._rows.setdefault((one.attempt, one.step), CheckpointRow(one.attempt, one.step))
         row.in_store, row.state, row.image_bytes = True, one.state, one.image_bytes
         row.hear_record(one.record)
         saved = number(one.saved_at_unix, TIME_MAX)
@@ -255,24 +255,24 @@ class _Gathering:
         row.pgt2_seconds = row.pgt2_seconds or number(one.pgt2_seconds)
         row.note = one.note or row.note
 
-    def result(self) -> Checkpoints:
+    def result(self) -> CheckpointRows:
         """A step that became durable after all was taken; one that was only declined is no checkpoint."""
         done = {key for key, row in self._rows.items() if row.durable_at_unix is not None}
         rows = [row for _, row in sorted(self._rows.items()) if row.state != "declined"]
         not_taken = [one for key, one in self._not_taken.items() if key not in done]
-        return Checkpoints(rows, sorted(not_taken, key=lambda one: one.at_unix))
+        return CheckpointRows(rows, sorted(not_taken, key=lambda one: one.at_unix))
 
 
 _ORDER = ("saving", "staged", "durable", "verified", "bad")
 
 
-def _advance(row: Checkpoint, state: str) -> None:
+def _advance(row: CheckpointRow, state: str) -> None:
     if row.state not in _ORDER or _ORDER.index(state) > _ORDER.index(row.state):
         row.state = state
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredCheckpoint:
     """A checkpoint as its manifest in the store has it. `note`: why it is bad."""
 
     attempt: int
@@ -287,7 +287,7 @@ class Stored:
     note: str = ""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Stored | None:
+    def of(cls, manifest: Manifest) -> StoredCheckpoint | None:
         """None where the manifest does not say when it was made, in a way that can be read."""
         try:
             durable_at = datetime.fromisoformat(manifest.created).timestamp()

@@ -40,7 +40,7 @@ from opentelemetry.trace import (
 
 from holdfast import __version__
 from holdfast.telemetry.causes import cause_of
-from holdfast.telemetry.rows import Checkpoint
+from holdfast.telemetry.rows import CheckpointRow
 from holdfast.telemetry.told import told
 
 _log = logging.getLogger("holdfast.tracing")
@@ -164,7 +164,7 @@ class Spans:
                 self._phase("read_back", key, now - fields["seconds"], now, {"outcome": event}, problem)
 
     def _is_durable(self, key: _Key, now: float, fields: Mapping[str, Any]) -> None:
-        known = Checkpoint(*key)
+        known = CheckpointRow(*key)
         known.hear_record(fields.get("record"))  # from outside: it checks what is in there
         pgt2_seconds, stalls = fields["pgt2_seconds"], known.stalls
         saved_at = now - pgt2_seconds if known.saved_at_unix is None else known.saved_at_unix

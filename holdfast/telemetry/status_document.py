@@ -77,7 +77,7 @@ class RankSaid(_Words):
     stall_seconds: _Seconds | None = None
 
 
-class Line(_Words):
+class StatusLine(_Words):
     """Something that happened, for people."""
 
     at_unix: _Number
@@ -86,7 +86,7 @@ class Line(_Words):
     text: _Text = ""
 
 
-class Said(_Words):
+class StatusDocument(_Words):
     """All that one process says.
 
     Attributes:
@@ -112,9 +112,9 @@ class Said(_Words):
     ranks: Annotated[tuple[RankSaid, ...], Field(max_length=RANKS_MAX)] = ()
     checkpoints: Annotated[tuple[CheckpointSaid, ...], Field(max_length=CHECKPOINTS_MAX)] = ()
     not_taken: Annotated[dict[str, _Whole], Field(max_length=_CAUSES_MAX)] = Field(default_factory=dict)
-    declined: Annotated[tuple[Line, ...], Field(max_length=LINES_MAX)] = ()
-    notices: Annotated[tuple[Line, ...], Field(max_length=LINES_MAX)] = ()
-    problems: Annotated[tuple[Line, ...], Field(max_length=LINES_MAX)] = ()
+    declined: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
+    notices: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
+    problems: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
     stager_attached: bool | None = None
     work_ended_at_unix: _Number | None = None
     interval_why: _Text = ""
@@ -131,14 +131,14 @@ def checkpoint_said(attempt: int, step: int, **known: Any) -> CheckpointSaid:
         )
 
 
-def read_said(document: Any, source: str) -> Said:
+def read_said(document: Any, source: str) -> StatusDocument:
     """Check what came over the socket.
 
     Raises:
         ProtocolError: naming `source` and the field.
     """
     try:
-        return Said.model_validate(document)
+        return StatusDocument.model_validate(document)
     except (ValidationError, RecursionError) as error:
         why = str(error)[:_COMPLAINT_CHARACTERS_MAX]
         raise ProtocolError(f"{source}: says what this version does not understand: {why}") from error

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from holdfast.errors import PeerLost, ProtocolError
 from holdfast.ring.doorbell import MESSAGE_BYTES_MAX, Channel, Listener, connect
-from holdfast.telemetry.status_document import Said, read_said
+from holdfast.telemetry.status_document import StatusDocument, read_said
 
 _log = logging.getLogger("holdfast.status")
 
@@ -41,7 +41,7 @@ def socket_path(directory: Path, role: Literal["stager", "flusher"]) -> Path:
 
 @contextmanager
 def serve_status(
-    directory: Path, role: Literal["stager", "flusher"], said: Callable[[], Said]
+    directory: Path, role: Literal["stager", "flusher"], said: Callable[[], StatusDocument]
 ) -> Iterator[None]:
     """Answer until the block is left.
 
@@ -71,7 +71,7 @@ def serve_status(
 class _Desk:
     """The thread."""
 
-    def __init__(self, listener: Listener, said: Callable[[], Said]) -> None:
+    def __init__(self, listener: Listener, said: Callable[[], StatusDocument]) -> None:
         self._listener, self._said = listener, said
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._channels: dict[Channel, None] = {}  # who asked last, last
@@ -167,7 +167,7 @@ def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[
     return document
 
 
-def ask(path: Path, *, seconds_max: float) -> Said | None:
+def ask(path: Path, *, seconds_max: float) -> StatusDocument | None:
     """What the process that answers at `path` says; None if nobody is there.
 
     Raises:

@@ -1,7 +1,7 @@
 """The few EC2 calls that a cluster needs, behind an interface, so that refusals can be tested without an account.
 
 Every call that makes something carries a ClientToken, so that the same call again gives the same machines. Refusals for
-want of room are answers here (`Answer.codes`), because there is something else to ask for; all else is an error of ours
+want of room are answers here (`FleetAnswer.codes`), because there is something else to ask for; all else is an error
 that says what to mend.
 """
 
@@ -50,7 +50,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FleetAnswer:
     """What came of a request: machines, or the codes of why not."""
 
     ids: tuple[str, ...] = ()
@@ -78,10 +78,10 @@ class Cloud(Protocol):
 
     def create_trainers(
         self, order: Order, tags: Mapping[str, str], token: str, price_max: float | None
-    ) -> Answer:
+    ) -> FleetAnswer:
         """All machines of the order, or none."""
 
-    def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> Answer:
+    def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
         """One machine on demand."""
 
     def terminate(self, ids: Sequence[str]) -> None:
@@ -141,7 +141,7 @@ class Ec2:
 
     def create_trainers(
         self, order: Order, tags: Mapping[str, str], token: str, price_max: float | None
-    ) -> Answer:
+    ) -> FleetAnswer:
         """See `Cloud`."""
         spot = order.nodes - order.on_demand
         same = {"SingleInstanceType": True, "SingleAvailabilityZone": True}
@@ -178,7 +178,7 @@ class Ec2:
                 **same,
             }
         said = self._refusable("create_fleet", f"a fleet of {order.nodes}", **request)
-        if isinstance(said, Answer):
+        if isinstance(said, FleetAnswer):
             return said
         ids = tuple(i for group in said.get("Instances", ()) for i in group.get("InstanceIds", ()))
         errors = said.get("Errors", ())
@@ -186,10 +186,10 @@ class Ec2:
         message = "; ".join(dict.fromkeys(e.get("ErrorMessage", "") for e in errors))
         if len(ids) < order.nodes:
             self._refuse_strange(codes, message)
-            return Answer(ids, codes or ("InsufficientInstanceCapacity",), message)
-        return Answer(ids)
+            return FleetAnswer(ids, codes or ("InsufficientInstanceCapacity",), message)
+        return FleetAnswer(ids)
 
-    def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> Answer:
+    def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
         """See `Cloud`."""
         said = self._refusable(
             "run_instances",
@@ -201,9 +201,9 @@ class Ec2:
             SubnetId=subnet,
             TagSpecifications=[_tagged("instance", tags), _tagged("volume", tags)],
         )
-        if isinstance(said, Answer):
+        if isinstance(said, FleetAnswer):
             return said
-        return Answer(tuple(instance["InstanceId"] for instance in said["Instances"]))
+        return FleetAnswer(tuple(instance["InstanceId"] for instance in said["Instances"]))
 
     def terminate(self, ids: Sequence[str]) -> None:
         """See `Cloud`."""
@@ -256,13 +256,13 @@ class Ec2:
             token = {"NextToken": said["NextToken"]}
 
     def _refusable(self, operation: str, what: str, **arguments: Any) -> Any:
-        """The answer; or an `Answer` with the code, where something else may be asked for."""
+        """The answer; or an `FleetAnswer` with the code, where something else may be asked for."""
         try:
             return self._call(operation, what, **arguments)
         except (ConfigError, PeerLost) as error:
             said = getattr(error.__cause__, "response", {}).get("Error", {})
             if said.get("Code") in _REFUSALS:
-                return Answer((), (said["Code"],), said.get("Message", ""))
+                return FleetAnswer((), (said["Code"],), said.get("Message", ""))
             raise
 
     def _refuse_strange(self, codes: Sequence[str], message: str) -> None:

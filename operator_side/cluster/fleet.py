@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.errors import BusyError, ConfigError
 from operator_side.cluster.cloud import Ec2
 from operator_side.cluster.file import ClusterFile
-from operator_side.cluster.ladder import Wish
+from operator_side.cluster.ladder import FleetWish
 from operator_side.cluster.raising import TRAIN, Budget, Cluster
 from operator_side.supervise.hosts import Host
 
@@ -32,7 +32,7 @@ class Ec2Fleet:
         cloud: Ec2,
         *,
         slots: int,
-        wish: Wish | None,
+        wish: FleetWish | None,
         budget: Budget,
     ) -> None:
         self._file, self._cluster, self._cloud = file, cluster, cloud
@@ -88,7 +88,7 @@ def fleet_of(path: Path) -> Ec2Fleet:
         said = json.loads(settings_path(file).read_text())
         slots = int(said.pop("slots"))
         budget = Budget(**said.pop("budget"))
-        wish = Wish(
+        wish = FleetWish(
             tuple(said["types"]),
             tuple(said["subnets"]),
             int(said["nodes"]),

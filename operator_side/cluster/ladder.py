@@ -45,7 +45,7 @@ TRANSIENT = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class FleetWish:
     """What is wanted, and what would do.
 
     Attributes:
@@ -75,12 +75,12 @@ class Order:
     on_demand: int = 0
 
 
-def first_order(wish: Wish) -> Order:
+def first_order(wish: FleetWish) -> Order:
     """The best that could be had."""
     return Order(wish.types, wish.subnets[0], wish.nodes)
 
 
-def next_order(wish: Wish, order: Order, codes: Collection[str]) -> Order | None:
+def next_order(wish: FleetWish, order: Order, codes: Collection[str]) -> Order | None:
     """What to ask for after `order` was refused with these error codes; None: give up.
 
     Of several codes the one that leaves least room decides: a quota is the same whatever type is asked for.
@@ -97,20 +97,20 @@ def next_order(wish: Wish, order: Order, codes: Collection[str]) -> Order | None
     return _other_place(wish, order) or _fewer(wish, order) or _on_demand(wish, order)
 
 
-def _other_place(wish: Wish, order: Order) -> Order | None:
+def _other_place(wish: FleetWish, order: Order) -> Order | None:
     if wish.more_types and order.types == wish.types:
         return replace(order, types=wish.types + wish.more_types)
     where = wish.subnets.index(order.subnet) + 1
     return replace(order, subnet=wish.subnets[where]) if where < len(wish.subnets) else None
 
 
-def _fewer(wish: Wish, order: Order) -> Order | None:
+def _fewer(wish: FleetWish, order: Order) -> Order | None:
     if order.nodes <= wish.nodes_min:
         return None
     return replace(order, nodes=order.nodes - 1, subnet=wish.subnets[0])
 
 
-def _on_demand(wish: Wish, order: Order) -> Order | None:
+def _on_demand(wish: FleetWish, order: Order) -> Order | None:
     if order.on_demand >= min(wish.on_demand_max, order.nodes):
         return None
     return replace(order, on_demand=order.on_demand + 1, subnet=wish.subnets[0])

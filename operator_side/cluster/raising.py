@@ -23,7 +23,7 @@ from pathlib import Path
 from holdfast.errors import BusyError, ConfigError, FencedError, PeerLost
 from operator_side.cluster.cloud import Cloud, Node
 from operator_side.cluster.file import ClusterFile
-from operator_side.cluster.ladder import Order, Wish, first_order, next_order
+from operator_side.cluster.ladder import FleetWish, Order, first_order, next_order
 
 _log = logging.getLogger("holdfast.cluster")
 
@@ -102,7 +102,7 @@ class Cluster:
 
     # -- up --------------------------------------------------------------------------------------------------------
 
-    def up(self, wish: Wish, budget: Budget, *, seconds_max: float = 600.0) -> Raised:
+    def up(self, wish: FleetWish, budget: Budget, *, seconds_max: float = 600.0) -> Raised:
         """Raise what is missing; nothing if all is there.
 
         Raises:
@@ -137,7 +137,7 @@ class Cluster:
         self._state.unlink(missing_ok=True)
         return Raised(generation, trainers, self._live(STAGE)[0], tuple(made))
 
-    def replace(self, wish: Wish, budget: Budget) -> tuple[str, ...]:
+    def replace(self, wish: FleetWish, budget: Budget) -> tuple[str, ...]:
         """Ask for trainers that are missing, in the zone of those that are there. Gives the ids of the new ones."""
         live = self._live(TRAIN)
         if len(live) >= wish.nodes:
@@ -145,10 +145,10 @@ class Cluster:
         generation = live[0].generation if live else self._generation()
         return tuple(self._trainers(wish, budget, generation, live))
 
-    def _trainers(self, wish: Wish, budget: Budget, generation: str, live: Sequence[Node]) -> list[str]:
+    def _trainers(self, wish: FleetWish, budget: Budget, generation: str, live: Sequence[Node]) -> list[str]:
         there = len(live)
         subnets = tuple(dict.fromkeys(n.subnet for n in live if n.subnet)) or wish.subnets
-        missing = Wish(
+        missing = FleetWish(
             wish.types,
             subnets,
             wish.nodes - there,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from holdfast.checkpoints.assembly import WRITE_ID_PREFIX
 from holdfast.checkpoints.claim import Claim
-from holdfast.checkpoints.verify import verify_file
+from holdfast.checkpoints.verification import verify_file
 from holdfast.command.output import progress_bar
 from holdfast.errors import StoreError
 from holdfast.image.manifest import Manifest, State, manifest_name

@@ -101,13 +101,13 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     "zone", "spot", "launched"}]}.
     """
     from operator_side.cluster.fleet import settings_path
-    from operator_side.cluster.ladder import Wish
+    from operator_side.cluster.ladder import FleetWish
 
     file, raised_by = _cluster(path)
     nodes_min = options["nodes_min"] or options["nodes"]
     if nodes_min > options["nodes"]:
         raise ConfigError(f"--nodes-min {nodes_min} is more than --nodes {options['nodes']}")
-    wish = Wish(
+    wish = FleetWish(
         _names(options["types"], "--types"),
         tuple(dict.fromkeys((file.subnet_id, *options["subnets"]))),
         options["nodes"],

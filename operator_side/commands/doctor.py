@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from holdfast.command.checks import Finding, Plan, State
+from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json, table
 from holdfast.config import RING_CHUNKS_MIN, default_runtime_dir, parse_size
@@ -15,7 +15,12 @@ from holdfast.errors import ConfigError
 from holdfast.image.layout import CHUNK_BYTES
 from operator_side.doctor import examine
 
-_STYLE = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
+_STYLE = {
+    CheckState.OK: "green",
+    CheckState.WARN: "yellow",
+    CheckState.FAIL: "bold red",
+    CheckState.SKIPPED: "dim",
+}
 
 
 @click.command(
@@ -57,7 +62,7 @@ def doctor(
 
     JSON: {"fit": bool, "findings": [{"check", "state": "ok|warn|fail|skipped", "seen", "fix"}]}.
     """
-    plan = Plan(
+    plan = CheckPlan(
         store=store,
         runtime_dir=(runtime_dir or default_runtime_dir()).absolute(),
         ring_bytes=_size("--ring-bytes", ring_bytes),
@@ -69,14 +74,14 @@ def doctor(
             f"--ring-bytes {ring_bytes}: expected at least {RING_CHUNKS_MIN} chunks of {plan.chunk_bytes} bytes"
         )
     findings = list(_show(plan, quiet=as_json))
-    bad = [finding for finding in findings if finding.state is State.FAIL]
+    bad = [finding for finding in findings if finding.state is CheckState.FAIL]
     if as_json:
         print_json({"fit": not bad, "findings": [_document(finding) for finding in findings]})
     if bad:
         click.get_current_context().exit(ConfigError.exit_code)
 
 
-def _show(plan: Plan, *, quiet: bool) -> list[Finding]:
+def _show(plan: CheckPlan, *, quiet: bool) -> list[Finding]:
     findings = []
     out = console()
     for finding in examine(plan):
@@ -91,9 +96,9 @@ def _show(plan: Plan, *, quiet: bool) -> list[Finding]:
                 row.add_row("", "", _plain(f"-> {finding.fix}"))
             out.print(row)
     if not quiet:
-        counts = {state: sum(finding.state is state for finding in findings) for state in State}
+        counts = {state: sum(finding.state is state for finding in findings) for state in CheckState}
         said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        out.print(f"{'NOT FIT' if counts[State.FAIL] else 'fit'}: {said}")
+        out.print(f"{'NOT FIT' if counts[CheckState.FAIL] else 'fit'}: {said}")
     return findings
 
 

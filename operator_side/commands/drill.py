@@ -14,8 +14,8 @@ from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, seconds, table
 
 if TYPE_CHECKING:
-    from operator_side.drill.findings import Finding
-    from operator_side.drill.play import Outcome
+    from operator_side.drill.findings import KillFinding
+    from operator_side.drill.play import DrillOutcome
 
 
 _FAILED_EXIT_CODE = 1
@@ -120,7 +120,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
         click.get_current_context().exit(_FAILED_EXIT_CODE)
 
 
-def _document(outcome: Outcome, seed: int, folder: str | None) -> dict[str, Any]:
+def _document(outcome: DrillOutcome, seed: int, folder: str | None) -> dict[str, Any]:
     kills = []
     for finding in outcome.findings:
         fields = dataclasses.asdict(finding)
@@ -147,7 +147,7 @@ def _document(outcome: Outcome, seed: int, folder: str | None) -> dict[str, Any]
     }
 
 
-def _print(outcome: Outcome, seed: int, folder: str) -> None:
+def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
     out = console()
     rows = table("#", "KILLED", "AFTER", "RESUMED", "LOST", "ENDED", "STARTED", "RESTORED", "TRAINS", "EXACT")
     for finding in outcome.findings:
@@ -200,7 +200,7 @@ def _print(outcome: Outcome, seed: int, folder: str) -> None:
         )
 
 
-def _row(finding: Finding) -> list[str]:
+def _row(finding: KillFinding) -> list[str]:
     phases = finding.phases
     resumed = finding.resumed_from
     started = sum(phases.get(name, 0.0) for name in ("launched_seconds", "joined_seconds"))

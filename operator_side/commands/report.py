@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError, StoreError, StoreMissing
 from operator_side.commands.target import URL, Target
 
 if TYPE_CHECKING:
-    from holdfast.telemetry.rows import Stored
+    from holdfast.telemetry.rows import StoredCheckpoint
 
 
 _FILE = "holdfast-report.html"
@@ -74,7 +74,7 @@ def report(
 
     Exit code 5: there is no such run, and no event log was given.
     """
-    from holdfast.telemetry.reading import read_logs
+    from holdfast.telemetry.event_reading import read_logs
     from operator_side.report.facts import gather
     from operator_side.report.page import page
     from operator_side.report.sentences import look_at, what_happened
@@ -116,9 +116,9 @@ def report(
     out.print(plain(f"{path}: {len(made)} bytes"), markup=False, soft_wrap=True)
 
 
-def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[Stored]:
+def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredCheckpoint]:
     """The manifests; notes what cannot be read. Raises as `Catalog.list` where there is nothing else to tell of."""
-    from holdfast.telemetry.rows import Stored
+    from holdfast.telemetry.rows import StoredCheckpoint
 
     try:
         catalog = target.catalog()
@@ -132,10 +132,10 @@ def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[Stored]
             raise
         notes.append(f"The store told nothing: {error}")
         return []
-    found: list[Stored] = []
+    found: list[StoredCheckpoint] = []
     faults: list[str] = []
     for item in items:
-        stored = None if item.manifest is None else Stored.of(item.manifest)
+        stored = None if item.manifest is None else StoredCheckpoint.of(item.manifest)
         if stored is not None:
             found.append(stored)
         if item.fault or stored is None:

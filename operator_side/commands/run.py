@@ -20,8 +20,8 @@ from holdfast.errors import ConfigError, FencedError, StoreMissing, help_for
 
 if TYPE_CHECKING:
     from holdfast.config import StagerConfig
-    from operator_side.supervise.events import Launch
     from operator_side.supervise.hosts import Fleet
+    from operator_side.supervise.supervisor_messages import Launch
 
 
 _FORWARDED = ("HOLDFAST_", "NCCL_", "FI_", "OMP_", "PYTORCH_", "TORCH_")

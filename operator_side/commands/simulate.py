@@ -13,9 +13,9 @@ from holdfast.command.output import console, json_option, plain, print_json
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from operator_side.simulate.plan import Replayed
-    from operator_side.simulate.profiles import Profile
+    from operator_side.simulate.profiles import TrainingProfile
     from operator_side.simulate.study import Prices, Total
+    from operator_side.simulate.study_plan import Replayed
 
 
 _SECONDS_MAX = 1e6
@@ -119,13 +119,13 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
     """
     # numpy and the studies are brought in only here: not for --help.
     from operator_side.commands.simulate_output import document, show_replayed, show_totals
-    from operator_side.simulate.plan import Plan
+    from operator_side.simulate.study_plan import StudyPlan
     from operator_side.simulate.traces import read_trace
 
     mtbf = options["mtbf_hours"]
     if not traces and not mtbf:
         raise ConfigError("expected a TRACE to replay, or --mtbf-hours for made-up losses, got neither")
-    plan = Plan(
+    plan = StudyPlan(
         _profile(profile, options),
         leads_seconds=_numbers("--lead-seconds", options["lead_seconds"], least=0, most=_SECONDS_MAX),
         intervals=[int(every) for every in _numbers("--every", options["every"], least=1, whole=True)],
@@ -149,7 +149,7 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
         out.print(f"drawn: {plain(str(path))}", markup=False, soft_wrap=True)
 
 
-def _profile(path: Path | None, options: dict[str, Any]) -> Profile:
+def _profile(path: Path | None, options: dict[str, Any]) -> TrainingProfile:
     from operator_side.simulate.profiles import load_profile, measured_profile
 
     profile = measured_profile() if path is None else load_profile(path)
@@ -192,7 +192,7 @@ def _numbers(
 def _pictures(folder: Path | None, replayed: list[Replayed], totals: list[Total]) -> list[Path]:
     if folder is None:
         return []
-    from operator_side.simulate.pictures import draw_goodput, draw_totals
+    from operator_side.simulate.study_pictures import draw_goodput, draw_totals
 
     drawn = [draw_goodput(one.rows, one.trace.name, folder) for one in replayed]
     return [*drawn, draw_totals(totals, folder)] if totals else drawn

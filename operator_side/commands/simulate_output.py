@@ -12,14 +12,14 @@ from rich.console import Console
 from holdfast.command.output import plain, table
 from holdfast.errors import ConfigError
 from holdfast.policy import Advice
-from operator_side.simulate.plan import Plan, Replayed
 from operator_side.simulate.strategy import HOUR_US
 from operator_side.simulate.study import Spread, Total
+from operator_side.simulate.study_plan import Replayed, StudyPlan
 
 _PER_DOLLAR_CELL = 1000  # iterations; a single one costs too little to be read
 
 
-def show_replayed(out: Console, plan: Plan, one: Replayed) -> None:
+def show_replayed(out: Console, plan: StudyPlan, one: Replayed) -> None:
     """One trace: goodput by interval, the best of each, advice."""
     _heading(out, plan, one)
     _by_interval(out, plan, one)
@@ -31,7 +31,7 @@ def show_replayed(out: Console, plan: Plan, one: Replayed) -> None:
         out.print(f"  {plain(name)}: {_line(advice)}", markup=False, soft_wrap=True)
 
 
-def _heading(out: Console, plan: Plan, one: Replayed) -> None:
+def _heading(out: Console, plan: StudyPlan, one: Replayed) -> None:
     trace = one.trace
     out.print(
         f"\n{plain(trace.name)}: {trace.end_us / HOUR_US:.1f} h, {trace.losses} losses "
@@ -42,7 +42,7 @@ def _heading(out: Console, plan: Plan, one: Replayed) -> None:
     )
 
 
-def _by_interval(out: Console, plan: Plan, one: Replayed) -> None:
+def _by_interval(out: Console, plan: StudyPlan, one: Replayed) -> None:
     out.print("\nGoodput by interval, % of the ideal", markup=False)
     intervals = [str(every) for every in plan.intervals]
     rows = table("STRATEGY", *intervals, right=tuple(intervals))
@@ -77,7 +77,7 @@ def _at_the_best(out: Console, one: Replayed) -> None:
         )
 
 
-def show_totals(out: Console, plan: Plan, totals: Sequence[Total]) -> None:
+def show_totals(out: Console, plan: StudyPlan, totals: Sequence[Total]) -> None:
     """Total time by MTBF, each strategy at its best interval."""
     out.print(
         f"\nHours until {plan.iterations} iterations are done, by hours between two losses, "
@@ -103,7 +103,7 @@ def _line(advice: Advice | ConfigError) -> str:
 
 
 def document(
-    plan: Plan, replayed: Sequence[Replayed], totals: Sequence[Total], pictures: Sequence[Path]
+    plan: StudyPlan, replayed: Sequence[Replayed], totals: Sequence[Total], pictures: Sequence[Path]
 ) -> dict[str, Any]:
     """The document of `--json`."""
     return {
@@ -124,7 +124,7 @@ def document(
     }
 
 
-def _trace(plan: Plan, one: Replayed) -> dict[str, Any]:
+def _trace(plan: StudyPlan, one: Replayed) -> dict[str, Any]:
     return {
         "trace": one.trace.name,
         "hours": one.trace.end_us / HOUR_US,

@@ -15,7 +15,7 @@ from holdfast.command.output import console, json_option, print_json
 from holdfast.errors import ConfigError, StoreMissing
 
 if TYPE_CHECKING:
-    from operator_side.status.look import Watch
+    from operator_side.status.look import RunWatch
     from operator_side.status.picture import Picture
 
 
@@ -93,7 +93,7 @@ class _Watches:
         self._base = FlusherConfig.from_sources(store=run or "none", runtime_dir=runtime_dir).runtime_dir
         self._dollars_per_hour = dollars_per_hour
         self._run = run
-        self._watches: dict[Path, Watch] = {}
+        self._watches: dict[Path, RunWatch] = {}
 
     def look(self) -> list[Picture]:
         """Look at all of them. Raises `StoreMissing` where there is none."""
@@ -107,15 +107,15 @@ class _Watches:
 
     def _find(self) -> None:
         from holdfast.ring.directory import runtime_directory
-        from operator_side.status.look import Watch, runs_in
+        from operator_side.status.look import RunWatch, runs_in
 
         place = self._base if self._run is None else Path(self._run)
         for directory in runs_in(place.absolute()):
             if directory not in self._watches:
-                self._watches[directory] = Watch(directory, dollars_per_hour=self._dollars_per_hour)
+                self._watches[directory] = RunWatch(directory, dollars_per_hour=self._dollars_per_hour)
         if not self._watches and self._run is not None:
             directory = runtime_directory(self._run, self._base)
-            self._watches[directory] = Watch(directory, self._run, dollars_per_hour=self._dollars_per_hour)
+            self._watches[directory] = RunWatch(directory, self._run, dollars_per_hour=self._dollars_per_hour)
 
 
 def _live(watches: _Watches, pictures: list[Picture], interval_seconds: float) -> None:

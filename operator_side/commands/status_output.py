@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.command.output import plain, seconds, size, table
-from holdfast.telemetry.status_document import Line, RankSaid
+from holdfast.telemetry.status_document import RankSaid, StatusLine
 from operator_side.status.loss import Lost
-from operator_side.status.picture import LEVELS, Flight, Peer, Picture, Timings
+from operator_side.status.picture import LEVELS, Peer, Picture, Timings, UnderWay
 
 _BAR_CELLS = 16
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
@@ -172,7 +172,7 @@ def _flights(picture: Picture, ascii_only: bool, shown: int) -> list[RenderableT
     return found
 
 
-def _written(flight: Flight, ascii_only: bool) -> tuple[str, str]:
+def _written(flight: UnderWay, ascii_only: bool) -> tuple[str, str]:
     if flight.written_bytes is None or not flight.image_bytes:
         return "", f"of {size(flight.image_bytes)}" if flight.image_bytes else "-"
     fraction = flight.written_bytes / flight.image_bytes
@@ -271,14 +271,14 @@ def _declined(picture: Picture) -> list[RenderableType]:
     return found
 
 
-def _said(title: str, lines: Sequence[Line], now_unix: float, shown: int) -> list[RenderableType]:
+def _said(title: str, lines: Sequence[StatusLine], now_unix: float, shown: int) -> list[RenderableType]:
     if not lines:
         return []
     more = f", {len(lines) - shown} earlier ones not shown" if len(lines) > shown else ""
     return [Text(), Text(f"{title}{more}"), *(Text(f"  {_line(line, now_unix)}") for line in lines[-shown:])]
 
 
-def _line(line: Line, now_unix: float) -> str:
+def _line(line: StatusLine, now_unix: float) -> str:
     step = "" if line.step is None else f" step {line.step}"
     return f"{seconds(max(0.0, now_unix - line.at_unix))} ago {plain(line.event)}{step}: {plain(line.text)}"
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.verify import VerifyReport, verify_file
+from holdfast.checkpoints.verification import VerifyReport, verify_file
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, progress_bar
 from holdfast.errors import ConfigError, DamageError

@@ -12,33 +12,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 
-from holdfast.command.checks import Finding, Plan, State
+from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import HoldfastError
 
 _GROUP = "holdfast.checks"
 
 
-Check = Callable[[Plan], Iterable[Finding]]
+Check = Callable[[CheckPlan], Iterable[Finding]]
 
 
-def examine(plan: Plan) -> Iterator[Finding]:
+def examine(plan: CheckPlan) -> Iterator[Finding]:
     """Run every check there is, one after the other, and give each finding as soon as it is known."""
     for check in _checks():
         try:
             yield from check(plan)
         except HoldfastError as error:
-            yield Finding(_name(check), State.FAIL, str(error), "see the message")
+            yield Finding(_name(check), CheckState.FAIL, str(error), "see the message")
         except Exception as error:  # noqa: BLE001 - a check that breaks must not hide what the others find
             yield Finding(
                 _name(check),
-                State.FAIL,
+                CheckState.FAIL,
                 f"the check itself broke: {type(error).__name__}: {error}",
                 "report this",
             )
 
 
 def _checks() -> Iterator[Check]:
-    from operator_side.doctor import hosts, machine, store
+    from operator_side.doctor import machine
+    from operator_side.doctor import other_hosts as hosts
+    from operator_side.doctor import store_checks as store
 
     yield from (machine.python, machine.shared_memory, machine.limits, machine.clock, machine.network)
     yield hosts.examine_hosts
@@ -51,10 +53,10 @@ def _checks() -> Iterator[Check]:
 
 
 def _not_installed(name: str, error: ImportError) -> Check:
-    def check(_: Plan) -> Iterator[Finding]:
+    def check(_: CheckPlan) -> Iterator[Finding]:
         yield Finding(
             name,
-            State.SKIPPED,
+            CheckState.SKIPPED,
             f"{error.name or error} is not installed here",
             f"if this machine is to train or to stage: pip install 'holdfast[{name}]'",
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast import __version__
-from holdfast.command.checks import Finding, Plan, State
+from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import ConfigError
 from holdfast.ring.directory import make_private_directory
 
@@ -26,24 +26,24 @@ _SLOW_MBITS = 10_000
 _MIB = 1 << 20
 
 
-def python(_: Plan) -> Iterator[Finding]:
+def python(_: CheckPlan) -> Iterator[Finding]:
     """Version of Python, of holdfast and of the machine."""
     seen = f"holdfast {__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"
     old = sys.version_info < _PYTHON_MIN
     yield Finding(
-        "python", State.FAIL if old else State.OK, seen, "needs Python 3.11 or newer" if old else ""
+        "python", CheckState.FAIL if old else CheckState.OK, seen, "needs Python 3.11 or newer" if old else ""
     )
     cores = len(os.sched_getaffinity(0))
     few = cores < 2
     yield Finding(
         "cores",
-        State.WARN if few else State.OK,
+        CheckState.WARN if few else CheckState.OK,
         f"{cores} usable cores",
         "stager and flusher on one core wait for each other; use a machine with two or more" if few else "",
     )
 
 
-def shared_memory(plan: Plan) -> Iterator[Finding]:
+def shared_memory(plan: CheckPlan) -> Iterator[Finding]:
     """Whether the ring fits into memory at `runtime_dir`, that it is ours alone, and how fast it is."""
     base = plan.runtime_dir
     probe = base / f"doctor-{os.getpid()}"
@@ -52,7 +52,7 @@ def shared_memory(plan: Plan) -> Iterator[Finding]:
     except (ConfigError, OSError) as error:
         yield Finding(
             "ring directory",
-            State.FAIL,
+            CheckState.FAIL,
             f"{base}: {error}",
             "remove it, or set runtime_dir to a directory of yours",
         )
@@ -65,12 +65,12 @@ def shared_memory(plan: Plan) -> Iterator[Finding]:
     yield from _stale_rings(base)
 
 
-def _ring_room(base: Path, plan: Plan) -> Iterator[Finding]:
+def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
     kind = _file_system(base)
     in_memory = kind in _IN_MEMORY
     yield Finding(
         "ring directory",
-        State.OK if in_memory else State.WARN,
+        CheckState.OK if in_memory else CheckState.WARN,
         f"{base} is on {kind}",
         ""
         if in_memory
@@ -82,7 +82,7 @@ def _ring_room(base: Path, plan: Plan) -> Iterator[Finding]:
     enough = free_bytes >= needed_bytes
     yield Finding(
         "ring room",
-        State.OK if enough else State.FAIL,
+        CheckState.OK if enough else CheckState.FAIL,
         f"{free_bytes / _MIB:,.0f} MiB free in {base}, the ring takes {needed_bytes / _MIB:,.0f} MiB",
         ""
         if enough
@@ -93,7 +93,7 @@ def _ring_room(base: Path, plan: Plan) -> Iterator[Finding]:
         enough = available_bytes >= needed_bytes
         yield Finding(
             "memory",
-            State.OK if enough else State.FAIL,
+            CheckState.OK if enough else CheckState.FAIL,
             f"{available_bytes / _MIB:,.0f} MiB of memory available, the ring takes {needed_bytes / _MIB:,.0f} MiB",
             ""
             if enough
@@ -110,10 +110,12 @@ def _touch(directory: Path) -> Finding:
             os.posix_fallocate(file.fileno(), 0, _TOUCH_BYTES)
             seconds = time.perf_counter() - began
     except OSError as error:
-        return Finding("ring memory", State.FAIL, f"{directory}: {error.strerror}", "see ring room above")
+        return Finding(
+            "ring memory", CheckState.FAIL, f"{directory}: {error.strerror}", "see ring room above"
+        )
     finally:
         path.unlink(missing_ok=True)
-    return Finding("ring memory", State.OK, f"first touch at {_TOUCH_BYTES / seconds / 1e9:.1f} GB/s")
+    return Finding("ring memory", CheckState.OK, f"first touch at {_TOUCH_BYTES / seconds / 1e9:.1f} GB/s")
 
 
 def _stale_rings(base: Path) -> Iterator[Finding]:
@@ -122,7 +124,7 @@ def _stale_rings(base: Path) -> Iterator[Finding]:
         if not _is_served(journal.parent):
             yield Finding(
                 "left ring",
-                State.WARN,
+                CheckState.WARN,
                 f"{journal.parent} holds the ring of a flusher that is gone",
                 "start `holdfast flusher --store URL` for its run: it publishes what is staged and removes the ring",
             )
@@ -141,19 +143,19 @@ def _is_served(directory: Path) -> bool:
     return False
 
 
-def limits(_: Plan) -> Iterator[Finding]:
+def limits(_: CheckPlan) -> Iterator[Finding]:
     """Open files: each connection to the store and each rank takes some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _DESCRIPTORS_MIN
     yield Finding(
         "open files",
-        State.OK if enough else State.WARN,
+        CheckState.OK if enough else CheckState.WARN,
         f"limit {soft} (hard {hard})",
         "" if enough else f"raise it: ulimit -n {_DESCRIPTORS_MIN}",
     )
 
 
-def clock(_: Plan) -> Iterator[Finding]:
+def clock(_: CheckPlan) -> Iterator[Finding]:
     """Whether the wall clock runs with the monotonic one. The store's own clock is looked at with the store."""
     before = _wall_clock_ahead_seconds()
     time.sleep(_CLOCK_SECONDS)
@@ -161,7 +163,7 @@ def clock(_: Plan) -> Iterator[Finding]:
     steady_clock = drift_seconds <= _CLOCK_SLACK_SECONDS
     yield Finding(
         "clock",
-        State.OK if steady_clock else State.WARN,
+        CheckState.OK if steady_clock else CheckState.WARN,
         f"wall clock moved {drift_seconds * 1000:.1f} ms against the monotonic clock in {_CLOCK_SECONDS:g} s",
         ""
         if steady_clock
@@ -178,7 +180,7 @@ def _wall_clock_ahead_seconds() -> float:
     return min(looks)[1]
 
 
-def network(_: Plan) -> Iterator[Finding]:
+def network(_: CheckPlan) -> Iterator[Finding]:
     """What the interfaces say of themselves; what MPI makes of them is measured by the stager's check."""
     seen = False
     for interface in sorted(Path("/sys/class/net").glob("*")):
@@ -190,14 +192,16 @@ def network(_: Plan) -> Iterator[Finding]:
         slow = known and int(speed) < _SLOW_MBITS
         yield Finding(
             f"network {interface.name}",
-            State.WARN if slow else State.OK,
+            CheckState.WARN if slow else CheckState.OK,
             (f"{int(speed) / 1000:g} Gbit/s" if known else "says no speed") + f", MTU {mtu}",
             "a slice of gigabytes takes seconds through it: take an instance with 10 Gbit/s or more"
             if slow
             else "",
         )
     if not seen:
-        yield Finding("network", State.SKIPPED, "no interface but loopback is up", "fine for one machine")
+        yield Finding(
+            "network", CheckState.SKIPPED, "no interface but loopback is up", "fine for one machine"
+        )
 
 
 def _file_system(path: Path) -> str:

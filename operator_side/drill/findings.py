@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from operator_side.drill.compare import Compared, Difference
-from operator_side.drill.plan import Kill
+from operator_side.drill.kill_plan import Kill
 from operator_side.supervise.resumption import MARKS, Resumption
 
 Lines = Sequence[Mapping[str, Any]]
@@ -28,7 +28,7 @@ class Struck(NamedTuple):
 
 
 @dataclass
-class Finding:
+class KillFinding:
     """Of one kill.
 
     Attributes:
@@ -78,12 +78,12 @@ class Samples(NamedTuple):
 
 def examine(
     struck: Sequence[Struck], *, diary: Lines, events: Lines, status: Lines, files: Iterable[Compared]
-) -> list[Finding]:
+) -> list[KillFinding]:
     """One finding for each kill that came."""
     findings = []
     for index, one in enumerate(struck):
         following = struck[index + 1].at if index + 1 < len(struck) else float("inf")
-        finding = Finding(one.kill)
+        finding = KillFinding(one.kill)
         before = [line for line in diary if "step" in line and line["time"] <= one.at]
         finding.last_step = max((int(line["step"]) for line in _newest_attempt(before)), default=-1)
         staged = [line for line in events if _says(line, "staged", "stager") and line["time"] < one.at]
@@ -109,7 +109,7 @@ def _says(line: Mapping[str, Any], event: str, role: str) -> bool:
     return line.get("event") == event and line.get("role") == role
 
 
-def _way_back(finding: Finding, struck: Struck, status: Lines) -> None:
+def _way_back(finding: KillFinding, struck: Struck, status: Lines) -> None:
     resumption = Resumption()
     resumption.lost(struck.at)
     for line in status:
@@ -126,7 +126,7 @@ def _way_back(finding: Finding, struck: Struck, status: Lines) -> None:
     finding.resumed_from = None
 
 
-def _lost(finding: Finding, struck: Struck, before: Lines) -> None:
+def _lost(finding: KillFinding, struck: Struck, before: Lines) -> None:
     resumed = finding.resumed_from
     assert resumed is not None
     finding.lost_steps = max(0, finding.last_step - resumed)
@@ -140,7 +140,7 @@ def _lost(finding: Finding, struck: Struck, before: Lines) -> None:
         )
 
 
-def _notice(finding: Finding, events: Lines) -> None:
+def _notice(finding: KillFinding, events: Lines) -> None:
     said = {line["event"]: line for line in reversed(events) if line.get("role") == "stager"}
     if "notice" not in said:
         finding.notice = "not heard"
@@ -160,7 +160,7 @@ def _notice(finding: Finding, events: Lines) -> None:
             finding.wrong.append(f"the notice brought no checkpoint: {reason}")
 
 
-def _place(findings: Sequence[Finding], files: Iterable[Compared]) -> None:
+def _place(findings: Sequence[KillFinding], files: Iterable[Compared]) -> None:
     """Each file belongs to the last kill whose resumption it follows."""
     for one in files:
         after = [

@@ -21,9 +21,9 @@ from typing import IO, Any
 
 from holdfast.errors import PeerLost
 from holdfast.supervised import DIARY_VARIABLE
-from operator_side.drill.plan import Kill, Target
+from operator_side.drill.kill_plan import Kill, KillTarget
 from operator_side.supervise.attempt import processes_of_session
-from operator_side.supervise.output import Follower
+from operator_side.supervise.job_output import Follower
 from operator_side.supervise.supervisor import environment_of_job
 
 _END_SECONDS = 60.0
@@ -49,7 +49,7 @@ class Setup:
     notice_seconds: float
 
 
-class Run:
+class DrillRun:
     """A context manager: at its end nothing of it runs.
 
     Args:
@@ -90,7 +90,7 @@ class Run:
             line, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, env={**kept, **own}
         )
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> DrillRun:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -126,13 +126,13 @@ class Run:
     def strike(self, kill: Kill) -> bool:
         """SIGKILL; whether there was somebody to kill."""
         match kill.target:
-            case Target.RANK:
+            case KillTarget.RANK:
                 return self._signal(self._rank(kill.rank), signal.SIGKILL)
-            case Target.RANKS | Target.STAGER as target:
-                stager = self._stager() if target is Target.STAGER else []
+            case KillTarget.RANKS | KillTarget.STAGER as target:
+                stager = self._stager() if target is KillTarget.STAGER else []
                 ranks = [pid for rank in range(self._setup.ranks) for pid in self._rank(rank)]
                 return self._signal([*stager, *ranks], signal.SIGKILL)
-            case Target.MPIRUN:
+            case KillTarget.MPIRUN:
                 return self._signal(self._mpirun(), signal.SIGKILL)
 
     def last_words(self, lines: int = 25) -> str:

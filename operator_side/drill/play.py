@@ -15,15 +15,15 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import ConfigError, HoldfastError, PeerLost
 from holdfast.store import open_store
 from operator_side.drill.compare import Compared, compare, constants
-from operator_side.drill.findings import Finding, Samples, Struck, examine, samples, shortened
-from operator_side.drill.job import Run, Setup, wait_until
-from operator_side.drill.plan import Kill, Sequence, Strike, Tell, plan
+from operator_side.drill.findings import KillFinding, Samples, Struck, examine, samples, shortened
+from operator_side.drill.job import DrillRun, Setup, wait_until
+from operator_side.drill.kill_plan import GiveNotice, Kill, Sequence, Strike, plan
 
 _ANSWERS = {"emergency_staged", "emergency_failed"}
 
 
 @dataclass
-class Outcome:
+class DrillOutcome:
     """What came of it.
 
     Attributes:
@@ -37,7 +37,7 @@ class Outcome:
     """
 
     planned: list[Kill]
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[KillFinding] = field(default_factory=list)
     files: list[Compared] = field(default_factory=list)
     before: list[Compared] = field(default_factory=list)
     constant: set[str] = field(default_factory=set)
@@ -77,7 +77,7 @@ def play(
     seed: int,
     seconds_max: float,
     say: Callable[[str], None],
-) -> Outcome:
+) -> DrillOutcome:
     """Play it.
 
     Args:
@@ -96,7 +96,7 @@ def play(
     check_folder(folder)
     deadline = time.monotonic() + seconds_max
     say("reference: the script, undisturbed")
-    with Run(setup, folder / "reference") as reference:
+    with DrillRun(setup, folder / "reference") as reference:
         while not reference.look()[0]:
             wait_until(deadline)
         _succeeded(reference, "undisturbed, under `holdfast run`, it")
@@ -107,9 +107,9 @@ def play(
             "each step (docs/drill.md)"
         )
     saved = [item.step for item in Catalog(open_store(str(reference.store))).list() if not item.fault]
-    outcome = Outcome(plan(seed, kills, ways, ranks=setup.ranks, checkpoints=saved))
+    outcome = DrillOutcome(plan(seed, kills, ways, ranks=setup.ranks, checkpoints=saved))
     say(f"reference: {len(set(steps))} steps, {len(saved)} checkpoints; now {kills} kills")
-    with Run(setup, folder / "drilled") as drilled:
+    with DrillRun(setup, folder / "drilled") as drilled:
         struck = disturb(drilled, outcome.planned, setup.notice_seconds, deadline, say)
     if drilled.exit_code != 0:
         outcome.wrong.append(
@@ -120,13 +120,13 @@ def play(
     return outcome
 
 
-def _succeeded(run: Run, who: str) -> None:
+def _succeeded(run: DrillRun, who: str) -> None:
     if run.exit_code:
         raise ConfigError(f"{who} ended with exit code {run.exit_code}; it said:\n{run.last_words()}")
 
 
 def disturb(
-    run: Run, kills: list[Kill], notice_seconds: float, deadline: float, say: Callable[[str], None]
+    run: DrillRun, kills: list[Kill], notice_seconds: float, deadline: float, say: Callable[[str], None]
 ) -> list[Struck]:
     """Follow a run to its end, and kill it as planned. What came, in order.
 
@@ -151,7 +151,7 @@ def disturb(
         if ended:
             return struck
         match sequence.tick(time.time()):
-            case Tell(kill):
+            case GiveNotice(kill):
                 told_at = time.time()
                 say(f"kill {kill.number}: notice (SIGTERM) to rank {kill.rank}")
                 run.tell(kill)
@@ -174,7 +174,7 @@ def _answers(line: Mapping[str, Any]) -> bool:
     return skipped or line.get("event") in _ANSWERS
 
 
-def _judge(outcome: Outcome, struck: list[Struck], reference: Run, drilled: Run) -> None:
+def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, drilled: DrillRun) -> None:
     first = struck[0].kill.after_step if struck else -1
     outcome.constant = constants(outcome.files, first)
     outcome.files = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.telemetry.reading import TIME_MAX, Event, number, text, whole
+from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, number, text, whole
 from operator_side.supervise.resumption import MARKS
 from operator_side.supervise.verdict import Cause
 
@@ -19,7 +19,7 @@ _LEFT = "left"
 
 
 @dataclass(slots=True)
-class Attempt:
+class ReportedAttempt:
     """One start of the job.
 
     Attributes:
@@ -69,10 +69,10 @@ class Attempt:
         return ended if self.lost_at_unix is None or not self.was_lost else self.lost_at_unix
 
 
-def gather_attempts(events: Sequence[Event]) -> list[Attempt]:
+def gather_attempts(events: Sequence[LoggedEvent]) -> list[ReportedAttempt]:
     """All attempts, oldest first."""
     is_told = any(event.event == "launched" and event.role == "supervisor" for event in events)
-    attempts: list[Attempt] = []
+    attempts: list[ReportedAttempt] = []
     for event in events:
         if is_told:
             _told(event, attempts)
@@ -85,7 +85,7 @@ def gather_attempts(events: Sequence[Event]) -> list[Attempt]:
     return attempts
 
 
-def _told(event: Event, attempts: list[Attempt]) -> None:
+def _told(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     if event.role != "supervisor":
         if attempts and event.event == "restore":
             attempts[-1].restored_attempt = whole(event.fields.get("attempt"))
@@ -95,7 +95,7 @@ def _told(event: Event, attempts: list[Attempt]) -> None:
     if event.event == "launched":
         hosts = event.fields.get("hosts")
         attempts.append(
-            Attempt(
+            ReportedAttempt(
                 whole(event.fields.get("attempt")) or len(attempts) + 1,
                 is_told=True,
                 began_at_unix=event.time,
@@ -108,7 +108,7 @@ def _told(event: Event, attempts: list[Attempt]) -> None:
         _mark(event, attempts[-1])
 
 
-def _mark(event: Event, attempt: Attempt) -> None:
+def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
     """One more line about the attempt that was launched last."""
     if not attempt.cause:
         attempt.heard_at_unix = event.time
@@ -130,10 +130,10 @@ def _mark(event: Event, attempt: Attempt) -> None:
             attempt.message = text(event.fields.get("message")).removeprefix(f"attempt {attempt.number}: ")
 
 
-def _untold(event: Event, attempts: list[Attempt]) -> None:
+def _untold(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
     if event.event == "stager_ready":
         attempts.append(
-            Attempt(
+            ReportedAttempt(
                 whole(event.fields.get("attempt")) or len(attempts) + 1,
                 is_told=False,
                 began_at_unix=event.time,

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.telemetry.reading import Event, Log, text
-from holdfast.telemetry.rows import Checkpoint, Checkpoints, Stored, gather_checkpoints
+from holdfast.telemetry.event_reading import Log, LoggedEvent, text
+from holdfast.telemetry.rows import CheckpointRow, CheckpointRows, StoredCheckpoint, gather_checkpoints
 from holdfast.telemetry.told import NOTICES, TROUBLES, told
-from operator_side.report.attempts import Attempt, gather_attempts
+from operator_side.report.attempts import ReportedAttempt, gather_attempts
 from operator_side.report.goodput import Goodput, Interruption, goodput_of, interruptions_of
 
 _MORE_TROUBLES = frozenset({"stager_lost", "damaged", "skipped", "interval_loose"})
@@ -29,7 +29,7 @@ class Happened:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SecondsSpread:
     """Of some seconds."""
 
     count: int
@@ -41,7 +41,7 @@ class Spread:
 
 
 @dataclass
-class Facts:
+class RunFacts:
     """See the module.
 
     Attributes:
@@ -53,8 +53,8 @@ class Facts:
 
     run: str
     log: Log
-    checkpoints: Checkpoints
-    attempts: list[Attempt]
+    checkpoints: CheckpointRows
+    attempts: list[ReportedAttempt]
     interruptions: list[Interruption]
     goodput: Goodput | None
     happened: list[Happened]
@@ -64,7 +64,7 @@ class Facts:
     unknown: list[str] = field(default_factory=list)
 
     @property
-    def rows(self) -> list[Checkpoint]:
+    def rows(self) -> list[CheckpointRow]:
         """The checkpoints, oldest first."""
         return self.checkpoints.rows
 
@@ -72,11 +72,11 @@ class Facts:
 def gather(
     run: str,
     log: Log,
-    stored: Sequence[Stored] = (),
+    stored: Sequence[StoredCheckpoint] = (),
     *,
     dollars_per_hour: float | None = None,
     notes: Iterable[str] = (),
-) -> Facts:
+) -> RunFacts:
     """Put together what there is.
 
     Args:
@@ -97,7 +97,7 @@ def gather(
         attempts, interruptions, checkpoints.rows, end_unix=worked_until, dollars_per_hour=dollars_per_hour
     )
     over = [event for event in log.events if event.event == "over" and event.role == "supervisor"]
-    facts = Facts(
+    facts = RunFacts(
         run,
         log,
         checkpoints,
@@ -116,12 +116,12 @@ def gather(
     return facts
 
 
-def _is_last(over: Event, attempts: Sequence[Attempt]) -> bool:
+def _is_last(over: LoggedEvent, attempts: Sequence[ReportedAttempt]) -> bool:
     return not attempts or over.time >= attempts[-1].began_at_unix
 
 
 def _bounds(
-    events: Sequence[Event], rows: Sequence[Checkpoint], attempts: Sequence[Attempt]
+    events: Sequence[LoggedEvent], rows: Sequence[CheckpointRow], attempts: Sequence[ReportedAttempt]
 ) -> tuple[float | None, float | None]:
     times = [event.time for event in events[:1]] + [event.time for event in events[-1:]]
     for row in rows:
@@ -130,7 +130,7 @@ def _bounds(
     return min(times, default=None), max(times, default=None)
 
 
-def _worked_until(attempts: Sequence[Attempt], events: Sequence[Event]) -> float:
+def _worked_until(attempts: Sequence[ReportedAttempt], events: Sequence[LoggedEvent]) -> float:
     """The end of what was worked, or waited for: not of what the flusher still did."""
     if not attempts:
         return 0.0
@@ -141,7 +141,7 @@ def _worked_until(attempts: Sequence[Attempt], events: Sequence[Event]) -> float
     return max([last.stopped_at_unix, *said[-1:]])
 
 
-def _happened(events: Iterable[Event]) -> list[Happened]:
+def _happened(events: Iterable[LoggedEvent]) -> list[Happened]:
     found: dict[tuple[str, int | None, str], Happened] = {}
     for event in events:
         if event.event not in NOTICES | TROUBLES | _MORE_TROUBLES:
@@ -155,7 +155,7 @@ def _happened(events: Iterable[Event]) -> list[Happened]:
     return sorted(found.values(), key=lambda one: one.at_unix)
 
 
-def _unknown(facts: Facts, *, has_stored: bool, has_price: bool) -> list[str]:
+def _unknown(facts: RunFacts, *, has_stored: bool, has_price: bool) -> list[str]:
     found = []
     log = facts.log
     if not log.events:
@@ -208,7 +208,7 @@ def _unknown(facts: Facts, *, has_stored: bool, has_price: bool) -> list[str]:
     return found
 
 
-def spread_of(values: Iterable[float]) -> Spread | None:
+def spread_of(values: Iterable[float]) -> SecondsSpread | None:
     """Least, median, percentiles (of the nearest rank) and greatest; None of nothing."""
     found = sorted(values)
     if not found:
@@ -217,10 +217,10 @@ def spread_of(values: Iterable[float]) -> Spread | None:
     def at(share: float) -> float:
         return found[min(len(found) - 1, max(0, math.ceil(share * len(found)) - 1))]
 
-    return Spread(len(found), found[0], statistics.median(found), at(0.90), at(0.99), found[-1])
+    return SecondsSpread(len(found), found[0], statistics.median(found), at(0.90), at(0.99), found[-1])
 
 
-def ring_bytes(rows: Iterable[Checkpoint], end_unix: float) -> list[tuple[float, int]]:
+def ring_bytes(rows: Iterable[CheckpointRow], end_unix: float) -> list[tuple[float, int]]:
     """From each time on, the bytes of checkpoints that were saved and not durable yet: what the ring may have held."""
     changes: list[tuple[float, int]] = []
     for row in rows:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.telemetry.rows import Checkpoint
-from operator_side.report.attempts import Attempt
-from operator_side.status.loss import Known, Lost, Point, lost_with_trainers
+from holdfast.telemetry.rows import CheckpointRow
+from operator_side.report.attempts import ReportedAttempt
+from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_trainers
 from operator_side.status.picture import Interval, interval_of
 
 _HOUR_SECONDS = 3600.0
@@ -42,8 +42,8 @@ class Interruption:
         dollars: Of way back and work, where there is a price.
     """
 
-    attempt: Attempt
-    back: Attempt | None
+    attempt: ReportedAttempt
+    back: ReportedAttempt | None
     down_seconds: float
     lost: Lost | None
     dollars: float | None
@@ -81,8 +81,8 @@ class Goodput:
 
 
 def interruptions_of(
-    attempts: Sequence[Attempt],
-    checkpoints: Sequence[Checkpoint],
+    attempts: Sequence[ReportedAttempt],
+    checkpoints: Sequence[CheckpointRow],
     *,
     end_unix: float,
     dollars_per_hour: float | None = None,
@@ -113,7 +113,7 @@ def interruptions_of(
     return found
 
 
-def _is_way_back(attempt: Attempt, before: Interruption) -> bool:
+def _is_way_back(attempt: ReportedAttempt, before: Interruption) -> bool:
     """Whether it was launched while training did not yet go on after that loss."""
     return before.back is None or attempt.began_at_unix < before.back.began_at_unix
 
@@ -126,9 +126,9 @@ def _dollars(down_seconds: float, lost: Lost | None, dollars_per_hour: float | N
 
 
 def _lost(
-    attempt: Attempt,
-    back: Attempt,
-    saves: Sequence[Checkpoint],
+    attempt: ReportedAttempt,
+    back: ReportedAttempt,
+    saves: Sequence[CheckpointRow],
     kept: list[tuple[float, float]],
     dollars_per_hour: float | None,
 ) -> Lost | None:
@@ -136,21 +136,21 @@ def _lost(
     stop, began = attempt.stopped_at_unix, attempt.training_at_unix
     if back.restored_step is None:
         return None
-    safe: Point | None = None
+    safe: SavedPoint | None = None
     if back.restored_step >= 0:
         safe = _point(back, saves)
         if safe is None:
             return None
     own = [row for row in saves if began <= (row.saved_at_unix or 0.0) <= stop]
     interval = _interval(own) or _interval(saves)
-    newest = Point(own[-1].attempt, own[-1].step, own[-1].saved_at_unix or 0.0) if own else None
+    newest = SavedPoint(own[-1].attempt, own[-1].step, own[-1].saved_at_unix or 0.0) if own else None
     # What an earlier attempt has done since that checkpoint is lost with it, if it went on from an even older one.
     saved_at = 0.0 if safe is None else safe.saved_at_unix
     earlier_seconds = sum(max(0.0, end - max(begin, saved_at)) for begin, end in kept)
     kept[:] = [(begin, min(end, saved_at)) for begin, end in kept if begin < saved_at]
     if saved_at > began:
         kept.append((began, min(stop, saved_at)))
-    known = Known(
+    known = LossInputs(
         now_unix=stop,
         running_since_unix=began,
         staged=safe,
@@ -166,28 +166,28 @@ def _lost(
     return Lost(lost.steps, lost.is_estimate, seconds, dollars, lost.since_step)
 
 
-def _interval(saves: Sequence[Checkpoint]) -> Interval | None:
+def _interval(saves: Sequence[CheckpointRow]) -> Interval | None:
     """Between the last two of them that one job has saved one after the other."""
     said = [((row.attempt, row.step), row.saved_at_unix or 0.0) for row in saves]
     pairs = (said[index - 1 : index + 1] for index in range(len(said) - 1, 0, -1))
     return next((found for pair in pairs if (found := interval_of(pair)) is not None), None)
 
 
-def _point(back: Attempt, saves: Sequence[Checkpoint]) -> Point | None:
+def _point(back: ReportedAttempt, saves: Sequence[CheckpointRow]) -> SavedPoint | None:
     """The checkpoint that it has restored: the newest of this step that was saved before."""
     for row in reversed(saves):
         at = row.saved_at_unix
         if row.step != back.restored_step or at is None or at > (back.training_at_unix or at):
             continue
         if back.restored_attempt in {None, row.attempt}:
-            return Point(row.attempt, row.step, at)
+            return SavedPoint(row.attempt, row.step, at)
     return None
 
 
 def goodput_of(
-    attempts: Sequence[Attempt],
+    attempts: Sequence[ReportedAttempt],
     interruptions: Sequence[Interruption],
-    checkpoints: Sequence[Checkpoint],
+    checkpoints: Sequence[CheckpointRow],
     *,
     end_unix: float,
     dollars_per_hour: float | None = None,
@@ -216,7 +216,7 @@ def goodput_of(
 
 
 def _stall_seconds(
-    rows: Sequence[Checkpoint], attempts: Sequence[Attempt], interruptions: Sequence[Interruption]
+    rows: Sequence[CheckpointRow], attempts: Sequence[ReportedAttempt], interruptions: Sequence[Interruption]
 ) -> float:
     """Of the checkpoints that were saved while a job trained, and not in time that was lost anyway."""
     trained = [
@@ -241,10 +241,10 @@ def _stall_seconds(
     return found
 
 
-def _idle(attempts: Sequence[Attempt], end_unix: float) -> tuple[float, float]:
+def _idle(attempts: Sequence[ReportedAttempt], end_unix: float) -> tuple[float, float]:
     """Seconds of starting, and between runs."""
     starting = between = 0.0
-    before: Attempt | None = None  # the last one that was not merely a failed way back
+    before: ReportedAttempt | None = None  # the last one that was not merely a failed way back
     is_back = False
     for attempt in attempts:
         if before is not None and before.ended_well:

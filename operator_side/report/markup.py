@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from holdfast.command.output import plain, seconds, size
-from holdfast.telemetry.rows import Checkpoint
+from holdfast.telemetry.rows import CheckpointRow
 from holdfast.telemetry.told import cut
 
 __all__ = [
@@ -149,7 +149,7 @@ def keys(*names: tuple[str, str]) -> Html:
     )
 
 
-def stands_out(row: Checkpoint) -> bool:
+def stands_out(row: CheckpointRow) -> bool:
     """Whether it is to be shown rather than one that went well."""
     return row.state in {"bad", "failed", "staged", "saving"}
 

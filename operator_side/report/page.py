@@ -9,7 +9,7 @@ import base64
 import hashlib
 
 from holdfast.telemetry.told import cut
-from operator_side.report.facts import Facts
+from operator_side.report.facts import RunFacts
 from operator_side.report.markup import Html, moment, plural, tag
 from operator_side.report.sections import SECTIONS
 from operator_side.report.sentences import look_at, what_happened
@@ -19,7 +19,7 @@ _URL_CHARACTERS_MAX = 300
 _FILES_SHOWN = 20
 
 
-def page(facts: Facts, *, made_at_unix: float, version: str) -> bytes:
+def page(facts: RunFacts, *, made_at_unix: float, version: str) -> bytes:
     """The whole file.
 
     Args:
@@ -70,7 +70,7 @@ def _head(run: str) -> Html:
     )
 
 
-def _sources(facts: Facts) -> str:
+def _sources(facts: RunFacts) -> str:
     in_store = sum(row.in_store for row in facts.rows)
     files = facts.log.files
     names = ", ".join(files[:_FILES_SHOWN]) + (
@@ -80,7 +80,7 @@ def _sources(facts: Facts) -> str:
     return f"{plural(in_store, 'manifest')}{logs}"
 
 
-def _look(facts: Facts, there: set[str]) -> Html:
+def _look(facts: RunFacts, there: set[str]) -> Html:
     found = look_at(facts)
     if not found:
         inside = tag("p", "Nothing stands out.")
@@ -98,7 +98,7 @@ def _look(facts: Facts, there: set[str]) -> Html:
     return tag("div", tag("h2", "What to look at", id="look"), inside, class_="look")
 
 
-def _unknown(facts: Facts) -> Html:
+def _unknown(facts: RunFacts) -> Html:
     known = "docs/report.md says how each figure is reckoned."
     return tag(
         "section",

@@ -34,7 +34,7 @@ class Bar(NamedTuple):
     title: str
 
 
-class Lane(NamedTuple):
+class BarRow(NamedTuple):
     """A row of bars."""
 
     name: str
@@ -71,7 +71,7 @@ def lanes(
     name: str,
     title: str,
     description: str,
-    rows: Sequence[Lane],
+    rows: Sequence[BarRow],
     begin: float,
     end: float,
     *,

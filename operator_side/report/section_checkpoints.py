@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.telemetry.rows import Checkpoint, RankTimes
-from operator_side.report.facts import Facts
+from holdfast.telemetry.rows import CheckpointRow, RankTimes
+from operator_side.report.facts import RunFacts
 from operator_side.report.markup import (
     ROWS_MAX,
     Html,
@@ -21,13 +21,13 @@ from operator_side.report.markup import (
     tag,
     thin,
 )
-from operator_side.report.pictures import Bar, Lane, lanes, thinned
+from operator_side.report.pictures import Bar, BarRow, lanes, thinned
 
 _DETAILED_MAX = 12  # checkpoints shown rank by rank
 _RANKS_MAX = 16
 
 
-def checkpoints(facts: Facts) -> Html | None:
+def checkpoints(facts: RunFacts) -> Html | None:
     """A table of them, and some rank by rank."""
     found = facts.rows
     if not found:
@@ -70,7 +70,7 @@ def checkpoints(facts: Facts) -> Html | None:
     )
 
 
-def _worth_details(rows: Sequence[Checkpoint]) -> list[Checkpoint]:
+def _worth_details(rows: Sequence[CheckpointRow]) -> list[CheckpointRow]:
     known = [row for row in rows if row.ranks]
     few = _DETAILED_MAX // 4
     chosen = known[-few:]
@@ -81,12 +81,12 @@ def _worth_details(rows: Sequence[Checkpoint]) -> list[Checkpoint]:
     return [row for row in known if (row.attempt, row.step) in keys]
 
 
-def _rank_by_rank(row: Checkpoint) -> Html:
+def _rank_by_rank(row: CheckpointRow) -> Html:
     name = f"ranks-{row.attempt}-{row.step}"
     ranks = sorted(row.ranks.items())
     worst = sorted(ranks, key=lambda one: one[1].seconds.get("cst_seconds", 0.0))[-_RANKS_MAX:]
     shown = sorted(worst)
-    drawn = [Lane(f"rank {rank}", list(_rank_phases(times, row))) for rank, times in shown]
+    drawn = [BarRow(f"rank {rank}", list(_rank_phases(times, row))) for rank, times in shown]
     longest = max((bar.end for lane in drawn for bar in lane.bars), default=0.0)
     cells = [
         (
@@ -137,7 +137,7 @@ def _rank_by_rank(row: Checkpoint) -> Html:
     )
 
 
-def _rank_phases(times: RankTimes, row: Checkpoint) -> Iterable[Bar]:
+def _rank_phases(times: RankTimes, row: CheckpointRow) -> Iterable[Bar]:
     """save() ─ waits ─ sends ─ durable; ends that are not told by the rank itself are the checkpoint's."""
     ends = [
         ("stall", "in save()", times.seconds.get("save_seconds")),

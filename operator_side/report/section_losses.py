@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from operator_side.report.attempts import Attempt
-from operator_side.report.facts import Facts
+from operator_side.report.attempts import ReportedAttempt
+from operator_side.report.facts import RunFacts
 from operator_side.report.goodput import PARTS
 from operator_side.report.markup import (
     ROWS_MAX,
@@ -20,13 +20,13 @@ from operator_side.report.markup import (
     tag,
     thin,
 )
-from operator_side.report.pictures import Bar, Lane, bars, lanes, thinned
+from operator_side.report.pictures import Bar, BarRow, bars, lanes, thinned
 
 _PART_CLASSES = dict(zip(PARTS, ("work", "again", "stall", "back", "start", "idle"), strict=True))
 _WAYS_MAX = 16
 
 
-def interruptions(facts: Facts) -> Html | None:
+def interruptions(facts: RunFacts) -> Html | None:
     """Each loss, the phases of the way back, and what it cost; then all attempts."""
     if not facts.attempts:
         return None
@@ -86,13 +86,13 @@ def interruptions(facts: Facts) -> Html | None:
     )
 
 
-def _phases_back(back: Attempt | None) -> str:
+def _phases_back(back: ReportedAttempt | None) -> str:
     if back is None:
         return "training did not go on"
     return ", ".join(f"{name} {brief(value)}" for name, value in back.phases.items()) or "not told"
 
 
-def _ways_back(facts: Facts) -> Html | None:
+def _ways_back(facts: RunFacts) -> Html | None:
     classes = {
         "ended": "back",
         "launched": "idle",
@@ -108,7 +108,7 @@ def _ways_back(facts: Facts) -> Html | None:
         for name, value in one.back.phases.items():
             parts.append(Bar(at, at + value, classes.get(name, "idle"), f"until {name}: {brief(value)}"))
             at += value
-        rows.append(Lane(f"to attempt {one.back.number}", parts))
+        rows.append(BarRow(f"to attempt {one.back.number}", parts))
     if not rows:
         return None
     longest = max(lane.bars[-1].end for lane in rows)
@@ -122,7 +122,7 @@ def _ways_back(facts: Facts) -> Html | None:
     )
 
 
-def goodput(facts: Facts) -> Html | None:
+def goodput(facts: RunFacts) -> Html | None:
     """What the time went into, and what that cost."""
     found = facts.goodput
     if found is None or found.total_seconds <= 0:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.telemetry.rows import Checkpoint
-from operator_side.report.attempts import Attempt
-from operator_side.report.facts import Facts
+from holdfast.telemetry.rows import CheckpointRow
+from operator_side.report.attempts import ReportedAttempt
+from operator_side.report.facts import RunFacts
 from operator_side.report.markup import Html, brief, keys, plural, said, section, stands_out, tag, thin
-from operator_side.report.pictures import Bar, Lane, lanes, thinned
+from operator_side.report.pictures import Bar, BarRow, lanes, thinned
 
 _BARS_MAX = 400  # checkpoints in the picture
 
 
-def timeline(facts: Facts) -> Html | None:
+def timeline(facts: RunFacts) -> Html | None:
     """All of the run on one axis: attempts, and each checkpoint by phase."""
     if facts.begin_unix is None or facts.end_unix is None:
         return None
@@ -21,11 +21,11 @@ def timeline(facts: Facts) -> Html | None:
     shown = thinned(rows, _BARS_MAX, stands_out)
     missed = thinned(facts.checkpoints.not_taken, _BARS_MAX)
     found = [
-        Lane("job", [bar for one in thinned(facts.attempts, _BARS_MAX) for bar in _of_attempt(one)]),
-        Lane("save → staged", list(_phases(shown, "saved_at_unix", "staged_at_unix", "start", "staged"))),
-        Lane("→ durable", list(_phases(shown, "staged_at_unix", "durable_at_unix", "work", "durable"))),
-        Lane("→ read back", list(_phases(shown, "durable_at_unix", "read_at_unix", "stall", "read back"))),
-        Lane(
+        BarRow("job", [bar for one in thinned(facts.attempts, _BARS_MAX) for bar in _of_attempt(one)]),
+        BarRow("save → staged", list(_phases(shown, "saved_at_unix", "staged_at_unix", "start", "staged"))),
+        BarRow("→ durable", list(_phases(shown, "staged_at_unix", "durable_at_unix", "work", "durable"))),
+        BarRow("→ read back", list(_phases(shown, "durable_at_unix", "read_at_unix", "stall", "read back"))),
+        BarRow(
             "not taken, bad",
             [
                 Bar(one.at_unix, one.at_unix, "back", f"step {one.step} {one.kind}: {one.cause}")
@@ -64,7 +64,7 @@ def timeline(facts: Facts) -> Html | None:
     )
 
 
-def _of_attempt(one: Attempt) -> Iterable[Bar]:
+def _of_attempt(one: ReportedAttempt) -> Iterable[Bar]:
     trained = one.training_at_unix
     until = one.stopped_at_unix
     if trained is None:
@@ -82,7 +82,7 @@ def _of_attempt(one: Attempt) -> Iterable[Bar]:
         yield Bar(until, ended, "back", said(f"attempt {one.number} {one.cause}: {one.message}"))
 
 
-def _phases(rows: Iterable[Checkpoint], begin: str, end: str, class_: str, what: str) -> Iterable[Bar]:
+def _phases(rows: Iterable[CheckpointRow], begin: str, end: str, class_: str, what: str) -> Iterable[Bar]:
     for row in rows:
         since, until = getattr(row, begin), getattr(row, end)
         if since is not None and until is not None:

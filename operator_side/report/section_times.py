@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.telemetry.rows import Checkpoint
-from operator_side.report.facts import Facts, ring_bytes, spread_of
+from holdfast.telemetry.rows import CheckpointRow
+from operator_side.report.facts import RunFacts, ring_bytes, spread_of
 from operator_side.report.markup import Html, brief, keys, rate, section, size, table, tag, thin
 from operator_side.report.pictures import Series, bins, histogram, series, thinned
 
@@ -14,7 +14,7 @@ _BINS = 160
 _SECONDS_MIN = 1e-6  # in less nothing was copied
 
 
-def times(facts: Facts) -> Html | None:
+def times(facts: RunFacts) -> Html | None:
     """How long checkpoints took: the stall of training, to staged, to durable."""
     kinds = (
         ("CST, stall of training (slowest rank)", "cst", "stall", [row.stall_seconds for row in facts.rows]),
@@ -42,7 +42,7 @@ def times(facts: Facts) -> Html | None:
     )
 
 
-def ring(facts: Facts) -> Html | None:
+def ring(facts: RunFacts) -> Html | None:
     """What the ring may have held, and rates, over time."""
     if facts.begin_unix is None or facts.end_unix is None:
         return None
@@ -99,7 +99,7 @@ def ring(facts: Facts) -> Html | None:
     )
 
 
-def _rates(rows: Iterable[Checkpoint], seconds: str, at: str) -> Iterable[tuple[float, float]]:
+def _rates(rows: Iterable[CheckpointRow], seconds: str, at: str) -> Iterable[tuple[float, float]]:
     for row in rows:
         took, when = getattr(row, seconds), getattr(row, at)
         if took is not None and took >= _SECONDS_MIN and when is not None and row.image_bytes:

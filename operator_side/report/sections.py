@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator_side.report.facts import Facts
+from operator_side.report.facts import RunFacts
 from operator_side.report.markup import ROWS_MAX, Html, moment, said, section, table, thin
 from operator_side.report.pictures import thinned
 from operator_side.report.section_checkpoints import checkpoints
@@ -11,7 +11,7 @@ from operator_side.report.section_timeline import timeline
 from operator_side.report.section_times import ring, times
 
 
-def declined(facts: Facts) -> Html | None:
+def declined(facts: RunFacts) -> Html | None:
     """Steps that came to no checkpoint: how many of each cause, and each with its reason."""
     found = facts.checkpoints.not_taken
     if not found:
@@ -40,7 +40,7 @@ def declined(facts: Facts) -> Html | None:
     )
 
 
-def troubles(facts: Facts) -> Html | None:
+def troubles(facts: RunFacts) -> Html | None:
     """Notices, and what went wrong on the way."""
     found = facts.happened
     if not found:

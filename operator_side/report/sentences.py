@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast.telemetry.told import cut
-from operator_side.report.facts import Facts
+from operator_side.report.facts import RunFacts
 from operator_side.report.goodput import Interruption
 from operator_side.report.markup import brief, dollars, moment, plural, share
 
@@ -26,14 +26,14 @@ _PHASE_NAMES = {
 }
 
 
-class Advice(NamedTuple):
+class Hint(NamedTuple):
     """Something to look at, and the section of the page that shows it."""
 
     text: str
     section: str
 
 
-def what_happened(facts: Facts) -> list[str]:
+def what_happened(facts: RunFacts) -> list[str]:
     """A few sentences."""
     if facts.begin_unix is None or facts.end_unix is None:
         return [
@@ -42,7 +42,7 @@ def what_happened(facts: Facts) -> list[str]:
     return [*_course(facts), *_interruptions(facts), *_checkpoints(facts), *_time(facts)]
 
 
-def _course(facts: Facts) -> Iterator[str]:
+def _course(facts: RunFacts) -> Iterator[str]:
     assert facts.begin_unix is not None
     assert facts.end_unix is not None
     span = f"from {moment(facts.begin_unix)} to {moment(facts.end_unix)}, {brief(facts.end_unix - facts.begin_unix)}"
@@ -67,7 +67,7 @@ def _course(facts: Facts) -> Iterator[str]:
     )
 
 
-def _interruptions(facts: Facts) -> Iterator[str]:
+def _interruptions(facts: RunFacts) -> Iterator[str]:
     found = facts.interruptions
     if not facts.attempts:
         return
@@ -104,7 +104,7 @@ def _one(one: Interruption) -> str:
     return f"at {moment(attempt.stopped_at_unix)} ({attempt.cause}: {why})"
 
 
-def _checkpoints(facts: Facts) -> Iterator[str]:
+def _checkpoints(facts: RunFacts) -> Iterator[str]:
     rows = facts.rows
     if not rows:
         yield "No checkpoint is known: neither logs nor store tell of one."
@@ -127,7 +127,7 @@ def _checkpoints(facts: Facts) -> Iterator[str]:
         yield f"{plural(len(facts.checkpoints.not_taken), 'step')} came to no checkpoint ({causes})."
 
 
-def _time(facts: Facts) -> Iterator[str]:
+def _time(facts: RunFacts) -> Iterator[str]:
     goodput = facts.goodput
     if goodput is None or goodput.share is None:
         return
@@ -160,7 +160,7 @@ def _time(facts: Facts) -> Iterator[str]:
 # -- what to look at ---------------------------------------------------------------------------------------------------
 
 
-def look_at(facts: Facts) -> list[Advice]:
+def look_at(facts: RunFacts) -> list[Hint]:
     """The worst first."""
     return [
         *_bad(facts),
@@ -172,42 +172,42 @@ def look_at(facts: Facts) -> list[Advice]:
     ]
 
 
-def _bad(facts: Facts) -> Iterator[Advice]:
+def _bad(facts: RunFacts) -> Iterator[Hint]:
     bad = [row for row in facts.rows if row.state == "bad"]
     if bad:
         worst = bad[-1]
         note = f": {cut(worst.note, _REASON_CHARACTERS_MAX)}" if worst.note else ""
-        yield Advice(
+        yield Hint(
             f"Step {worst.step} (attempt {worst.attempt}) was read back and is bad{note}. `holdfast verify` says more; "
             "look at the store and at the machine that wrote it.",
             "checkpoints",
         )
     drifted = [one for one in facts.happened if one.event == "divergence"]
     if drifted:
-        yield Advice(
+        yield Hint(
             f"Replicas drifted apart at step {drifted[0].step}, first at {moment(drifted[0].at_unix)}: ranks that must "
             "be equal were not. Go on from a checkpoint before it.",
             "troubles",
         )
     fenced = [one for one in facts.happened if one.event == "fenced"]
     if fenced:
-        yield Advice("Another writer took the run over: see that only one job writes it.", "troubles")
+        yield Hint("Another writer took the run over: see that only one job writes it.", "troubles")
 
 
-def _not_good_yet(facts: Facts) -> Iterator[Advice]:
+def _not_good_yet(facts: RunFacts) -> Iterator[Hint]:
     staged = facts.checkpoints.newest("staged")
     durable = facts.checkpoints.newest("durable", "verified")
     if staged is not None and (
         durable is None or (staged.attempt, staged.step) > (durable.attempt, durable.step)
     ):
-        yield Advice(
+        yield Hint(
             f"Step {staged.step} (attempt {staged.attempt}) was staged and, as far as is known, never became durable. "
             "Does its flusher still run (`holdfast status`)?",
             "checkpoints",
         )
 
 
-def _losses(facts: Facts) -> Iterator[Advice]:
+def _losses(facts: RunFacts) -> Iterator[Hint]:
     if not facts.interruptions:
         return
     worst = max(facts.interruptions, key=lambda one: one.cost_seconds)
@@ -216,31 +216,31 @@ def _losses(facts: Facts) -> Iterator[Advice]:
     if worst.back is not None and worst.back.phases:
         phase, value = max(worst.back.phases.items(), key=lambda one: one[1])
         text += f"; the longest phase of the way back was {brief(value)} {_PHASE_NAMES.get(phase, phase)}"
-    yield Advice(text + ".", "interruptions")
+    yield Hint(text + ".", "interruptions")
     crashed = [one for one in facts.interruptions if one.attempt.cause == "crashed"]
     if crashed:
-        yield Advice(
+        yield Hint(
             f"Attempt {crashed[-1].attempt.number} crashed by its own fault, not by a machine that was taken: "
             f"{cut(crashed[-1].attempt.message, _REASON_CHARACTERS_MAX)}. Its ranks' output is in the log directory.",
             "interruptions",
         )
 
 
-def _not_taken(facts: Facts) -> Iterator[Advice]:
+def _not_taken(facts: RunFacts) -> Iterator[Hint]:
     count, rows = len(facts.checkpoints.not_taken), len(facts.rows)
     if count and count > _MUCH_NOT_TAKEN * (rows + count):
         cause, most = facts.checkpoints.causes.most_common(1)[0]
-        yield Advice(
+        yield Hint(
             f"{share(count, rows + count)} of the steps to be saved were not taken, most of them ({most:,}) for: "
             f"{cause}.",
             "declined",
         )
 
 
-def _store(facts: Facts) -> Iterator[Advice]:
+def _store(facts: RunFacts) -> Iterator[Hint]:
     held = [one for one in facts.happened if one.event in {"flush_held", "flush_failed", "verify_failed"}]
     if held:
-        yield Advice(
+        yield Hint(
             f"The store gave trouble {_times(sum(one.times for one in held))}, first at {moment(held[0].at_unix)}: "
             f"{cut(held[0].text, _REASON_CHARACTERS_MAX)}",
             "troubles",
@@ -250,14 +250,14 @@ def _store(facts: Facts) -> Iterator[Advice]:
     if half >= _HALF_MIN:
         before, after = statistics.median(seconds[:half]), statistics.median(seconds[half:])
         if after > _SLOWER_FACTOR * before:
-            yield Advice(
+            yield Hint(
                 f"Checkpoints became slower: from save() to durable it took {brief(before)} in the first half of the "
                 f"run, {brief(after)} in the second (medians).",
                 "times",
             )
 
 
-def _stalls(facts: Facts) -> Iterator[Advice]:
+def _stalls(facts: RunFacts) -> Iterator[Hint]:
     of_rank: dict[int, list[float]] = {}
     for row in facts.rows:
         for rank, value in row.stalls.items():
@@ -268,7 +268,7 @@ def _stalls(facts: Facts) -> Iterator[Advice]:
     slowest = max(medians, key=lambda rank: medians[rank])
     usual = statistics.median(medians.values())
     if usual > 0 and medians[slowest] > _SLOW_RANK_FACTOR * usual:
-        yield Advice(
+        yield Hint(
             f"Checkpoints hold up rank {slowest} longer than the others: {brief(medians[slowest])} against "
             f"{brief(usual)} (medians), and all ranks wait for it.",
             "checkpoints",

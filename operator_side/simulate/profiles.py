@@ -90,7 +90,7 @@ class Measured(BaseModel):
         )
 
 
-class Profile(BaseModel):
+class TrainingProfile(BaseModel):
     """A training, and the ways to checkpoint it.
 
     Attributes:
@@ -116,7 +116,7 @@ class Profile(BaseModel):
         return [*found, IDEAL]
 
 
-def load_profile(path: Path) -> Profile:
+def load_profile(path: Path) -> TrainingProfile:
     """Read a profile: one by itself, or the one in a document of `holdfast simulate --json`.
 
     Raises:
@@ -126,7 +126,7 @@ def load_profile(path: Path) -> Profile:
     if isinstance(document, dict) and isinstance(document.get("profile"), dict):
         document = document["profile"]
     try:
-        return Profile.model_validate(document)
+        return TrainingProfile.model_validate(document)
     except ValidationError as error:
         lines = [
             f"{path}: {'.'.join(map(str, detail['loc'])) or 'the whole'}: expected "
@@ -136,7 +136,7 @@ def load_profile(path: Path) -> Profile:
         raise ConfigError("\n".join(lines)) from None
 
 
-def measured_profile(folder: Path = MEASURED) -> Profile:
+def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
     """The medians of what `make bench` measured and `make figures` left in the tree.
 
     A restore was measured for holdfast and for `torch.load`, which stands for every other way; from the stager's
@@ -162,7 +162,7 @@ def measured_profile(folder: Path = MEASURED) -> Profile:
             )
             for name, way in _WAYS.items()
         }
-        return Profile(
+        return TrainingProfile(
             source=f"docs/figures/data: {table['command']}; {restore['command']}; {makespan['command']}; "
             f"{table['machine']['cores']} cores, {table['image_bytes'] / 1e9:.2f} GB of state",
             iteration_seconds=makespan["iteration_seconds"],

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from holdfast.errors import ConfigError
 from operator_side.simulate.strategy import Strategy
 from operator_side.simulate.timeline import Timeline
+from operator_side.simulate.trace_windows import TraceWindows
 from operator_side.simulate.traces import Integers
-from operator_side.simulate.windows import Windows
 
 _NEVER_US = np.int64(1) << 60
 _SPAN_MAX_US = 1 << 50  # 35 years; sums and products of times then fit in 64 bits
@@ -39,7 +39,7 @@ Booleans = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """The training.
 
     Attributes:
@@ -70,7 +70,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class StrategyLane:
     """A strategy with an interval."""
 
     strategy: Strategy
@@ -82,7 +82,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayOutcome:
     """What came of it; arrays are (lane, window).
 
     Attributes:
@@ -102,7 +102,7 @@ class Outcome:
     event_steps: int
 
 
-def replay(job: Job, lanes: Sequence[Lane], windows: Windows) -> Outcome:
+def replay(job: TrainingJob, lanes: Sequence[StrategyLane], windows: TraceWindows) -> ReplayOutcome:
     """Replay every window for every lane."""
     run = _Replay(job, lanes, windows)
     steps = 0
@@ -112,13 +112,13 @@ def replay(job: Job, lanes: Sequence[Lane], windows: Windows) -> Outcome:
         if run.all_finished():
             break
     run.close()
-    return Outcome(run.step, run.redone, run.interruptions, run.training_us, run.finished_us, steps)
+    return ReplayOutcome(run.step, run.redone, run.interruptions, run.training_us, run.finished_us, steps)
 
 
 class _Replay:
     """The state of all lanes. `start_us`: when training begins or began; `_NEVER_US`: waiting for machines."""
 
-    def __init__(self, job: Job, lanes: Sequence[Lane], windows: Windows) -> None:
+    def __init__(self, job: TrainingJob, lanes: Sequence[StrategyLane], windows: TraceWindows) -> None:
         if not lanes:
             raise ConfigError("simulate: expected at least one strategy and one interval, got none")
         strategies = [lane.strategy for lane in lanes]
@@ -250,7 +250,7 @@ class _Replay:
         return np.zeros(self.shape, dtype=np.int64)
 
 
-def _check_span(run: _Replay, job: Job, windows: Windows) -> None:
+def _check_span(run: _Replay, job: TrainingJob, windows: TraceWindows) -> None:
     """Whatever is multiplied must fit in 64 bits; what does not is no training."""
     cycle = int(run.every.max()) * job.iteration_us * job.nodes + int(run.stall_us.max())
     spans = {

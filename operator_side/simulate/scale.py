@@ -94,7 +94,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class RingSize:
     """How large a ring.
 
     Attributes:
@@ -115,7 +115,7 @@ def staged_seconds(image_bytes: int, ring_bytes: int, in_rate: float, out_rate: 
     return max(image_bytes / in_rate, (image_bytes - ring_bytes) / out_rate)
 
 
-def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: int) -> Ring:
+def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: int) -> RingSize:
     """The ring for a stager with so much memory.
 
     Twice the image: the next checkpoint comes while a slow store still takes the last, and a relaunch finds one whole.
@@ -147,7 +147,7 @@ def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: in
     images = next((times for times in (2, 1) if times * load.chunks <= room_chunks), 0)
     chunks = max(least_chunks, images * load.chunks if images else room_chunks)
     seconds = staged_seconds(shape.image_bytes, chunks * chunk, in_rate, out_rate)
-    return Ring(chunks * chunk, seconds, images, _JOURNAL_HEADER_BYTES + chunks * _JOURNAL_RECORD_BYTES)
+    return RingSize(chunks * chunk, seconds, images, _JOURNAL_HEADER_BYTES + chunks * _JOURNAL_RECORD_BYTES)
 
 
 # -- the stager's machine --------------------------------------------------------------------------------------------

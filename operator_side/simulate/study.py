@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import ConfigError
-from operator_side.simulate.replay import Job, Lane, Outcome, replay
+from operator_side.simulate.replay import ReplayOutcome, StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import HOUR_US, IDEAL, Strategy
-from operator_side.simulate.windows import Windows, poisson
+from operator_side.simulate.trace_windows import TraceWindows, poisson
 
 _HORIZON_FIRST = 4  # times the ideal's own time
 _HORIZON_LAST = 256  # whoever needs more is said not to come to an end
@@ -52,7 +52,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
-class Goodput:
+class StrategyGoodput:
     """One strategy at one interval over all windows.
 
     Attributes:
@@ -76,18 +76,20 @@ class Goodput:
 
 
 def goodput(
-    job: Job,
+    job: TrainingJob,
     strategies: Sequence[Strategy],
     intervals: Sequence[int],
-    windows: Windows,
+    windows: TraceWindows,
     prices: Prices | None = None,
-) -> tuple[list[Goodput], Outcome]:
+) -> tuple[list[StrategyGoodput], ReplayOutcome]:
     """Every strategy at every interval, and the replay itself.
 
     The ideal is replayed once, whatever the intervals.
     """
-    lanes = [Lane(strategy, every) for strategy in strategies for every in intervals if strategy != IDEAL]
-    lanes.append(Lane(IDEAL, 1))
+    lanes = [
+        StrategyLane(strategy, every) for strategy in strategies for every in intervals if strategy != IDEAL
+    ]
+    lanes.append(StrategyLane(IDEAL, 1))
     outcome = replay(job, lanes, windows)
     ideal = np.maximum(outcome.useful[-1], 1)
     node_hours = windows.node_microseconds(job.nodes) / HOUR_US
@@ -100,7 +102,7 @@ def goodput(
             paid = node_hours * prices.spot + hours * prices.stager * lane.strategy.stager
             dollars = Spread.of(paid / useful)
         rows.append(
-            Goodput(
+            StrategyGoodput(
                 lane.strategy,
                 lane.every,
                 Spread.of(useful / ideal),
@@ -114,7 +116,7 @@ def goodput(
     return rows, outcome
 
 
-def on_demand_dollars(job: Job, prices: Prices) -> float:
+def on_demand_dollars(job: TrainingJob, prices: Prices) -> float:
     """Per iteration on machines that nobody takes away: no loss, no checkpoint, no stager; kind to on demand."""
     return job.nodes * prices.on_demand * job.iteration_us / HOUR_US
 
@@ -135,7 +137,7 @@ class Total:
 
 
 def total_times(
-    job: Job,
+    job: TrainingJob,
     strategies: Sequence[Strategy],
     intervals: Sequence[int],
     mtbf_hours: float,
@@ -152,8 +154,10 @@ def total_times(
         )
     if not 0 < mtbf_hours < math.inf:
         raise ConfigError(f"mean time between losses: expected more than 0 hours, got {mtbf_hours:g}")
-    lanes = [Lane(strategy, every) for strategy in strategies for every in intervals if strategy != IDEAL]
-    lanes.append(Lane(IDEAL, 1))
+    lanes = [
+        StrategyLane(strategy, every) for strategy in strategies for every in intervals if strategy != IDEAL
+    ]
+    lanes.append(StrategyLane(IDEAL, 1))
     alone_us = job.restart_us + job.target * job.iteration_us
     times = _HORIZON_FIRST
     while True:

@@ -81,14 +81,14 @@ def read_trace(path: Path) -> Trace:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; expected a trace, a text file") from error
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    rows = [_Row(path, number, line) for number, line in lines]
+    rows = [_TraceRow(path, number, line) for number, line in lines]
     if not rows:
         raise ConfigError(f"{path}: expected a trace, got an empty file")
     return _trace(path, rows[0], list(_reader(rows)(rows)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _TraceRow:
     path: Path
     number: int
     text: str
@@ -117,10 +117,10 @@ class _Row:
 
 
 # Seconds, machines held from then on, machines lost then (None: what the count fell by).
-_Point = tuple[_Row, float, int, int | None]
+_Point = tuple[_TraceRow, float, int, int | None]
 
 
-def _reader(rows: list[_Row]) -> Callable[[list[_Row]], Iterator[_Point]]:
+def _reader(rows: list[_TraceRow]) -> Callable[[list[_TraceRow]], Iterator[_Point]]:
     first = rows[0].text
     if _COUNTS_HEAD.fullmatch(first):
         return _counts
@@ -133,13 +133,13 @@ def _reader(rows: list[_Row]) -> Callable[[list[_Row]], Iterator[_Point]]:
     )
 
 
-def _counts(rows: list[_Row]) -> Iterator[_Point]:
+def _counts(rows: list[_TraceRow]) -> Iterator[_Point]:
     for row in rows[1:]:
         _, time, count = row.cells(_COUNT_ROW, "number,seconds,count")
         yield row, row.seconds(time), row.count(count), None
 
 
-def _dated(rows: list[_Row]) -> Iterator[_Point]:
+def _dated(rows: list[_TraceRow]) -> Iterator[_Point]:
     for row in rows:
         date, time, count = row.cells(_DATED_ROW, "date, time, count")
         try:
@@ -150,7 +150,7 @@ def _dated(rows: list[_Row]) -> Iterator[_Point]:
         yield row, moment.timestamp(), row.count(count), None
 
 
-def _nodes(rows: list[_Row]) -> Iterator[_Point]:
+def _nodes(rows: list[_TraceRow]) -> Iterator[_Point]:
     held: set[str] = set()
     at_once: _Point | None = None
     for row in rows:
@@ -174,7 +174,7 @@ def _nodes(rows: list[_Row]) -> Iterator[_Point]:
         yield at_once
 
 
-def _trace(path: Path, head: _Row, points: list[_Point]) -> Trace:
+def _trace(path: Path, head: _TraceRow, points: list[_Point]) -> Trace:
     if len(points) < 2:
         raise head.error("at least two moments of a trace")
     begin_seconds = points[0][1]

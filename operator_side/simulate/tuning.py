@@ -14,18 +14,18 @@ from typing import Any
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import ConfigError
 from holdfast.policy import Advice, Hazard, advise, best_in_flight
-from operator_side.simulate.plan import Plan
-from operator_side.simulate.profiles import Measured, Profile
+from operator_side.simulate.profiles import Measured, TrainingProfile
 from operator_side.simulate.scale import (
     STAGERS_SOURCE,
     Machine,
-    Ring,
+    RingSize,
     Shape,
     best_ring,
     least_machine,
     stagers_needed,
 )
 from operator_side.simulate.strategy import microseconds
+from operator_side.simulate.study_plan import StudyPlan
 from operator_side.simulate.traces import Trace
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -53,7 +53,7 @@ class Question:
         store: URL of the run; None: none is written.
     """
 
-    profile: Profile
+    profile: TrainingProfile
     trace: Trace | None = None
     mtbf_hours: float | None = None
     strategy: str = "holdfast"
@@ -216,7 +216,7 @@ def _whence(question: Question) -> str:
 def _replayed(question: Question, name: str, measured: Measured, every: int, nodes: int) -> str:
     """What the replay of the trace makes of it."""
     assert question.trace is not None
-    plan = Plan(
+    plan = StudyPlan(
         question.profile.model_copy(update={"strategies": {name: measured}}),
         (question.lead_seconds,),
         (every,),
@@ -297,7 +297,7 @@ def _machine_note(machine: Machine | None, image: int, cycle_seconds: float, out
     )
 
 
-def _ring_why(ring: Ring, image: int, memory: int) -> str:
+def _ring_why(ring: RingSize, image: int, memory: int) -> str:
     what = {
         2: "twice the image: the next one comes in while the store takes the last, and a relaunch finds one whole",
         1: "the image once: none waits for the store; there is no room for two",

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreError, StoreMissing
 from holdfast.ring.doorbell import SOCKET_NAME
-from holdfast.telemetry.rows import Stored
-from holdfast.telemetry.status_document import Said
+from holdfast.telemetry.rows import StoredCheckpoint
+from holdfast.telemetry.status_document import StatusDocument
 from holdfast.telemetry.status_socket import ask, socket_path
 from operator_side.status.picture import Peer, Picture, compose
 from operator_side.status.ring_files import RingFiles, RingLook
@@ -49,7 +49,7 @@ def _is_run(directory: Path) -> bool:
     return any((directory / name).exists() for name in _RUN_FILES)
 
 
-class Watch:
+class RunWatch:
     """Looks at one run, again and again.
 
     Args:
@@ -70,7 +70,7 @@ class Watch:
         self.directory, self._url = directory, url
         self._dollars_per_hour, self._clock = dollars_per_hour, clock
         self._ring = RingFiles(directory)
-        self._stored: tuple[Stored, ...] = ()
+        self._stored: tuple[StoredCheckpoint, ...] = ()
         self._store_notes: tuple[str, ...] = ()
         self._store_again_at = 0.0
         self._has_looked = self._has_writer = False
@@ -116,7 +116,9 @@ class Watch:
             dollars_per_hour=self._dollars_per_hour,
         )
 
-    def _ask(self, role: Literal["stager", "flusher"], notes: list[str]) -> tuple[Peer, Said | None]:
+    def _ask(
+        self, role: Literal["stager", "flusher"], notes: list[str]
+    ) -> tuple[Peer, StatusDocument | None]:
         try:
             said = ask(socket_path(self.directory, role), seconds_max=_ANSWER_SECONDS_MAX)
         except PeerLost as error:
@@ -189,7 +191,7 @@ class Watch:
             )
         newest = items[:_CHECKPOINTS_MAX]
         manifests = [item.manifest for item in newest if item.manifest is not None]
-        self._stored = tuple(stored for one in manifests if (stored := Stored.of(one)) is not None)
+        self._stored = tuple(stored for one in manifests if (stored := StoredCheckpoint.of(one)) is not None)
         notes = [item.fault for item in newest if item.fault]
         writer = may_live(store, _ANY_ATTEMPT)
         self._has_writer = bool(writer)

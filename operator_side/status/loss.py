@@ -18,7 +18,7 @@ _HOUR_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SavedPoint:
     """A checkpoint, and when its `save()` was."""
 
     attempt: int
@@ -27,7 +27,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class LossInputs:
     """What the loss follows from.
 
     Attributes:
@@ -41,9 +41,9 @@ class Known:
 
     now_unix: float
     running_since_unix: float | None
-    staged: Point | None = None
-    durable: Point | None = None
-    newest: Point | None = None
+    staged: SavedPoint | None = None
+    durable: SavedPoint | None = None
+    newest: SavedPoint | None = None
     step_seconds: float | None = None
     dollars_per_hour: float | None = None
 
@@ -66,12 +66,12 @@ class Lost:
     since_step: int | None
 
 
-def lost_with_trainers(known: Known) -> Lost:
+def lost_with_trainers(known: LossInputs) -> Lost:
     """All training ranks are killed; the stager's node stays."""
     return _lost(known, known.staged, 0.0)
 
 
-def lost_with_node(known: Known) -> Lost:
+def lost_with_node(known: LossInputs) -> Lost:
     """They are, and the stager's node with its ring."""
     staged, durable, since = known.staged, known.durable, known.running_since_unix
     earlier_seconds = 0.0
@@ -81,7 +81,7 @@ def lost_with_node(known: Known) -> Lost:
     return _lost(known, durable, earlier_seconds)
 
 
-def _lost(known: Known, safe: Point | None, earlier_seconds: float) -> Lost:
+def _lost(known: LossInputs, safe: SavedPoint | None, earlier_seconds: float) -> Lost:
     seconds = earlier_seconds
     if known.running_since_unix is not None:
         begun = (
@@ -94,7 +94,7 @@ def _lost(known: Known, safe: Point | None, earlier_seconds: float) -> Lost:
     return Lost(steps, is_estimate, seconds, dollars, None if safe is None else safe.step)
 
 
-def _steps(known: Known, safe: Point | None) -> tuple[int | None, bool]:
+def _steps(known: LossInputs, safe: SavedPoint | None) -> tuple[int | None, bool]:
     reached, safe_step = known.newest or known.staged, -1 if safe is None else safe.step
     if known.running_since_unix is None:
         reached = known.staged
@@ -112,5 +112,5 @@ def _steps(known: Known, safe: Point | None) -> tuple[int | None, bool]:
     return max(0, steps), is_estimate
 
 
-def _is_newer(point: Point, other: Point | None) -> bool:
+def _is_newer(point: SavedPoint, other: SavedPoint | None) -> bool:
     return other is None or (point.attempt, point.step) > (other.attempt, other.step)

@@ -13,9 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
-from holdfast.telemetry.rows import Stored
-from holdfast.telemetry.status_document import CheckpointSaid, Line, RankSaid, Said, checkpoint_said
-from operator_side.status.loss import Known, Lost, Point, lost_with_node, lost_with_trainers
+from holdfast.telemetry.rows import StoredCheckpoint
+from holdfast.telemetry.status_document import (
+    CheckpointSaid,
+    RankSaid,
+    StatusDocument,
+    StatusLine,
+    checkpoint_said,
+)
+from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_node, lost_with_trainers
 from operator_side.status.ring_files import RingCheckpoint, RingLook
 
 if TYPE_CHECKING:
@@ -52,7 +58,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class UnderWay:
     """A checkpoint on its way.
 
     Attributes:
@@ -115,15 +121,15 @@ class Picture:
     loss_trainers: Lost
     loss_node: Lost
     ring: RingLook | None
-    flights: tuple[Flight, ...]
+    flights: tuple[UnderWay, ...]
     pgt1: Timings
     pgt2: Timings
     stall: Timings
     interval: Interval | None
     not_taken: Mapping[str, int]
-    declined: tuple[Line, ...]
-    notices: tuple[Line, ...]
-    problems: tuple[Line, ...]
+    declined: tuple[StatusLine, ...]
+    notices: tuple[StatusLine, ...]
+    problems: tuple[StatusLine, ...]
     notes: tuple[str, ...] = field(default=())
 
     def document(self) -> dict[str, Any]:
@@ -157,10 +163,10 @@ def compose(
     *,
     flusher: Peer,
     stager: Peer,
-    flusher_said: Said | None = None,
-    stager_said: Said | None = None,
+    flusher_said: StatusDocument | None = None,
+    stager_said: StatusDocument | None = None,
     ring: RingLook | None = None,
-    stored: Iterable[Stored] = (),
+    stored: Iterable[StoredCheckpoint] = (),
     notes: Iterable[str] = (),
     dollars_per_hour: float | None = None,
 ) -> Picture:
@@ -190,12 +196,12 @@ def compose(
     interval = interval_of(saved)
     if interval is not None and stager_said is not None:
         interval = dataclasses.replace(interval, why=stager_said.interval_why)
-    known = Known(
+    known = LossInputs(
         now_unix,
         (now_unix if since is None else since) if is_running else None,
         staged=_point(rows, levels.get("staged")),
         durable=_point(rows, levels.get("durable")),
-        newest=Point(*saved[-1][0], saved[-1][1]) if saved else None,
+        newest=SavedPoint(*saved[-1][0], saved[-1][1]) if saved else None,
         step_seconds=interval.seconds / interval.steps if interval else None,
         dollars_per_hour=dollars_per_hour,
     )
@@ -230,7 +236,10 @@ def compose(
 
 
 def _rows(
-    flusher: Said | None, stager: Said | None, ring: RingLook | None, stored: Iterable[Stored]
+    flusher: StatusDocument | None,
+    stager: StatusDocument | None,
+    ring: RingLook | None,
+    stored: Iterable[StoredCheckpoint],
 ) -> dict[Key, CheckpointSaid]:
     """What all of them together know of each checkpoint."""
     rows: dict[Key, CheckpointSaid] = {}
@@ -256,7 +265,7 @@ def _merge(rows: dict[Key, CheckpointSaid], row: CheckpointSaid) -> None:
     rows[key] = before.model_copy(update=more)
 
 
-def _row_of_stored(one: Stored) -> CheckpointSaid:
+def _row_of_stored(one: StoredCheckpoint) -> CheckpointSaid:
     return checkpoint_said(
         one.attempt,
         one.step,
@@ -305,12 +314,12 @@ def _newest(rows: Mapping[Key, CheckpointSaid], level: str) -> Level | None:
     return None
 
 
-def _point(rows: Mapping[Key, CheckpointSaid], level: Level | None) -> Point | None:
+def _point(rows: Mapping[Key, CheckpointSaid], level: Level | None) -> SavedPoint | None:
     if level is None:
         return None
     row = rows[level.attempt, level.step]
     saved = row.saved_at_unix if row.saved_at_unix is not None else level.at_unix
-    return Point(level.attempt, level.step, saved or 0.0)
+    return SavedPoint(level.attempt, level.step, saved or 0.0)
 
 
 def interval_of(saved: Sequence[tuple[Key, float]]) -> Interval | None:
@@ -328,11 +337,11 @@ def _timings(rows: Mapping[Key, CheckpointSaid], name: str) -> Timings:
     return Timings(tuple(value for value in values if value is not None)[-_HISTORY:])
 
 
-def _flights(ring: RingLook | None, rows: Mapping[Key, CheckpointSaid]) -> Iterable[Flight]:
+def _flights(ring: RingLook | None, rows: Mapping[Key, CheckpointSaid]) -> Iterable[UnderWay]:
     for here in ring.checkpoints if ring else ():
         row = rows[here.attempt, here.step]
         if row.durable_at_unix is None:
-            yield Flight(
+            yield UnderWay(
                 here.attempt,
                 here.step,
                 here.state,
@@ -347,7 +356,7 @@ def _flights(ring: RingLook | None, rows: Mapping[Key, CheckpointSaid]) -> Itera
 
 
 def _ranks(
-    flusher: Said | None, stager: Said | None, ring: RingLook | None
+    flusher: StatusDocument | None, stager: StatusDocument | None, ring: RingLook | None
 ) -> tuple[tuple[RankSaid, ...], int]:
     """The stager's ranks, with what each one's newest checkpoint cost it; without a stager what its steps tell."""
     stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}
@@ -362,6 +371,8 @@ def _ranks(
     return with_stalls, max(stager.ranks_total, len(with_stalls))
 
 
-def _lines(stager: Said | None, flusher: Said | None, name: str) -> tuple[Line, ...]:
+def _lines(
+    stager: StatusDocument | None, flusher: StatusDocument | None, name: str
+) -> tuple[StatusLine, ...]:
     found = [line for said in (stager, flusher) if said for line in getattr(said, name)]
     return tuple(sorted(found, key=lambda line: line.at_unix))

@@ -18,37 +18,37 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
-from operator_side.supervise.events import (
+from operator_side.supervise.hosts import Host, place
+from operator_side.supervise.limits import Limits, Patience
+from operator_side.supervise.record import RunRecord
+from operator_side.supervise.resumption import Resumption
+from operator_side.supervise.supervisor_messages import (
     Action,
-    Began,
-    Durable,
+    ClockTick,
     Ended,
     Event,
     Exited,
     Finish,
     HostsSeen,
     Joined,
-    Kill,
+    KillAttempt,
     Launch,
-    Look,
+    LookAtFleet,
     Note,
     Noticed,
-    Restored,
-    Silence,
-    Staged,
+    ProcessBegan,
+    RankRestored,
+    RankSilence,
+    StepDurable,
     Stepped,
+    StepStaged,
     Stop,
     Terminate,
-    Tick,
 )
-from operator_side.supervise.hosts import Host, place
-from operator_side.supervise.limits import Limits, Patience
-from operator_side.supervise.record import Record
-from operator_side.supervise.resumption import Resumption
 from operator_side.supervise.verdict import INTERRUPTED, Cause, Death, Verdict, judge
 
 
-class Phase(StrEnum):
+class SupervisorPhase(StrEnum):
     """Where the supervisor stands."""
 
     FINDING = "finding hosts"
@@ -80,10 +80,10 @@ class Core:
         now: float = 0.0,
     ) -> None:
         self._limits, self._pause_seconds = limits, pause_seconds
-        self.phase = Phase.FINDING
+        self.phase = SupervisorPhase.FINDING
         self.newest_step = newest_step
         self._next_attempt = first_attempt
-        self._attempt: Record | None = None
+        self._attempt: RunRecord | None = None
         self._until = now + limits.hosts_seconds_max
         self._asked = self._killed = False  # mpirun to end; the kernel to end it
         self._stopping = ""
@@ -93,12 +93,12 @@ class Core:
 
     def begin(self) -> list[Action]:
         """The first thing to do."""
-        return [Look()]
+        return [LookAtFleet()]
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What to do because of this event."""
         match event:
-            case Staged(step) | Durable(step):
+            case StepStaged(step) | StepDurable(step):
                 self._progress(step, now)
             case Stop(reason):
                 return self._stop(reason, now)
@@ -106,7 +106,7 @@ class Core:
                 return self._hosts(hosts, now)
             case Exited(status):
                 return self._exited(status, now)
-            case Tick():
+            case ClockTick():
                 return self._tick(now)
             case _:
                 return self._of_attempt(event, now)
@@ -119,19 +119,19 @@ class Core:
         if attempt is None:
             return []
         match event:
-            case Began(rank, host):
+            case ProcessBegan(rank, host):
                 attempt.began[rank] = host
             case Joined():
                 attempt.met = True
                 return self._reached("joined", "ranks and stager have met", {}, now)
-            case Restored(rank, step) if attempt.is_last(attempt.restored, rank):
+            case RankRestored(rank, step) if attempt.is_last(attempt.restored, rank):
                 how = f"every rank has restored step {step}" if step >= 0 else "a new run"
                 return self._reached("restored", how, {"step": step}, now)
             case Stepped(rank, step) if attempt.is_last(attempt.stepped, rank):
                 return self._trains(attempt, step, now)
             case Ended():
                 return self._died(attempt, event, now)
-            case Silence(rank, over):
+            case RankSilence(rank, over):
                 if over:
                     attempt.silent_since.pop(rank, None)
                 else:
@@ -140,8 +140,8 @@ class Core:
                 attempt.noticed.add(attempt.began.get(rank, f"of rank {rank}"))
         return []
 
-    def _died(self, attempt: Record, event: Ended, now: float) -> list[Action]:
-        by_us = self.phase is Phase.ENDING
+    def _died(self, attempt: RunRecord, event: Ended, now: float) -> list[Action]:
+        by_us = self.phase is SupervisorPhase.ENDING
         attempt.deaths.append(Death(event.rank, event.status, event.exception, by_us))
         if attempt.first_death_at is not None or not (event.status or event.rank == attempt.ranks):
             return []
@@ -159,7 +159,7 @@ class Core:
         number = self._attempt.number
         return [Note(mark, f"attempt {number}: {message}", {"attempt": number, **fields})]
 
-    def _trains(self, attempt: Record, step: int, now: float) -> list[Action]:
+    def _trains(self, attempt: RunRecord, step: int, now: float) -> list[Action]:
         phases = self._resumption.trained(now)
         message = f"attempt {attempt.number}: training, step {step} is done, after {phases['seconds']:.1f} s"
         return [Note("training", message, {"attempt": attempt.number, "step": step, **phases})]
@@ -173,21 +173,21 @@ class Core:
 
     def _tick(self, now: float) -> list[Action]:
         attempt = self._attempt
-        if self.phase is Phase.RUNNING and attempt is not None:
+        if self.phase is SupervisorPhase.RUNNING and attempt is not None:
             reason = attempt.reason_to_end(self._limits, now)
             return self._end(reason, now) if reason else []
-        if self.phase is Phase.ENDING and attempt is not None:
+        if self.phase is SupervisorPhase.ENDING and attempt is not None:
             return self._insist(attempt, now)
         if now < self._until:
             return []
         match self.phase:
-            case Phase.JUDGING:
+            case SupervisorPhase.JUDGING:
                 return self._judge(now)  # the fleet does not answer: what is known must do
-            case Phase.PAUSING:
-                self.phase, self._until = Phase.FINDING, now + self._limits.hosts_seconds_max
+            case SupervisorPhase.PAUSING:
+                self.phase, self._until = SupervisorPhase.FINDING, now + self._limits.hosts_seconds_max
                 self._waiting_said = False
-                return [Look()]
-            case Phase.FINDING:
+                return [LookAtFleet()]
+            case SupervisorPhase.FINDING:
                 return self._over(self._too_few(f"in {self._limits.hosts_seconds_max:g} s"))
         return []
 
@@ -200,21 +200,21 @@ class Core:
             self._attempt.given_up = reason
             if self._attempt.first_death_at is None:
                 self._resumption.lost(now)
-        self.phase = Phase.ENDING
+        self.phase = SupervisorPhase.ENDING
         # Who has lost a peer, or hears nothing, has nothing to save; only one that is told to stop has.
         gently = bool(self._stopping)
         self._until = now + (self._limits.grace_seconds if gently else self._limits.kill_seconds)
         self._asked, self._killed = not gently, False
         return [Note("ending", reason, {"attempt": self._attempt.number}, loud=True), Terminate(gently)]
 
-    def _insist(self, attempt: Record, now: float) -> list[Action]:
+    def _insist(self, attempt: RunRecord, now: float) -> list[Action]:
         late = now >= self._until
         if not self._asked:
             return self._ask(now) if late else []
         if not late and (self._killed or not attempt.waits_for_the_lost()):
             return []
         self._killed, self._until = True, now + self._limits.kill_seconds
-        return [Kill()]
+        return [KillAttempt()]
 
     def _ask(self, now: float) -> list[Action]:
         self._asked, self._until = True, now + self._limits.kill_seconds
@@ -225,21 +225,21 @@ class Core:
         self._attempt.mpirun_status = status
         if self._attempt.gone:  # that decides it; a look would wait for them once more
             return self._judge(now)
-        self.phase, self._until = Phase.JUDGING, now + self._limits.look_seconds_max
-        return [Look()]
+        self.phase, self._until = SupervisorPhase.JUDGING, now + self._limits.look_seconds_max
+        return [LookAtFleet()]
 
     # -- hosts -----------------------------------------------------------------------------------------------------
 
     def _hosts(self, hosts: tuple[Host, ...] | None, now: float) -> list[Action]:
         attempt = self._attempt
         missed = attempt is not None and attempt.looked(hosts)
-        if self.phase is Phase.RUNNING and attempt is not None and attempt.gone:
+        if self.phase is SupervisorPhase.RUNNING and attempt is not None and attempt.gone:
             return self._end(f"host {', '.join(sorted(attempt.gone))} is gone", now)
         if missed:
-            return [Look()]  # at once: what is missing twice is gone
-        if self.phase is Phase.JUDGING:
+            return [LookAtFleet()]  # at once: what is missing twice is gone
+        if self.phase is SupervisorPhase.JUDGING:
             return self._judge(now)
-        if self.phase is Phase.FINDING:
+        if self.phase is SupervisorPhase.FINDING:
             return self._launch(hosts, now)
         return []
 
@@ -259,11 +259,11 @@ class Core:
             message = (
                 f"hosts for {ranks} ranks are there, at least {limits.ranks_min} are needed; waiting for more"
             )
-            return [Note("waiting", message, {"ranks": ranks}, loud=True), Look(limits.ranks - ranks)]
-        self._attempt = Record(self._next_attempt, ranks, placed, now)
+            return [Note("waiting", message, {"ranks": ranks}, loud=True), LookAtFleet(limits.ranks - ranks)]
+        self._attempt = RunRecord(self._next_attempt, ranks, placed, now)
         self._resumption.reached("launched", now)
         self._next_attempt += 1
-        self.phase = Phase.RUNNING
+        self.phase = SupervisorPhase.RUNNING
         names = None if placed is None else [f"{host.name}:{host.slots}" for host in placed]
         fields = {
             "attempt": self._attempt.number,
@@ -308,23 +308,23 @@ class Core:
 
     def _pause(self, now: float) -> list[Action]:
         pause_seconds = self._pause_seconds(self._patience.restarts)
-        self.phase, self._until = Phase.PAUSING, now + pause_seconds
+        self.phase, self._until = SupervisorPhase.PAUSING, now + pause_seconds
         fields = {"pause_seconds": round(pause_seconds, 3)}
         return [Note("relaunching", f"starting again in {pause_seconds:.1f} s", fields)]
 
     def _stop(self, reason: str, now: float) -> list[Action]:
         again, self._stopping = bool(self._stopping), reason
-        if self.phase is Phase.RUNNING:
+        if self.phase is SupervisorPhase.RUNNING:
             return self._end(reason, now)
-        if self.phase is Phase.ENDING:
+        if self.phase is SupervisorPhase.ENDING:
             # Asked twice: somebody is in a hurry.
             return self._ask(now) if again and not self._asked else []
-        if self.phase in {Phase.JUDGING, Phase.OVER}:
+        if self.phase in {SupervisorPhase.JUDGING, SupervisorPhase.OVER}:
             return []
         return self._over(
             Verdict(Cause.STOPPED, f"{reason} between two attempts", "stopped", exit_code=INTERRUPTED)
         )
 
     def _over(self, verdict: Verdict) -> list[Action]:
-        self.phase = Phase.OVER
+        self.phase = SupervisorPhase.OVER
         return [Finish(verdict)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.ring.directory import make_private_directory
-from holdfast.ring.wanted import Keeper
+from holdfast.ring.wanted import RingKeeper
 
 _LOOK_SECONDS = 0.05
 _STATE_FIELD, _STARTED_FIELD = 0, 19  # of /proc/PID/stat, counted from behind the command's name
@@ -27,7 +27,7 @@ class KeptFlusher:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._keeper = Keeper(directory)
+        self._keeper = RingKeeper(directory)
         self._pid, self._started = 0, ""
 
     def let_go(self) -> None:

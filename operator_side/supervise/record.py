@@ -13,7 +13,7 @@ from operator_side.supervise.verdict import Death, Evidence
 
 
 @dataclass(slots=True)
-class Record:
+class RunRecord:
     """See the module.
 
     Attributes:

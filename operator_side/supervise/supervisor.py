@@ -26,23 +26,23 @@ from holdfast.supervised import ATTEMPT_VARIABLE
 from holdfast.telemetry.events import EventLog
 from operator_side.supervise.attempt import Attempt
 from operator_side.supervise.core import Core
-from operator_side.supervise.events import (
+from operator_side.supervise.flusher import KeptFlusher, Segments
+from operator_side.supervise.hosts import Fleet, Host
+from operator_side.supervise.job_output import Follower, Output, meaning
+from operator_side.supervise.supervisor_messages import (
     Action,
+    ClockTick,
     Event,
     Exited,
     Finish,
     HostsSeen,
-    Kill,
+    KillAttempt,
     Launch,
-    Look,
+    LookAtFleet,
     Note,
     Stop,
     Terminate,
-    Tick,
 )
-from operator_side.supervise.flusher import KeptFlusher, Segments
-from operator_side.supervise.hosts import Fleet, Host
-from operator_side.supervise.output import Follower, Output, meaning
 from operator_side.supervise.verdict import Verdict
 
 _log = logging.getLogger("holdfast.run")
@@ -184,7 +184,7 @@ class Supervisor:
                 self._take(event)
         while not self._watch.seen.empty():
             self._take(HostsSeen(self._watch.seen.get()))
-        self._take(Tick())
+        self._take(ClockTick())
 
     def _rest(self) -> None:
         if self._attempt is None:
@@ -233,13 +233,13 @@ class Supervisor:
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Look(replace):
+                case LookAtFleet(replace):
                     self._watch.ask(replace)
                 case Launch():
                     self._launch(action)
                 case Terminate(gently) if self._attempt is not None:
                     self._attempt.ask() if gently else self._attempt.terminate()
-                case Kill() if self._attempt is not None:
+                case KillAttempt() if self._attempt is not None:
                     self._attempt.kill()
                 case Note(event, message, fields, loud):
                     self._note(event, message, fields, loud=loud)

@@ -4,7 +4,7 @@
                        refused? all are told: the stager takes none, a rank is lost or silent, an older step, too many
                        all ranks have offered ─► one layout, which rank 0 announced? ─► received; or failed, by name
 
-Changed only by `stager.session.machine.Session`.
+Changed only by `stager.session.session.Session`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import BusyError, HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.layout import Layout
 from stager.session.checkpoint import Checkpoint
-from stager.session.steps import RankSilent, Tell
+from stager.session.session_messages import RankSilent, Tell
 
 _VERDICTS_KEPT = 256  # answers for ranks that ask late
 _LAYOUTS_KEPT = 4

@@ -26,7 +26,7 @@ from typing import Any, cast
 import psutil
 
 from holdfast.checkpoints.catalog import Catalog, CatalogItem
-from holdfast.checkpoints.verify import verify_file
+from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import StoreMissing
 from holdfast.faultpoint import FIRED_VARIABLE, VARIABLE, parse_faults
 from holdfast.ring.directory import runtime_directory

@@ -20,14 +20,14 @@ from holdfast.checkpoints.slice_sets import (
     remove_stale,
     upload_attempt,
 )
-from holdfast.checkpoints.verify import verify_file
+from holdfast.checkpoints.verification import verify_file
 from holdfast.image.manifest import Key, State, manifest_name
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.store.retrying import RetryBudget, Retrying
 from tests.conformance.conftest import Backend
 from tests.support.images import Image, from_torch_file, made_up
 from tests.support.store_slices import frame_buffer, tier_of, write_frames, write_slices
-from trainer_side.tiers.base import Nearness, Tier
+from trainer_side.tiers.tier import Nearness, Tier
 
 
 def small(seed: int, ranks: int = 3) -> Image:

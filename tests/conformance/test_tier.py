@@ -1,4 +1,4 @@
-"""What every tier must do: one suite, each rule of `trainer_side.tiers.base` at least once."""
+"""What every tier must do: one suite, each rule of `trainer_side.tiers.tier` at least once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
 from tests.support.tiers import RANKS, RUN, aligned, check, image, put, read, save, slice_of, write
 from trainer_side.tiers import libpmem
-from trainer_side.tiers.base import Nearness, Tier
-from trainer_side.tiers.opening import open_tier
+from trainer_side.tiers.open_tiers import open_tier
+from trainer_side.tiers.tier import Nearness, Tier
 
 
 def _specs(directory: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.verify import verify_file
+from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import HoldfastError
 from holdfast.image.manifest import State
 from holdfast.ring.ring import SlotState

@@ -10,7 +10,7 @@ from holdfast.notices.notice import Notice, NoticeKind, Terms
 from holdfast.ring.doorbell import Message
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
 from holdfast.sealed import unseal
-from holdfast.telemetry.status_document import CheckpointSaid, Line, RankSaid, Said
+from holdfast.telemetry.status_document import CheckpointSaid, RankSaid, StatusDocument, StatusLine
 from holdfast.wire.frames import Agreement, Kind, Proposal, Welcome, decode, encode, to_json
 from tests.fuzz.files import SEED, manifest_for
 from tests.support.images import made_up
@@ -52,8 +52,8 @@ _PROPOSAL = decode(Proposal("ab", [["w", "float32", [2], -1]], 900, {"rng": 8}).
 _NOTICE = Notice(NoticeKind.TERMINATE, 120.0, "aws", "instance-action terminate", 1)
 _MANIFEST = manifest_for(SEED).to_bytes()
 _JOURNAL = _journal()
-_LINE = Line(at_unix=5.0, event="flush_held", step=8, text="no room")
-_SAID = Said(
+_LINE = StatusLine(at_unix=5.0, event="flush_held", step=8, text="no room")
+_SAID = StatusDocument(
     role="stager",
     run="/mnt/run",
     pid=7,

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.claim import Claim, Identity
-from holdfast.checkpoints.verify import verify_file
+from holdfast.checkpoints.verification import verify_file
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError
@@ -38,8 +38,8 @@ from holdfast.ring.doorbell import Message
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
 from holdfast.sealed import seal
 from holdfast.store.names import check_name, check_write_id
-from holdfast.telemetry.reading import Log, read_logs
-from holdfast.telemetry.rows import Stored
+from holdfast.telemetry.event_reading import Log, read_logs
+from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import read_said
 from holdfast.wire.frames import HEADER_BYTES as FRAME_HEADER_BYTES
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, decode, json_body
@@ -48,11 +48,11 @@ from operator_side.report.facts import gather
 from operator_side.report.page import page
 from operator_side.report.sentences import look_at, what_happened
 from operator_side.simulate.profiles import load_profile
-from operator_side.simulate.replay import Job, Lane, replay
+from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import IDEAL
+from operator_side.simulate.trace_windows import cut
 from operator_side.simulate.traces import read_trace
 from operator_side.simulate.tuning import Question, tune
-from operator_side.simulate.windows import cut
 from operator_side.status.picture import Peer, compose
 from tests.support.memory_store import MemoryStore
 
@@ -129,7 +129,7 @@ def manifest(data: bytes) -> None:
     again = Manifest.from_bytes(found.to_bytes(), source="again")  # as rank 0 hands it to the others
     assert again.model_copy(update={"record": {}}) == found.model_copy(update={"record": {}})
     check_name(found.file)
-    stored = Stored.of(found)
+    stored = StoredCheckpoint.of(found)
     page(gather("/mnt/run", Log(), [] if stored is None else [stored]), made_at_unix=2e9, version="0")
     if found.image_bytes <= 1 << 16:
         store.objects[found.file] = bytes(found.image_bytes)
@@ -213,7 +213,7 @@ def trace(data: bytes) -> None:
     if not found.count_max or found.end_us < _WINDOW_US or len(found.time_us) > _EVENTS_MAX:
         return
     windows = cut(found, length_us=_WINDOW_US, offsets=2, rng=np.random.default_rng(0))
-    outcome = replay(Job(found.count_max, 1, 1_000_000, 0), [Lane(IDEAL, 1)], windows)
+    outcome = replay(TrainingJob(found.count_max, 1, 1_000_000, 0), [StrategyLane(IDEAL, 1)], windows)
     assert (outcome.useful >= 0).all()
     assert (outcome.training_us <= _WINDOW_US).all()
 

@@ -12,7 +12,7 @@ from holdfast.crc import crc32
 from holdfast.image.slices import area_bytes, frames_of
 from tests.gpu.test_staging import OnDevice
 from trainer_side.save.staging import Staging, in_slot
-from trainer_side.tiers.opening import open_tier
+from trainer_side.tiers.open_tiers import open_tier
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from tests.integration.jobs import guarded
 from tests.support.cluster import SMALL, Cluster, assert_nothing_left, wait_until
 from tests.support.job import Job
 from tests.support.s3_place import S3Place, plain_client
-from trainer_side.tiers.place import Place, RankLock
+from trainer_side.tiers.tier_directory import RankLock, TierDirectory
 
 pytestmark = [pytest.mark.mpi]
 RANKS = 2
@@ -111,7 +111,7 @@ def test_one_rank_without_tiers(tmp_path: Path, stager: bool) -> None:
 def test_a_tier_that_one_rank_cannot_use_ends_the_first_save_of_all(tmp_path: Path) -> None:
     """Somebody else writes rank 1's slices there."""
     store = str(tmp_path / "store")
-    place = Place(tmp_path / "tier", store)
+    place = TierDirectory(tmp_path / "tier", store)
     place.make()
     lock = RankLock(place, 1)
     env = {"HOLDFAST_TIERS": f"file:{tmp_path / 'tier'}", "HOLDFAST_STORE": store}

@@ -17,7 +17,7 @@ import torch
 
 from holdfast.checkpoints.claim import Claim, Identity
 from holdfast.ring.ring import Ring, SlotState
-from holdfast.ring.wanted import Keeper
+from holdfast.ring.wanted import RingKeeper
 from holdfast.store import open_store
 from holdfast.store.posix_reuse import writes_in_place
 from tests.support.cluster import wait_until
@@ -537,7 +537,7 @@ def test_a_lingering_flusher_gives_the_next_job_its_own_attempt_and_overwrites_n
     start: Start, attach: Attach, tmp_path: Path, image: Image, why: str
 ) -> None:
     flusher = start(*(["--linger"] if why == "linger" else []))
-    keeper = Keeper(flusher.directory) if why == "keeper" else None
+    keeper = RingKeeper(flusher.directory) if why == "keeper" else None
     stager = attach(flusher.directory)
     stager.save(image, 5)
     stager.finish()
@@ -563,7 +563,7 @@ def test_a_kept_flusher_does_not_leave_a_store_that_takes_nothing(
     start: Start, attach: Attach, image: Image
 ) -> None:
     flusher = start("--held-seconds-max", "0.01")
-    keeper = Keeper(flusher.directory)
+    keeper = RingKeeper(flusher.directory)
     blocked = flusher.store / "step-000000005.json"
     blocked.mkdir(parents=True)
     stager = attach(flusher.directory)

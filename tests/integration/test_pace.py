@@ -12,7 +12,7 @@ import pytest
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.ring.directory import runtime_directory
 from holdfast.store import open_store
-from operator_side.status.look import Watch
+from operator_side.status.look import RunWatch
 from tests.integration.jobs import pacing
 from tests.integration.test_tiers import stager_of
 from tests.support.cluster import SMALL, Cluster, wait_until
@@ -94,7 +94,7 @@ def test_a_slow_store_makes_the_interval_longer_and_a_quick_one_shorter_on_all_r
         run.slow.unlink()
         relief = run.wait_for(job, count, longer=False, than=slow["every"])
         run.train_until(job, relief["first_step"] + 3 * relief["every"])
-        shown = Watch(runtime_directory(run.cluster.store, run.cluster.runtime)).look().interval
+        shown = RunWatch(runtime_directory(run.cluster.store, run.cluster.runtime)).look().interval
         assert shown is not None
         assert shown.why in {line["why"] for line in run.events("interval")}
         said = run.stop(job)

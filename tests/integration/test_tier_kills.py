@@ -12,7 +12,7 @@ from holdfast.faultpoint import VARIABLE, Point
 from tests.support.tier_writer import STEPS, write_steps
 from tests.support.tiers import RUN, image, read, save, slice_of
 from trainer_side.tiers import libpmem
-from trainer_side.tiers.opening import open_tier
+from trainer_side.tiers.open_tiers import open_tier
 
 KINDS = ["memory", "pm", "pm-libpmem", "nvme", "file"]
 REGULAR = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.verify import verify_file
+from holdfast.checkpoints.verification import verify_file
 from holdfast.store import open_store
 from holdfast.store.names import TEMPORARY
 from tests.nfs.machine import Guest, missing_parts, running_ganesha

@@ -20,7 +20,7 @@ def main(directory: str, attempt: int, count: int) -> None:
     sys.modules["trainer_side"] = package
 
     from tests.support.tiers import RUN, image, read, save, slice_of
-    from trainer_side.tiers.opening import open_tier
+    from trainer_side.tiers.open_tiers import open_tier
 
     made = image()
     tier = open_tier(f"pm:{directory}", RUN)

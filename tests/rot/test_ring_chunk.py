@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from flusher.engine import Engine
-from flusher.listener import Durable
+from flusher.listener import DurableStep
 from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
@@ -39,7 +39,7 @@ IMAGE = made_up(11, entries=7, chunk_bytes=CHUNK_BYTES, ranks=3, entry_bytes_max
 
 class _Heard:
     def __init__(self) -> None:
-        self.durables: dict[Key, Durable] = {}
+        self.durables: dict[Key, DurableStep] = {}
         self.read_backs: list[ReadBack] = []
         self.failures: dict[Key, HoldfastError] = {}
 
@@ -47,7 +47,7 @@ class _Heard:
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
-    def durable(self, key: Key, durable: Durable) -> None:
+    def durable(self, key: Key, durable: DurableStep) -> None:
         self.durables[key] = durable
 
     def read_back(self, result: ReadBack) -> None:

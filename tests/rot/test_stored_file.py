@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.verify import verify_file
+from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError
 from holdfast.image.manifest import Manifest
 from holdfast.store.posix import PosixStore

@@ -19,9 +19,9 @@ from holdfast.ring.ring import Ring
 from tests.simulation.store import pristine
 from tests.simulation.transport import Job
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.choice import Stored
+from trainer_side.restore.choice import StoreCandidate
 from trainer_side.restore.ring_slices import RingSlices, look
-from trainer_side.tiers.base import Kept
+from trainer_side.tiers.tier import Kept
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -86,12 +86,12 @@ def check_remains(world: World, ring: Ring) -> None:
                 checks.broken(f"slot {record.slot}: not the bytes of step {held.step}, chunk {chunk}")
 
 
-def _stored(world: World) -> list[Stored]:
+def _stored(world: World) -> list[StoreCandidate]:
     rows = []
     for number, item in enumerate(Catalog(pristine(world.store)).list()):
         if item.manifest is not None:
             m = item.manifest
-            rows.append(Stored(number, m.attempt, m.step, m.ranks, m.layout_digest, item.fault))
+            rows.append(StoreCandidate(number, m.attempt, m.step, m.ranks, m.layout_digest, item.fault))
     return rows
 
 

@@ -7,7 +7,7 @@ from tests.simulation.mutations import Mutation
 __all__ = ["TIER_MUTATIONS"]
 
 _FILE, _WRITER = "trainer_side.tiers.slot_file", "trainer_side.tiers.slot_writer"
-_FORMAT, _SLOTS = "trainer_side.tiers.slot_format", "trainer_side.tiers.slots"
+_FORMAT, _SLOTS = "trainer_side.tiers.slot_format", "trainer_side.tiers.file_slots"
 
 
 def _one(name: str, bug: str, module: str, old: str, new: str) -> Mutation:

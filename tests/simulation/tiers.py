@@ -67,11 +67,11 @@ class World:
         self.damaged: set[tuple[int, int]] = set()  # a byte of their slices has changed
 
     def open(self) -> SlotTier:
-        from trainer_side.tiers.base import Nearness
-        from trainer_side.tiers.place import Place
         from trainer_side.tiers.slot_tier import SlotTier
+        from trainer_side.tiers.tier import Nearness
+        from trainer_side.tiers.tier_directory import TierDirectory
 
-        place = Place(self.directory, _RUN)
+        place = TierDirectory(self.directory, _RUN)
         return SlotTier("sim", Nearness.FILE, place, self.device.medium, slots=self.slots, writers=1)
 
     def data(self, order: tuple[int, int], frame: int) -> bytes:

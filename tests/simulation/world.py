@@ -35,7 +35,7 @@ from holdfast.store.retrying import RetryBudget, Retrying
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import VERSION, Kind, Welcome, decode, encode, to_json
 from stager.flusher_process import attach
-from stager.service import Service
+from stager.service import StagerService
 from tests.simulation.checks import RING_CHUNKS, Checks
 from tests.simulation.hot import reread, restored_from_ring
 from tests.simulation.images import CHUNK_BYTES, image
@@ -338,7 +338,9 @@ class World:
             self.scheduler.wait(None, 10.0, "refuse")
             return
         events = EventLog(None, role="stager")
-        service = Service(self.stager_config, job.stager_port, flusher, events=events, clock=self._clock)  # type: ignore[arg-type]
+        service = StagerService(
+            self.stager_config, job.stager_port, flusher, events=events, clock=self._clock
+        )  # type: ignore[arg-type]
         process.notes["service"] = service
         try:
             service.run()

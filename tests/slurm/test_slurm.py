@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.verify import verify_file
+from holdfast.checkpoints.verification import verify_file
 from holdfast.store import open_store
 from tests.hosts import job
 from tests.hosts.checks import check_done_twice, resumed_at

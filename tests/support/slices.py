@@ -19,7 +19,7 @@ from holdfast.image.manifest import EntryRecord, Manifest, TensorRecord, manifes
 from holdfast.image.slices import SliceSeal, area_bytes, frames_of
 from tests.support.checkpoints import manifest_of
 from tests.unit.trainer_side.assemble import assembled, make_plan, sent, taken
-from trainer_side.tiers.base import Kept, Nearness, Tier
+from trainer_side.tiers.tier import Kept, Nearness, Tier
 
 __all__ = ["Checkpoint", "DictTier", "checkpoint", "keep"]
 

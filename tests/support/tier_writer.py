@@ -10,7 +10,7 @@ from pathlib import Path
 
 from holdfast import faultpoint
 from tests.support.tiers import RUN, image, save, write
-from trainer_side.tiers.opening import open_tier
+from trainer_side.tiers.open_tiers import open_tier
 
 __all__ = ["STEPS", "write_steps"]
 

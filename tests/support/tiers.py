@@ -9,7 +9,7 @@ from holdfast.crc import crc32
 from holdfast.image.layout import Layout
 from holdfast.image.slices import frames_of
 from tests.support.images import Image, made_up
-from trainer_side.tiers.base import Kept, SliceWriter, Tier
+from trainer_side.tiers.tier import Kept, SliceWriter, Tier
 
 __all__ = ["RANKS", "RUN", "aligned", "check", "image", "put", "read", "save", "slice_of", "write"]
 

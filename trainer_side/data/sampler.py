@@ -284,11 +284,11 @@ class ReadAhead(torch.utils.data.Sampler[Any]):
         """Whole batches that the samples of an epoch fill; at least one."""
         return max(1, self.sampler._length // (self.sampler._ranks * self.batch_size))
 
-    def __iter__(self) -> _Reader:
-        return _Reader(self.sampler, self.batch_size, epochs=self._epochs)
+    def __iter__(self) -> _BatchReader:
+        return _BatchReader(self.sampler, self.batch_size, epochs=self._epochs)
 
 
-class _Reader(Iterator[_Indices]):
+class _BatchReader(Iterator[_Indices]):
     """One way through the batches, from where the sampler was when it began."""
 
     def __init__(self, sampler: ResumableSampler, batch_size: int, *, epochs: bool) -> None:

@@ -56,7 +56,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         )
     state: dict[str, Any] = {}
     try:
-        reader = _Reader(folder, _metadata_of(folder))
+        reader = _DcpReader(folder, _metadata_of(folder))
         _load_state_dict(state, storage_reader=reader, planner=_Planner(), no_dist=True)  # type: ignore[no-untyped-call]
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
@@ -110,7 +110,7 @@ def _metadata_of(folder: Path) -> Metadata:
     return metadata
 
 
-class _Reader(FileSystemReader):
+class _DcpReader(FileSystemReader):
     """DCP's own, with metadata that was read already."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:

@@ -24,7 +24,7 @@ from holdfast.errors import HoldfastError, StateError
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from trainer_side.doors.contents import Contents, dense
-from trainer_side.doors.names import flatten
+from trainer_side.doors.tensor_names import flatten
 
 
 def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None, quiet: bool) -> Exported:

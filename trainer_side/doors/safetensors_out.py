@@ -26,7 +26,6 @@ from holdfast.errors import StateError
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from trainer_side.doors.contents import Contents, bytes_of, dense
-from trainer_side.doors.names import Flat, flatten
 from trainer_side.doors.plain_values import encode
 from trainer_side.doors.safetensors_format import (
     DTYPES,
@@ -36,6 +35,7 @@ from trainer_side.doors.safetensors_format import (
     VALUES,
     VALUES_FORMAT,
 )
+from trainer_side.doors.tensor_names import Flat, flatten
 
 _READERS = 4
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -43,7 +43,7 @@ _NAMED = 5
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _TensorSlot:
     """A tensor of the file, and where its bytes begin and end."""
 
     flat: Flat
@@ -76,12 +76,12 @@ class SafetensorsPlan:
         self._contents = contents
         self.tensors = flatten(contents, contents.tensors)
         _refuse_dtypes(self.tensors)
-        self._slots: list[_Slot] = []
+        self._slots: list[_TensorSlot] = []
         end = 0
         # As the library does it: what needs the greatest alignment first, so that nothing needs padding.
         for flat in sorted(self.tensors, key=lambda one: (-one.tensor.itemsize, one.name)):
             begin, end = end, end + flat.tensor.numel() * flat.tensor.itemsize
-            self._slots.append(_Slot(flat, begin, end))
+            self._slots.append(_TensorSlot(flat, begin, end))
         self._header = self._made_header(only)
         self.nbytes = len(self._header) + end
 
@@ -119,8 +119,8 @@ class SafetensorsPlan:
             finally:
                 readers.shutdown(cancel_futures=True)
 
-    def _by_entry(self) -> dict[int, list[_Slot]]:
-        found: dict[int, list[_Slot]] = {}
+    def _by_entry(self) -> dict[int, list[_TensorSlot]]:
+        found: dict[int, list[_TensorSlot]] = {}
         for slot in self._slots:
             entry = self._contents.entry(slot.flat.tensor)
             if entry is not None and slot.end > slot.begin:
@@ -128,7 +128,7 @@ class SafetensorsPlan:
         return found
 
     def _write_entry(
-        self, fd: int, entry: int, slots: Sequence[_Slot], advance: Callable[[int], None]
+        self, fd: int, entry: int, slots: Sequence[_TensorSlot], advance: Callable[[int], None]
     ) -> None:
         base = len(self._header)
         if all(slot.is_dense for slot in slots):

@@ -29,8 +29,8 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, peer_error
 from holdfast.wire.pace import Wish
 from trainer_side.link.hearing import hear_pace
-from trainer_side.link.outbox import Outbox, Silence
-from trainer_side.link.outgoing import Outgoing, Plan, StagerPort
+from trainer_side.link.outbox import Outbox, StagerSilence
+from trainer_side.link.outgoing import Outgoing, SendPlan, StagerPort
 from trainer_side.link.pauses import Pauses
 from trainer_side.link.questions import Questions
 from trainer_side.link.schedule import Schedule
@@ -81,14 +81,14 @@ class Link:
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.schedule = Schedule(auto=False, wait_seconds_max=config.stager_seconds_max)
         self.goes_on_in = ""
-        self._plan: Plan | None = None
+        self._plan: SendPlan | None = None
         self._newest_step = -1
         self._accepted: list[Transfer] = []  # by the training thread, for close()
         self._commands: deque[Callable[[], None]] = deque()
         self._outbox = Outbox(port, welcome.attempt, lambda: self.events)
         self._pauses = Pauses(self._outbox, clock, port.crowding)
         self._questions = Questions(config, port, welcome, rank=rank, command=self._command)
-        self._silence = Silence(rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock)
+        self._silence = StagerSilence(rank, max(config.stager_seconds_max, 2 * welcome.beat_seconds), clock)
         self._leaving = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="holdfast-link", daemon=True)
@@ -140,7 +140,7 @@ class Link:
 
     def announce(self, layout: Layout) -> None:
         """Use `layout` for all later offers. Every rank calls it with the same one; rank 0 sends it to the stager."""
-        self._plan = Plan.of(layout, self.rank)
+        self._plan = SendPlan.of(layout, self.rank)
         if self.rank == 0 and self.problem is None:
             message = wire.encode(Kind.LAYOUT, attempt=self.welcome.attempt, body=layout.to_bytes())
             self._command(lambda: self._port.send(message))

@@ -41,7 +41,7 @@ class Verdicts:
         return self._frames.get(step)
 
 
-class Silence:
+class StagerSilence:
     """For how long nothing was heard, as far as this process has listened.
 
     Args:

@@ -34,7 +34,7 @@ _FRAMES_LOOKED_AT_MAX = 16  # for one that is ready and has no CRC yet; they get
 
 
 class StagerPort(Protocol):
-    """What the link needs of MPI (`trainer_side.ranks.mpi.Port`)."""
+    """What the link needs of MPI (`trainer_side.ranks.mpi.MpiStagerPort`)."""
 
     @property
     def one_machine(self) -> bool:
@@ -68,7 +68,7 @@ class StagerPort(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SendPlan:
     """The announced layout, as this rank sends it.
 
     Attributes:
@@ -91,7 +91,7 @@ class Plan:
         return wire.payload_messages(pieces) < pieces
 
     @classmethod
-    def of(cls, layout: Layout, rank: int) -> Plan:
+    def of(cls, layout: Layout, rank: int) -> SendPlan:
         """What `rank` sends of it."""
         frames = frames_of(layout, rank)
         return cls(
@@ -113,7 +113,7 @@ class Outgoing:
         plan: How it is cut into frames.
     """
 
-    def __init__(self, transfer: Transfer, source: SliceSource, plan: Plan) -> None:
+    def __init__(self, transfer: Transfer, source: SliceSource, plan: SendPlan) -> None:
         self.transfer, self.plan = transfer, plan
         self._source: SliceSource | None = source  # a staging buffer is not kept longer than it is read
         self._unsent = set(plan.frames)

@@ -28,7 +28,7 @@ FIRST_EVERY = 16  # so many iterations are measured before the first checkpoint
 _START_EVERY_MAX = 1024
 
 
-class Phase(Enum):
+class SchedulePhase(Enum):
     """Where the steps come from; see the module."""
 
     STARTING = "starting"
@@ -73,12 +73,12 @@ class Schedule:
             _Appointed
         ] = []  # steps ascending: another one may follow before the first is reached
         self._last_step = -1
-        self._phase = Phase.STARTING
+        self._phase = SchedulePhase.STARTING
         self._pace = Pace(0, FIRST_EVERY)  # STARTING: `first` counts the steps that are done; LOOSE: 0
         self._begun = False
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> SchedulePhase:
         """Where the steps come from now."""
         return self._phase
 
@@ -101,12 +101,12 @@ class Schedule:
         with self._changed:
             if not self._begun:
                 self._begun = True
-                if self._phase is Phase.STARTING:
+                if self._phase is SchedulePhase.STARTING:
                     self._pace = Pace(_multiple(step + FIRST_EVERY, FIRST_EVERY), FIRST_EVERY)
             self._last_step = max(self._last_step, step)
             self._await(step)
             while self._appointed and step >= self._appointed[0].step:
-                self._pace, self._phase = self._appointed.pop(0).pace, Phase.PACED
+                self._pace, self._phase = self._appointed.pop(0).pace, SchedulePhase.PACED
             return self._is_time(step, shorten(self._pace.every))
 
     def heard(self, word: PaceWord, step: int, number: int, body: Mapping[str, Any]) -> Reply | None:
@@ -150,9 +150,9 @@ class Schedule:
     def _is_time(self, step: int, every: int) -> bool:
         """The lock is held."""
         match self._phase:
-            case Phase.PACED:
+            case SchedulePhase.PACED:
                 return step >= self._pace.first and (step - self._pace.first) % every == 0
-            case Phase.LOOSE:  # also where it is shorter: a part of it need not divide it
+            case SchedulePhase.LOOSE:  # also where it is shorter: a part of it need not divide it
                 return (step + 1) % every == 0 or (step + 1) % self._pace.every == 0
         done = step + 1
         if done < self._pace.first:
@@ -175,8 +175,8 @@ class Schedule:
     def _loosen(self) -> None:
         """The lock is held. Who was never paced stays as it is: what others may hold has its steps among those."""
         self._appointed.clear()
-        if self._phase is Phase.PACED:
-            self._phase = Phase.LOOSE
+        if self._phase is SchedulePhase.PACED:
+            self._phase = SchedulePhase.LOOSE
             self._pace = Pace(0, 1 << (min(self._pace.every, EVERY_MAX) - 1).bit_length())
 
 

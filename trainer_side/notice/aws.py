@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from trainer_side.notice.base import Notice, NoticeKind, SourceError
-from trainer_side.notice.http import Answer, Server, json_object, unix_time
+from trainer_side.notice.http import HttpAnswer, Server, json_object, unix_time
+from trainer_side.notice.source import Notice, NoticeKind, SourceError
 
 _ENDPOINT = "http://169.254.169.254"
 _ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
@@ -102,7 +102,7 @@ class Aws:
             raise SourceError(f"{self._server.url}{path}: answered {answer.status}, expected 200 or 404")
         return answer.body
 
-    def _ask(self, path: str) -> Answer:
+    def _ask(self, path: str) -> HttpAnswer:
         return self._server.ask(path, headers={"X-aws-ec2-metadata-token": self._token})
 
     def _renew(self) -> None:

@@ -18,13 +18,13 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from trainer_side.notice.base import SourceError
+from trainer_side.notice.source import SourceError
 
 _BODY_BYTES_MAX = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """What came back: `status` of HTTP and the body, as text."""
 
     status: int
@@ -54,7 +54,7 @@ class Server:
         self._host, self._port, self._path = parts.hostname, port, parts.path.rstrip("/")
         self._seconds_max = seconds_max
 
-    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> Answer:
+    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> HttpAnswer:
         """Ask for `path`.
 
         Raises:
@@ -86,7 +86,7 @@ class Server:
             raise SourceError(f"{what}: answered with a redirect ({response.status}), which is not followed")
         if response.status >= 500 or response.status == 429:
             raise SourceError(f"{what}: answered {response.status}")
-        return Answer(response.status, body.decode("utf-8", errors="replace"))
+        return HttpAnswer(response.status, body.decode("utf-8", errors="replace"))
 
 
 def _cut(connection: http.client.HTTPConnection, late: threading.Event) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
-from trainer_side.notice.base import Notice, Source, SourceError
+from trainer_side.notice.source import Notice, NoticeSource, SourceError
 
 _log = logging.getLogger("holdfast.trainer.watch")
 
@@ -31,7 +31,7 @@ def asks_for_machine(environ: Mapping[str, str]) -> bool:
     return True
 
 
-class Watch:
+class NoticeWatch:
     """See the module.
 
     Args:
@@ -48,12 +48,12 @@ class Watch:
 
     def __init__(
         self,
-        find: Callable[[], Sequence[Source]],
+        find: Callable[[], Sequence[NoticeSource]],
         on_notice: Callable[[Notice], None],
         *,
         rank: int,
         seconds: float,
-        signals: Sequence[Source] = (),
+        signals: Sequence[NoticeSource] = (),
         wakes: SimpleQueue[None] | None = None,
     ) -> None:
         self._find, self._on_notice, self._rank, self._seconds = find, on_notice, rank, seconds
@@ -97,7 +97,7 @@ class Watch:
             except Empty:
                 continue
 
-    def _look(self, source: Source) -> None:
+    def _look(self, source: NoticeSource) -> None:
         self.looks[source.name] = self.looks.get(source.name, 0) + 1
         try:
             notices = source.look()

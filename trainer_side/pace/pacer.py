@@ -26,8 +26,8 @@ from holdfast.telemetry.events import EventLog
 from holdfast.wire.pace import Wish
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import Alone
-from trainer_side.link.schedule import Phase, Schedule
-from trainer_side.pace.profile import Profile
+from trainer_side.link.schedule import Schedule, SchedulePhase
+from trainer_side.pace.step_profile import StepProfile
 from trainer_side.pace.updates import Updates
 
 AUTO = "auto"
@@ -94,7 +94,7 @@ class Pacer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._schedule, self._wish, self._events = schedule, wish, events
-        self._profile = Profile(clock)
+        self._profile = StepProfile(clock)
         price = config.dollars_per_hour
         mtbf_hours = config.mtbf_hours
         hazard = Hazard(0.0, price) if mtbf_hours is None else Hazard.of_mtbf(mtbf_hours, price)
@@ -151,7 +151,7 @@ class Pacer:
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             self._events.emit("profile", self._profile.fields(peak_bytes))
             _log.info("profile of this training:\n%s", self._profile.table(peak_bytes))
-        paced = self._schedule.phase is Phase.PACED
+        paced = self._schedule.phase is SchedulePhase.PACED
         change = self._governor.consider(self._profile.cost(), self._schedule.every if paced else None)
         if change is not None:
             wish(Wish(change.advice.every, self._due_step, change.line()))

@@ -134,7 +134,7 @@ class World:
         self._council = self._trainers.Dup()
         self._council.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.ranks = self._trainers.rank, self._trainers.size
-        self._port = None if self.stager is None else Port(self._control, self.stager)
+        self._port = None if self.stager is None else MpiStagerPort(self._control, self.stager)
         node = self._trainers.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank = node.rank
         self.one_machine = bool(node.size == self.ranks)
@@ -163,7 +163,7 @@ class World:
         if self._port is not None:
             self._port.leave(_LEAVE_SECONDS_MAX)
 
-    def port(self) -> Port:
+    def port(self) -> MpiStagerPort:
         """The way to the stager.
 
         Raises:
@@ -181,12 +181,12 @@ class World:
         """The way to the other trainers."""
         return MpiPeers(self._trainers)
 
-    def council(self) -> CouncilPort:
+    def council(self) -> MpiCouncilPort:
         """The way to the other trainers for local tiers, at any time."""
-        return CouncilPort(self._council)
+        return MpiCouncilPort(self._council)
 
 
-class Port:
+class MpiStagerPort:
     """Messages and payloads to and from the stager. One thread at a time.
 
     Every method raises `PeerLost` when MPI says that the stager is dead.
@@ -293,7 +293,7 @@ class Port:
             _log.debug("left without a good-bye: %s", error)
 
 
-class CouncilPort:
+class MpiCouncilPort:
     """Messages among the trainers (`trainer_side.tiers.council`). One thread at a time.
 
     A rank that MPI knows to be dead is left out from then on; where MPI does not tell, deadlines find out.

@@ -29,7 +29,7 @@ from trainer_side.restore.image_map import Described
 from trainer_side.restore.inventory import Found, Shelf
 from trainer_side.restore.loading import check, live_trees, load
 from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
-from trainer_side.restore.reading import Reading, Target, Use, read
+from trainer_side.restore.reading import EntryTarget, Reading, Use, read
 from trainer_side.restore.rounds import Rounds
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
 
@@ -66,7 +66,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Job:
+class RestoreJob:
     """What does not change from candidate to candidate, and the tiers that hang, as `Rounds` has found them."""
 
     state: Mapping[str, Any]
@@ -92,7 +92,7 @@ class Job:
 class Trial:
     """One candidate. Training thread; every method is collective."""
 
-    def __init__(self, job: Job, candidate: Candidate, seconds: Mapping[str, float]) -> None:
+    def __init__(self, job: RestoreJob, candidate: Candidate, seconds: Mapping[str, float]) -> None:
         self._job, self._candidate, self._peers = job, candidate, job.peers
         self._seconds = dict(seconds)
         self._image: Described
@@ -117,7 +117,7 @@ class Trial:
         if problem is not None:
             return problem
         assert self._structure is not None
-        targets = {index: Target.of(storage) for index, storage in self._structure.storages.items()}
+        targets = {index: EntryTarget.of(storage) for index, storage in self._structure.storages.items()}
         problem = self._read_file(targets) if self._rounds is None else self._rounds.read(targets)
         if self._rounds is not None:
             self._reading = self._rounds.reading
@@ -177,7 +177,7 @@ class Trial:
         )
         return self._rounds.ends()
 
-    def _read_file(self, targets: Mapping[int, Target]) -> str | None:
+    def _read_file(self, targets: Mapping[int, EntryTarget]) -> str | None:
         """Read it from the store alone. Collective."""
         job, manifest = self._job, self._manifest
         assert manifest is not None

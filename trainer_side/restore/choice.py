@@ -29,7 +29,7 @@ NEARNESS_OF_RING = 4
 NEARNESS_OF_STORE = 5  # a rank's own tiers are nearer; slices that lie in the store as well are farther
 
 
-class Key(NamedTuple):
+class SliceKey(NamedTuple):
     """Slices of one checkpoint have the same."""
 
     attempt: int
@@ -54,7 +54,7 @@ class Holder(NamedTuple):
         absent: Chunks of which it does not have the frame.
     """
 
-    key: Key
+    key: SliceKey
     slice_rank: int
     rank: int
     number: int
@@ -64,7 +64,7 @@ class Holder(NamedTuple):
     absent: frozenset[int] = frozenset()
 
 
-class Stored(NamedTuple):
+class StoreCandidate(NamedTuple):
     """A checkpoint of the store, as its manifest says; `fault` tells why it cannot be used, if so."""
 
     number: int
@@ -75,14 +75,14 @@ class Stored(NamedTuple):
     fault: str
 
 
-class Source(NamedTuple):
+class FrameSource(NamedTuple):
     """Where a frame may be read: a slice that a rank has found, or the store (`number` is `STORE`, `rank` is -1)."""
 
     rank: int
     number: int
 
 
-_STORE_SOURCE = Source(-1, STORE)
+_STORE_SOURCE = FrameSource(-1, STORE)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Candidate:
     attempt: int
     step: int
     stored: int
-    key: Key | None = None
+    key: SliceKey | None = None
     slices: Mapping[int, tuple[Holder, ...]] = field(default_factory=dict)
 
     @property
@@ -117,12 +117,12 @@ class Candidate:
         return f"step {self.step} (attempt {self.attempt})"
 
 
-def candidates(holders: Iterable[Holder], stored: Sequence[Stored]) -> list[Candidate | Passed]:
+def candidates(holders: Iterable[Holder], stored: Sequence[StoreCandidate]) -> list[Candidate | Passed]:
     """All checkpoints, newest first, each as a candidate or with the reason why it is none.
 
     One that tiers and store both have comes twice: first from the nearest, then from the store alone.
     """
-    groups: dict[Key, dict[int, list[Holder]]] = {}
+    groups: dict[SliceKey, dict[int, list[Holder]]] = {}
     for holder in holders:
         groups.setdefault(holder.key, {}).setdefault(holder.slice_rank, []).append(holder)
     _join_ring(groups, stored)
@@ -151,7 +151,7 @@ def candidates(holders: Iterable[Holder], stored: Sequence[Stored]) -> list[Cand
     return [item for _, item in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _join_ring(groups: dict[Key, dict[int, list[Holder]]], stored: Sequence[Stored]) -> None:
+def _join_ring(groups: dict[SliceKey, dict[int, list[Holder]]], stored: Sequence[StoreCandidate]) -> None:
     """Where the store says that it is one checkpoint, tiers and ring fill each other's gaps."""
     for key in [key for key in groups if key.job == RING]:
         tiers = [other for other in groups if other[:4] == key[:4] and other.job != RING]
@@ -164,11 +164,11 @@ def _join_ring(groups: dict[Key, dict[int, list[Holder]]], stored: Sequence[Stor
             del groups[key]
 
 
-def _is_same(one: Stored, key: Key) -> bool:
+def _is_same(one: StoreCandidate, key: SliceKey) -> bool:
     return (one.attempt, one.step, one.ranks, one.digest) == (key.attempt, key.step, key.ranks, key.digest)
 
 
-def _gap(key: Key, found: Collection[int]) -> str:
+def _gap(key: SliceKey, found: Collection[int]) -> str:
     missing = [rank for rank in range(min(key.ranks, len(found) + 4)) if rank not in found][:3]
     named = ", ".join(map(str, missing))
     count = key.ranks - len(found)
@@ -182,7 +182,7 @@ def _gap(key: Key, found: Collection[int]) -> str:
 # -- who reads what --------------------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class FramePiece(NamedTuple):
     """One frame of one slice: `extents` of the image that lie in one chunk."""
 
     slice_rank: int
@@ -210,9 +210,9 @@ class Unit(NamedTuple):
     pieces: tuple[int, ...]
 
 
-def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[int, Piece]:
+def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[int, FramePiece]:
     """Every frame of every slice by a number, chunks ascending; or only those that reach `within` these extents."""
-    pieces: dict[int, Piece] = {}
+    pieces: dict[int, FramePiece] = {}
     frames = Counter[int]()  # as `frames_of` numbers them
     count = 0
     for chunk in range(layout.chunks):
@@ -220,7 +220,7 @@ def pieces_of(layout: Layout, within: Sequence[Extent] | None = None) -> dict[in
             extents = layout.pieces(chunk, rank)
             if within is None or any(_overlap(extent, wish) for extent in extents for wish in within):
                 nbytes = sum(extent.nbytes for extent in extents)
-                pieces[count] = Piece(rank, frames[rank], chunk, extents, nbytes)
+                pieces[count] = FramePiece(rank, frames[rank], chunk, extents, nbytes)
             frames[rank] += 1
             count += 1
     return pieces
@@ -232,12 +232,12 @@ def _overlap(one: Extent, other: Extent) -> bool:
 
 def divide(
     candidate: Candidate,
-    pieces: Mapping[int, Piece],
+    pieces: Mapping[int, FramePiece],
     ranks: int,
     *,
     chunk_bytes: int,
-    failed: Collection[tuple[int, Source]] = (),
-    broken: Collection[Source] = (),
+    failed: Collection[tuple[int, FrameSource]] = (),
+    broken: Collection[FrameSource] = (),
 ) -> tuple[list[Unit], list[int]]:
     """Give each piece a source and a reader.
 
@@ -259,7 +259,7 @@ def divide(
     for number, piece in pieces.items():
         by_chunk.setdefault(piece.chunk, []).append(number)
     for chunk, numbers in sorted(by_chunk.items()):
-        chosen: dict[int, Source] = {}
+        chosen: dict[int, FrameSource] = {}
         for number in numbers:
             source = _nearest(candidate, number, pieces[number], loads, failed, broken)
             if source is None:
@@ -284,14 +284,14 @@ def divide(
 def _nearest(
     candidate: Candidate,
     number: int,
-    piece: Piece,
+    piece: FramePiece,
     loads: Sequence[int],
-    failed: Collection[tuple[int, Source]],
-    broken: Collection[Source],
-) -> Source | None:
+    failed: Collection[tuple[int, FrameSource]],
+    broken: Collection[FrameSource],
+) -> FrameSource | None:
     """The source that is tried next for a piece."""
     options = [
-        (holder.nearness, loads[holder.rank], Source(holder.rank, holder.number))
+        (holder.nearness, loads[holder.rank], FrameSource(holder.rank, holder.number))
         for holder in candidate.slices.get(piece.slice_rank, ())
         if piece.chunk not in holder.absent
     ]

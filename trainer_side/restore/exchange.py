@@ -18,14 +18,14 @@ from trainer_side.ranks.deadlines import start
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import Unit
 from trainer_side.restore.image_map import Mapped
-from trainer_side.restore.reading import Sum, Target
-from trainer_side.restore.windows import Part, Windows
+from trainer_side.restore.reading import EntryTarget, Sum
+from trainer_side.restore.windows import ChunkWindows, EntryPart
 
 
 def check_received(
     manifest: Manifest,
     units: Sequence[Unit],
-    targets: Mapping[int, Target],
+    targets: Mapping[int, EntryTarget],
     sums: Mapping[int, Sum],
     peers: Peers,
     *,
@@ -43,8 +43,8 @@ def check_received(
         peers: The ranks.
         threads: How many compute at once.
     """
-    windows = Windows(manifest, targets)
-    parts: dict[int, list[Part]] = {}
+    windows = ChunkWindows(manifest, targets)
+    parts: dict[int, list[EntryPart]] = {}
     received: set[int] = set()
     for unit in units:
         for part in windows.parts(unit.extents):
@@ -68,8 +68,12 @@ def check_received(
 
 
 def tell(
-    image: Mapped, units: Sequence[Unit], entries: Mapping[int, Target], sums: Mapping[int, Sum], peers: Peers
-) -> dict[int, tuple[Part, Sum]]:
+    image: Mapped,
+    units: Sequence[Unit],
+    entries: Mapping[int, EntryTarget],
+    sums: Mapping[int, Sum],
+    peers: Peers,
+) -> dict[int, tuple[EntryPart, Sum]]:
     """The sums of all parts, as the rank that read each one has found them. Collective.
 
     Args:
@@ -82,12 +86,12 @@ def tell(
     Raises:
         ProtocolError: A rank does not tell as many as it has read.
     """
-    windows = Windows(image, entries)
-    of_rank: list[list[Part]] = [[] for _ in range(peers.ranks)]
+    windows = ChunkWindows(image, entries)
+    of_rank: list[list[EntryPart]] = [[] for _ in range(peers.ranks)]
     for unit in units:
         of_rank[unit.reader] += windows.parts(unit.extents)
     own = [sums[part.offset].crc32 for part in of_rank[peers.rank]]
-    told: dict[int, tuple[Part, Sum]] = {}
+    told: dict[int, tuple[EntryPart, Sum]] = {}
     for rank, said in enumerate(gather(peers, struct.pack(f"<{len(own)}I", *own))):
         if len(said) != 4 * len(of_rank[rank]):
             raise ProtocolError(
@@ -104,8 +108,8 @@ def tell(
 
 def check_told(
     image: Mapped,
-    told: Mapping[int, tuple[Part, Sum]],
-    targets: Mapping[int, Target],
+    told: Mapping[int, tuple[EntryPart, Sum]],
+    targets: Mapping[int, EntryTarget],
     sums: Mapping[int, Sum],
     *,
     threads: int,
@@ -121,7 +125,7 @@ def check_told(
     """
     received = [(part, said) for offset, (part, said) in sorted(told.items()) if offset not in sums]
 
-    def check(item: tuple[Part, Sum]) -> bool:
+    def check(item: tuple[EntryPart, Sum]) -> bool:
         return _sum(targets, item[0]) == item[1]
 
     for (part, said), result in zip(received, start(check, received, threads, "check"), strict=True):
@@ -134,7 +138,7 @@ def check_told(
 
 
 def check_entries(
-    manifest: Manifest, image: Mapped, told: Mapping[int, tuple[Part, Sum]], tier: str
+    manifest: Manifest, image: Mapped, told: Mapping[int, tuple[EntryPart, Sum]], tier: str
 ) -> DamageError | None:
     """See that what the tiers gave is what the store has of the same checkpoint: no byte is read for it.
 
@@ -158,5 +162,5 @@ def check_entries(
     return None
 
 
-def _sum(targets: Mapping[int, Target], part: Part) -> Sum:
+def _sum(targets: Mapping[int, EntryTarget], part: EntryPart) -> Sum:
     return Sum(crc32(targets[part.entry].memory[part.inside : part.inside + part.nbytes]), part.nbytes)

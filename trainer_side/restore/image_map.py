@@ -18,7 +18,7 @@ _TAIL_BYTES = 4096
 _ENDS_BYTES_MAX = 1 << 30  # about three million tensors, as for a layout
 
 
-class Place(Protocol):
+class NamedPlace(Protocol):
     """Where a named run of bytes lies in the image."""
 
     @property
@@ -65,7 +65,7 @@ class Mapped(Protocol):
         ...
 
     @property
-    def entries(self) -> Sequence[Place]:
+    def entries(self) -> Sequence[NamedPlace]:
         """Not overlapping."""
         ...
 
@@ -87,7 +87,7 @@ class _End:
 
 
 @dataclass(frozen=True)
-class Ends:
+class ImageEnds:
     """The begin and the end of an image as its two entries: all that is needed to make the tree.
 
     Raises:
@@ -112,13 +112,13 @@ class Ends:
         return self.head_bytes + self.image_bytes - self.tail_offset
 
     @property
-    def entries(self) -> Sequence[Place]:
+    def entries(self) -> Sequence[NamedPlace]:
         """The head and the tail."""
         tail_bytes = self.image_bytes - self.tail_offset
         return (_End("head", 0, self.head_bytes), _End("tail", self.tail_offset, tail_bytes))
 
 
-def is_storage(entry: Place) -> bool:
+def is_storage(entry: NamedPlace) -> bool:
     """Whether an entry holds the bytes of tensors."""
     folder, _, key = entry.name.rpartition("/")
     return folder.endswith("/data") and key.isascii() and key.isdecimal()

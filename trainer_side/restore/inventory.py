@@ -24,9 +24,16 @@ from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, agree, gather
-from trainer_side.restore.choice import NEARNESS_OF_RING, NEARNESS_OF_STORE, Candidate, Holder, Key, Stored
-from trainer_side.tiers.base import Keeps, Kept, Nearness, Tier
-from trainer_side.tiers.inventory import ask_kept
+from trainer_side.restore.choice import (
+    NEARNESS_OF_RING,
+    NEARNESS_OF_STORE,
+    Candidate,
+    Holder,
+    SliceKey,
+    StoreCandidate,
+)
+from trainer_side.tiers.kept_slices import ask_kept
+from trainer_side.tiers.tier import Keeps, Kept, Nearness, Tier
 
 _log = logging.getLogger("holdfast.restore")
 _T = TypeVar("_T")
@@ -117,14 +124,14 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
         found.lost += lost_there
         for number, (key, slice_rank, nearness, name, place, absent) in enumerate(rows):
             found.holders.append(
-                Holder(Key(*key), slice_rank, rank, number, nearness, name, place, frozenset(absent))
+                Holder(SliceKey(*key), slice_rank, rank, number, nearness, name, place, frozenset(absent))
             )
     return found
 
 
 def _row(tier: Keeps, kept: Kept) -> list[object]:
     seal = kept.seal
-    key = Key(seal.attempt, seal.step, seal.ranks, seal.layout_digest, str(seal.record.get("job", "")))
+    key = SliceKey(seal.attempt, seal.step, seal.ranks, seal.layout_digest, str(seal.record.get("job", "")))
     return [key, seal.rank, _NEARNESS[tier.nearness], tier.name, kept.place, sorted(kept.absent)]
 
 
@@ -135,7 +142,7 @@ class Shelf:
         stored: All of them, newest first; the same on every rank.
     """
 
-    def __init__(self, stored: list[Stored], items: list[CatalogItem]) -> None:
+    def __init__(self, stored: list[StoreCandidate], items: list[CatalogItem]) -> None:
         self.stored, self._items = stored, items
 
     @classmethod
@@ -173,7 +180,7 @@ class Shelf:
         answer = json.loads(peers.broadcast(said if peers.rank == 0 else None))
         if isinstance(answer, dict):
             return cls([], []), silent or peer_error(answer["code"], f"rank 0: {answer['text']}")
-        return cls([Stored(*row) for row in answer], items), None
+        return cls([StoreCandidate(*row) for row in answer], items), None
 
     def manifest(self, number: int, peers: Peers) -> Manifest:
         """One of the manifests. Collective."""
@@ -197,13 +204,13 @@ def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T
         ) from None
 
 
-def _stored(items: Sequence[CatalogItem]) -> list[Stored]:
+def _stored(items: Sequence[CatalogItem]) -> list[StoreCandidate]:
     """What the catalog lists; one that cannot be read stands where the newest attempt would have put it."""
     newest = max((item.manifest.attempt for item in items if item.manifest), default=0)
     return [
-        Stored(number, newest, item.step, 0, "", item.fault)
+        StoreCandidate(number, newest, item.step, 0, "", item.fault)
         if item.manifest is None
-        else Stored(
+        else StoreCandidate(
             number,
             item.manifest.attempt,
             item.manifest.step,

@@ -15,7 +15,7 @@ from holdfast.image.slices import frames_of
 from holdfast.store.base import Store
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.restore.choice import Unit
-from trainer_side.tiers.base import Keeps, Kept, Nearness
+from trainer_side.tiers.tier import Keeps, Kept, Nearness
 
 _TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; what was read is still in the processor's cache
 

@@ -40,7 +40,7 @@ from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import STORE, Unit
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.origins import Origin
-from trainer_side.restore.windows import Run, Windows
+from trainer_side.restore.windows import ChunkWindows, ReadRun
 
 _log = logging.getLogger("holdfast.restore")
 # Not more broadcasts at a time; waiting for them is also what moves them on, while the readers go on reading.
@@ -51,14 +51,14 @@ _LOOK_SECONDS = 50e-3  # how often a rank alone looks whether a request hangs
 _PAGE_BYTES = 4096
 
 
-class Target(NamedTuple):
+class EntryTarget(NamedTuple):
     """Where the bytes of one entry go."""
 
     address: int
     memory: memoryview
 
     @classmethod
-    def of(cls, storage: torch.UntypedStorage) -> Target:
+    def of(cls, storage: torch.UntypedStorage) -> EntryTarget:
         """The memory of a CPU storage; the view keeps the storage alive."""
         return cls(storage.data_ptr(), torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
 
@@ -143,7 +143,7 @@ def read(
     image: Mapped,
     units: Sequence[Unit],
     origins: Mapping[int, Origin],
-    targets: Mapping[int, Target],
+    targets: Mapping[int, EntryTarget],
     peers: Peers,
     *,
     threads: int,
@@ -258,13 +258,13 @@ class _Crew:
         self,
         image: Mapped,
         origins: Mapping[int, Origin],
-        targets: Mapping[int, Target],
+        targets: Mapping[int, EntryTarget],
         seconds_max: float,
     ) -> None:
         self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
         largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
         self._window_bytes = min(largest, image.chunk_bytes, image.image_bytes)
-        self._windows = Windows(image, targets)
+        self._windows = ChunkWindows(image, targets)
         self._local = threading.local()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -375,7 +375,7 @@ class _Crew:
             for part, own in zip(parts, of_parts, strict=True):
                 self.sums[part.offset] = Sum(combine_all(own), part.nbytes)
 
-    def _read(self, unit: Unit, origin: Origin, run: Run, sums: list[Sum]) -> list[tuple[int, Sum]]:
+    def _read(self, unit: Unit, origin: Origin, run: ReadRun, sums: list[Sum]) -> list[tuple[int, Sum]]:
         """Read a run and put its parts in their places; returns the sum of each part with its place in the image.
 
         All sums of its bytes go to `sums`, in order.

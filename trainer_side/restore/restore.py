@@ -25,11 +25,11 @@ from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.candidate import Job, Restored, Trial
+from trainer_side.restore.candidate import Restored, RestoreJob, Trial
 from trainer_side.restore.choice import Candidate, Passed, candidates
 from trainer_side.restore.inventory import Shelf, find
 from trainer_side.restore.ring_slices import Fetch, look
-from trainer_side.tiers.base import Tier
+from trainer_side.tiers.tier import Tier
 
 __all__ = ["Restored", "restore"]
 
@@ -81,7 +81,7 @@ def restore(
     shelf, silent = Shelf.look(store, peers, seconds_max=seconds_max)
     ring = held.known(shelf.stored, peers)
     found = find([*tiers, ring], peers, seconds_max=seconds_max * HANGING_SHARE)
-    job = Job(state, store, peers, events, found, shelf, threads, seconds_max, frozenset(may_lack))
+    job = RestoreJob(state, store, peers, events, found, shelf, threads, seconds_max, frozenset(may_lack))
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     listed: Sequence[Candidate | Passed] = candidates(found.holders, shelf.stored)
     if silent is not None:
@@ -92,7 +92,9 @@ def restore(
     return _first_good(job, listed, seconds)
 
 
-def _first_good(job: Job, listed: Sequence[Candidate | Passed], seconds: dict[str, float]) -> Restored | None:
+def _first_good(
+    job: RestoreJob, listed: Sequence[Candidate | Passed], seconds: dict[str, float]
+) -> Restored | None:
     skipped: list[str] = []
     told, lost = 0, False
     for candidate in listed:
@@ -117,7 +119,7 @@ def _first_good(job: Job, listed: Sequence[Candidate | Passed], seconds: dict[st
 
 
 def _go_without(
-    job: Job, silent: HoldfastError, listed: Sequence[Candidate | Passed], *, without_store: bool
+    job: RestoreJob, silent: HoldfastError, listed: Sequence[Candidate | Passed], *, without_store: bool
 ) -> None:
     """The store does not answer: raise, unless the tiers have a whole checkpoint and may be believed."""
     newest = next((candidate for candidate in listed if isinstance(candidate, Candidate)), None)

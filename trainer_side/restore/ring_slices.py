@@ -20,12 +20,12 @@ from typing import NamedTuple, Protocol
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Extent, Layout
-from holdfast.image.slices import Frame, SliceSeal, frames_of
-from holdfast.ring.remains import Asked, Held, read_held
+from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
+from holdfast.ring.remains import Asked, HeldCheckpoint, read_held
 from holdfast.wire.frames import to_json
 from trainer_side.ranks.peers import Peers
-from trainer_side.restore.choice import RING, Stored
-from trainer_side.tiers.base import Kept, Nearness
+from trainer_side.restore.choice import RING, StoreCandidate
+from trainer_side.tiers.tier import Kept, Nearness
 
 _log = logging.getLogger("holdfast.restore")
 _CHECKPOINTS_MAX = 4  # newest first; what is older comes from the store
@@ -43,17 +43,17 @@ class Fetch(Protocol):
 
 
 class _Known(NamedTuple):
-    held: Held
+    held: HeldCheckpoint
     layout: Layout
 
 
-class Look:
+class RingContents:
     """What rank 0 was told of the ring; the same on every rank. Get one by `look`."""
 
-    def __init__(self, fetch: Fetch | None, held: list[Held]) -> None:
+    def __init__(self, fetch: Fetch | None, held: list[HeldCheckpoint]) -> None:
         self._fetch, self._held = fetch, held
 
-    def known(self, stored: Sequence[Stored], peers: Peers) -> RingSlices:
+    def known(self, stored: Sequence[StoreCandidate], peers: Peers) -> RingSlices:
         """Those that were staged: as the ring says, or the store. Collective.
 
         Args:
@@ -93,14 +93,14 @@ class Look:
         return layout if layout is not None and layout.digest == digest else None
 
 
-def look(fetch: Fetch | None, peers: Peers) -> Look:
+def look(fetch: Fetch | None, peers: Peers) -> RingContents:
     """Ask the stager what the ring still has. Collective.
 
     Raises:
         PeerLost: A rank is gone. Not for the stager: without it there is nothing in the ring.
     """
     if peers.all_agree(fetch is None):
-        return Look(None, [])
+        return RingContents(None, [])
     said = b""
     if peers.rank == 0 and fetch is not None:
         try:
@@ -109,10 +109,10 @@ def look(fetch: Fetch | None, peers: Peers) -> Look:
             _log.warning("restore: %s; what the ring has is not used", error)
     said = peers.broadcast(said if peers.rank == 0 else None)
     try:
-        return Look(fetch, read_held(said) if said else [])
+        return RingContents(fetch, read_held(said) if said else [])
     except ProtocolError as error:
         _log.warning("restore: the stager's ring: %s; not used", error)
-        return Look(None, [])
+        return RingContents(None, [])
 
 
 class RingSlices:
@@ -125,11 +125,11 @@ class RingSlices:
         self._fetch, self._known = fetch, known
         self._lock = threading.Lock()
         self._indexes: dict[str, LayoutIndex] = {}
-        self._frames: dict[tuple[str, int], tuple[tuple[Frame, ...], list[int]]] = {}
+        self._frames: dict[tuple[str, int], tuple[tuple[SliceFrame, ...], list[int]]] = {}
         self._gone = ""
 
     def kept(self) -> list[Kept]:
-        """As `trainer_side.tiers.base.Tier.kept`; a slice may lack chunks, which are named."""
+        """As `trainer_side.tiers.tier.Tier.kept`; a slice may lack chunks, which are named."""
         return [kept for known in self._known for kept in _slices(known)]
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
@@ -221,7 +221,7 @@ def _slices(known: _Known) -> Iterator[Kept]:
         yield Kept(seal, layout, "ring", absent=frozenset(absent))
 
 
-def _cut(frame: Frame, offset: int, nbytes: int) -> list[Extent]:
+def _cut(frame: SliceFrame, offset: int, nbytes: int) -> list[Extent]:
     """The extents of the image in a part of a frame; `offset` is one of the slice."""
     found: list[Extent] = []
     position = frame.offset

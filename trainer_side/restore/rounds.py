@@ -25,16 +25,16 @@ from trainer_side.restore.choice import (
     NEARNESS_OF_RING,
     STORE,
     Candidate,
-    Piece,
-    Source,
+    FramePiece,
+    FrameSource,
     Unit,
     divide,
     pieces_of,
 )
 from trainer_side.restore.exchange import check_entries, check_told, tell
-from trainer_side.restore.image_map import Ends, Mapped, ends_of
+from trainer_side.restore.image_map import ImageEnds, Mapped, ends_of
 from trainer_side.restore.origins import Origin
-from trainer_side.restore.reading import Failure, Reading, Target, Use, read
+from trainer_side.restore.reading import EntryTarget, Failure, Reading, Use, read
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Rounds:
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
     mended: list[str] = field(default_factory=list)
     reading: Reading = field(default_factory=Reading)
-    _failed: set[tuple[int, Source]] = field(default_factory=set)
-    _broken: set[Source] = field(default_factory=set)
+    _failed: set[tuple[int, FrameSource]] = field(default_factory=set)
+    _broken: set[FrameSource] = field(default_factory=set)
     _named: set[int | str] = field(default_factory=set)
 
     @property
@@ -76,16 +76,16 @@ class Rounds:
             for holder in (holder for holder in holders if holder.nearness != NEARNESS_OF_RING):
                 found.setdefault(holder.tier, set()).add(slice_rank)
         for holder in (holder for some in self.candidate.slices.values() for holder in some):
-            if Source(holder.rank, holder.number) in damaged:
+            if FrameSource(holder.rank, holder.number) in damaged:
                 found.pop(holder.tier, None)
         return frozenset(tier for tier, slices in found.items() if len(slices) == self.layout.ranks)
 
     @property
-    def _unusable(self) -> set[Source]:
+    def _unusable(self) -> set[FrameSource]:
         """Sources that give nothing any more."""
         holders = (holder for some in self.candidate.slices.values() for holder in some)
         return self._broken | {
-            Source(one.rank, one.number) for one in holders if (one.rank, one.tier) in self.hanging
+            FrameSource(one.rank, one.number) for one in holders if (one.rank, one.tier) in self.hanging
         }
 
     def ends(self) -> tuple[bytes, str | None]:
@@ -96,16 +96,16 @@ class Rounds:
             HoldfastError: As `read`.
         """
         head_bytes, tail_offset = ends_of(self.layout)
-        ends = Ends(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
+        ends = ImageEnds(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
         data = torch.empty(ends.nbytes, dtype=torch.uint8)
         memory, address = data.numpy().data, data.data_ptr()
-        targets = {0: Target(address, memory[:head_bytes])}
-        targets[1] = Target(address + head_bytes, memory[head_bytes:])
+        targets = {0: EntryTarget(address, memory[:head_bytes])}
+        targets[1] = EntryTarget(address + head_bytes, memory[head_bytes:])
         within = [Extent(entry.offset, entry.nbytes) for entry in ends.entries]
         problem = self._read(ends, pieces_of(self.layout, within), targets)[1]
         return bytes(memory), problem
 
-    def read(self, targets: Mapping[int, Target]) -> str | None:
+    def read(self, targets: Mapping[int, EntryTarget]) -> str | None:
         """Fill every target on every rank.
 
         Returns:
@@ -122,7 +122,7 @@ class Rounds:
         return problem
 
     def _read(
-        self, image: Mapped, pieces: dict[int, Piece], targets: Mapping[int, Target]
+        self, image: Mapped, pieces: dict[int, FramePiece], targets: Mapping[int, EntryTarget]
     ) -> tuple[dict[int, Any], str | None]:
         self.reading = Reading()
         done: list[Unit] = []
@@ -193,7 +193,7 @@ class Rounds:
                     self.hanging.setdefault((rank, hanging), f"rank {rank}: {hanging} hangs")
                 failed.add(number)
                 unit = units[number]
-                source = Source(unit.reader, unit.number)
+                source = FrameSource(unit.reader, unit.number)
                 self._failed.update((piece, source) for piece in unit.pieces)
                 if broken:
                     self._broken.add(source)
@@ -215,7 +215,7 @@ class Rounds:
             texts.append(f"rank {self.peers.rank}: {said if place in said else f'{place}: {said}'}{more}")
         return texts
 
-    def _hopeless(self, piece: Piece) -> str:
+    def _hopeless(self, piece: FramePiece) -> str:
         reasons = "; ".join(self.mended[-3:] or self.hanging.values())
         store = "the store does not have this step" if self.candidate.stored == STORE else "nor has the store"
         return str(

@@ -20,7 +20,7 @@ from holdfast.image.layout import Extent
 from trainer_side.restore.image_map import Mapped
 
 
-class Part(NamedTuple):
+class EntryPart(NamedTuple):
     """A part of one entry: `nbytes` from `offset` of the image on, which is `inside` bytes into the entry."""
 
     offset: int
@@ -34,7 +34,7 @@ class Part(NamedTuple):
         return self.offset + self.nbytes
 
 
-class Run(NamedTuple):
+class ReadRun(NamedTuple):
     """One request: `nbytes` from `offset` of the source on, and the parts of entries that lie in it, in order.
 
     `begins` has for each part where it begins in what was read.
@@ -42,11 +42,11 @@ class Run(NamedTuple):
 
     offset: int
     nbytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[EntryPart, ...]
     begins: tuple[int, ...]
 
 
-class Windows:
+class ChunkWindows:
     """The chunks of one image. Immutable; any thread.
 
     Args:
@@ -67,7 +67,7 @@ class Windows:
         begin = chunk * self._image.chunk_bytes
         return Extent(begin, min(self._image.chunk_bytes, self._image.image_bytes - begin))
 
-    def parts(self, extents: Sequence[Extent]) -> list[Part]:
+    def parts(self, extents: Sequence[Extent]) -> list[EntryPart]:
         """The parts of entries in these extents of the image, in order."""
         return [part for extent in extents for part in self._between(extent.offset, extent.end)]
 
@@ -78,7 +78,7 @@ class Windows:
         run_bytes: int,
         *,
         wanted: Sequence[Extent] | None = None,
-    ) -> Iterator[Run]:
+    ) -> Iterator[ReadRun]:
         """The requests of at most `run_bytes` that read extents of the image: in order, without gaps.
 
         Args:
@@ -103,14 +103,14 @@ class Windows:
                 position, part = pieces[first]
                 skipped = max(0, low - position)
                 nbytes = min(position + part.nbytes, high) - position - skipped
-                parts.append(Part(part.offset + skipped, nbytes, part.entry, part.inside + skipped))
+                parts.append(EntryPart(part.offset + skipped, nbytes, part.entry, part.inside + skipped))
                 begins.append(position + skipped - low)
                 if position + part.nbytes > high:
                     break
                 first += 1
-            yield Run(begin, stop - begin, tuple(parts), tuple(begins))
+            yield ReadRun(begin, stop - begin, tuple(parts), tuple(begins))
 
-    def _between(self, begin: int, end: int) -> list[Part]:
+    def _between(self, begin: int, end: int) -> list[EntryPart]:
         found = []
         for position in range(bisect.bisect_right(self._ends, begin), len(self._order)):
             index = self._order[position]
@@ -119,7 +119,7 @@ class Windows:
                 break
             offset = max(begin, entry.offset)
             stop = min(end, entry.offset + entry.nbytes)
-            found.append(Part(offset, stop - offset, index, offset - entry.offset))
+            found.append(EntryPart(offset, stop - offset, index, offset - entry.offset))
         return found
 
 

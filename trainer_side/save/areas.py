@@ -21,8 +21,8 @@ from holdfast.errors import ConfigError
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes
 from trainer_side.save.staging import Staging
-from trainer_side.tiers.base import SliceWriter
 from trainer_side.tiers.keeping import Keeping
+from trainer_side.tiers.tier import SliceWriter
 from trainer_side.transfer import Transfer
 
 _log = logging.getLogger("holdfast.trainer")
@@ -68,7 +68,7 @@ class _All:
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in self._events)
 
 
-class Flight:
+class AreaUse:
     """A checkpoint that reads an area: on its way to the stager, into local tiers, or both.
 
     Attributes:
@@ -96,8 +96,8 @@ class Areas:
         self._count_max = 0
         self._areas: list[Staging] = []
         self._slots: dict[int, Staging] = {}  # by address
-        self._sent_from: dict[Staging, Flight] = {}  # the last one of each area
-        self._flights: list[Flight] = []  # not at an end for this rank, oldest first
+        self._sent_from: dict[Staging, AreaUse] = {}  # the last one of each area
+        self._flights: list[AreaUse] = []  # not at an end for this rank, oldest first
 
     @property
     def count_max(self) -> int:
@@ -171,15 +171,15 @@ class Areas:
 
     def send(self, area: Staging, transfer: Transfer, keeping: Keeping | None = None) -> None:
         """`transfer` and `keeping` read from `area` until they are released."""
-        flight = Flight(transfer, keeping)
+        flight = AreaUse(transfer, keeping)
         self._sent_from[area] = flight
         self._flights = [*self.in_flight(), flight]
 
-    def being_read(self) -> list[Flight]:
+    def being_read(self) -> list[AreaUse]:
         """What still reads from an area, oldest first."""
         return [flight for flight in self._flights if not flight.released.is_set()]
 
-    def in_flight(self) -> list[Flight]:
+    def in_flight(self) -> list[AreaUse]:
         """What reads from an area, or is not staged (and not given up), oldest first."""
         return [
             flight for flight in self._flights if not (flight.released.is_set() and flight.settled.is_set())

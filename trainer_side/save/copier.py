@@ -37,7 +37,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 @dataclass(frozen=True)
-class Job:
+class CopyJob:
     """One copy.
 
     Attributes:
@@ -98,10 +98,10 @@ class Copier:
     ) -> None:
         self._link, self._ledger, self._events, self._seconds_max = link, ledger, events, seconds_max
         self.gate = Gate(optimizers, seconds_max=seconds_max, on_late=self._abandon)
-        self._job: Job | None = None  # under way; it holds a staging area and tensors, so not for longer
+        self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
         self._idle = threading.Event()  # no staging area and no tensor is touched
         self._idle.set()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holdfast-copy", daemon=True)
         self._thread.start()
 
@@ -128,7 +128,7 @@ class Copier:
         self.gate.open()
         self._idle.set()
 
-    def copy(self, job: Job) -> None:
+    def copy(self, job: CopyJob) -> None:
         """Begin a copy. The gate is shut."""
         self._job = job
         self._jobs.put(job)
@@ -175,12 +175,12 @@ class Copier:
                 del job  # and while this thread waits, another area may take the place of its
                 self._idle.set()
 
-    def _fail(self, job: Job, reason: str) -> None:
+    def _fail(self, job: CopyJob, reason: str) -> None:
         job.give_up(reason)
         _log.error("rank %d gives up step %d: %s", self._link.rank, job.transfer.step, reason)
         self._link.decline(job.transfer.step, reason)
 
-    def _copy(self, job: Job) -> None:
+    def _copy(self, job: CopyJob) -> None:
         begun, record = time.monotonic(), job.transfer.record
 
         def copied() -> None:
@@ -214,7 +214,7 @@ class Copier:
         self._events.emit("save", dict(record), step=job.transfer.step)
 
 
-def _fingerprint(job: Job, fingerprints: Fingerprints, record: dict[str, Any]) -> None:
+def _fingerprint(job: CopyJob, fingerprints: Fingerprints, record: dict[str, Any]) -> None:
     begun = time.monotonic()
     fingerprints.take_gated(job.taken.sources, job.after)
     job.transfer.fingerprints = fingerprints.text()

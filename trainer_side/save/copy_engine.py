@@ -18,7 +18,7 @@ import torch
 
 from trainer_side.save.copy_plan import Batch, Route
 from trainer_side.save.device_copy import CudaLane, DeviceCopy
-from trainer_side.state.survey import Source
+from trainer_side.state.survey import StorageSource
 
 Move = Callable[
     [int, int, int], object
@@ -46,7 +46,7 @@ class CopyEngine:
         deque(map(move, places, batch.addresses, batch.sizes), maxlen=0)
 
     def capture(
-        self, batches: Sequence[Batch], sources: Sequence[Source | None], area: torch.Tensor
+        self, batches: Sequence[Batch], sources: Sequence[StorageSource | None], area: torch.Tensor
     ) -> Callable[[], None] | None:
         """Take batches on a device as they are at this point of the current stream.
 
@@ -58,7 +58,7 @@ class CopyEngine:
     def copy(
         self,
         route: Route,
-        sources: Sequence[Source | None],
+        sources: Sequence[StorageSource | None],
         area: torch.Tensor,
         after: torch.cuda.Event | None,
         cancelled: Callable[[], bool],
@@ -89,7 +89,7 @@ class CopyEngine:
         if route.device:
             self._device(sources).copy(route.device, sources, area, after, cancelled, read, arrived)
 
-    def _device(self, sources: Sequence[Source | None]) -> DeviceCopy:
+    def _device(self, sources: Sequence[StorageSource | None]) -> DeviceCopy:
         if self._on_device is None:
             device = next(
                 source.device for source in sources if source is not None and source.device.type != "cpu"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
-from trainer_side.state.survey import Source
+from trainer_side.state.survey import StorageSource
 
 # A layer is given free, and a frame to the sender, at most so much later than it could be.
 BATCH_BYTES_MAX = 1 << 20
@@ -29,7 +29,7 @@ _BATCH_PIECES_MAX = 256
 _BATCHES_MIN = 8  # a small state goes layer by layer, too
 
 
-class Piece(NamedTuple):
+class CopyPiece(NamedTuple):
     """`nbytes` of an entry's bytes, from `entry_offset` on, belong to `offset` of the staging area, in `frame`."""
 
     offset: int
@@ -49,8 +49,8 @@ class SlicePlan:
         nbytes: Of the whole slice. `area_bytes`: of the staging area, with what lies between frames.
     """
 
-    now: tuple[Piece, ...]
-    gated: tuple[Piece, ...]
+    now: tuple[CopyPiece, ...]
+    gated: tuple[CopyPiece, ...]
     frames: tuple[int, ...]
     nbytes: int
     area_bytes: int
@@ -58,8 +58,8 @@ class SlicePlan:
     @classmethod
     def of(cls, layout: Layout, rank: int, gated: Sequence[bool]) -> SlicePlan:
         """The slice of `rank`; `gated` says per entry whether it is copied behind the gate."""
-        now: list[Piece] = []
-        behind: list[Piece] = []
+        now: list[CopyPiece] = []
+        behind: list[CopyPiece] = []
         frames = frames_of(layout, rank)
         for number, frame in enumerate(frames):
             offset = frame.offset
@@ -68,7 +68,7 @@ class SlicePlan:
                     continue
                 if segment.entry is not None and segment.nbytes:
                     start = layout.entries[segment.entry].offset
-                    piece = Piece(offset, segment.entry, segment.offset - start, segment.nbytes, number)
+                    piece = CopyPiece(offset, segment.entry, segment.offset - start, segment.nbytes, number)
                     (behind if gated[segment.entry] else now).append(piece)
                 offset += segment.nbytes
             assert offset == frame.offset + frame.nbytes
@@ -93,7 +93,7 @@ class Batch:
         frames: Frame → how many of its pieces are here.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CopyPiece, ...]
     offsets: tuple[int, ...]
     addresses: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -132,7 +132,7 @@ class Router:
 
     def route(
         self,
-        sources: Sequence[Source | None],
+        sources: Sequence[StorageSource | None],
         update_order: Callable[[], Mapping[int, int]],
         *,
         order_changed: bool,
@@ -162,7 +162,10 @@ class Router:
 
 
 def batches(
-    pieces: Iterable[Piece], sources: Sequence[Source | None], *, pieces_max: int = _BATCH_PIECES_MAX
+    pieces: Iterable[CopyPiece],
+    sources: Sequence[StorageSource | None],
+    *,
+    pieces_max: int = _BATCH_PIECES_MAX,
 ) -> tuple[Batch, ...]:
     """Cut pieces into batches, in their order. A batch ends before its bytes get too many; a large piece is one.
 
@@ -171,7 +174,7 @@ def batches(
         sources: Per entry its storage.
         pieces_max: How many a batch may have.
     """
-    groups: list[list[Piece]] = []
+    groups: list[list[CopyPiece]] = []
     nbytes = 0
     for piece in pieces:
         if not groups or len(groups[-1]) >= pieces_max or nbytes + piece.nbytes > BATCH_BYTES_MAX:
@@ -202,7 +205,9 @@ def batches(
     return tuple(found)
 
 
-def _route(pieces: Sequence[Piece], sources: Sequence[Source | None], order: Mapping[int, int]) -> Route:
+def _route(
+    pieces: Sequence[CopyPiece], sources: Sequence[StorageSource | None], order: Mapping[int, int]
+) -> Route:
     last = len(order)
     ordered = sorted(pieces, key=lambda piece: order.get(_storage(sources, piece), last))
     host = [piece for piece in ordered if _source(sources, piece).device.type == "cpu"]
@@ -218,13 +223,13 @@ def _pieces_max(pieces: int) -> int:
     return min(_BATCH_PIECES_MAX, max(1, pieces // _BATCHES_MIN))
 
 
-def _source(sources: Sequence[Source | None], piece: Piece) -> Source:
+def _source(sources: Sequence[StorageSource | None], piece: CopyPiece) -> StorageSource:
     source = sources[piece.entry]
     assert source is not None, "what is gated lies in a tensor"
     return source
 
 
-def _storage(sources: Sequence[Source | None], piece: Piece) -> int:
+def _storage(sources: Sequence[StorageSource | None], piece: CopyPiece) -> int:
     """Address of the storage under it: its name for the gate, also where only a part of it is saved."""
     source = _source(sources, piece)
     return source.data_ptr - source.start_bytes

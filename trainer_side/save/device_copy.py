@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch
-from trainer_side.state.survey import Source
+from trainer_side.state.survey import StorageSource
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -33,7 +33,7 @@ _ALIGNMENT_BYTES = 512
 _SPARE_SHARE = 10  # a tenth of the device's memory is left alone
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A place in a stream."""
 
     def synchronize(self) -> None:
@@ -41,14 +41,14 @@ class Event(Protocol):
         ...
 
 
-class Lane(Protocol):
+class DeviceLane(Protocol):
     """What is needed of a device."""
 
-    def beside(self, after: Event | None) -> AbstractContextManager[None]:
+    def beside(self, after: StreamEvent | None) -> AbstractContextManager[None]:
         """Work of this thread goes to a stream of its own meanwhile, behind `after`."""
         ...
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         """This place in the current stream."""
         ...
 
@@ -78,28 +78,28 @@ class CudaLane:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def beside(self, after: Event | None) -> Iterator[None]:
-        """As `Lane`."""
+    def beside(self, after: StreamEvent | None) -> Iterator[None]:
+        """As `DeviceLane`."""
         if isinstance(after, torch.cuda.Event):
             self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             yield
 
-    def record(self) -> Event:
-        """As `Lane`."""
+    def record(self) -> StreamEvent:
+        """As `DeviceLane`."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
     def on_device(self, nbytes: int) -> torch.Tensor:
-        """As `Lane`."""
+        """As `DeviceLane`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def on_host(self, nbytes: int) -> torch.Tensor:
-        """As `Lane`."""
+        """As `DeviceLane`."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def spare_bytes(self) -> int:
-        """As `Lane`."""
+        """As `DeviceLane`."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         return free_bytes - total_bytes // _SPARE_SHARE
 
@@ -110,7 +110,7 @@ class _Queued:
 
     batch: Batch
     bounce: torch.Tensor | None
-    event: Event
+    event: StreamEvent
 
 
 class DeviceCopy:
@@ -121,7 +121,7 @@ class DeviceCopy:
         device_bytes_max: Most of its memory for a mirror; 0: none (strategy C); None: what is to spare at first.
     """
 
-    def __init__(self, lane: Lane, *, device_bytes_max: int | None = None) -> None:
+    def __init__(self, lane: DeviceLane, *, device_bytes_max: int | None = None) -> None:
         self._lane, self._device_bytes_max = lane, device_bytes_max
         self._scratch: torch.Tensor | None = None
         self._bounce: torch.Tensor | None = None
@@ -130,7 +130,7 @@ class DeviceCopy:
         self._captured: torch.Tensor | None = None
 
     def capture(
-        self, batches: Sequence[Batch], sources: Sequence[Source | None], area: torch.Tensor
+        self, batches: Sequence[Batch], sources: Sequence[StorageSource | None], area: torch.Tensor
     ) -> Callable[[], None]:
         """Queue copies of `batches` into `area` on the current stream: what is queued on it later comes after them.
 
@@ -161,9 +161,9 @@ class DeviceCopy:
     def copy(
         self,
         batches: Sequence[Batch],
-        sources: Sequence[Source | None],
+        sources: Sequence[StorageSource | None],
         area: torch.Tensor,
-        after: Event | None,
+        after: StreamEvent | None,
         cancelled: Callable[[], bool],
         read: Callable[[Batch], None],
         arrived: Callable[[Batch], None],
@@ -201,13 +201,13 @@ class DeviceCopy:
     def _to_mirror(
         self,
         batches: Sequence[Batch],
-        sources: Sequence[Source | None],
+        sources: Sequence[StorageSource | None],
         mirror: torch.Tensor,
         cancelled: Callable[[], bool],
         read: Callable[[Batch], None],
     ) -> list[tuple[Batch, torch.Tensor | None]]:
         at = 0
-        queued: list[tuple[Batch, torch.Tensor, Event]] = []
+        queued: list[tuple[Batch, torch.Tensor, StreamEvent]] = []
         for batch in batches:
             if cancelled():
                 break
@@ -225,7 +225,7 @@ class DeviceCopy:
     def _to_host(
         self,
         work: Iterable[tuple[Batch, torch.Tensor | None]],
-        sources: Sequence[Source | None],
+        sources: Sequence[StorageSource | None],
         area: torch.Tensor,
         cancelled: Callable[[], bool],
         read: Callable[[Batch], None],
@@ -254,7 +254,7 @@ class DeviceCopy:
         self,
         batch: Batch,
         packed: torch.Tensor | None,
-        sources: Sequence[Source | None],
+        sources: Sequence[StorageSource | None],
         area: torch.Tensor,
         slot: int,
     ) -> _Queued:
@@ -279,7 +279,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _parts(batch: Batch, sources: Sequence[Source | None]) -> list[torch.Tensor]:
+def _parts(batch: Batch, sources: Sequence[StorageSource | None]) -> list[torch.Tensor]:
     """The live bytes of each piece."""
     parts = []
     for piece in batch.pieces:

@@ -21,7 +21,7 @@ import torch
 
 from holdfast.crc import crc32
 from holdfast.image.replicas import ROW_BYTES, encode, first_row, stride
-from trainer_side.state.survey import Source
+from trainer_side.state.survey import StorageSource
 
 _ROW = np.dtype((np.void, ROW_BYTES))
 _WHOLE_BYTES_MAX = 4096  # below it every row is looked at: see `stride`
@@ -52,11 +52,11 @@ class Fingerprints:
         self._crcs: dict[int, int] = {}
         self._gathered: list[_Gathered] = []
 
-    def take_now(self, sources: Sequence[Source | None]) -> None:
+    def take_now(self, sources: Sequence[StorageSource | None]) -> None:
         """Sample what may change as soon as `save()` has returned."""
         self._take([entry for entry in self._watched if not self._gated[entry]], sources)
 
-    def take_gated(self, sources: Sequence[Source | None], after: torch.cuda.Event | None) -> None:
+    def take_gated(self, sources: Sequence[StorageSource | None], after: torch.cuda.Event | None) -> None:
         """Sample the rest. Behind the gate.
 
         Args:
@@ -78,8 +78,8 @@ class Fingerprints:
         self._arrive()
         return encode([self._crcs[entry] for entry in self._watched])
 
-    def _take(self, entries: Sequence[int], sources: Sequence[Source | None]) -> None:
-        by_device: dict[torch.device, list[Source]] = {}
+    def _take(self, entries: Sequence[int], sources: Sequence[StorageSource | None]) -> None:
+        by_device: dict[torch.device, list[StorageSource]] = {}
         for entry in entries:
             source = sources[entry]
             assert source is not None, "replicated tensors lie on every rank"
@@ -101,7 +101,7 @@ class Fingerprints:
         self._gathered.clear()
 
 
-def _crcs(sources: Sequence[Source], step: int) -> Iterator[tuple[int, int]]:
+def _crcs(sources: Sequence[StorageSource], step: int) -> Iterator[tuple[int, int]]:
     """Entry and CRC of tensors in host memory. Few calls for each: another thread wants to run Python meanwhile."""
     read_whole = [source for source in sources if source.nbytes <= _WHOLE_BYTES_MAX]
     addresses, sizes = [source.data_ptr for source in read_whole], [source.nbytes for source in read_whole]
@@ -115,7 +115,7 @@ def _crcs(sources: Sequence[Source], step: int) -> Iterator[tuple[int, int]]:
             yield source.entry, _crc_of_sample(source, step)
 
 
-def _crc_of_sample(source: Source, step: int) -> int:
+def _crc_of_sample(source: StorageSource, step: int) -> int:
     nbytes = source.nbytes
     rows_apart = stride(nbytes)
     rows, rest = divmod(nbytes, ROW_BYTES)
@@ -124,7 +124,7 @@ def _crc_of_sample(source: Source, step: int) -> int:
     return crc32(sample + ctypes.string_at(source.data_ptr + nbytes - rest, rest))
 
 
-def _gather(sources: Sequence[Source], step: int) -> _Gathered:
+def _gather(sources: Sequence[StorageSource], step: int) -> _Gathered:
     """Queue the samples of tensors on one device on its current stream."""
     pieces: list[torch.Tensor] = []
     sizes: list[int] = []

@@ -21,15 +21,15 @@ from holdfast.errors import StateError
 from trainer_side.ledger import Ledger
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import Alone
-from trainer_side.save.areas import Areas, Flight
+from trainer_side.save.areas import Areas, AreaUse
 from trainer_side.save.copier import Copier
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import SlicePlan
 from trainer_side.save.staging import Staging
 from trainer_side.state.skeleton import Skeleton
-from trainer_side.tiers.base import SliceWriter
 from trainer_side.tiers.keeper import Keeper
 from trainer_side.tiers.keeping import Keeping
+from trainer_side.tiers.tier import SliceWriter
 from trainer_side.transfer import Transfer, TransferState
 
 _LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has declined the step
@@ -40,7 +40,7 @@ class NoRoom(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class StepPlace:
     """What one step has on this rank.
 
     Attributes:
@@ -183,7 +183,7 @@ class Room:
                 self._ledger.waited(waited_seconds)
         return waited_seconds
 
-    def take(self, step: int, record: dict[str, Any]) -> Place:
+    def take(self, step: int, record: dict[str, Any]) -> StepPlace:
         """An area for this step, and slots of the tiers as far as there are any. Follow with `send` or `give_back`.
 
         Raises:
@@ -197,7 +197,7 @@ class Room:
             raise NoRoom(stuck)
         return place
 
-    def send(self, place: Place, transfer: Transfer) -> None:
+    def send(self, place: StepPlace, transfer: Transfer) -> None:
         """The step has begun: the area belongs to it until the stager and every tier have read it."""
         keeping = place.keeping
         self._areas.send(place.area, transfer, keeping)
@@ -206,23 +206,23 @@ class Room:
             keeping.link_released = transfer.released
             self._keeper.keep(keeping, place.area)
 
-    def give_back(self, place: Place, reason: str) -> None:
+    def give_back(self, place: StepPlace, reason: str) -> None:
         """The step is not taken after all. Slots in which it has begun already are left to their lanes."""
         if self._keeper is not None and place.keeping is not None and place.keeping.area is None:
             self._keeper.drop(place.keeping, reason)
 
     # -- details -------------------------------------------------------------------------------------------------
 
-    def _take(self, step: int, record: dict[str, Any]) -> Place | None:
+    def _take(self, step: int, record: dict[str, Any]) -> StepPlace | None:
         keeper = self._keeper
         if keeper is not None and keeper.is_direct:
             return self._take_slot(keeper, step, record)
         area = self._areas.take()
         if area is None:
             return None
-        return Place(area, None if keeper is None else self._take_slots(keeper, step, record))
+        return StepPlace(area, None if keeper is None else self._take_slots(keeper, step, record))
 
-    def _take_slot(self, keeper: Keeper, step: int, record: dict[str, Any]) -> Place | None:
+    def _take_slot(self, keeper: Keeper, step: int, record: dict[str, Any]) -> StepPlace | None:
         """A slot of the first tier, which is the area: without one there is nowhere to copy to."""
         keeping = self._take_slots(keeper, step, record) if self._areas.has_room() else None
         if keeping is None:
@@ -230,7 +230,7 @@ class Room:
         if keeping.source_is_slot < 0:
             keeper.drop(keeping, "busy: no slot of the first tier is free")
             return None
-        return Place(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
+        return StepPlace(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
 
     def _take_slots(self, keeper: Keeper, step: int, record: dict[str, Any]) -> Keeping | None:
         """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""
@@ -256,7 +256,7 @@ class Room:
         sent = any(not flight.transfer.released.is_set() for flight in reading)
         return f"busy: {which} still being {'sent' if sent else 'written to local tiers'}"
 
-    def _waited_for(self, flight: Flight) -> str:
+    def _waited_for(self, flight: AreaUse) -> str:
         """Who waited for whom."""
         before = flight.transfer
         who = f"rank {self._link.rank} waited {self._config.full_seconds_max:g} s for step {before.step}"

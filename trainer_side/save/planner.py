@@ -37,7 +37,7 @@ _CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What is the same at every save of the same tensors.
 
     Attributes:
@@ -76,12 +76,12 @@ class Planner:
     ) -> None:
         self._state, self._room, self._link, self._keeper = state, room, link, keeper
         self._config, self._events = config, events
-        self._plan: Plan | None = None
+        self._plan: SavePlan | None = None
         self._sparing = NOBODY  # of the plan
         self._pickle_reserve_bytes = 0
         self._per_rank_reserve_bytes: dict[str, int] = {}
 
-    def take(self, tree: Any) -> tuple[Plan, Capture]:
+    def take(self, tree: Any) -> tuple[SavePlan, Capture]:
         """Capture `tree`, planning first if its tensors are new.
 
         Args:
@@ -142,7 +142,7 @@ class Planner:
                 ) from error
         self._sparing = sparing
 
-    def _renew_together(self, tree: Any) -> Plan:
+    def _renew_together(self, tree: Any) -> SavePlan:
         """The first plan with local tiers: what one rank cannot do, all ranks hear of, and none trains on alone."""
         if self._keeper is None or self._keeper.is_prepared:
             return self._renew(tree)
@@ -172,7 +172,7 @@ class Planner:
         self._pickle_reserve_bytes = agreement.pickle_reserve_bytes
         self._per_rank_reserve_bytes = dict(agreement.per_rank_reserve_bytes)
 
-    def _renew(self, tree: Any) -> Plan:
+    def _renew(self, tree: Any) -> SavePlan:
         """Make a plan within the room that was agreed on, and the areas for it."""
         self._room.clear()
         begun = time.monotonic()
@@ -192,7 +192,7 @@ class Planner:
         self._plan = None  # its memory goes back before areas for the new one are taken
         return self._lay_out(skeleton, begun)
 
-    def _lay_out(self, skeleton: Skeleton, begun: float) -> Plan:
+    def _lay_out(self, skeleton: Skeleton, begun: float) -> SavePlan:
         """Make the areas for this rank's slice. The room is clear."""
         layout = skeleton.layout
         slice_plan = SlicePlan.of(layout, skeleton.rank, skeleton.gated)
@@ -218,5 +218,5 @@ class Planner:
             },
         )
         checked = self._config.on_divergence != "off" and layout.ranks > 1
-        self._plan = Plan(skeleton, Router(slice_plan), watched(layout) if checked else ())
+        self._plan = SavePlan(skeleton, Router(slice_plan), watched(layout) if checked else ())
         return self._plan

@@ -35,11 +35,12 @@ from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import Alone
-from trainer_side.save.copier import Copier, Job
+from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.fingerprint import Fingerprints
-from trainer_side.save.places import NoRoom, Place, Room
-from trainer_side.save.planner import Plan, Planner
-from trainer_side.state.skeleton import Capture, Outgrown, Source
+from trainer_side.save.places import NoRoom, Room, StepPlace
+from trainer_side.save.planner import Planner, SavePlan
+from trainer_side.state.skeleton import Capture, Outgrown
+from trainer_side.state.survey import StorageSource
 from trainer_side.state.tree import collect
 from trainer_side.tiers.keeper import Keeper
 from trainer_side.transfer import Transfer
@@ -138,9 +139,9 @@ class Saver:
     def _begin(
         self,
         step: int,
-        plan: Plan,
+        plan: SavePlan,
         taken: Capture,
-        place: Place,
+        place: StepPlace,
         answer: tuple[str, str] | None,
         record: dict[str, Any],
         begun: float,
@@ -168,7 +169,7 @@ class Saver:
             return self._decline(step, transfer.reason, code=transfer.code, tell=False)
         record["save_seconds"] = time.monotonic() - begun
         self._room.send(place, transfer)
-        self._copier.copy(Job(transfer, area, plan.router, taken, after, fingerprints, place.keeping))
+        self._copier.copy(CopyJob(transfer, area, plan.router, taken, after, fingerprints, place.keeping))
         self._ledger.begun(transfer, place.keeping)
         return True
 
@@ -192,7 +193,7 @@ class Saver:
         return False
 
 
-def _device(sources: Sequence[Source | None]) -> torch.device | None:
+def _device(sources: Sequence[StorageSource | None]) -> torch.device | None:
     """The CUDA device that tensors of the state lie on; None: all are in host memory."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None

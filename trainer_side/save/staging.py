@@ -23,8 +23,9 @@ import torch
 from holdfast.faultpoint import Point, reach
 from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, frames_of
 from trainer_side.save.copy_engine import CopyEngine, Move
-from trainer_side.save.copy_plan import Batch, Piece, Route, SlicePlan, batches
-from trainer_side.state.skeleton import Skeleton, Source
+from trainer_side.save.copy_plan import Batch, CopyPiece, Route, SlicePlan, batches
+from trainer_side.state.skeleton import Skeleton
+from trainer_side.state.survey import StorageSource
 
 
 def huge_buffer(nbytes: int) -> torch.Tensor:
@@ -134,7 +135,9 @@ class Staging:
         """Whether the frame that begins at `offset` holds the checkpoint that is now in the area."""
         return self._copies_left[self._frame_at[offset]] == 0
 
-    def copy_now(self, sources: Sequence[Source | None], contents: Mapping[int, bytes | memoryview]) -> None:
+    def copy_now(
+        self, sources: Sequence[StorageSource | None], contents: Mapping[int, bytes | memoryview]
+    ) -> None:
         """Take what must be captured before `save()` returns. Training thread; the area must be released.
 
         What lies on a device is captured in the order of the current stream, and arrives later: no update that is
@@ -165,7 +168,7 @@ class Staging:
                 ]
 
     def _batches_now(
-        self, sources: Sequence[Source | None], contents: Collection[int]
+        self, sources: Sequence[StorageSource | None], contents: Collection[int]
     ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
         """What `copy_now` copies from tensors in host memory and on a device; made anew only where one has moved."""
         # All that a batch depends on, beside the plan. It holds addresses, never memory.
@@ -178,8 +181,8 @@ class Staging:
             )
         ]
         if places != self._places:
-            host: list[Piece] = []
-            device: list[Piece] = []
+            host: list[CopyPiece] = []
+            device: list[CopyPiece] = []
             place_of = dict(zip(self._now_entries, places, strict=True))
             for piece in self._plan.now:
                 place = place_of[piece.entry]
@@ -191,7 +194,7 @@ class Staging:
 
     def copy_gated(
         self,
-        sources: Sequence[Source | None],
+        sources: Sequence[StorageSource | None],
         route: Route,
         *,
         after: torch.cuda.Event | None,

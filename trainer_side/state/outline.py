@@ -46,7 +46,7 @@ _address = attrgetter("_cdata")
 _NOT_PLAIN = (RuntimeError, AttributeError)  # what sparse, nested and other tensors without a storage raise
 
 
-class _Row(NamedTuple):
+class _ContainerRow(NamedTuple):
     """One container.
 
     Attributes:
@@ -97,7 +97,7 @@ class Walked(NamedTuple):
 class Outline:
     """Of one tree. Keeps nothing of it alive but keys."""
 
-    def __init__(self, rows: list[_Row]) -> None:
+    def __init__(self, rows: list[_ContainerRow]) -> None:
         self._rows = rows
 
     @classmethod
@@ -107,7 +107,7 @@ class Outline:
         Returns:
             None if it holds what only `tensor_paths` judges: tensor subclasses, storages; or keys of unknown classes.
         """
-        rows: list[_Row] = []
+        rows: list[_ContainerRow] = []
         tensors: list[torch.Tensor] = []
         containers, seen = [tree], {id(tree)}
         for node in containers:  # grows
@@ -128,7 +128,7 @@ class Outline:
                         containers.append(value)
             tensor_places = tuple(place for place, kind in enumerate(kinds) if kind is _TENSOR)
             container_places = tuple(place for place, kind in enumerate(kinds) if kind in _CONTAINERS)
-            rows.append(_Row(keys, types, kinds, tensor_places, container_places, tuple(again)))
+            rows.append(_ContainerRow(keys, types, kinds, tensor_places, container_places, tuple(again)))
         return cls(rows), Walked(tensors, containers, is_exact=True)
 
     @property
@@ -177,7 +177,7 @@ def _parts(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
     return tuple([key for key, _ in pairs]), [value for _, value in pairs]
 
 
-class Facts:
+class TensorFacts:
     """All about some tensors that a survey and a pickle depend on, except bytes and addresses. Keeps none alive."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> None:

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer_side.state.outline import Facts, Outline, Walked
+from trainer_side.state.outline import Outline, TensorFacts, Walked
 from trainer_side.state.pickling import REFUSED, Pickling, Ready, StandIn
 from trainer_side.state.snapshot import Constants, Snapshot, snapshot
-from trainer_side.state.survey import Source, Survey
+from trainer_side.state.survey import StorageSource, Survey
 
 
-class Seen(NamedTuple):
+class RecognisedTree(NamedTuple):
     """What is in a tree that was recognised, and the storages of its tensors; in the order of the outline."""
 
     walked: Walked
@@ -56,7 +56,9 @@ class Recall:
         holds: False: it recognises nothing any more. Any thread.
     """
 
-    def __init__(self, outline: Outline, facts: Facts, places: list[_Place], ready: Ready | None) -> None:
+    def __init__(
+        self, outline: Outline, facts: TensorFacts, places: list[_Place], ready: Ready | None
+    ) -> None:
         self._outline, self._facts, self._places, self._ready = outline, facts, places, ready
         self._constants: Constants | None = None
         self.last = Last(0, 0)
@@ -88,7 +90,7 @@ class Recall:
         tensors = walked.tensors
         if len(tensors) != len(found.slots) or not all(id(tensor) in found.paths for tensor in tensors):
             return None
-        facts = Facts.of(tensors)
+        facts = TensorFacts.of(tensors)
         if facts is None:
             return None
         places: dict[int, _Place] = {}
@@ -103,22 +105,22 @@ class Recall:
         recall = cls(outline, facts, [*places.values()], ready)
         return recall if pickled is None or recall._proves(tree, walked, *pickled) else None
 
-    def look(self, tree: Mapping[str, Any]) -> Seen | None:
+    def look(self, tree: Mapping[str, Any]) -> RecognisedTree | None:
         """The tensors of `tree`, if but for values it is the tree that this was made of."""
         walked = self._outline.walk(tree) if self.holds else None
         storages = None if walked is None else self._facts.storages(walked.tensors)
-        return None if walked is None or storages is None else Seen(walked, storages)
+        return None if walked is None or storages is None else RecognisedTree(walked, storages)
 
-    def sources(self, seen: Seen, entries: int) -> list[Source | None]:
+    def sources(self, seen: RecognisedTree, entries: int) -> list[StorageSource | None]:
         """Per entry of the layout, where its bytes lie now."""
-        sources: list[Source | None] = [None] * entries
+        sources: list[StorageSource | None] = [None] * entries
         storages = seen.storages
-        # Not `Source(…)`: that runs Python code for each.
+        # Not `StorageSource(…)`: that runs Python code for each.
         new = tuple.__new__
         for entry, tensor, start_bytes, nbytes, device in self._places:
             storage = storages[tensor]
             address = storage.data_ptr() + start_bytes if nbytes else 0
-            sources[entry] = new(Source, (entry, storage, start_bytes, nbytes, address, device))
+            sources[entry] = new(StorageSource, (entry, storage, start_bytes, nbytes, address, device))
         return sources
 
     def pickle(self, tree: Mapping[str, Any], walked: Walked) -> tuple[bytes, set[Any]] | None:

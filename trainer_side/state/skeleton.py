@@ -29,11 +29,9 @@ from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure
 from trainer_side.state.recall import Last, Recall
 from trainer_side.state.snapshot import Snapshot
 from trainer_side.state.sparse_file import Literals, SparseFile
-from trainer_side.state.survey import Source, Survey, survey
+from trainer_side.state.survey import StorageSource, Survey, survey
 from trainer_side.state.tree import Ownership
 from trainer_side.state.zip_parts import ZipParts
-
-__all__ = ["Capture", "Deferred", "Outgrown", "Skeleton", "Source", "capture", "plan"]
 
 
 class Outgrown(StateError):
@@ -139,7 +137,7 @@ class Capture(NamedTuple):
         signature: See `Skeleton.signature`.
     """
 
-    sources: list[Source | None]
+    sources: list[StorageSource | None]
     contents: dict[int, bytes]
     deferred: Deferred | None
     signature: tuple[Any, ...]
@@ -269,7 +267,7 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
 
 
 # Per entry its storage; data.pkl, padded (rank 0).
-_Found = tuple[list[Source | None], bytes | Deferred | None]
+_Found = tuple[list[StorageSource | None], bytes | Deferred | None]
 _GROWTH_BYTES = 1024  # much for numbers alone: those that get longer take a few bytes more
 _CHARACTER_BYTES_MAX = 4  # in UTF-8
 
@@ -303,7 +301,7 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
     if found.signature != skeleton.signature:
         return None
     blob_entries = {entry for entries in skeleton._blob_entries.values() for entry in entries}
-    sources: list[Source | None] = [None] * len(skeleton.layout.entries)
+    sources: list[StorageSource | None] = [None] * len(skeleton.layout.entries)
     for number, part in enumerate(found.parts):
         entry = zip_parts.storage_entries[number]
         if entry not in blob_entries:

@@ -92,7 +92,7 @@ class Literals:
         return pieces
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """One entry of the zip: where its bytes lie, and the image offsets of the fields that state their CRC-32."""
 
     name: str
@@ -182,12 +182,12 @@ class SparseFile(io.RawIOBase):
         self._position = offset
         return self.read(nbytes) or b""
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[ZipRecord]:
         """The entries of the zip, in order of offset. A record of 0 bytes has no CRC field: the CRC of nothing is 0."""
         with zipfile.ZipFile(self) as archive:  # it knows zip64
             infos, position = archive.infolist(), archive.start_dir
         directory = memoryview(self.read_at(position, self.nbytes - position))
-        found: list[Record] = []
+        found: list[ZipRecord] = []
         cursor = 0
         for info in infos:
             record = _DIRECTORY_RECORD.unpack_from(directory, cursor)
@@ -201,6 +201,6 @@ class SparseFile(io.RawIOBase):
                 assert info.flag_bits & _HAS_DESCRIPTOR, f"{info.filename} has a data descriptor"
                 descriptor = offset + info.file_size
                 fields = (descriptor + _DESCRIPTOR_CRC_OFFSET, position + cursor + _DIRECTORY_CRC_OFFSET)
-            found.append(Record(info.filename, offset, info.file_size, fields))
+            found.append(ZipRecord(info.filename, offset, info.file_size, fields))
             cursor += _DIRECTORY_RECORD.size + sum(record[10:13])
         return sorted(found, key=lambda record: record.offset)

@@ -19,7 +19,7 @@ from holdfast.errors import StateError
 from trainer_side.state.tree import Named, refusal, tensor_paths
 
 
-class Source(NamedTuple):
+class StorageSource(NamedTuple):
     """The used part of one storage, where it lies now.
 
     Attributes:
@@ -58,17 +58,17 @@ class Slot(NamedTuple):
     storage: int
 
 
-class Part(NamedTuple):
+class StoragePart(NamedTuple):
     """The used part of a storage."""
 
     storage: torch.UntypedStorage
     start_bytes: int
     nbytes: int
 
-    def source(self, entry: int) -> Source:
+    def source(self, entry: int) -> StorageSource:
         """Where its bytes are now."""
         address = self.storage.data_ptr() + self.start_bytes if self.nbytes else 0
-        return Source(entry, self.storage, self.start_bytes, self.nbytes, address, self.storage.device)
+        return StorageSource(entry, self.storage, self.start_bytes, self.nbytes, address, self.storage.device)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Survey:
     """
 
     slots: tuple[Slot, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoragePart, ...]
     numbers: dict[int, int]
     paths: dict[int, str]
     signature: tuple[Any, ...]
@@ -162,13 +162,13 @@ class _Used:
         self._end = max(self._end, end)
         self._itemsize = max(self._itemsize, tensor.itemsize)
 
-    def part(self) -> Part:
+    def part(self) -> StoragePart:
         # Offsets within a storage are counted in elements: begin at a whole one of the largest dtype on it.
         start = (self._first or 0) // self._itemsize * self._itemsize
-        return Part(self._storage, start, self._end - start)
+        return StoragePart(self._storage, start, self._end - start)
 
 
-def _slot(named: Named, number: int, part: Part) -> Slot:
+def _slot(named: Named, number: int, part: StoragePart) -> Slot:
     tensor = named.tensor
     # An empty tensor may point anywhere; it has no bytes.
     offset = int(tensor.storage_offset()) - part.start_bytes // tensor.itemsize if tensor.numel() else 0

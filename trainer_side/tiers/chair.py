@@ -25,8 +25,8 @@ from holdfast.notices.worth import InFlight
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
-from trainer_side.tiers.base import Nearness, Tier
-from trainer_side.tiers.tally import Order, Verdict
+from trainer_side.tiers.tally import Order, StepVerdict
+from trainer_side.tiers.tier import Nearness, Tier
 
 _log = logging.getLogger("holdfast.trainer.council")
 
@@ -99,7 +99,7 @@ class Chair:
         if tier == self._tier:
             self._emergency.offered(order[1])
 
-    def judged(self, verdict: Verdict) -> list[bytes]:
+    def judged(self, verdict: StepVerdict) -> list[bytes]:
         """A step is complete in a tier, or void."""
         if verdict.tier != self._tier:
             return []

@@ -30,7 +30,7 @@ from holdfast.wire.frames import Agreement, Kind, Proposal, decode, peer_error
 from trainer_side.notice.appointments import Appointments
 from trainer_side.notice.hearing import hear_appointment
 from trainer_side.tiers.chair import Chair
-from trainer_side.tiers.tally import Muster, Order, Tally, Verdict
+from trainer_side.tiers.tally import Muster, Order, StepVerdict, Tally
 from trainer_side.tiers.words import Said, Word
 
 _log = logging.getLogger("holdfast.trainer.council")
@@ -42,7 +42,7 @@ _ROOT = 0
 
 
 class CouncilPort(Protocol):
-    """What it needs of MPI (`trainer_side.ranks.mpi.CouncilPort`). The council's thread only."""
+    """What it needs of MPI (`trainer_side.ranks.mpi.MpiCouncilPort`). The council's thread only."""
 
     def send(self, rank: int, message: bytes) -> None:
         """Send to another rank; the order is kept. To a dead one it does nothing."""
@@ -94,7 +94,7 @@ class Council:
         *,
         rank: int,
         ranks: int,
-        on_verdict: Callable[[Verdict], None],
+        on_verdict: Callable[[StepVerdict], None],
         agree_seconds_max: float,
         seal_seconds_max: float,
         on_turn: Callable[[], None] = lambda: None,
@@ -273,7 +273,7 @@ class Council:
                 self._port.send(rank, message)
         self._hear(self._rank, word)
 
-    def _decide(self, verdicts: list[Verdict]) -> None:
+    def _decide(self, verdicts: list[StepVerdict]) -> None:
         for verdict in verdicts:
             said = Said.COMPLETE if verdict.complete else Said.VOID
             self._tell_all(Word(said, verdict.tier, *verdict.order, text=verdict.why))
@@ -288,7 +288,7 @@ class Council:
     def _hear(self, rank: int, word: Word) -> None:
         match word.said:
             case Said.COMPLETE | Said.VOID:
-                self._on_verdict(Verdict(word.tier, word.order, word.said is Said.COMPLETE, word.text))
+                self._on_verdict(StepVerdict(word.tier, word.order, word.said is Said.COMPLETE, word.text))
                 self._undecided.pop((word.tier, word.order), None)
             case Said.AGREED:
                 self._answer(Agreement.from_frame(decode(word.payload)))

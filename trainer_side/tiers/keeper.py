@@ -20,17 +20,17 @@ from typing import Any
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.layout import Layout
-from holdfast.image.slices import Frame, frames_of
+from holdfast.image.slices import SliceFrame, frames_of
 from holdfast.telemetry.causes import cause_of
 from holdfast.telemetry.events import EventLog
 from trainer_side.notice.appointments import Appointments
-from trainer_side.tiers.base import KeptSteps, Nearness, SliceWriter, Tier
 from trainer_side.tiers.chair import Chair, farthest
 from trainer_side.tiers.council import Council, CouncilPort
-from trainer_side.tiers.inventory import Inventory
 from trainer_side.tiers.keeping import Keeping
-from trainer_side.tiers.lane import Lane, Outcome
-from trainer_side.tiers.tally import Order, Verdict
+from trainer_side.tiers.kept_slices import Inventory
+from trainer_side.tiers.lane import Lane, PartOutcome
+from trainer_side.tiers.tally import Order, StepVerdict
+from trainer_side.tiers.tier import KeptSteps, Nearness, SliceWriter, Tier
 from trainer_side.transfer import SliceSource
 
 _log = logging.getLogger("holdfast.trainer.tiers")
@@ -79,7 +79,7 @@ class Keeper:
         self._restored: Order | None = None
         self._whole_in: frozenset[str] = frozenset()
         self._layout: Layout | None = None
-        self._frames: tuple[Frame, ...] = ()
+        self._frames: tuple[SliceFrame, ...] = ()
         self._newest_step = -1
         self._complete_step = -1
         self._out: dict[int, str] = {}  # tiers that take nothing, and why
@@ -316,7 +316,7 @@ class Keeper:
 
     # -- what lanes and council tell -----------------------------------------------------------------------------
 
-    def _over(self, outcome: Outcome) -> None:
+    def _over(self, outcome: PartOutcome) -> None:
         """A lane is done with a step."""
         keeping, tier = outcome.keeping, self.tiers[outcome.tier]
         if outcome.reason:
@@ -363,7 +363,7 @@ class Keeper:
         if news:
             _log.error("rank %d: tier %s gives no slot for step %d: %s", self._rank, tier.name, step, error)
 
-    def _judge(self, verdict: Verdict) -> None:
+    def _judge(self, verdict: StepVerdict) -> None:
         if verdict.tier >= len(self._lanes):
             return
         if verdict.complete:
@@ -404,7 +404,7 @@ def open_tiers(config: TrainerConfig, run_url: str) -> list[Tier]:
     Raises:
         ConfigError: One of them is not a tier.
     """
-    from trainer_side.tiers.opening import open_tier  # the kinds of tiers, with all that they import
+    from trainer_side.tiers.open_tiers import open_tier  # the kinds of tiers, with all that they import
 
     found: list[Tier] = []
     for spec in config.tiers:

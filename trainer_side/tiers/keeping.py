@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.crc import crc32
-from holdfast.image.slices import Frame
-from trainer_side.tiers.base import SliceWriter
+from holdfast.image.slices import SliceFrame
+from trainer_side.tiers.tier import SliceWriter
 from trainer_side.transfer import SliceSource
 
 
-class Part:
+class TierPart:
     """One tier's share of a keeping. The lane's lock guards it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Keeping:
     """
 
     order: tuple[int, int]
-    frames: tuple[Frame, ...]
+    frames: tuple[SliceFrame, ...]
     record: Mapping[str, Any]
     writers: dict[int, SliceWriter]
     job: str = ""

@@ -23,9 +23,9 @@ from typing import NamedTuple, TypeVar
 
 from holdfast.errors import HoldfastError, StoreError
 from trainer_side.ranks.deadlines import within
-from trainer_side.tiers.base import Tier
-from trainer_side.tiers.keeping import Keeping, Part
-from trainer_side.tiers.tally import Order, Verdict
+from trainer_side.tiers.keeping import Keeping, TierPart
+from trainer_side.tiers.tally import Order, StepVerdict
+from trainer_side.tiers.tier import Tier
 
 _log = logging.getLogger("holdfast.trainer.tiers")
 
@@ -43,7 +43,7 @@ class _Call(NamedTuple):
     limit: float
 
 
-class Outcome(NamedTuple):
+class PartOutcome(NamedTuple):
     """How a part ended. `reason`: why it is not sealed; empty if it is."""
 
     tier: int
@@ -69,7 +69,7 @@ class Lane:
         number: int,
         tier: Tier,
         rank: int,
-        on_over: Callable[[Outcome], None],
+        on_over: Callable[[PartOutcome], None],
         *,
         call_seconds_max: float,
     ) -> None:
@@ -78,12 +78,12 @@ class Lane:
         self._calls: dict[int, _Call] = {}  # by thread
         self._hangs = ""
         self._changed = threading.Condition()
-        self._parts: list[Part] = []
+        self._parts: list[TierPart] = []
         self._slots_read: list[Keeping] = []  # whose slots here others may still read
-        self._verdicts: list[Verdict] = []  # held back for them
+        self._verdicts: list[StepVerdict] = []  # held back for them
         self._delivering = 0
         self._said = ""
-        self._orphans: list[Part] = []  # given up while the tier hung; their slots are to be given back
+        self._orphans: list[TierPart] = []  # given up while the tier hung; their slots are to be given back
         self._closing = False
         self._threads: list[threading.Thread] = []
 
@@ -187,12 +187,12 @@ class Lane:
     def keep(self, keeping: Keeping) -> None:
         """Begin to write; its area is being filled."""
         with self._changed:
-            self._parts.append(Part(keeping, keeping.writers[self.number]))
+            self._parts.append(TierPart(keeping, keeping.writers[self.number]))
             if keeping.source_is_slot == self.number:
                 self._slots_read.append(keeping)
             self._changed.notify_all()
 
-    def judge(self, verdict: Verdict) -> None:
+    def judge(self, verdict: StepVerdict) -> None:
         """Take the council's verdict to the tier, now or as soon as others let go of the slots it is about."""
         with self._changed:
             if not verdict.complete:
@@ -240,7 +240,7 @@ class Lane:
             else:
                 self._write(part, frame)
 
-    def _next(self) -> tuple[Part | None, int]:
+    def _next(self) -> tuple[TierPart | None, int]:
         """The next piece of work; under the lock."""
         for part in self._parts:
             if part.sealing:
@@ -266,7 +266,7 @@ class Lane:
                     return part, frame
         return None, 0
 
-    def _write(self, part: Part, frame: int) -> None:
+    def _write(self, part: TierPart, frame: int) -> None:
         keeping = part.keeping
         place = keeping.frames[frame]
         problem = ""
@@ -289,7 +289,7 @@ class Lane:
                 self._orphans.append(part)
             self._changed.notify_all()
 
-    def _finish(self, part: Part) -> None:
+    def _finish(self, part: TierPart) -> None:
         keeping, reason = part.keeping, part.given_up
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
@@ -331,15 +331,15 @@ class Lane:
             self._parts.remove(part)
             self._changed.notify_all()
 
-    def _say_over(self, part: Part, reason: str) -> None:
+    def _say_over(self, part: TierPart, reason: str) -> None:
         """Tell how it ended, and release the area as far as this tier is concerned."""
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
-            self._on_over(Outcome(self.number, part.keeping, reason, part.written_bytes, seconds))
+            self._on_over(PartOutcome(self.number, part.keeping, reason, part.written_bytes, seconds))
         finally:
             part.keeping.over_in(self.number, reason)
 
-    def _abandon(self, part: Part) -> None:
+    def _abandon(self, part: TierPart) -> None:
         try:
             with self._calling(f"giving up step {part.keeping.step}"):
                 part.writer.abandon()
@@ -361,7 +361,7 @@ class Lane:
 
     # -- verdicts ------------------------------------------------------------------------------------------------
 
-    def _deliverable(self) -> list[Verdict]:
+    def _deliverable(self) -> list[StepVerdict]:
         """Those that nobody holds back any more; under the lock."""
         self._slots_read = [
             keeping
@@ -375,12 +375,12 @@ class Lane:
         self._delivering += len(ready)
         return ready
 
-    def _is_held_back(self, verdict: Verdict) -> bool:
+    def _is_held_back(self, verdict: StepVerdict) -> bool:
         if verdict.complete:
             return any(keeping.order <= verdict.order for keeping in self._slots_read)
         return any(keeping.order == verdict.order for keeping in self._slots_read)
 
-    def _deliver(self, verdict: Verdict) -> None:
+    def _deliver(self, verdict: StepVerdict) -> None:
         attempt, step = verdict.order
         try:
             with self._calling(f"the verdict on step {step}"):

@@ -20,14 +20,14 @@ from holdfast.image.slices import area_bytes
 from holdfast.ring.directory import open_private_file
 from holdfast.store.posix_errors import free_bytes, translated
 from holdfast.store.posix_io import reserve, sync_directory, write_all
+from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.media import Medium
-from trainer_side.tiers.place import Place, RankLock
-from trainer_side.tiers.profile import SCRATCH_BYTES, Profile, measure
 from trainer_side.tiers.slot_file import SlotFile, first_pages
 from trainer_side.tiers.slot_format import Superblock
 from trainer_side.tiers.slot_scan import Examined, examine
 from trainer_side.tiers.slot_writer import OpenSlots
-from trainer_side.tiers.slots import SLOTS_MIN
+from trainer_side.tiers.tier_directory import RankLock, TierDirectory
+from trainer_side.tiers.tier_profile import SCRATCH_BYTES, TierProfile, measure
 
 _log = logging.getLogger("holdfast.trainer")
 _BESIDE_MAX = 100  # damaged files of one name; somebody should have looked by then
@@ -49,7 +49,7 @@ class SlotFiles:
     def __init__(
         self,
         name: str,
-        place: Place,
+        place: TierDirectory,
         medium: Callable[[Path], Medium],
         *,
         slots: int | None,
@@ -206,9 +206,9 @@ class SlotFiles:
             "more ranks: each then keeps less"
         )
 
-    def _measured(self, layout: Layout, rank: int) -> Profile:
+    def _measured(self, layout: Layout, rank: int) -> TierProfile:
         """What suits the device; by hand, as set; for a small slice, or with no room to measure in, the least."""
-        least = Profile((self._slots or SLOTS_MIN) - 1, self._writers or 1)
+        least = TierProfile((self._slots or SLOTS_MIN) - 1, self._writers or 1)
         if (self._slots is not None and self._writers is not None) or (
             area_bytes(layout, rank) < SCRATCH_BYTES
         ):
@@ -230,7 +230,7 @@ class SlotFiles:
                     scratch.unlink()
                 try:
                     return measure(
-                        medium, [Profile(count, threads) for count in in_flight for threads in writers]
+                        medium, [TierProfile(count, threads) for count in in_flight for threads in writers]
                     )
                 finally:
                     medium.close()

@@ -19,10 +19,10 @@ from holdfast.errors import ConfigError, DamageError, HoldfastError
 from holdfast.image.layout import Layout
 from holdfast.ring.directory import open_private_file
 from holdfast.store.posix_errors import translated
-from trainer_side.tiers.base import Kept
-from trainer_side.tiers.place import Place
 from trainer_side.tiers.slot_file import read_layout, read_seal, read_sectors
 from trainer_side.tiers.slot_format import PAGE_BYTES, Commitment, Superblock, newest
+from trainer_side.tiers.tier import Kept
+from trainer_side.tiers.tier_directory import TierDirectory
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -37,7 +37,7 @@ class Examined(NamedTuple):
     kept: tuple[Kept, ...]
 
 
-def examine(path: Path, place: Place, rank: int, layouts: dict[str, Layout]) -> Examined:
+def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layout]) -> Examined:
     """Read all of a slot file but its slices.
 
     Args:
@@ -97,7 +97,7 @@ def examine(path: Path, place: Place, rank: int, layouts: dict[str, Layout]) -> 
         os.close(file)
 
 
-def scan(place: Place, layouts: dict[str, Layout]) -> list[tuple[Superblock, tuple[Kept, ...]]]:
+def scan(place: TierDirectory, layouts: dict[str, Layout]) -> list[tuple[Superblock, tuple[Kept, ...]]]:
     """All readable slot files of a run, with what is sealed in them. What is not readable is named in the log."""
     found = []
     for path, rank in place.slot_paths():

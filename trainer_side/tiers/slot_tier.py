@@ -16,21 +16,21 @@ from holdfast.errors import ConfigError, DamageError, StoreError
 from holdfast.image.layout import Layout
 from holdfast.store.posix_errors import translated
 from holdfast.store.posix_io import read_whole
-from trainer_side.tiers.base import Kept, Nearness
+from trainer_side.tiers.file_slots import SLOTS_MIN
 from trainer_side.tiers.media import Medium
-from trainer_side.tiers.place import Place, RankLock
 from trainer_side.tiers.slot_files import SlotFiles
 from trainer_side.tiers.slot_format import SLOTS_MAX, Superblock
 from trainer_side.tiers.slot_scan import scan
 from trainer_side.tiers.slot_writer import OpenSlots, SlotWriter
-from trainer_side.tiers.slots import SLOTS_MIN
+from trainer_side.tiers.tier import Kept, Nearness
+from trainer_side.tiers.tier_directory import RankLock, TierDirectory
 
 _DYING_SECONDS_MAX = 5.0
 _log = logging.getLogger("holdfast.trainer")
 
 
 class SlotTier:
-    """See `trainer_side.tiers.base.Tier`.
+    """See `trainer_side.tiers.tier.Tier`.
 
     Args:
         name: As people set it.
@@ -48,7 +48,7 @@ class SlotTier:
         self,
         name: str,
         nearness: Nearness,
-        place: Place,
+        place: TierDirectory,
         medium: Callable[[Path], Medium],
         *,
         slots: int | None,

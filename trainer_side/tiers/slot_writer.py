@@ -18,10 +18,10 @@ from holdfast.errors import StoreError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal, frames_of
+from trainer_side.tiers.file_slots import FileSlots, Order, SlotEntry
 from trainer_side.tiers.media import Copy
 from trainer_side.tiers.slot_file import SlotFile
 from trainer_side.tiers.slot_format import Commitment
-from trainer_side.tiers.slots import Order, SlotEntry, Slots
 
 
 class OpenSlots:
@@ -43,7 +43,7 @@ class OpenSlots:
             for slot, named in enumerate(file.committed)
             if named is not None and slot not in unsealable
         }
-        self._slots = Slots(file.superblock.slots, found)
+        self._slots = FileSlots(file.superblock.slots, found)
         self._seals: dict[int, Commitment] = {
             slot: named for slot, named in enumerate(file.committed) if named is not None
         }
@@ -140,7 +140,7 @@ class OpenSlots:
 
 
 class SlotWriter:
-    """See `trainer_side.tiers.base.SliceWriter`. Got from `OpenSlots.begin`.
+    """See `trainer_side.tiers.tier.SliceWriter`. Got from `OpenSlots.begin`.
 
     Attributes:
         order: Attempt and step.

@@ -20,7 +20,7 @@ from holdfast.crc import crc32
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.layout import Layout
-from holdfast.image.slices import Frame, SliceSeal, area_bytes, frames_of
+from holdfast.image.slices import SliceFrame, SliceSeal, area_bytes, frames_of
 from holdfast.store.base import Store, Upload
 from trainer_side.tiers.store_shelf import SliceShelf
 
@@ -46,7 +46,7 @@ class PartCutter:
     """
 
     def __init__(
-        self, frames: Sequence[Frame], part_bytes: int, send: Callable[[int, memoryview, int], None]
+        self, frames: Sequence[SliceFrame], part_bytes: int, send: Callable[[int, memoryview, int], None]
     ) -> None:
         self._frames, self._part_bytes, self._send = frames, part_bytes, send
         self._total_bytes = frames[-1].offset + frames[-1].padded_bytes if frames else 0
@@ -82,7 +82,7 @@ class PartCutter:
                 self._joined[part] = _Joined(memoryview(mmap.mmap(-1, nbytes)), set(self._shared[part]))
             return self._joined[part]
 
-    def _parts(self, frame: Frame) -> range:
+    def _parts(self, frame: SliceFrame) -> range:
         return range(
             frame.offset // self._part_bytes,
             (frame.offset + frame.padded_bytes - 1) // self._part_bytes + 1,
@@ -132,7 +132,7 @@ class StoreSliceWriter:
     ) -> None:
         self._store, self._shelf, self._layouts, self._run = store, shelf, layouts, run
         self._name, self._layout = name, layout
-        self._frames: tuple[Frame, ...] = frames_of(layout, name.rank)
+        self._frames: tuple[SliceFrame, ...] = frames_of(layout, name.rank)
         self._crcs: dict[int, int] = {}
         self._opening = threading.Lock()
         self._upload: Upload | None = None

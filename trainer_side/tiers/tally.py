@@ -19,7 +19,7 @@ from holdfast.wire.frames import peer_error
 Order = tuple[int, int]  # (attempt, step)
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     """On one step in one tier. `why`: where it is void, for people."""
 
     tier: int
@@ -55,10 +55,10 @@ class Tally:
         """How many ballots are open."""
         return len(self._open)
 
-    def sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[Verdict]:
+    def sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[StepVerdict]:
         """Rank `rank` has sealed its slice, of the layout with this digest. Each rank says it once of each slice."""
         if order <= self._newest.get(tier, (0, 0)):
-            return [Verdict(tier, order, complete=False, why="a newer step is complete")]
+            return [StepVerdict(tier, order, complete=False, why="a newer step is complete")]
         ballot = self._open.setdefault((tier, order), _Ballot(now, layout))
         if ballot.layout != layout:
             return [self._void(tier, order, f"rank {rank} has another layout than the ranks before it")]
@@ -73,11 +73,11 @@ class Tally:
             return [self._void(tier, oldest, f"more than {self._open_max} steps are undecided")]
         return []
 
-    def skipped(self, rank: int, tier: int, order: Order, why: str) -> list[Verdict]:
+    def skipped(self, rank: int, tier: int, order: Order, why: str) -> list[StepVerdict]:
         """Rank `rank` will never seal it."""
         return [self._void(tier, order, f"rank {rank}: {why}")]
 
-    def lost(self, rank: int, why: str) -> list[Verdict]:
+    def lost(self, rank: int, why: str) -> list[StepVerdict]:
         """Rank `rank` will seal nothing more: what it has not sealed by now is not complete any more."""
         self._lost[rank] = why
         return [
@@ -86,7 +86,7 @@ class Tally:
             if rank not in ballot.sealed
         ]
 
-    def overdue(self, now: float) -> list[Verdict]:
+    def overdue(self, now: float) -> list[StepVerdict]:
         """What some rank has not sealed in time."""
         found = []
         for (tier, order), ballot in list(self._open.items()):
@@ -96,17 +96,17 @@ class Tally:
                 found.append(self._void(tier, order, why))
         return found
 
-    def _complete(self, tier: int, order: Order) -> list[Verdict]:
+    def _complete(self, tier: int, order: Order) -> list[StepVerdict]:
         del self._open[tier, order]
         self._newest[tier] = order
         older = [other for at, other in self._open if at == tier and other < order]
         why = f"step {order[1]} is complete, and newer"
-        return [Verdict(tier, order, complete=True), *(self._void(tier, other, why) for other in older)]
+        return [StepVerdict(tier, order, complete=True), *(self._void(tier, other, why) for other in older)]
 
-    def _void(self, tier: int, order: Order, why: str) -> Verdict:
+    def _void(self, tier: int, order: Order, why: str) -> StepVerdict:
         # Not remembered: a rank that seals it later opens a ballot again, in which the ranks of this one never vote.
         self._open.pop((tier, order), None)
-        return Verdict(tier, order, complete=False, why=why)
+        return StepVerdict(tier, order, complete=False, why=why)
 
     def _of_lost(self, ballot: _Ballot) -> str:
         missing = sorted(self._lost.keys() - ballot.sealed)

@@ -28,8 +28,8 @@ from trainer_side.ranks.peers import Peers
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import restore
 from trainer_side.state.per_rank import PerRank
-from trainer_side.tiers.base import Tier
-from trainer_side.tiers.opening import open_tier
+from trainer_side.tiers.open_tiers import open_tier
+from trainer_side.tiers.tier import Tier
 
 CHUNK_BYTES = 1 << 16
 SIZES = (100_000, 1, 7, 300_000, 33_333)

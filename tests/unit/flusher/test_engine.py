@@ -14,7 +14,7 @@ import torch
 
 from flusher import held as held_module
 from flusher.engine import Engine
-from flusher.listener import Durable
+from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
 from flusher.steps import Key
 from flusher.tenure import Tenure
@@ -35,7 +35,7 @@ class Heard:
     """Remembers what the engine tells."""
 
     def __init__(self) -> None:
-        self.durables: dict[Key, Durable] = {}
+        self.durables: dict[Key, DurableStep] = {}
         self.read_backs: list[ReadBack] = []
         self.failures: dict[Key, HoldfastError] = {}
         self.beginnings: list[tuple[Key, int]] = []
@@ -45,7 +45,7 @@ class Heard:
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
-    def durable(self, key: Key, durable: Durable) -> None:
+    def durable(self, key: Key, durable: DurableStep) -> None:
         self.durables[key] = durable
 
     def read_back(self, result: ReadBack) -> None:

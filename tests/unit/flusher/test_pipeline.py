@@ -19,8 +19,8 @@ from flusher.steps import (
     ChunkFull,
     Discard,
     Event,
-    Failed,
     FreeSlots,
+    JobFailed,
     Key,
     Open,
     Opened,
@@ -120,9 +120,9 @@ class World:
         assert isinstance(job, Open | Verify | Patch | WritePart | Publish)
         error = self.fail(job)
         try:
-            self.tell(self.answer(job) if error is None else Failed(job.key, job.slots, error))
+            self.tell(self.answer(job) if error is None else JobFailed(job.key, job.slots, error))
         except DamageError as damage:
-            self.tell(Failed(job.key, job.slots, damage))
+            self.tell(JobFailed(job.key, job.slots, damage))
         return True
 
     def answer(self, job: Open | Verify | Patch | WritePart | Publish) -> Event:

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flusher.retention import Known, to_remove
+from flusher.retention import StoredStep, to_remove
 from holdfast.image.manifest import State, step_file_name
 
 
-def checkpoint(step: int, state: State = State.VERIFIED, attempt: int = 1) -> Known:
-    return Known(attempt, step, step_file_name(step, attempt=attempt), state, write_id="")
+def checkpoint(step: int, state: State = State.VERIFIED, attempt: int = 1) -> StoredStep:
+    return StoredStep(attempt, step, step_file_name(step, attempt=attempt), state, write_id="")
 
 
-def steps(several: list[Known]) -> list[int]:
+def steps(several: list[StoredStep]) -> list[int]:
     return [one.step for one in several]
 
 
@@ -67,7 +67,7 @@ def test_negative_numbers_are_refused(keep_last: int, keep_every: int) -> None:
 
 
 @given(runs, st.integers(0, 6), st.integers(0, 7))
-def test_invariants(run: list[Known], keep_last: int, keep_every: int) -> None:
+def test_invariants(run: list[StoredStep], keep_last: int, keep_every: int) -> None:
     removed = to_remove(run, keep_last=keep_last, keep_every=keep_every)
     left = [one for one in run if one not in removed]
     good = sorted((m for m in run if m.state is not State.BAD), key=lambda m: m.order, reverse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flusher.service import Service
+from flusher.service import FlusherService
 from flusher.tenure import Tenure
 from flusher.upkeep import Upkeep
 from flusher.workers import Inbox
@@ -29,7 +29,7 @@ SECONDS_MAX = 60
 class LateUpkeep(Upkeep):
     """Reading back ends just after the loop has looked whether it has, and its last word is taken in the same turn."""
 
-    service: Service
+    service: FlusherService
     _over = False
 
     @property
@@ -56,7 +56,7 @@ def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_pat
         held.callback(upkeep.stop)
         listener = Listener(tmp_path / "run" / SOCKET_NAME)
         held.callback(listener.close)
-        service = Service(
+        service = FlusherService(
             config,
             ring,
             store,
@@ -108,7 +108,7 @@ class Bench:
         held.callback(upkeep.stop)
         listener = Listener(directory / SOCKET_NAME)
         held.callback(listener.close)
-        self.service = Service(
+        self.service = FlusherService(
             config,
             self.ring,
             self.store,

@@ -21,7 +21,7 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from stager import flusher_line
 from stager.flusher_process import Flusher
-from stager.service import Service
+from stager.service import StagerService
 
 CHUNK = 4096
 LAYOUT = Layout(
@@ -108,7 +108,7 @@ class Bench:
         port = cast("Any", self.port)
         self.events = tmp_path / "events.jsonl"
         self.now, self.runs, self.begun = 0.0, False, time.monotonic()
-        self.service = Service(
+        self.service = StagerService(
             config, port, self.attached, events=EventLog(self.events, role="stager"), clock=self._clock
         )
         self.heard: list[str] = []

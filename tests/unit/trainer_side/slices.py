@@ -8,7 +8,7 @@ import torch
 
 from holdfast.image.layout import Entry, Layout
 from trainer_side.save.copy_plan import SlicePlan
-from trainer_side.state.survey import Source
+from trainer_side.state.survey import StorageSource
 
 CPU = torch.device("cpu")
 
@@ -27,9 +27,9 @@ def sliced(sizes: Sequence[int], *, chunk_bytes: int = 1 << 20) -> SlicePlan:
     return SlicePlan.of(laid_out(sizes, chunk_bytes=chunk_bytes), 0, [True] * len(sizes))
 
 
-def source_of(entry: int, tensor: torch.Tensor, device: torch.device = CPU) -> Source:
+def source_of(entry: int, tensor: torch.Tensor, device: torch.device = CPU) -> StorageSource:
     """The whole of a tensor's storage, said to be on `device`."""
-    return Source(entry, tensor.untyped_storage(), 0, tensor.numel(), tensor.data_ptr(), device)
+    return StorageSource(entry, tensor.untyped_storage(), 0, tensor.numel(), tensor.data_ptr(), device)
 
 
 def tensors_of(sizes: Sequence[int]) -> list[torch.Tensor]:

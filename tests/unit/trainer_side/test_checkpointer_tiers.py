@@ -15,8 +15,8 @@ from tests.unit.trainer_side.test_checkpointer import FakeLink
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.ledger import Ledger
-from trainer_side.tiers.inventory import Inventory
 from trainer_side.tiers.keeper import Keeper, open_tiers
+from trainer_side.tiers.kept_slices import Inventory
 from trainer_side.transfer import Transfer
 
 

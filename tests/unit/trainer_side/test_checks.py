@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.command.checks import Finding, Plan, State
+from holdfast.command.checks import CheckPlan, CheckState, Finding
 from tests.support.fake_metadata import (
     AWS_ROOT,
     AWS_TOKEN,
@@ -20,7 +20,7 @@ from tests.support.fake_metadata import (
 )
 from trainer_side.checks import metadata
 
-PLAN = Plan(None, Path("/nowhere"), 1, 1)
+PLAN = CheckPlan(None, Path("/nowhere"), 1, 1)
 CLOSED: tuple[int, str, dict[str, str]] = (404, "", {})
 
 
@@ -37,7 +37,7 @@ def found(environ: dict[str, str]) -> Finding:
 
 def test_aws_answers_with_a_token(server: FakeMetadata) -> None:
     finding = found(server.environ)
-    assert (finding.state, finding.fix) == (State.OK, "")
+    assert (finding.state, finding.fix) == (CheckState.OK, "")
     assert "aws answers" in finding.seen
     assert server.tokens > 0
 
@@ -45,7 +45,7 @@ def test_aws_answers_with_a_token(server: FakeMetadata) -> None:
 def test_a_notice_that_is_there_already_is_told(server: FakeMetadata) -> None:
     server.interrupt(100)
     finding = found(server.environ)
-    assert finding.state is State.WARN
+    assert finding.state is CheckState.WARN
     assert "terminate" in finding.seen
 
 
@@ -56,7 +56,7 @@ def test_a_token_that_does_not_come_is_the_hop_limit(server: FakeMetadata, how: 
     else:
         server.forced[AWS_TOKEN] = (403, "", {})
     finding = found(server.environ)
-    assert finding.state is State.WARN
+    assert finding.state is CheckState.WARN
     assert "no session token" in finding.seen
     assert "hop limit must be 2" in finding.fix
     assert server.asked[AWS_ROOT] == 1
@@ -68,7 +68,7 @@ def test_other_clouds(server: FakeMetadata, cloud: str) -> None:
     if cloud == "azure":
         server.forced[GCP_PREEMPTED] = CLOSED
     finding = found(server.environ)
-    assert finding.state is State.OK, finding
+    assert finding.state is CheckState.OK, finding
     assert f"{cloud} answers" in finding.seen
 
 
@@ -77,7 +77,7 @@ def test_a_server_that_is_nobodys(server: FakeMetadata) -> None:
         dict.fromkeys((AWS_TOKEN, AWS_ROOT, GCP_PREEMPTED, AZURE_EVENTS, AZURE_NAME), CLOSED)
     )
     finding = found(server.environ)
-    assert finding.state is State.SKIPPED
+    assert finding.state is CheckState.SKIPPED
     assert "sigterm" in finding.fix
 
 
@@ -91,11 +91,11 @@ def test_no_cloud_is_said_and_is_no_fault() -> None:
             "HOLDFAST_AZURE_METADATA_URL": f"http://127.0.0.1:{port}",
         }
     )
-    assert finding.state is State.SKIPPED
+    assert finding.state is CheckState.SKIPPED
     assert "no machine of theirs" in finding.seen
 
 
 def test_a_variable_that_is_no_url_is_named() -> None:
     finding = found({"AWS_EC2_METADATA_SERVICE_ENDPOINT": "https://elsewhere"})
-    assert finding.state is State.FAIL
+    assert finding.state is CheckState.FAIL
     assert "https://elsewhere" in finding.seen

@@ -26,9 +26,9 @@ from trainer_side.link.link import Link
 from trainer_side.link.no_stager import Alone
 from trainer_side.ranks.mpi import World
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.tiers.base import Tier
-from trainer_side.tiers.inventory import Inventory, take_inventory
-from trainer_side.tiers.opening import open_tier
+from trainer_side.tiers.kept_slices import Inventory, take_inventory
+from trainer_side.tiers.open_tiers import open_tier
+from trainer_side.tiers.tier import Tier
 
 
 def _kept(tier: Tier, attempt: int, step: int, *, ranks: int = 1, rank: int = 0) -> None:

@@ -12,7 +12,7 @@ from tests.support.restoring import CountingStore, Ranks, ThreadPeers
 from tests.support.slices import Checkpoint, checkpoint
 from trainer_side.restore.restore import Restored, restore
 from trainer_side.state.per_rank import PerRank
-from trainer_side.tiers.base import Tier
+from trainer_side.tiers.tier import Tier
 
 
 class Vector(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.ring.wanted import Keeper, is_kept
+from holdfast.ring.wanted import RingKeeper, is_kept
 
 _HOLDS = """
 import sys
@@ -24,7 +24,7 @@ sys.stdin.read()
 def test_a_ring_is_kept_until_the_last_keeper_lets_go(tmp_path: Path) -> None:
     directory = tmp_path / "machine" / "run"
     assert not is_kept(directory)
-    first, second = Keeper(directory), Keeper(directory)
+    first, second = RingKeeper(directory), RingKeeper(directory)
     assert is_kept(directory)
     first.close()
     assert is_kept(directory), "the other one is there"
@@ -35,7 +35,7 @@ def test_a_ring_is_kept_until_the_last_keeper_lets_go(tmp_path: Path) -> None:
 
 
 def test_what_others_have_in_the_directory_stays(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path / "run")
+    keeper = RingKeeper(tmp_path / "run")
     (tmp_path / "run" / "journal").touch()
     keeper.close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["journal"]
@@ -53,10 +53,10 @@ def test_the_kernel_takes_it_from_the_dead(tmp_path: Path) -> None:
     assert (directory / "keeper").exists()
     assert not is_kept(directory)
     assert not (directory / "keeper").exists()
-    Keeper(directory).close()
+    RingKeeper(directory).close()
 
 
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="0755"):
-        Keeper(tmp_path / "run")
+        RingKeeper(tmp_path / "run")

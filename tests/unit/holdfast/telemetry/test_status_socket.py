@@ -18,7 +18,14 @@ import pytest
 from holdfast.errors import PeerLost, ProtocolError
 from holdfast.ring.doorbell import MESSAGE_BYTES_MAX, Channel, Listener, Message, connect
 from holdfast.telemetry import status_socket as desk
-from holdfast.telemetry.status_document import RANKS_MAX, CheckpointSaid, Line, RankSaid, Said, read_said
+from holdfast.telemetry.status_document import (
+    RANKS_MAX,
+    CheckpointSaid,
+    RankSaid,
+    StatusDocument,
+    StatusLine,
+    read_said,
+)
 from holdfast.telemetry.status_socket import ask, fit, serve_status, socket_path
 
 SECONDS_MAX = 30.0
@@ -30,10 +37,10 @@ class Speaker:
     def __init__(self) -> None:
         self.asked = self.lines = 0
 
-    def __call__(self) -> Said:
+    def __call__(self) -> StatusDocument:
         self.asked += 1
-        lines = tuple(Line(at_unix=1.0, event="bad", text="x" * 1000) for _ in range(self.lines))
-        return Said(
+        lines = tuple(StatusLine(at_unix=1.0, event="bad", text="x" * 1000) for _ in range(self.lines))
+        return StatusDocument(
             role="flusher",
             run="s3://bucket/run",
             pid=os.getpid(),
@@ -125,7 +132,7 @@ def test_of_too_many_watchers_the_one_that_asked_longest_ago_goes(
 def test_a_bug_in_what_is_said_ends_the_answers_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken() -> Said:
+    def broken() -> StatusDocument:
         raise KeyError("a bug")
 
     with serve_status(tmp_path, "stager", broken):
@@ -154,7 +161,7 @@ def test_nobody_there_is_no_error_and_one_that_says_nothing_is(tmp_path: Path) -
 
 def test_the_largest_answer_fits_a_packet_and_keeps_what_matters_most() -> None:
     text = "\u00fc" * 300
-    said = Said(
+    said = StatusDocument(
         role="stager",
         run="r",
         pid=1,
@@ -163,7 +170,7 @@ def test_the_largest_answer_fits_a_packet_and_keeps_what_matters_most() -> None:
         ranks_total=5000,
         ranks=tuple(RankSaid(rank=rank, host=text) for rank in range(RANKS_MAX)),
         checkpoints=tuple(CheckpointSaid(attempt=1, step=step, held=text, failed=text) for step in range(64)),
-        problems=tuple(Line(at_unix=1.0, event="failed", text=text) for _ in range(16)),
+        problems=tuple(StatusLine(at_unix=1.0, event="failed", text=text) for _ in range(16)),
     )
     document = fit(said.model_dump(mode="json"))
     assert len(Message("state", {"document": document}).to_bytes()) <= MESSAGE_BYTES_MAX

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from operator_side.cluster.cloud import Answer, Node, Price
+from operator_side.cluster.cloud import FleetAnswer, Node, Price
 from operator_side.cluster.ladder import Order
 
 
@@ -35,7 +35,7 @@ class FakeCloud:
         self.price_max: float | None = None
         self.rest: tuple[str, ...] = ()
         self.stubborn = False
-        self._by_token: dict[str, Answer] = {}
+        self._by_token: dict[str, FleetAnswer] = {}
 
     def live(self, role: str = "") -> list[Node]:
         return [node for node in self.all.values() if node.is_live and role in {"", node.role}]
@@ -50,7 +50,7 @@ class FakeCloud:
 
     def create_trainers(
         self, order: Order, tags: Mapping[str, str], token: str, price_max: float | None
-    ) -> Answer:
+    ) -> FleetAnswer:
         with _Call(self):
             self.price_max = price_max
             if self.remembers and token in self._by_token:
@@ -58,18 +58,18 @@ class FakeCloud:
             self.orders.append(order)
             if self.refusals:
                 code = self.refusals.pop(0)
-                return Answer((), (code,), "as told")
+                return FleetAnswer((), (code,), "as told")
             ids = tuple(
                 self._make(tags, order.types[0], order.subnet, i >= order.on_demand)
                 for i in range(order.nodes)
             )
-            self._by_token[token] = Answer(ids)
-            return Answer(ids)
+            self._by_token[token] = FleetAnswer(ids)
+            return FleetAnswer(ids)
 
-    def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> Answer:
+    def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
         with _Call(self):
             if not self.remembers or token not in self._by_token:
-                self._by_token[token] = Answer((self._make(tags, "stager.large", subnet, False),))
+                self._by_token[token] = FleetAnswer((self._make(tags, "stager.large", subnet, False),))
             return self._by_token[token]
 
     def terminate(self, ids: Sequence[str]) -> None:

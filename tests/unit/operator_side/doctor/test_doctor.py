@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from holdfast.command.checks import Finding, Plan, State
+from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import StoreError
 from holdfast.ring.journal import Header
 from holdfast.ring.ring import Ring
 from operator_side import doctor
 from operator_side.doctor import examine, machine
-from operator_side.doctor.store import examine_store
+from operator_side.doctor.store_checks import examine_store
 from tests.support.memory_store import MemoryStore
 
 MIB = 1 << 20
 
 
-def plan_for(tmp_path: Path, *, store: str | None = None, ring_bytes: int = 16 * MIB) -> Plan:
-    return Plan(store, tmp_path / "runtime", ring_bytes, MIB)
+def plan_for(tmp_path: Path, *, store: str | None = None, ring_bytes: int = 16 * MIB) -> CheckPlan:
+    return CheckPlan(store, tmp_path / "runtime", ring_bytes, MIB)
 
 
 def by_check(findings: Any) -> dict[str, Finding]:
@@ -39,7 +39,7 @@ def by_check(findings: Any) -> dict[str, Finding]:
 
 def test_a_ring_on_a_disk_is_worth_a_warning(tmp_path: Path) -> None:
     found = by_check(machine.shared_memory(plan_for(tmp_path)))["ring directory"]
-    assert found.state is State.WARN
+    assert found.state is CheckState.WARN
     assert "/dev/shm" in found.fix
     assert not list((tmp_path / "runtime").iterdir())
 
@@ -61,13 +61,13 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_too_little_shared_memory_is_named_with_both_figures(small_memory: Path) -> None:
-    found = by_check(machine.shared_memory(Plan(None, small_memory / "runtime", 64 * MIB, MIB)))
-    assert found["ring directory"].state is State.OK
-    assert found["ring room"].state is State.FAIL
+    found = by_check(machine.shared_memory(CheckPlan(None, small_memory / "runtime", 64 * MIB, MIB)))
+    assert found["ring directory"].state is CheckState.OK
+    assert found["ring room"].state is CheckState.FAIL
     assert "8 MiB free" in found["ring room"].seen
     assert "80 MiB" in found["ring room"].seen
     assert "--shm-size" in found["ring room"].fix
-    assert found["ring memory"].state is State.FAIL, "64 MiB cannot be touched in 8"
+    assert found["ring memory"].state is CheckState.FAIL, "64 MiB cannot be touched in 8"
 
 
 def test_a_runtime_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_runtime_directory_that_others_may_write_is_refused(tmp_path: Path) ->
     base.mkdir()
     base.chmod(0o777)
     found = by_check(machine.shared_memory(plan_for(tmp_path)))["ring directory"]
-    assert found.state is State.FAIL
+    assert found.state is CheckState.FAIL
     assert "mode 0777" in found.seen
 
 
@@ -85,18 +85,18 @@ def test_the_ring_of_a_dead_flusher_is_told_and_not_touched(tmp_path: Path) -> N
     Ring.create(directory, chunk_bytes=header.chunk_bytes, ring_chunks=header.ring_chunks, attempt=1).close()
     before = sorted(path.name for path in directory.iterdir())
     found = by_check(machine.shared_memory(plan_for(tmp_path)))["left ring"]
-    assert found.state is State.WARN
+    assert found.state is CheckState.WARN
     assert str(directory) in found.seen
     assert "holdfast flusher" in found.fix
     assert sorted(path.name for path in directory.iterdir()) == before
 
 
 def test_a_clock_that_is_set_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert by_check(machine.clock(plan_for(tmp_path)))["clock"].state is State.OK
+    assert by_check(machine.clock(plan_for(tmp_path)))["clock"].state is CheckState.OK
     slept: list[float] = []
     monkeypatch.setattr("operator_side.doctor.machine.time.sleep", slept.append)
     monkeypatch.setattr("operator_side.doctor.machine.time.time", lambda: 1000.0 + 7.0 * len(slept))
-    assert by_check(machine.clock(plan_for(tmp_path)))["clock"].state is State.WARN
+    assert by_check(machine.clock(plan_for(tmp_path)))["clock"].state is CheckState.WARN
 
 
 def test_a_busy_machine_is_not_a_clock_that_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_a_busy_machine_is_not_a_clock_that_is_set(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("operator_side.doctor.machine.time.sleep", lambda seconds: None)
     monkeypatch.setattr("operator_side.doctor.machine.time.monotonic", lambda: now[0])
     monkeypatch.setattr("operator_side.doctor.machine.time.time", wall)
-    assert by_check(machine.clock(plan_for(tmp_path)))["clock"].state is State.OK
+    assert by_check(machine.clock(plan_for(tmp_path)))["clock"].state is CheckState.OK
 
 
 # -- the store ----------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_a_busy_machine_is_not_a_clock_that_is_set(tmp_path: Path, monkeypatch: 
 def test_a_directory_is_tried_in_every_way_and_left_as_it_was(tmp_path: Path) -> None:
     store = tmp_path / "new" / "run"
     found = by_check(examine_store(plan_for(tmp_path, store=str(store))))
-    assert {finding.state for finding in found.values()} <= {State.OK, State.WARN}
+    assert {finding.state for finding in found.values()} <= {CheckState.OK, CheckState.WARN}
     assert {"store", "store abort", "store parts", "store exclusive", "store direct", "store sync"} <= set(
         found
     )
@@ -164,16 +164,16 @@ class Faulty(MemoryStore):
 @pytest.mark.parametrize(
     ("fault", "check", "state", "words"),
     [
-        ("create", "store exclusive", State.WARN, "created again"),
-        ("delete", "store", State.FAIL, "not allowed to delete"),
-        ("bytes", "store", State.FAIL, "other bytes"),
+        ("create", "store exclusive", CheckState.WARN, "created again"),
+        ("delete", "store", CheckState.FAIL, "not allowed to delete"),
+        ("bytes", "store", CheckState.FAIL, "other bytes"),
     ],
 )
 def test_a_fault_of_the_store_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, check: str, state: State, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, check: str, state: CheckState, words: str
 ) -> None:
     store = Faulty(fault)
-    monkeypatch.setattr("operator_side.doctor.store.open_store", lambda _: store)
+    monkeypatch.setattr("operator_side.doctor.store_checks.open_store", lambda _: store)
     found = list(examine_store(plan_for(tmp_path, store="memory://run")))
     last = [finding for finding in found if finding.check == check][-1]
     assert last.state is state
@@ -184,7 +184,7 @@ def test_a_fault_of_the_store_is_found(
 
 def test_a_read_only_directory(tmp_path: Path) -> None:
     found = by_check(examine_store(plan_for(tmp_path, store="/proc/run")))
-    assert found["store"].state is State.FAIL
+    assert found["store"].state is CheckState.FAIL
     assert "/proc/run" in found["store"].seen
 
 
@@ -192,17 +192,17 @@ def test_a_read_only_directory(tmp_path: Path) -> None:
 
 
 def test_a_check_that_breaks_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: Plan) -> Iterator[Finding]:
+    def broken(_: CheckPlan) -> Iterator[Finding]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def good(_: Plan) -> Iterator[Finding]:
-        yield Finding("good", State.OK, "seen")
+    def good(_: CheckPlan) -> Iterator[Finding]:
+        yield Finding("good", CheckState.OK, "seen")
 
     monkeypatch.setattr(doctor, "_checks", lambda: iter([broken, good]))
     found = by_check(examine(plan_for(tmp_path)))
-    assert found["broken"].state is State.FAIL
+    assert found["broken"].state is CheckState.FAIL
     assert "Input/output error" in found["broken"].seen
-    assert found["good"].state is State.OK
+    assert found["good"].state is CheckState.OK
 
 
 def test_a_role_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_role_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytes
         doctor, "entry_points", lambda *, group: [point] if group == "holdfast.checks" else []
     )
     found = by_check(examine(plan_for(tmp_path)))["trainer"]
-    assert found.state is State.SKIPPED
+    assert found.state is CheckState.SKIPPED
     assert "holdfast[trainer]" in found.fix
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from operator_side.drill.compare import Compared, Difference, constants
 from operator_side.drill.findings import Samples, Struck, examine, samples
-from operator_side.drill.plan import Kill, Target
+from operator_side.drill.kill_plan import Kill, KillTarget
 
 LENGTH = 10
-KILL = Kill(1, Target.RANKS, notice=False, rank=0, after_step=2, part=0.0)
+KILL = Kill(1, KillTarget.RANKS, notice=False, rank=0, after_step=2, part=0.0)
 
 
 def trained(attempt: int, first: int, last: int, *, place: int | None = None) -> list[dict[str, Any]]:

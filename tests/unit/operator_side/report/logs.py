@@ -10,10 +10,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from holdfast.telemetry.event_reading import read_logs
 from holdfast.telemetry.events import EventLog
-from holdfast.telemetry.reading import read_logs
-from holdfast.telemetry.rows import Stored
-from operator_side.report.facts import Facts, gather
+from holdfast.telemetry.rows import StoredCheckpoint
+from operator_side.report.facts import RunFacts, gather
 from operator_side.report.page import page
 
 HERE = Path(__file__).parent
@@ -88,12 +88,15 @@ def checkpoint(step: int, at: float, *, attempt: int = 1, ranks: int = 2, stall:
 
 
 def facts_of(
-    *paths: Path, run: str = "s3://bucket/run", stored: Iterable[Stored] = (), price: float | None = None
-) -> Facts:
+    *paths: Path,
+    run: str = "s3://bucket/run",
+    stored: Iterable[StoredCheckpoint] = (),
+    price: float | None = None,
+) -> RunFacts:
     return gather(run, read_logs(paths), tuple(stored), dollars_per_hour=price)
 
 
-def page_of(facts: Facts) -> str:
+def page_of(facts: RunFacts) -> str:
     return page(facts, made_at_unix=T0, version="0").decode()
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.telemetry.reading import read_line, read_logs
-from holdfast.telemetry.rows import Stored
+from holdfast.telemetry.event_reading import read_line, read_logs
+from holdfast.telemetry.rows import StoredCheckpoint
 from operator_side.report.facts import ring_bytes
 from operator_side.report.goodput import PARTS
 from operator_side.report.sentences import look_at, what_happened
@@ -307,9 +307,11 @@ def test_steps_that_are_declined_by_all_ranks_are_one(tmp_path: Path) -> None:
     assert any("50 % of the steps" in advice.text for advice in look_at(facts))
 
 
-def stored(step: int, *, state: str = "verified", note: str = "") -> Stored:
+def stored(step: int, *, state: str = "verified", note: str = "") -> StoredCheckpoint:
     ranks = {"0": {"saved_at_unix": T0 + step, "cst_seconds": 0.5, "save_seconds": 0.5, "host": "a"}}
-    return Stored(1, step, state, 1 << 20, T0 + step + 2, T0 + step, 1.0, 2.0, {"ranks": ranks}, note)  # type: ignore[arg-type]
+    return StoredCheckpoint(
+        1, step, state, 1 << 20, T0 + step + 2, T0 + step, 1.0, 2.0, {"ranks": ranks}, note
+    )  # type: ignore[arg-type]
 
 
 def test_manifests_alone_tell_of_checkpoints(tmp_path: Path) -> None:
@@ -335,7 +337,7 @@ def test_logs_of_ranks_alone_go_with_the_manifest_of_their_step(tmp_path: Path) 
 
 @pytest.mark.parametrize("odd", [-7e10, 1e300, float("-inf")])
 def test_a_manifest_whose_times_are_none(odd: float) -> None:
-    one = Stored(1, 3, "durable", 1 << 20, odd, odd, 1e308, 1e-320, {})
+    one = StoredCheckpoint(1, 3, "durable", 1 << 20, odd, odd, 1e308, 1e-320, {})
     facts = facts_of(stored=[one])
     assert facts.rows[0].saved_at_unix is None
     assert "Step" not in page_of(facts)

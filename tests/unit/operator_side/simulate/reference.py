@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from operator_side.simulate.replay import Job, Lane
+from operator_side.simulate.replay import StrategyLane, TrainingJob
 from operator_side.simulate.strategy import Strategy
-from operator_side.simulate.windows import Column
+from operator_side.simulate.trace_windows import Column
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Seen:
     finished: int = -1
 
 
-def walk(job: Job, lane: Lane, column: Column, length: int) -> Seen:
+def walk(job: TrainingJob, lane: StrategyLane, column: Column, length: int) -> Seen:
     """What the replay says of this lane in this window."""
     strategy = lane.strategy
     every = 1 if strategy.every_iteration else lane.every

@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from operator_side.simulate.replay import Job, Lane, Outcome, replay
+from operator_side.simulate.replay import ReplayOutcome, StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import IDEAL, Strategy
-from operator_side.simulate.windows import Column, Windows, stack
+from operator_side.simulate.trace_windows import Column, TraceWindows, stack
 from tests.unit.operator_side.simulate.reference import walk
 
 _LENGTH = 1500
@@ -54,8 +54,8 @@ def columns(draw: st.DrawFn, *, stager_losses: bool = True) -> Column:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    return Job(
+def jobs(draw: st.DrawFn) -> TrainingJob:
+    return TrainingJob(
         nodes=_NODES,
         nodes_min=draw(st.integers(1, _NODES)),
         iteration_us=draw(st.integers(1, 25)),
@@ -64,12 +64,12 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-_LANES = st.lists(st.builds(Lane, ways(), st.integers(1, 7)), min_size=1, max_size=4)
+_LANES = st.lists(st.builds(StrategyLane, ways(), st.integers(1, 7)), min_size=1, max_size=4)
 
 
 @given(jobs(), _LANES, st.lists(columns(), min_size=1, max_size=3))
 def test_it_comes_to_what_a_walk_from_iteration_to_iteration_comes_to(
-    job: Job, lanes: list[Lane], events: list[Column]
+    job: TrainingJob, lanes: list[StrategyLane], events: list[Column]
 ) -> None:
     # A replay that has reached every target stops looking; what it says of the rest is then not asked.
     got = replay(job, lanes, stack(events, _LENGTH))
@@ -85,21 +85,25 @@ def test_it_comes_to_what_a_walk_from_iteration_to_iteration_comes_to(
                 assert got.training_us[row, place] == seen.training
 
 
-def useful(job: Job, strategy: Strategy, every: int, events: Column) -> int:
+def useful(job: TrainingJob, strategy: Strategy, every: int, events: Column) -> int:
     return int(
-        replay(replace(job, target=None), [Lane(strategy, every)], stack([events], _LENGTH)).useful[0, 0]
+        replay(replace(job, target=None), [StrategyLane(strategy, every)], stack([events], _LENGTH)).useful[
+            0, 0
+        ]
     )
 
 
 @given(jobs(), ways(), st.integers(1, 7), columns(stager_losses=False))
-def test_nobody_is_better_than_the_ideal(job: Job, strategy: Strategy, every: int, events: Column) -> None:
+def test_nobody_is_better_than_the_ideal(
+    job: TrainingJob, strategy: Strategy, every: int, events: Column
+) -> None:
     # The ideal has no stager to lose, and so no relaunch for it, which may find more machines than there were before.
     assert useful(job, strategy, every, events) <= useful(job, IDEAL, every, events)
 
 
 @given(jobs(), ways(), st.integers(1, 7), columns(), st.integers(0, 100))
 def test_sooner_durable_is_never_worse_at_the_same_stall(
-    job: Job, strategy: Strategy, every: int, events: Column, more_us: int
+    job: TrainingJob, strategy: Strategy, every: int, events: Column, more_us: int
 ) -> None:
     # With a notice a later boundary may be the one that is not safe in time, so this is about losses without one.
     sooner = replace(strategy, lead_us=0)
@@ -110,7 +114,9 @@ def test_sooner_durable_is_never_worse_at_the_same_stall(
 
 
 @given(jobs(), ways(), st.integers(1, 7), columns(stager_losses=False))
-def test_a_notice_never_makes_it_worse(job: Job, strategy: Strategy, every: int, events: Column) -> None:
+def test_a_notice_never_makes_it_worse(
+    job: TrainingJob, strategy: Strategy, every: int, events: Column
+) -> None:
     # Where the stager is read more slowly than the store, the iteration that a notice keeps may be worth less.
     strategy = replace(strategy, restore_near_us=min(strategy.restore_near_us, strategy.restore_store_us))
     assert useful(job, replace(strategy, lead_us=0), every, events) <= useful(job, strategy, every, events)
@@ -125,7 +131,9 @@ def _stager_follows(events: Column, within_us: int) -> bool:
 
 
 @given(jobs(), ways(), st.integers(1, 7), columns())
-def test_a_faster_restore_is_never_worse(job: Job, strategy: Strategy, every: int, events: Column) -> None:
+def test_a_faster_restore_is_never_worse(
+    job: TrainingJob, strategy: Strategy, every: int, events: Column
+) -> None:
     # Of several that a lost job has on their way to the store the replay goes on with the newest alone (rule 2). Who
     # begins one a moment sooner than another has an older one in the store if the stager is lost before it is there.
     assume(not _stager_follows(events, strategy.durable_us))
@@ -135,7 +143,7 @@ def test_a_faster_restore_is_never_worse(job: Job, strategy: Strategy, every: in
 
 @given(jobs(), _LANES, st.lists(columns(), min_size=1, max_size=3))
 def test_the_work_is_one_step_for_each_event_whatever_the_lanes(
-    job: Job, lanes: list[Lane], events: list[Column]
+    job: TrainingJob, lanes: list[StrategyLane], events: list[Column]
 ) -> None:
     windows = stack(events, _LENGTH)
     got = replay(replace(job, target=None), lanes, windows)
@@ -145,17 +153,17 @@ def test_the_work_is_one_step_for_each_event_whatever_the_lanes(
 
 # -- by hand ------------------------------------------------------------------------------------------------------
 
-_JOB = Job(nodes=4, nodes_min=4, iteration_us=10, restart_us=100)
+_JOB = TrainingJob(nodes=4, nodes_min=4, iteration_us=10, restart_us=100)
 _PLAIN = Strategy("plain", 5, 30, 30, 20, 20)
 
 
-def losses(*events: tuple[int, int, int, int], first: int = 4) -> Windows:
+def losses(*events: tuple[int, int, int, int], first: int = 4) -> TraceWindows:
     rows = np.array(events, dtype=np.int64).reshape(-1, 4)
     return stack([Column(first, rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3])], 1000)
 
 
-def one(strategy: Strategy, every: int, windows: Windows, job: Job = _JOB) -> dict[str, int]:
-    got: Outcome = replay(job, [Lane(strategy, every)], windows)
+def one(strategy: Strategy, every: int, windows: TraceWindows, job: TrainingJob = _JOB) -> dict[str, int]:
+    got: ReplayOutcome = replay(job, [StrategyLane(strategy, every)], windows)
     names = ("useful", "redone", "interruptions", "training_us", "finished_us")
     return {name: int(getattr(got, name)[0, 0]) for name in names}
 
@@ -236,7 +244,7 @@ def test_what_would_not_fit_is_refused_and_not_wrapped() -> None:
     with pytest.raises(ConfigError, match="35 years"):
         one(_PLAIN, 1 << 50, losses())
     with pytest.raises(ConfigError, match="interval"):
-        Lane(_PLAIN, 0)
+        StrategyLane(_PLAIN, 0)
     with pytest.raises(ConfigError, match="at least one strategy"):
         replay(_JOB, [], losses())
 

@@ -22,7 +22,7 @@ from operator_side.simulate.scale import (
     staged_seconds,
     stagers_needed,
 )
-from stager.session.steps import ChunkFull, Done, Durable, FillSlot, GrantCredit, Staged, Tell
+from stager.session.session_messages import Done, Durable, FillSlot, GrantCredit, MarkFull, MarkStaged, Tell
 from tests.unit.stager.session.sessions import Stager
 
 _CHUNK = 4096
@@ -57,12 +57,12 @@ def test_messages_and_journal_are_those_of_a_real_session() -> None:
     to_stager = layout.ranks + frames + layout.ranks  # OFFER, SENT, DONE
     assert len(stager.of(GrantCredit)) == frames
     assert [(tell.rank, tell.kind) for tell in stager.of(Tell)] == [(None, Kind.DURABLE)], "to all"
-    assert len(stager.of(Staged)) == 1, "which says STAGED to all"
+    assert len(stager.of(MarkStaged)) == 1, "which says STAGED to all"
     said = to_stager + frames + 2 * layout.ranks
     load = Load.of(Shape(layout.ranks, layout.image_bytes, _CHUNK))
     assert load.control_messages_max - said == 2 * (load.frames_max - frames)
     freed = layout.chunks  # by the flusher
-    assert len(stager.of(FillSlot)) + len(stager.of(ChunkFull)) + freed == load.journal_writes
+    assert len(stager.of(FillSlot)) + len(stager.of(MarkFull)) + freed == load.journal_writes
 
 
 def test_parts_are_at_least_what_s3_asks_for() -> None:

@@ -11,13 +11,19 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.policy import Hazard, advise
-from operator_side.simulate.profiles import MEASURED, Measured, Profile, load_profile, measured_profile
-from operator_side.simulate.replay import Job, Lane, replay
+from operator_side.simulate.profiles import (
+    MEASURED,
+    Measured,
+    TrainingProfile,
+    load_profile,
+    measured_profile,
+)
+from operator_side.simulate.replay import StrategyLane, TrainingJob, replay
 from operator_side.simulate.strategy import HOUR_US, IDEAL, SECOND_US, Strategy
 from operator_side.simulate.study import Prices, goodput, on_demand_dollars, total_times
-from operator_side.simulate.windows import Column, poisson, stack
+from operator_side.simulate.trace_windows import Column, poisson, stack
 
-_JOB = Job(nodes=8, nodes_min=1, iteration_us=SECOND_US, restart_us=20 * SECOND_US)
+_JOB = TrainingJob(nodes=8, nodes_min=1, iteration_us=SECOND_US, restart_us=20 * SECOND_US)
 _STRATEGY = Strategy(
     "some",
     stall_us=SECOND_US // 5,
@@ -42,7 +48,7 @@ def random_losses(mtbf_seconds: int, hours: int, samples: int, seed: int = 7) ->
 
 @pytest.mark.parametrize("every", [10, 40, 200])
 def test_the_loss_that_the_policy_expects_is_the_loss_in_the_replay(every: int) -> None:
-    got = replay(_JOB, [Lane(_STRATEGY, every)], random_losses(3600, 200, 20))
+    got = replay(_JOB, [StrategyLane(_STRATEGY, every)], random_losses(3600, 200, 20))
     cost = _STRATEGY.cost(_JOB.iteration_us)
     cycle = cost.cycle_seconds(every)
     expected_seconds = cycle / 2 + cost.staged_seconds
@@ -76,8 +82,8 @@ def test_a_month_of_a_thousand_machines_takes_a_step_for_each_loss_not_for_each_
     windows = stack([column] * 4, 30 * 24 * HOUR_US)
     strategies = [_STRATEGY.with_lead(lead * SECOND_US) for lead in (0, 30, 120)]
     got = replay(
-        Job(1000, 900, SECOND_US, 20 * SECOND_US),
-        [Lane(strategy, every) for strategy in strategies for every in (1, 10, 100, 1000)],
+        TrainingJob(1000, 900, SECOND_US, 20 * SECOND_US),
+        [StrategyLane(strategy, every) for strategy in strategies for every in (1, 10, 100, 1000)],
         windows,
     )
     assert got.event_steps == 8000
@@ -99,7 +105,7 @@ def test_dollars_are_what_is_held_and_the_stager_over_what_counts() -> None:
 
 
 def test_total_time_grows_as_losses_come_more_often_and_never_below_the_work() -> None:
-    job = Job(8, 8, SECOND_US, 20 * SECOND_US, target=20_000)
+    job = TrainingJob(8, 8, SECOND_US, 20 * SECOND_US, target=20_000)
     medians = []
     for mtbf_hours in (0.5, 2.0, 1000.0):
         some, ideal = total_times(job, [_STRATEGY], [50], mtbf_hours, provision_us=0, samples=20, seed=1)
@@ -113,7 +119,7 @@ def test_total_time_grows_as_losses_come_more_often_and_never_below_the_work() -
 
 
 def test_who_saves_never_comes_to_no_end_where_losses_come_before_the_first_checkpoint() -> None:
-    job = Job(8, 8, SECOND_US, 20 * SECOND_US, target=2000)
+    job = TrainingJob(8, 8, SECOND_US, 20 * SECOND_US, target=2000)
     never, ideal = total_times(job, [_STRATEGY], [2000], 0.05, provision_us=0, samples=2, seed=1)
     assert never.hours is None
     assert ideal.hours is not None
@@ -122,7 +128,7 @@ def test_who_saves_never_comes_to_no_end_where_losses_come_before_the_first_chec
 def test_total_time_needs_an_end_and_a_mean() -> None:
     with pytest.raises(ConfigError, match="--iterations"):
         total_times(_JOB, [_STRATEGY], [50], 1.0, provision_us=0, samples=1, seed=1)
-    job = Job(8, 8, SECOND_US, 0, target=10)
+    job = TrainingJob(8, 8, SECOND_US, 0, target=10)
     with pytest.raises(ConfigError, match="more than 0 hours"):
         total_times(job, [_STRATEGY], [50], 0.0, provision_us=0, samples=1, seed=1)
 
@@ -187,7 +193,7 @@ def test_a_profile_that_is_wrong_is_named(tmp_path: Path, wrong: dict[str, Any],
     }
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(right))
-    assert isinstance(load_profile(path), Profile)
+    assert isinstance(load_profile(path), TrainingProfile)
     path.write_text(json.dumps({**right, **wrong}))
     with pytest.raises(ConfigError, match=what):
         load_profile(path)

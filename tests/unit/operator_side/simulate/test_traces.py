@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
 from operator_side.simulate.strategy import SECOND_US
+from operator_side.simulate.trace_windows import cut, poisson
 from operator_side.simulate.traces import Trace, read_trace
-from operator_side.simulate.windows import cut, poisson
 
 COUNTS = """,Time,GPUs
 0,1652434464.406314,56

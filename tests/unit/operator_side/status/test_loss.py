@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operator_side.status.loss import Known, Lost, Point, lost_with_node, lost_with_trainers
+from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_node, lost_with_trainers
 
-STAGED, DURABLE = Point(1, 40, 1040.0), Point(1, 20, 1020.0)
+STAGED, DURABLE = SavedPoint(1, 40, 1040.0), SavedPoint(1, 20, 1020.0)
 
 
-def known(**more: object) -> Known:
+def known(**more: object) -> LossInputs:
     fields: dict[str, object] = {
         "now_unix": 1050.0,
         "running_since_unix": 1000.0,
@@ -21,7 +21,7 @@ def known(**more: object) -> Known:
         "step_seconds": 1.0,
         **more,
     }
-    return Known(**fields)  # type: ignore[arg-type]
+    return LossInputs(**fields)  # type: ignore[arg-type]
 
 
 def test_trainers_go_back_to_what_is_staged_and_the_node_to_what_is_durable() -> None:
@@ -34,7 +34,7 @@ def test_money_is_time() -> None:
 
 
 def test_steps_are_reckoned_from_the_newest_save_that_a_rank_has_told() -> None:
-    assert lost_with_trainers(known(newest=Point(1, 45, 1045.0))).steps == 10
+    assert lost_with_trainers(known(newest=SavedPoint(1, 45, 1045.0))).steps == 10
     assert lost_with_trainers(known(step_seconds=None)).steps is None  # how long one takes is not known yet
     assert lost_with_trainers(known(newest=None, staged=None, durable=None)) == Lost(
         None, True, 50.0, None, None
@@ -42,7 +42,7 @@ def test_steps_are_reckoned_from_the_newest_save_that_a_rank_has_told() -> None:
 
 
 def test_before_the_first_checkpoint_all_of_the_job_is_lost() -> None:
-    assert lost_with_trainers(known(staged=None, durable=None, newest=Point(1, 9, 1049.0))) == Lost(
+    assert lost_with_trainers(known(staged=None, durable=None, newest=SavedPoint(1, 9, 1049.0))) == Lost(
         11, True, 50.0, None, None
     )
 
@@ -64,24 +64,24 @@ def test_when_no_job_runs_only_what_the_ring_alone_has_can_be_lost() -> None:
     assert lost_with_trainers(over) == Lost(0, False, 0.0, None, 40)
     assert lost_with_node(over) == Lost(20, False, 20.0, None, 20)
     assert lost_with_node(known(running_since_unix=None, durable=STAGED)).seconds == 0.0
-    nothing = Known(1050.0, None)
+    nothing = LossInputs(1050.0, None)
     assert lost_with_node(nothing) == Lost(0, False, 0.0, None, None)
 
 
 TIMES = st.floats(0, 2e9)
-POINTS = st.none() | st.builds(Point, st.integers(1, 3), st.integers(0, 1000), TIMES)
+POINTS = st.none() | st.builds(SavedPoint, st.integers(1, 3), st.integers(0, 1000), TIMES)
 
 
 @given(TIMES, st.none() | TIMES, POINTS, POINTS, POINTS, st.none() | st.floats(1e-3, 1e3))
 def test_whatever_clocks_say_nothing_is_negative(
     now: float,
     since: float | None,
-    staged: Point | None,
-    durable: Point | None,
-    newest: Point | None,
+    staged: SavedPoint | None,
+    durable: SavedPoint | None,
+    newest: SavedPoint | None,
     step_seconds: float | None,
 ) -> None:
-    run = Known(now, since, staged, durable, newest, step_seconds, 1.0)
+    run = LossInputs(now, since, staged, durable, newest, step_seconds, 1.0)
     for lost in (lost_with_trainers(run), lost_with_node(run)):
         assert lost.seconds >= 0
         assert (lost.steps or 0) >= 0

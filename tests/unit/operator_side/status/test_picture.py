@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from holdfast.telemetry.rows import Stored
-from holdfast.telemetry.status_document import CheckpointSaid, Line, RankSaid, Said
+from holdfast.telemetry.rows import StoredCheckpoint
+from holdfast.telemetry.status_document import CheckpointSaid, RankSaid, StatusDocument, StatusLine
 from operator_side.commands.status_output import bar, render, spark
 from operator_side.status.picture import Interval, Peer, Picture, compose
 from operator_side.status.ring_files import RingCheckpoint, RingLook
@@ -32,8 +32,8 @@ def done(step: int, **more: Any) -> CheckpointSaid:
     return checkpoint(step, saved_at_unix=at, staged_at_unix=at + 1, durable_at_unix=at + 2, **more)
 
 
-def said(role: str, *checkpoints: CheckpointSaid, **more: Any) -> Said:
-    return Said.model_validate(
+def said(role: str, *checkpoints: CheckpointSaid, **more: Any) -> StatusDocument:
+    return StatusDocument.model_validate(
         {"role": role, "run": "r", "pid": 1, "attempt": 1, "since_unix": NOW - 100, "now_unix": NOW}
         | {"checkpoints": [row.model_dump() for row in checkpoints]}
         | more
@@ -42,7 +42,7 @@ def said(role: str, *checkpoints: CheckpointSaid, **more: Any) -> Said:
 
 @pytest.mark.parametrize("created", ["yesterday", "", "9999-99-99"])
 def test_a_manifest_that_does_not_say_when_it_was_made_is_left_out(created: str) -> None:
-    assert Stored.of(manifest_of(small_image(), step=1, created=created)) is None
+    assert StoredCheckpoint.of(manifest_of(small_image(), step=1, created=created)) is None
 
 
 def ring(*checkpoints: RingCheckpoint) -> RingLook:
@@ -75,7 +75,7 @@ def many(ranks: int = 64, flights: int = 100) -> Picture:
         RankSaid(rank=n, host=f"spot-{long}", step=1200, state="here", quiet_seconds=1.0)
         for n in range(ranks)
     ]
-    lines = [Line(at_unix=NOW - n, event="rank_lost", step=n, text=long) for n in range(16, 0, -1)]
+    lines = [StatusLine(at_unix=NOW - n, event="rank_lost", step=n, text=long) for n in range(16, 0, -1)]
     stager = said(
         "stager",
         *(done(step, pgt1_seconds=step / 7, pgt2_seconds=1e5, stall_seconds=1e-3) for step in range(20, 60)),
@@ -139,7 +139,7 @@ def test_of_two_times_of_one_save_the_earlier_is_taken() -> None:
 
 
 def test_without_a_flusher_the_store_and_the_ring_tell() -> None:
-    stored = Stored(
+    stored = StoredCheckpoint(
         1, 20, "verified", 100, NOW - 50, NOW - 55, 1.0, 5.0, {"ranks": {"0": {"cst_seconds": 0.5}}}
     )
     staged = in_ring(30, ranks={"0": {"saved_at_unix": NOW - 40}}, stager={"staged_at_unix": NOW - 39})

@@ -8,32 +8,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operator_side.supervise.core import Core, Phase
-from operator_side.supervise.events import (
+from operator_side.supervise.core import Core, SupervisorPhase
+from operator_side.supervise.hosts import Host
+from operator_side.supervise.limits import Limits
+from operator_side.supervise.supervisor_messages import (
     Action,
-    Began,
-    Durable,
+    ClockTick,
     Ended,
     Event,
     Exited,
     Finish,
     HostsSeen,
     Joined,
-    Kill,
+    KillAttempt,
     Launch,
-    Look,
+    LookAtFleet,
     Note,
     Noticed,
-    Restored,
-    Silence,
-    Staged,
+    ProcessBegan,
+    RankRestored,
+    RankSilence,
+    StepDurable,
     Stepped,
+    StepStaged,
     Stop,
     Terminate,
-    Tick,
 )
-from operator_side.supervise.hosts import Host
-from operator_side.supervise.limits import Limits
 from operator_side.supervise.verdict import Cause
 
 
@@ -57,9 +57,9 @@ class Story:
 
     def launch(self) -> Story:
         self.tell(HostsSeen(self.hosts), seconds=1)
-        assert self.core.phase is Phase.RUNNING, self.asked
+        assert self.core.phase is SupervisorPhase.RUNNING, self.asked
         for rank in range(self.of(Launch)[-1].ranks + 1):
-            self.tell(Began(rank, f"h{rank}"))
+            self.tell(ProcessBegan(rank, f"h{rank}"))
         return self
 
     def end(self, *deaths: Ended, status: int = 1) -> Story:
@@ -68,13 +68,13 @@ class Story:
     def wait(self) -> Story:
         """Until it wants to start again."""
         for _ in range(100):
-            self.tell(Tick(), seconds=1)
-            if self.core.phase is not Phase.PAUSING:
+            self.tell(ClockTick(), seconds=1)
+            if self.core.phase is not SupervisorPhase.PAUSING:
                 break
         return self
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> SupervisorPhase:
         return self.core.phase
 
     @property
@@ -87,15 +87,15 @@ KILLED, BUG = Ended(0, -9), Ended(1, 1, "ValueError")
 
 
 def test_killed_then_done() -> None:
-    story = Story().launch().tell(Staged(5)).end(KILLED)
-    assert story.phase is Phase.PAUSING, "step 5 is staged only, and the ring has it"
+    story = Story().launch().tell(StepStaged(5)).end(KILLED)
+    assert story.phase is SupervisorPhase.PAUSING, "step 5 is staged only, and the ring has it"
     story.wait().launch().end(Ended(0, 0), Ended(1, 0), Ended(2, 0), status=0)
     assert story.verdict.cause is Cause.DONE
     assert [launch.attempt for launch in story.of(Launch)] == [1, 2]
 
 
 def test_the_same_crash_twice_without_progress_is_the_end() -> None:
-    story = Story().launch().tell(Staged(5), Durable(5)).end(BUG).wait().launch().end(BUG)
+    story = Story().launch().tell(StepStaged(5), StepDurable(5)).end(BUG).wait().launch().end(BUG)
     assert story.verdict.cause is Cause.CRASHED
     assert story.verdict.rank == 1
     assert "the same crash 2 times in a row" in story.verdict.message
@@ -104,14 +104,14 @@ def test_the_same_crash_twice_without_progress_is_the_end() -> None:
 def test_progress_makes_it_another_matter() -> None:
     story = Story()
     for step in range(10):
-        story.launch().tell(Staged(step), Durable(step)).end(BUG).wait()
+        story.launch().tell(StepStaged(step), StepDurable(step)).end(BUG).wait()
     assert not story.of(Finish)
 
 
 def test_an_older_step_again_is_no_progress() -> None:
     """A script that never restores does the same steps again and again."""
-    story = Story().launch().tell(Staged(5), Durable(5)).end(BUG).wait()
-    story.launch().tell(Staged(3), Durable(3), Staged(5), Durable(5)).end(BUG)
+    story = Story().launch().tell(StepStaged(5), StepDurable(5)).end(BUG).wait()
+    story.launch().tell(StepStaged(3), StepDurable(3), StepStaged(5), StepDurable(5)).end(BUG)
     assert story.verdict.cause is Cause.CRASHED
 
 
@@ -145,56 +145,60 @@ def test_a_wrong_setting_is_not_tried_twice() -> None:
 
 def test_who_has_lost_a_peer_is_ended_after_a_while() -> None:
     story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(Joined(), KILLED)
-    story.tell(Tick(), seconds=29)
+    story.tell(ClockTick(), seconds=29)
     assert not story.of(Terminate)
-    story.tell(Tick(), seconds=1)
+    story.tell(ClockTick(), seconds=1)
     assert story.of(Terminate) == [Terminate(gently=False)]
-    story.tell(Tick(), seconds=5)
-    assert story.of(Kill) == [Kill()]
+    story.tell(ClockTick(), seconds=5)
+    assert story.of(KillAttempt) == [KillAttempt()]
     story.end(status=-9)
     assert "killed by SIGKILL" in story.of(Note)[-2].message
 
 
 def test_a_kill_before_all_have_met_ends_the_others_at_once() -> None:
     """They wait for it in MPI, and would for as long as they are let."""
-    story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(KILLED, Tick())
+    story = Story(lost_seconds_max=30, kill_seconds=5).launch().tell(KILLED, ClockTick())
     assert story.of(Terminate) == [Terminate(gently=False)]
     story.end(status=-9)
     assert "killed by SIGKILL" in story.of(Note)[-2].message
 
 
 def test_a_crash_before_all_have_met_lets_the_others_say_why() -> None:
-    story = Story(lost_seconds_max=30).launch().tell(Ended(0, 1), Tick())
+    story = Story(lost_seconds_max=30).launch().tell(Ended(0, 1), ClockTick())
     assert not story.of(Terminate)
-    story.tell(Tick(), seconds=30)
+    story.tell(ClockTick(), seconds=30)
     assert story.of(Terminate)
 
 
 def test_a_rank_that_ends_well_before_the_others_is_no_loss() -> None:
-    story = Story(lost_seconds_max=30).launch().tell(Ended(0, 0)).tell(Tick(), seconds=1000)
+    story = Story(lost_seconds_max=30).launch().tell(Ended(0, 0)).tell(ClockTick(), seconds=1000)
     assert not story.of(Terminate)
 
 
 def test_silence_ends_it_unless_it_is_over_in_time() -> None:
-    story = Story(silent_seconds_max=30).launch().tell(Silence(1)).tell(Silence(1, over=True), seconds=29)
-    story.tell(Tick(), seconds=100)
+    story = (
+        Story(silent_seconds_max=30).launch().tell(RankSilence(1)).tell(RankSilence(1, over=True), seconds=29)
+    )
+    story.tell(ClockTick(), seconds=100)
     assert not story.of(Terminate)
-    story.tell(Silence(1)).tell(Tick(), seconds=30)
+    story.tell(RankSilence(1)).tell(ClockTick(), seconds=30)
     assert story.of(Terminate)
     story.end(status=-9)
     assert "rank 1 on h1 is silent" in story.of(Note)[-2].message
 
 
 def test_what_we_end_ourselves_was_not_killed_from_outside() -> None:
-    story = Story(silent_seconds_max=30).launch().tell(Silence(1)).tell(Tick(), seconds=30)
+    story = Story(silent_seconds_max=30).launch().tell(RankSilence(1)).tell(ClockTick(), seconds=30)
     story.end(Ended(0, -15), Ended(2, -9), status=-15)
     assert [note.fields["cause"] for note in story.of(Note) if note.event == "ended"] == ["lost"]
 
 
 def test_no_newer_step_for_too_long_ends_it() -> None:
-    story = Story(stall_seconds_max=100).launch().tell(Staged(1), seconds=90).tell(Tick(), seconds=90)
+    story = (
+        Story(stall_seconds_max=100).launch().tell(StepStaged(1), seconds=90).tell(ClockTick(), seconds=90)
+    )
     assert not story.of(Terminate)
-    story.tell(Tick(), seconds=10)
+    story.tell(ClockTick(), seconds=10)
     assert story.of(Terminate)
 
 
@@ -220,9 +224,9 @@ def test_one_look_that_misses_a_host_ends_nothing() -> None:
     story.hosts = hosts("a", "b", "c")
     story.launch()
     for _ in range(3):
-        looks = len(story.of(Look))
+        looks = len(story.of(LookAtFleet))
         story.tell(HostsSeen(hosts("a", "c")))
-        assert len(story.of(Look)) == looks + 1
+        assert len(story.of(LookAtFleet)) == looks + 1
         story.tell(HostsSeen(hosts("a", "b", "c")))
     assert not story.of(Terminate)
     # Another host each time: none of them was missing twice.
@@ -237,12 +241,12 @@ def test_a_verdict_waits_for_the_second_look_but_not_for_ever() -> None:
     story = Story(3, 2, look_seconds_max=30)
     story.hosts = hosts("a", "b", "c")
     story.launch().tell(BUG, Exited(1), HostsSeen(hosts("a", "c")))
-    assert story.phase is Phase.JUDGING
+    assert story.phase is SupervisorPhase.JUDGING
     story.tell(HostsSeen(hosts("a", "c")))
     assert _told(story, "ended")[-1]["cause"] == "preempted"
     story = Story(3, 2, look_seconds_max=30)
     story.hosts = hosts("a", "b", "c")
-    story.launch().tell(BUG, Exited(1), HostsSeen(hosts("a", "c"))).tell(Tick(), seconds=30)
+    story.launch().tell(BUG, Exited(1), HostsSeen(hosts("a", "c"))).tell(ClockTick(), seconds=30)
     assert _told(story, "ended")[-1]["cause"] == "crashed", "one look is no evidence"
 
 
@@ -253,41 +257,43 @@ def test_who_waits_only_for_lost_hosts_is_killed_at_once(why: str) -> None:
     story.hosts = hosts("h0", "h1", "h2")
     story.launch()
     gone = HostsSeen(hosts("h0", "h2"))
-    story.tell(*((gone, gone) if why == "gone" else (Silence(1), Tick())))
+    story.tell(*((gone, gone) if why == "gone" else (RankSilence(1), ClockTick())))
     assert story.of(Terminate) == [Terminate(gently=False)]
-    story.tell(Ended(0, -15), Tick())
-    assert not story.of(Kill), "the stager has not ended yet"
-    story.tell(Ended(3, -15), Tick(), Tick())
-    assert len(story.of(Kill)) == 1
-    story.tell(Tick(), seconds=5)
-    assert len(story.of(Kill)) == 2
-    looks = len(story.of(Look))
+    story.tell(Ended(0, -15), ClockTick())
+    assert not story.of(KillAttempt), "the stager has not ended yet"
+    story.tell(Ended(3, -15), ClockTick(), ClockTick())
+    assert len(story.of(KillAttempt)) == 1
+    story.tell(ClockTick(), seconds=5)
+    assert len(story.of(KillAttempt)) == 2
+    looks = len(story.of(LookAtFleet))
     story.tell(Exited(-9))
     if why == "gone":
-        assert story.phase is Phase.PAUSING, "that it is gone decides it: no further look waits for it"
+        assert story.phase is SupervisorPhase.PAUSING, (
+            "that it is gone decides it: no further look waits for it"
+        )
     else:
-        assert len(story.of(Look)) == looks + 1
+        assert len(story.of(LookAtFleet)) == looks + 1
 
 
 def test_mpirun_that_can_still_end_by_itself_is_given_its_time() -> None:
-    story = Story(lost_seconds_max=1, kill_seconds=5).launch().tell(KILLED).tell(Tick(), seconds=1)
-    story.tell(Ended(1, -15), Ended(2, -15), Tick())
-    assert not story.of(Kill)
-    story.tell(Tick(), seconds=5)
-    assert story.of(Kill)
+    story = Story(lost_seconds_max=1, kill_seconds=5).launch().tell(KILLED).tell(ClockTick(), seconds=1)
+    story.tell(Ended(1, -15), Ended(2, -15), ClockTick())
+    assert not story.of(KillAttempt)
+    story.tell(ClockTick(), seconds=5)
+    assert story.of(KillAttempt)
 
 
 def test_too_few_hosts_are_waited_for_and_asked_for() -> None:
     story = Story(3, 2, hosts_seconds_max=600)
     story.tell(HostsSeen(hosts("a"))).tell(HostsSeen(hosts("a")), seconds=15)
     assert story.of(Launch) == []
-    assert story.of(Look) == [Look(), Look(2)]
+    assert story.of(LookAtFleet) == [LookAtFleet(), LookAtFleet(2)]
     story.tell(HostsSeen(hosts("a", "b")), seconds=15)
     assert story.of(Launch)[0].ranks == 2
 
 
 def test_hosts_that_never_come_end_it() -> None:
-    story = Story(3, 2, hosts_seconds_max=600).tell(HostsSeen(())).tell(Tick(), seconds=600)
+    story = Story(3, 2, hosts_seconds_max=600).tell(HostsSeen(())).tell(ClockTick(), seconds=600)
     assert story.verdict.exit_code == 9
 
 
@@ -315,7 +321,7 @@ def test_what_a_host_was_told_is_known_by_its_ranks() -> None:
 
 def test_the_way_back_to_training_is_told_phase_by_phase() -> None:
     story = Story(kill_seconds=5).launch()
-    story.tell(Joined(), seconds=1).tell(Restored(0, -1), Restored(1, -1), seconds=2)
+    story.tell(Joined(), seconds=1).tell(RankRestored(0, -1), RankRestored(1, -1), seconds=2)
     story.tell(Stepped(0, 0), Stepped(0, 1), seconds=4)
     assert not _told(story, "training"), "one rank alone does not train"
     story.tell(Stepped(1, 0))
@@ -334,7 +340,7 @@ def test_the_way_back_to_training_is_told_phase_by_phase() -> None:
         Ended(1, -9), Exited(1), HostsSeen(None), seconds=32
     ).wait()
     assert len(_told(story, "lost")) == 2
-    story.launch().tell(Restored(0, 3), Restored(1, 3), seconds=64).tell(Stepped(0, 4), Stepped(1, 4))
+    story.launch().tell(RankRestored(0, 3), RankRestored(1, 3), seconds=64).tell(Stepped(0, 4), Stepped(1, 4))
     assert _told(story, "restored")[-1] == {"attempt": 3, "step": 3}
     told = _told(story, "training")[-1]
     assert set(told) >= {"ended_seconds", "launched_seconds", "restored_seconds", "training_seconds"}
@@ -344,7 +350,7 @@ def test_the_way_back_to_training_is_told_phase_by_phase() -> None:
 
 
 def test_a_silent_rank_is_lost_when_it_is_given_up() -> None:
-    story = Story(silent_seconds_max=30).launch().tell(Silence(1)).tell(Tick(), seconds=30)
+    story = Story(silent_seconds_max=30).launch().tell(RankSilence(1)).tell(ClockTick(), seconds=30)
     story.end(status=-9).wait().launch().tell(Stepped(0, 1), Stepped(1, 1), seconds=7)
     told = _told(story, "training")[-1]
     assert told["seconds"] == told["ended_seconds"] + told["launched_seconds"] + 7
@@ -355,19 +361,19 @@ def _told(story: Story, event: str) -> list[dict[str, Any]]:
 
 
 def test_the_verdict_does_not_wait_for_a_fleet_that_is_silent() -> None:
-    story = Story(look_seconds_max=30).launch().tell(KILLED, Exited(1)).tell(Tick(), seconds=29)
-    assert story.core.phase is Phase.JUDGING
-    story.tell(Tick(), seconds=1)
-    assert story.core.phase is not Phase.JUDGING
+    story = Story(look_seconds_max=30).launch().tell(KILLED, Exited(1)).tell(ClockTick(), seconds=29)
+    assert story.core.phase is SupervisorPhase.JUDGING
+    story.tell(ClockTick(), seconds=1)
+    assert story.core.phase is not SupervisorPhase.JUDGING
 
 
 def test_stop_is_gentle_first() -> None:
     story = Story(grace_seconds=30, kill_seconds=5).launch().tell(Stop("SIGTERM came"))
     assert story.of(Terminate) == [Terminate(gently=True)]
-    story.tell(Tick(), seconds=30)
+    story.tell(ClockTick(), seconds=30)
     assert story.of(Terminate)[-1] == Terminate(gently=False)
-    story.tell(Tick(), seconds=5)
-    assert story.of(Kill)
+    story.tell(ClockTick(), seconds=5)
+    assert story.of(KillAttempt)
     story.end(status=-9)
     assert (story.verdict.cause, story.verdict.exit_code) == (Cause.STOPPED, 130)
 
@@ -387,19 +393,19 @@ def test_stop_between_attempts(after: str) -> None:
 
 RANK, STEP = st.integers(0, 3), st.integers(0, 30)
 ANY = st.one_of(
-    st.just(Tick()),
+    st.just(ClockTick()),
     st.builds(
         HostsSeen,
         st.one_of(st.none(), st.sets(st.sampled_from("abc")).map(lambda names: hosts(*sorted(names)))),
     ),
-    st.builds(Began, RANK, st.sampled_from("abc")),
+    st.builds(ProcessBegan, RANK, st.sampled_from("abc")),
     st.builds(Ended, RANK, st.sampled_from([0, 1, 2, -9, -11, -15]), st.sampled_from(["", "ValueError"])),
-    st.builds(Staged, STEP),
-    st.builds(Durable, STEP),
-    st.builds(Silence, RANK, st.booleans()),
+    st.builds(StepStaged, STEP),
+    st.builds(StepDurable, STEP),
+    st.builds(RankSilence, RANK, st.booleans()),
     st.builds(Noticed, RANK),
     st.just(Joined()),
-    st.builds(Restored, RANK, STEP),
+    st.builds(RankRestored, RANK, STEP),
     st.builds(Stepped, RANK, STEP),
     st.builds(Exited, st.sampled_from([0, 1, -9])),
     st.builds(Stop, st.just("SIGTERM came")),
@@ -415,7 +421,7 @@ def test_any_order_of_events(events: list[tuple[Event, float]]) -> None:
     now, runs, attempts, over = 0.0, False, 0, 0
     core.begin()
     # In the end nothing but time passes, no host is there, and whatever is asked to die does.
-    quiet: list[tuple[Event, float]] = [(HostsSeen(()), 40.0), (Tick(), 40.0)] * 120
+    quiet: list[tuple[Event, float]] = [(HostsSeen(()), 40.0), (ClockTick(), 40.0)] * 120
     for event, seconds in [*events, *quiet]:
         if isinstance(event, Exited) and not runs:
             continue
@@ -432,14 +438,14 @@ def test_any_order_of_events(events: list[tuple[Event, float]]) -> None:
                     assert limits.ranks_min <= ranks <= limits.ranks
                     assert placed is None or sum(host.slots for host in placed) == ranks
                     runs, attempts = True, attempt
-                case Terminate() | Kill():
+                case Terminate() | KillAttempt():
                     assert runs
                 case Finish():
                     assert not runs
                     over += 1
-        if runs and core.phase is Phase.ENDING and seconds == 40.0:
+        if runs and core.phase is SupervisorPhase.ENDING and seconds == 40.0:
             runs = False
             for action in core.handle(Exited(-9), now):
                 assert not isinstance(action, Launch)
                 over += isinstance(action, Finish)
-    assert over == 1 or core.phase is Phase.RUNNING
+    assert over == 1 or core.phase is SupervisorPhase.RUNNING

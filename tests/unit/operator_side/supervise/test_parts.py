@@ -14,36 +14,36 @@ from holdfast.errors import ConfigError
 from holdfast.notices.decider import Emergency, Said
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.supervised import MARK
-from operator_side.supervise.events import (
-    Began,
-    Durable,
-    Ended,
-    Joined,
-    Noticed,
-    Restored,
-    Silence,
-    Staged,
-    Stepped,
-)
 from operator_side.supervise.hosts import Host, HostFile, Slurm, place
-from operator_side.supervise.output import (
+from operator_side.supervise.job_output import (
     Follower,
-    Line,
     Output,
+    OutputLine,
     Report,
     exception_of,
     meaning,
     parse_line,
     parse_report,
 )
+from operator_side.supervise.supervisor_messages import (
+    Ended,
+    Joined,
+    Noticed,
+    ProcessBegan,
+    RankRestored,
+    RankSilence,
+    StepDurable,
+    Stepped,
+    StepStaged,
+)
 
 
 def test_tags_are_taken_off() -> None:
-    assert parse_line("[1,12]<stderr>: text: [1,3]<stdout>: x") == Line(
+    assert parse_line("[1,12]<stderr>: text: [1,3]<stdout>: x") == OutputLine(
         12, "stderr", "text: [1,3]<stdout>: x"
     )
-    assert parse_line("[1,0]<stdout>: ") == Line(0, "stdout", "")
-    assert parse_line("prterun noticed") == Line(None, "stderr", "prterun noticed")
+    assert parse_line("[1,0]<stdout>: ") == OutputLine(0, "stdout", "")
+    assert parse_line("prterun noticed") == OutputLine(None, "stderr", "prterun noticed")
 
 
 @given(st.text(max_size=200))
@@ -96,8 +96,8 @@ def test_each_process_has_its_file_and_reports_are_not_shown(tmp_path: Path) -> 
     )
     output.close()
     assert found == [
-        Began(0, "h"),
-        Restored(0, -1),
+        ProcessBegan(0, "h"),
+        RankRestored(0, -1),
         Stepped(0, 0),
         Ended(1, 1, "torch.OutOfMemoryError"),
     ]
@@ -130,7 +130,7 @@ def test_the_event_log_is_followed_from_now_on(tmp_path: Path) -> None:
         file.write(
             'le": "stager", "step": 2}\nnot json\n[]\n{"event": "durable", "role": "flusher", "step": 2}\n'
         )
-    assert [meaning(said) for said in follower.read()] == [Staged(2), Durable(2)]
+    assert [meaning(said) for said in follower.read()] == [StepStaged(2), StepDurable(2)]
 
 
 def _notice(kind: NoticeKind) -> dict[str, object]:
@@ -146,8 +146,8 @@ def _notice(kind: NoticeKind) -> dict[str, object]:
     [
         ({"event": "staged", "role": "trainer", "step": 3}, None),
         ({"event": "flush_failed", "role": "flusher", "step": 3}, None),
-        ({"event": "rank_silent", "role": "stager", "silent_rank": 2}, Silence(2)),
-        ({"event": "rank_back", "role": "stager", "silent_rank": 2}, Silence(2, over=True)),
+        ({"event": "rank_silent", "role": "stager", "silent_rank": 2}, RankSilence(2)),
+        ({"event": "rank_back", "role": "stager", "silent_rank": 2}, RankSilence(2, over=True)),
         ({"event": "rank_silent", "role": "stager", "silent_rank": "2"}, None),
         (_notice(NoticeKind.TERMINATE), Noticed(1)),
         (_notice(NoticeKind.REBALANCE), None),

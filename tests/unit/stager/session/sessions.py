@@ -7,8 +7,18 @@ from typing import Any
 from holdfast.image.layout import REPLICATED, Entry, Layout
 from holdfast.wire.frames import Kind
 from stager.session.checkpoint import Phase
-from stager.session.machine import Session
-from stager.session.steps import Action, Began, Event, GrantCredit, NewLayout, Offer, Received, Sent, Tell
+from stager.session.session import Session
+from stager.session.session_messages import (
+    Action,
+    Began,
+    Event,
+    GrantCredit,
+    NewLayout,
+    Offer,
+    Received,
+    Sent,
+    Tell,
+)
 
 CHUNK = 4096
 

@@ -7,7 +7,7 @@ import pytest
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.wire.frames import Kind
 from stager.session.checkpoint import Phase
-from stager.session.steps import Offer, Tell
+from stager.session.session_messages import Offer, Tell
 from tests.unit.stager.session.sessions import Stager, make_layout, phases_of
 
 

@@ -10,14 +10,13 @@ from holdfast.config import IN_FLIGHT_MAX
 from holdfast.image.layout import Entry, Layout
 from holdfast.wire.frames import Kind
 from stager.session.checkpoint import Phase
-from stager.session.machine import Session
-from stager.session.steps import (
+from stager.session.session import Session
+from stager.session.session_messages import (
     Abort,
     Action,
     Began,
-    Begin,
+    BeginReceiving,
     CancelReceive,
-    ChunkFull,
     Decline,
     Done,
     Durable,
@@ -27,6 +26,8 @@ from stager.session.steps import (
     FlusherGone,
     FreeSlot,
     GrantCredit,
+    MarkFull,
+    MarkStaged,
     NewLayout,
     Offer,
     RankBack,
@@ -36,7 +37,6 @@ from stager.session.steps import (
     Returned,
     Sent,
     SlotsFreed,
-    Staged,
     Tell,
     Tick,
 )
@@ -112,17 +112,17 @@ class Job:
             case FreeSlot(slot):
                 assert not any(s == slot for _, s in self.posted), "freed under a posted receive"
                 assert self.owned.pop(slot) == "stager"
-            case ChunkFull(slot, step, chunk, sources, _):
+            case MarkFull(slot, step, chunk, sources, _):
                 assert not any(s == slot for _, s in self.posted)
                 assert tuple(rank for rank, _ in sources) == self.layout.senders(chunk)
                 self.owned[slot] = "flusher"
                 self.full[step][chunk] = slot
-            case Begin(step, _):
+            case BeginReceiving(step, _):
                 assert step not in self.begun
                 self.begun[step] = False
                 self.full[step] = {}
                 self.freed_below[step] = 0
-            case Staged(step, _, _):
+            case MarkStaged(step, _, _):
                 assert self.begun[step] is False
                 self.begun[step] = True
             case Abort(step, _):

@@ -10,8 +10,8 @@ from holdfast.errors import ProtocolError
 from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
 from holdfast.image.replicas import OnDivergence, encode
 from holdfast.wire.frames import Kind
-from stager.session.machine import Session
-from stager.session.steps import (
+from stager.session.session import Session
+from stager.session.session_messages import (
     Abort,
     Action,
     Began,
@@ -19,11 +19,11 @@ from stager.session.steps import (
     Done,
     Event,
     GrantCredit,
+    MarkStaged,
     NewLayout,
     Offer,
     Received,
     Sent,
-    Staged,
     Tell,
 )
 
@@ -78,9 +78,9 @@ def test_warn_says_it_once_and_stages() -> None:
     said, staged = driver.checkpoint(1, [SAME, OTHER, SAME])
     assert isinstance(said, Diverged)
     assert (said.step, said.body["drifted"]) == (1, {"1": ["model/b"]})
-    assert isinstance(staged, Staged)
+    assert isinstance(staged, MarkStaged)
     assert all("replicas" not in record for record in staged.records.values()), "it is not for the manifest"
-    assert [type(action) for action in driver.checkpoint(2, [SAME, OTHER, SAME])] == [Staged]
+    assert [type(action) for action in driver.checkpoint(2, [SAME, OTHER, SAME])] == [MarkStaged]
 
 
 def test_refuse_fails_the_step_for_all_and_the_next_one_is_looked_at_again() -> None:
@@ -91,23 +91,23 @@ def test_refuse_fails_the_step_for_all_and_the_next_one_is_looked_at_again() -> 
         assert isinstance(tell, Tell)
         assert (tell.kind, tell.rank, tell.body["code"]) == (Kind.FAILED, None, "state")
         assert "rank 2 differs from most ranks in model/b" in tell.body["message"]
-    assert [type(action) for action in driver.checkpoint(3, [SAME, SAME, SAME])] == [Staged]
+    assert [type(action) for action in driver.checkpoint(3, [SAME, SAME, SAME])] == [MarkStaged]
 
 
 @pytest.mark.parametrize("policy", ["warn", "refuse", "off"])
 def test_no_difference_no_word(policy: OnDivergence) -> None:
-    assert [type(action) for action in Driver(policy).checkpoint(1, [SAME] * 3)] == [Staged]
+    assert [type(action) for action in Driver(policy).checkpoint(1, [SAME] * 3)] == [MarkStaged]
 
 
 def test_off_does_not_even_read_them() -> None:
-    assert [type(action) for action in Driver("off").checkpoint(1, [SAME, OTHER, "noise"])] == [Staged]
+    assert [type(action) for action in Driver("off").checkpoint(1, [SAME, OTHER, "noise"])] == [MarkStaged]
 
 
 def test_ranks_that_send_none_are_not_compared() -> None:
-    assert [type(action) for action in Driver("refuse").checkpoint(1, [None, OTHER, None])] == [Staged]
+    assert [type(action) for action in Driver("refuse").checkpoint(1, [None, OTHER, None])] == [MarkStaged]
     assert [type(action) for action in Driver("warn").checkpoint(1, [SAME, OTHER, None])] == [
         Diverged,
-        Staged,
+        MarkStaged,
     ]
 
 
@@ -116,4 +116,4 @@ def test_noise_is_the_ranks_fault_and_changes_nothing() -> None:
     with pytest.raises(ProtocolError, match="DONE: replicas"):
         driver.checkpoint(1, [SAME, "AAAA"])
     driver.take(Done(1, 1, {"replicas": SAME}))
-    assert [type(action) for action in driver.take(Done(2, 1, {"replicas": SAME}))] == [Staged]
+    assert [type(action) for action in driver.take(Done(2, 1, {"replicas": SAME}))] == [MarkStaged]

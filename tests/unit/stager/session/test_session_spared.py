@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from holdfast.image.layout import REPLICATED, Entry, Layout
 from holdfast.wire.frames import Kind
-from stager.session.steps import ChunkFull, Done, GrantCredit, HandedOver, RankLost, SlotsFreed, Staged
+from stager.session.session_messages import (
+    Done,
+    GrantCredit,
+    HandedOver,
+    MarkFull,
+    MarkStaged,
+    RankLost,
+    SlotsFreed,
+)
 from tests.unit.stager.session.sessions import CHUNK, Stager
 
 _CHUNKS, _PART = 24, 4
@@ -22,12 +30,12 @@ def _finish(stager: Stager) -> None:
     """The others send all; the flusher writes part after part, and frees their slots."""
     full: dict[int, int] = {}
     freed = 0
-    while not stager.of(Staged) and not stager.said(Kind.FAILED):
+    while not stager.of(MarkStaged) and not stager.said(Kind.FAILED):
         due = [credit for credit in stager.credits if credit[0] != 2]
         assert due or len(full) > freed, "nothing moves any more"
         for credit in due:
             stager.pay(*credit)
-        full |= {action.chunk: action.slot for action in stager.of(ChunkFull)}
+        full |= {action.chunk: action.slot for action in stager.of(MarkFull)}
         while freed < _CHUNKS and all(chunk in full for chunk in range(freed, freed + _PART)):
             stager.take(SlotsFreed(tuple(full[chunk] for chunk in range(freed, freed + _PART))))
             freed += _PART
@@ -45,7 +53,7 @@ def test_it_hands_over_first_whatever_else_waits_and_then_may_die() -> None:
         assert stager.of(HandedOver) == [HandedOver(2, 1)]
         stager.take(RankLost(2, "rank 2 is dead"))
         _finish(stager)
-        assert [staged.step for staged in stager.of(Staged)] == [1], slots
+        assert [staged.step for staged in stager.of(MarkStaged)] == [1], slots
 
 
 def test_without_that_the_same_death_ends_the_step() -> None:
@@ -86,8 +94,8 @@ def test_the_lowest_part_keeps_its_slots() -> None:
         for credit in list(stager.credits):
             stager.pay(*credit)
         chunks = range(part * _PART, (part + 1) * _PART)
-        slots = {action.chunk: action.slot for action in stager.of(ChunkFull)}
+        slots = {action.chunk: action.slot for action in stager.of(MarkFull)}
         stager.take(SlotsFreed(tuple(slots[chunk] for chunk in chunks)))
     for rank in range(3):
         stager.take(Done(rank, 1, {}))
-    assert [staged.step for staged in stager.of(Staged)] == [1]
+    assert [staged.step for staged in stager.of(MarkStaged)] == [1]

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.claim import Claim
-from holdfast.checkpoints.verify import verify_file
+from holdfast.checkpoints.verification import verify_file
 from holdfast.command import cli
 from holdfast.errors import StateError
 from holdfast.store import open_store

@@ -16,7 +16,7 @@ from holdfast.wire.frames import Kind, Proposal, Welcome
 from holdfast.wire.pace import Wish
 from tests.unit.trainer_side.stager_port import CHUNK, LAYOUT, SECONDS_MAX, FakePort, make, offer, until
 from trainer_side.link.link import Link
-from trainer_side.link.schedule import Phase
+from trainer_side.link.schedule import SchedulePhase
 from trainer_side.transfer import TransferState
 
 
@@ -221,7 +221,7 @@ def test_an_interval_is_wished_for_promised_and_kept(link: Link, port: FakePort)
         port.inbox.append(wire.encode(Kind.SAVE_EVERY, attempt=1, step=5, flags=1, arg=1, body=body))
     waiting.join(SECONDS_MAX)
     assert reached == [True]
-    assert (link.schedule.phase, link.schedule.every) == (Phase.PACED, 5)
+    assert (link.schedule.phase, link.schedule.every) == (SchedulePhase.PACED, 5)
 
 
 def test_a_script_with_its_own_interval_refuses_another(link: Link, port: FakePort) -> None:

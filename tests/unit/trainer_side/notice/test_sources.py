@@ -21,14 +21,14 @@ from tests.support.fake_metadata import (
     GCP_PREEMPTED,
     FakeMetadata,
 )
-from trainer_side.notice import opening
+from trainer_side.notice import open_sources as opening
 from trainer_side.notice.aws import Aws
 from trainer_side.notice.azure import Azure
-from trainer_side.notice.base import SourceError
 from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.http import Server
-from trainer_side.notice.opening import find_servers
+from trainer_side.notice.open_sources import find_servers
 from trainer_side.notice.signals import Signal
+from trainer_side.notice.source import SourceError
 
 _SECONDS_MAX = 0.5  # of a question, where the server is to be slower than that
 

@@ -14,9 +14,9 @@ import pytest
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
 from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN, FakeMetadata
-from trainer_side.notice.base import Notice, NoticeKind, SourceError
-from trainer_side.notice.opening import open_watch
-from trainer_side.notice.watch import Watch, asks_for_machine
+from trainer_side.notice.open_sources import open_watch
+from trainer_side.notice.source import Notice, NoticeKind, SourceError
+from trainer_side.notice.watch import NoticeWatch, asks_for_machine
 
 _SECONDS_MAX = 60.0
 
@@ -44,7 +44,7 @@ class Source:
 
 def test_each_notice_is_passed_on_once_however_often_it_stands_there() -> None:
     source, heard = Source(), list[Notice]()
-    watch = Watch(lambda: [source], heard.append, rank=0, seconds=0.001)
+    watch = NoticeWatch(lambda: [source], heard.append, rank=0, seconds=0.001)
     watch.start()
     rebalance = Notice(NoticeKind.REBALANCE, None, "test", "of 08:22")
     terminate = Notice(NoticeKind.TERMINATE, 1000.0, "test")
@@ -71,7 +71,7 @@ def test_a_source_that_cannot_be_asked_is_said_once_and_again_when_it_is_back(
     source, heard = Source(), list[Notice]()
     source.said = error
     with caplog.at_level(logging.WARNING):
-        watch = Watch(lambda: [source], heard.append, rank=3, seconds=0.001)
+        watch = NoticeWatch(lambda: [source], heard.append, rank=3, seconds=0.001)
         watch.start()
         until(lambda: watch.failures.get("test", 0) > 5)
         source.said = []

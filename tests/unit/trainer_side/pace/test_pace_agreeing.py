@@ -15,7 +15,7 @@ from holdfast.errors import ProtocolError
 from holdfast.notices.decider import Said
 from holdfast.wire.pace import Announce, Pace, PaceWord, Wish
 from stager.retiming import Retiming, Saying
-from trainer_side.link.schedule import Phase, Reply, Schedule
+from trainer_side.link.schedule import Reply, Schedule, SchedulePhase
 
 WHY = "every n steps: because"
 
@@ -194,7 +194,7 @@ def test_all_ranks_save_the_same_steps_whatever_comes_first(ranks: int, seed: in
         assert rank.saved == first.saved
         assert (rank.schedule.phase, rank.schedule.every) == (first.schedule.phase, first.schedule.every)
     if any(move == "wish" for move, _, _ in moves) and "interval_kept" not in job.events():
-        assert first.schedule.phase is Phase.PACED
+        assert first.schedule.phase is SchedulePhase.PACED
 
 
 @settings(max_examples=400, deadline=None)
@@ -219,12 +219,12 @@ def test_whoever_is_lost_the_ranks_save_steps_in_common(
         job.settle()
         begin = job.abreast(4 * 128)
     saved = [{step for step in rank.saved if step > begin} for rank in job.ranks]
-    if all(rank.schedule.phase is Phase.PACED for rank in job.ranks):
+    if all(rank.schedule.phase is SchedulePhase.PACED for rank in job.ranks):
         assert all(steps == saved[0] for steps in saved)
     else:
-        assert not any(rank.schedule.phase is Phase.PACED for rank in job.ranks)
+        assert not any(rank.schedule.phase is SchedulePhase.PACED for rank in job.ranks)
     common = set.intersection(*saved)
-    if not all(rank.schedule.phase is Phase.PACED for rank in job.ranks):
+    if not all(rank.schedule.phase is SchedulePhase.PACED for rank in job.ranks):
         # Intervals up to 90 become 128 at most, and who was never paced comes to 128 by itself.
         assert common >= {step for step in range(begin + 256, begin + 512) if (step + 1) % 128 == 0}
     assert common
@@ -318,7 +318,7 @@ def test_a_rank_with_another_interval_refuses_and_all_stay_as_they_are() -> None
     assert job.events() == ["interval_kept"]
     assert job.said[0].loud
     assert "rank 1: it saves at its own steps" in job.said[0].text
-    assert job.ranks[0].schedule.phase is Phase.STARTING
+    assert job.ranks[0].schedule.phase is SchedulePhase.STARTING
     job.wish(20)
     assert not job.retiming.open
 
@@ -361,7 +361,7 @@ def test_a_good_bye_is_no_reason_to_go_other_ways() -> None:
     job.do(job.retiming.left("rank 1 has left", lost=False))
     job.settle()
     assert job.events() == ["interval"]
-    assert job.ranks[0].schedule.phase is Phase.PACED
+    assert job.ranks[0].schedule.phase is SchedulePhase.PACED
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from trainer_side.restore.choice import (
     NEARNESS_OF_STORE,
     STORE,
     Candidate,
+    FrameSource,
     Holder,
-    Key,
     Passed,
-    Source,
-    Stored,
+    SliceKey,
+    StoreCandidate,
     Unit,
     candidates,
     divide,
@@ -28,7 +28,7 @@ from trainer_side.restore.choice import (
 )
 
 KEYS = st.builds(
-    Key,
+    SliceKey,
     st.integers(1, 3),
     st.integers(0, 3),
     st.integers(1, 3),
@@ -50,7 +50,7 @@ def holders_of(draw: st.DrawFn) -> list[Holder]:
 
 STORED = st.lists(
     st.builds(
-        Stored,
+        StoreCandidate,
         st.just(0),
         st.integers(1, 3),
         st.integers(0, 3),
@@ -64,7 +64,9 @@ STORED = st.lists(
 
 
 @given(found=holders_of(), shelf=STORED)
-def test_newest_first_each_whole_and_nothing_is_left_out(found: list[Holder], shelf: list[Stored]) -> None:
+def test_newest_first_each_whole_and_nothing_is_left_out(
+    found: list[Holder], shelf: list[StoreCandidate]
+) -> None:
     shelf = [one._replace(number=number) for number, one in enumerate(shelf)]
     listed = candidates(found, shelf)
     assert listed == candidates(list(reversed(found)), shelf), "every rank must come to the same order"
@@ -99,7 +101,7 @@ def test_newest_first_each_whole_and_nothing_is_left_out(found: list[Holder], sh
 
 
 @given(found=holders_of(), shelf=STORED)
-def test_of_equals_the_tiers_come_before_the_store(found: list[Holder], shelf: list[Stored]) -> None:
+def test_of_equals_the_tiers_come_before_the_store(found: list[Holder], shelf: list[StoreCandidate]) -> None:
     shelf = [one._replace(number=number) for number, one in enumerate(shelf)]
     listed = [item for item in candidates(found, shelf) if isinstance(item, Candidate)]
     for before, after in itertools.pairwise(listed):
@@ -134,7 +136,7 @@ LAYOUTS = st.builds(
 def rigs(draw: st.DrawFn) -> tuple[Layout, Candidate, int]:
     """A layout, a candidate of it that is whole, and a number of ranks now."""
     layout, ranks = draw(LAYOUTS), draw(st.integers(1, 4))
-    key = Key(1, 5, layout.ranks, layout.digest, "")
+    key = SliceKey(1, 5, layout.ranks, layout.digest, "")
     stored = draw(st.sampled_from([STORE, 0]))
     found = []
     numbers = [0] * ranks
@@ -144,7 +146,7 @@ def rigs(draw: st.DrawFn) -> tuple[Layout, Candidate, int]:
             near = draw(st.sampled_from([0, 2, NEARNESS_OF_STORE + 1]))
             found.append(Holder(key, slice_rank, rank, numbers[rank], near, "tier", "place"))
             numbers[rank] += 1
-    shelf = [] if stored == STORE else [Stored(0, 1, 5, layout.ranks, layout.digest, "")]
+    shelf = [] if stored == STORE else [StoreCandidate(0, 1, 5, layout.ranks, layout.digest, "")]
     return layout, next(c for c in candidates(found, shelf) if isinstance(c, Candidate)), ranks
 
 
@@ -158,7 +160,7 @@ def test_every_byte_is_read_once_until_no_source_is_left(
 ) -> None:
     layout, candidate, ranks = rig
     pieces = pieces_of(layout)
-    left, failed, broken = dict(pieces), set[tuple[int, Source]](), set[Source]()
+    left, failed, broken = dict(pieces), set[tuple[int, FrameSource]](), set[FrameSource]()
     read: list[Unit] = []
     for _ in range(100):
         units, lost = divide(
@@ -168,15 +170,16 @@ def test_every_byte_is_read_once_until_no_source_is_left(
         assert sorted([*lost, *(piece for unit in units for piece in unit.pieces)]) == sorted(left)
         for number in lost:  # every source of it was tried
             options = {
-                Source(one.rank, one.number) for one in candidate.slices.get(pieces[number].slice_rank, ())
+                FrameSource(one.rank, one.number)
+                for one in candidate.slices.get(pieces[number].slice_rank, ())
             }
-            assert candidate.stored == STORE or (number, Source(-1, STORE)) in failed
+            assert candidate.stored == STORE or (number, FrameSource(-1, STORE)) in failed
             assert all(option in broken or (number, option) in failed for option in options)
         bad: list[int] = []
-        gone = set[Source]()
+        gone = set[FrameSource]()
         for unit in units:
             assert 0 <= unit.reader < ranks
-            source = Source(-1, STORE) if unit.number == STORE else Source(unit.reader, unit.number)
+            source = FrameSource(-1, STORE) if unit.number == STORE else FrameSource(unit.reader, unit.number)
             assert source not in broken
             assert not any((piece, source) in failed for piece in unit.pieces)
             if unit.number != STORE:
@@ -237,7 +240,7 @@ def test_the_nearest_source_of_a_frame_is_read(rig: tuple[Layout, Candidate, int
 
 @given(layout=LAYOUTS, ranks=st.integers(1, 4))
 def test_slices_that_all_ranks_have_are_shared_out_evenly(layout: Layout, ranks: int) -> None:
-    key = Key(1, 5, layout.ranks, layout.digest, "")
+    key = SliceKey(1, 5, layout.ranks, layout.digest, "")
     found = [
         Holder(key, slice_rank, rank, slice_rank, 0, "tier", "place")
         for rank in range(ranks)

@@ -24,7 +24,7 @@ from tests.unit.trainer_side.tiered import Vector, assert_step, bring_back, save
 from trainer_side.restore import exchange as received
 from trainer_side.restore import reading
 from trainer_side.restore.restore import restore
-from trainer_side.tiers.base import Kept, Nearness
+from trainer_side.tiers.tier import Kept, Nearness
 
 _SOME = (Nearness.MEMORY, Nearness.FILE)
 _SMALL = {step: saved(step, size=2000) for step in (4, 5)}

@@ -17,8 +17,8 @@ from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import Restored, restore
 from trainer_side.state.per_rank import PerRank
-from trainer_side.tiers.base import Tier
-from trainer_side.tiers.opening import open_tier
+from trainer_side.tiers.open_tiers import open_tier
+from trainer_side.tiers.tier import Tier
 
 _KINDS = ("memory", "nvme", "file", "pm")
 

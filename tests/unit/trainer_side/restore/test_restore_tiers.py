@@ -19,7 +19,7 @@ from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import Restored, restore
 from trainer_side.state.per_rank import PerRank
-from trainer_side.tiers.base import Nearness, Tier
+from trainer_side.tiers.tier import Nearness, Tier
 
 
 @pytest.fixture

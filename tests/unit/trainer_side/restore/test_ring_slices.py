@@ -16,7 +16,7 @@ from tests.support.slices import Checkpoint, DictTier
 from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
 from trainer_side.restore.restore import Restored
 from trainer_side.restore.ring_slices import RingSlices
-from trainer_side.tiers.base import Tier
+from trainer_side.tiers.tier import Tier
 
 RING, CHUNKS = RingSlices.name, 64
 

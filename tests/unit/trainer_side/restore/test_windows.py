@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.image.manifest import EntryRecord, Manifest
 from tests.support.checkpoints import manifest_of, zip_image
-from trainer_side.restore.windows import Run, Windows
+from trainer_side.restore.windows import ChunkWindows, ReadRun
 
 BASE = manifest_of(zip_image({"data.pkl": b""}), step=0)
 
@@ -24,7 +24,7 @@ def manifest(chunk_bytes: int, gaps_and_sizes: list[tuple[int, int]], tail_bytes
     )
 
 
-def all_runs(of: Windows, described: Manifest, run_bytes: int = 16 << 20) -> list[Run]:
+def all_runs(of: ChunkWindows, described: Manifest, run_bytes: int = 16 << 20) -> list[ReadRun]:
     chunks = -(-described.image_bytes // described.chunk_bytes)
     extents = [of.chunk(chunk) for chunk in range(chunks)]
     return [run for extent in extents for run in of.runs([extent], extent.offset, run_bytes)]
@@ -40,7 +40,7 @@ def test_every_byte_is_asked_for_once_and_lands_once(
     chunk_bytes: int, entries: list[tuple[int, int]], tail_bytes: int, run_bytes: int
 ) -> None:
     described = manifest(chunk_bytes, entries, tail_bytes)
-    runs = all_runs(Windows(described, range(len(described.entries))), described, run_bytes)
+    runs = all_runs(ChunkWindows(described, range(len(described.entries))), described, run_bytes)
     position = 0
     for run in runs:
         assert run.offset == position
@@ -61,7 +61,7 @@ def test_every_byte_is_asked_for_once_and_lands_once(
 
 def test_a_chunk_is_one_request_whatever_lies_in_it() -> None:
     described = manifest(100, [(10, 5), (3, 200), (1, 20), (2, 20)])
-    of = Windows(described, range(4))
+    of = ChunkWindows(described, range(4))
     assert [(run.offset, run.nbytes, len(run.parts)) for run in all_runs(of, described)] == [
         (0, 100, 2),
         (100, 100, 1),
@@ -72,14 +72,14 @@ def test_a_chunk_is_one_request_whatever_lies_in_it() -> None:
 def test_runs_begin_where_pages_begin() -> None:
     """However the tensors lie: only such a read goes past the page cache."""
     described = manifest(40 << 20, [(100, 30 << 20), (64, 3), (64, 70 << 20)])
-    runs = all_runs(Windows(described, range(3)), described)
+    runs = all_runs(ChunkWindows(described, range(3)), described)
     assert [run.offset % 4096 for run in runs] == [0] * len(runs)
     assert len(runs) == 3 + 3 + 2
 
 
 def test_entries_that_nobody_wants_have_no_parts() -> None:
     described = manifest(100, [(0, 100), (0, 100)])
-    runs = all_runs(Windows(described, [1]), described)
+    runs = all_runs(ChunkWindows(described, [1]), described)
     assert [(run.offset, run.nbytes, len(run.parts)) for run in runs] == [
         (0, 100, 0),
         (100, 100, 1),

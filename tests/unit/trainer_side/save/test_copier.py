@@ -13,7 +13,7 @@ import torch
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.link import Link
-from trainer_side.save.copier import Copier, Job
+from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.copy_plan import Route, Router
 from trainer_side.save.staging import Staging
 from trainer_side.state.skeleton import Capture
@@ -82,11 +82,13 @@ def _made(seconds_max: float) -> tuple[Copier, FakeLink, Ledger, torch.optim.SGD
     return copier, link, ledger, optimizer
 
 
-def _begin(copier: Copier, staging: SlowStaging, step: int) -> Job:
+def _begin(copier: Copier, staging: SlowStaging, step: int) -> CopyJob:
     ((parameter_storage, _),) = copier.gate.update_order().items()
     staging.storage = parameter_storage
     transfer = Transfer(step, {"save_seconds": 0.5})
-    job = Job(transfer, cast(Staging, staging), cast(Router, staging), Capture([], {}, None, ()), None, None)
+    job = CopyJob(
+        transfer, cast(Staging, staging), cast(Router, staging), Capture([], {}, None, ()), None, None
+    )
     copier.shut()
     copier.copy(job)
     return job

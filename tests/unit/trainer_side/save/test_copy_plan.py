@@ -10,10 +10,10 @@ import torch
 
 from tests.unit.trainer_side.slices import laid_out, sliced, source_of, tensors_of
 from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch, Router, SlicePlan, batches
-from trainer_side.state.survey import Source
+from trainer_side.state.survey import StorageSource
 
 
-def _state(sizes: list[int]) -> tuple[list[torch.Tensor], list[Source | None]]:
+def _state(sizes: list[int]) -> tuple[list[torch.Tensor], list[StorageSource | None]]:
     tensors = tensors_of(sizes)
     return tensors, [source_of(entry, tensor) for entry, tensor in enumerate(tensors)]
 
@@ -86,7 +86,7 @@ def test_the_route_is_made_once_until_tensors_move_or_the_order_changes() -> Non
 
 def test_a_part_of_a_storage_is_named_by_the_storage() -> None:
     storage = torch.empty(128, dtype=torch.uint8).untyped_storage()
-    source = Source(0, storage, 32, 64, storage.data_ptr() + 32, torch.device("cpu"))
+    source = StorageSource(0, storage, 32, 64, storage.data_ptr() + 32, torch.device("cpu"))
     route = Router(sliced([64])).route([source], dict, order_changed=True)
     assert route.storages == {storage.data_ptr()}
     assert route.host[0].addresses == (storage.data_ptr() + 32,)

@@ -11,8 +11,8 @@ import torch
 
 from tests.unit.trainer_side.slices import laid_out, source_of, tensors_of
 from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch, Router, SlicePlan, batches
-from trainer_side.save.device_copy import DeviceCopy, Event
-from trainer_side.state.survey import Source
+from trainer_side.save.device_copy import DeviceCopy, StreamEvent
+from trainer_side.state.survey import StorageSource
 
 SLOTS_BYTES = 8 * BATCH_BYTES_MAX
 PLENTY = 1 << 30
@@ -39,10 +39,10 @@ class FakeLane:
         self.events = self.waits = self.reached = 0
 
     @contextlib.contextmanager
-    def beside(self, after: Event | None) -> Iterator[None]:
+    def beside(self, after: StreamEvent | None) -> Iterator[None]:
         yield
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         self.events += 1
         return Moment(self, self.events)
 
@@ -66,7 +66,7 @@ class State:
         self.entries = layout.entries
         self.plan = SlicePlan.of(layout, 0, [True] * len(sizes))
         self.tensors = tensors_of(sizes)
-        self.sources: list[Source | None] = [
+        self.sources: list[StorageSource | None] = [
             source_of(entry, tensor) for entry, tensor in enumerate(self.tensors)
         ]
         self.batches = Router(self.plan).route(self.sources, dict, order_changed=True).host

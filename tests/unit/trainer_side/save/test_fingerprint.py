@@ -8,13 +8,13 @@ import torch
 from holdfast.image.replicas import decode, stride
 from trainer_side.save import fingerprint
 from trainer_side.save.fingerprint import Fingerprints
-from trainer_side.state.survey import Part, Source
+from trainer_side.state.survey import StoragePart, StorageSource
 
 SIZES = [1, 3, 63, 64, 65, 4096, 4097, 5000, 64 * 64 * 5 + 7]
 
 
-def _sources(tensors: list[torch.Tensor]) -> list[Source | None]:
-    return [Part(t.untyped_storage(), 0, t.nbytes).source(entry) for entry, t in enumerate(tensors)]
+def _sources(tensors: list[torch.Tensor]) -> list[StorageSource | None]:
+    return [StoragePart(t.untyped_storage(), 0, t.nbytes).source(entry) for entry, t in enumerate(tensors)]
 
 
 def _tensors() -> list[torch.Tensor]:

@@ -15,10 +15,10 @@ import pytest
 from holdfast.errors import ConfigError, StoreError
 from tests.support.tiers import RUN, check, image, save, write
 from trainer_side.tiers import slot_files
-from trainer_side.tiers.opening import open_tier
-from trainer_side.tiers.place import Place, RankLock
+from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.slot_format import SECTOR_OFFSETS
 from trainer_side.tiers.slot_tier import SlotTier
+from trainer_side.tiers.tier_directory import RankLock, TierDirectory
 
 _HOLDER = """
 import fcntl, os, sys, time
@@ -47,7 +47,7 @@ def filled(directory: Path, run: str = RUN) -> Path:
     tier.prepare(image().layout, 0)
     save(tier, image(), 0, 1, 1)
     tier.close()
-    (path,) = Place(directory, run).directory.glob("*.slots")
+    (path,) = TierDirectory(directory, run).directory.glob("*.slots")
     return path
 
 
@@ -245,7 +245,7 @@ def test_a_full_file_system_is_a_setting_to_mend(tmp_path: Path) -> None:
         tier = open_tier(f"memory:{mounted}/tier", RUN)
         with pytest.raises(ConfigError) as caught:
             tier.prepare(image().layout, 0)
-        where = re.escape(str(Place(mounted / "tier", RUN).directory))
+        where = re.escape(str(TierDirectory(mounted / "tier", RUN).directory))
         said = rf"no room in {where} \(.*\): rank 0 needs \d+ bytes for 2 slots of \d+, \d+ are free; make room, choose"
         assert re.search(said, str(caught.value)), caught.value
         tier.close()
@@ -254,7 +254,7 @@ def test_a_full_file_system_is_a_setting_to_mend(tmp_path: Path) -> None:
 
 
 def test_what_was_not_finished_making_is_removed(directory: Path) -> None:
-    place = Place(directory, RUN)
+    place = TierDirectory(directory, RUN)
     place.make()
     left = place.directory / "rank-00000-01234567.slots.new"
     left.write_bytes(b"half")
@@ -267,7 +267,7 @@ def test_what_was_not_finished_making_is_removed(directory: Path) -> None:
 
 
 def test_the_lock_of_a_dead_process_is_none_and_that_of_a_living_one_is_named(directory: Path) -> None:
-    place = Place(directory, RUN)
+    place = TierDirectory(directory, RUN)
     place.make()
     holder = subprocess.Popen(
         [
@@ -293,7 +293,7 @@ def test_the_lock_of_a_dead_process_is_none_and_that_of_a_living_one_is_named(di
 
 
 def test_a_child_does_not_hold_the_lock_of_its_parent(directory: Path) -> None:
-    place = Place(directory, RUN)
+    place = TierDirectory(directory, RUN)
     place.make()
     lock = RankLock(place, 0)
     parent, child = os.pipe(), os.pipe()

@@ -18,10 +18,10 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from tests.support.events import read_events
 from trainer_side.notice.appointments import Appointments
-from trainer_side.tiers.base import Nearness, Tier
 from trainer_side.tiers.chair import Chair, farthest
 from trainer_side.tiers.council import Council
-from trainer_side.tiers.tally import Order, Verdict
+from trainer_side.tiers.tally import Order, StepVerdict
+from trainer_side.tiers.tier import Nearness, Tier
 from trainer_side.tiers.words import Said, Word
 
 NEAR, FAR = 0, 1
@@ -76,7 +76,7 @@ class Bench:
         self.now += 1.0
         for _ in range(self.ranks):
             self.chair.told(tier, (3, step))
-        assert self.chair.judged(Verdict(tier, (3, step), complete=True)) == []
+        assert self.chair.judged(StepVerdict(tier, (3, step), complete=True)) == []
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [line for line in read_events(self.path) if line["event"] == name]
@@ -118,7 +118,7 @@ def test_it_plans_with_how_long_the_farthest_tier_has_taken(
     bench.keep(5)
     bench.chair.began(NEAR, (3, 6), 1000)
     bench.now += 100.0  # a near tier that is slow changes nothing
-    bench.chair.judged(Verdict(NEAR, (3, 6), complete=True))
+    bench.chair.judged(StepVerdict(NEAR, (3, 6), complete=True))
     appointed = wire.json_body(bench.appoint(bench.tell(2.0)))
     assert not appointed["save"]
     (emergency,) = bench.events("emergency")
@@ -142,7 +142,7 @@ def test_a_step_that_is_void_is_taken_later_and_a_rank_that_left_ends_it(bench: 
     first = bench.appoint(bench.tell(60.0)).step
     bench.chair.began(FAR, (3, first), 1000)
     bench.chair.told(FAR, (3, first))
-    again = bench.frames(bench.chair.judged(Verdict(FAR, (3, first), complete=False, why="rank 1: busy")))
+    again = bench.frames(bench.chair.judged(StepVerdict(FAR, (3, first), complete=False, why="rank 1: busy")))
     assert [frame.flags for frame in again] == [Says.PROPOSED.value]
     (called_off,) = bench.frames(bench.chair.left(1, "is dead"))
     assert called_off.flags == Says.CALLED_OFF.value
@@ -233,7 +233,7 @@ class Rank:
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
         self.appointments = Appointments(wait_seconds_max=30, clock=lambda: world.now)
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[StepVerdict] = []
         chair = None
         if rank == 0:
             chair = Chair(
@@ -405,7 +405,7 @@ def check(world: World) -> None:
     for event in world.events("emergency_staged"):
         order = (1, event["saved_step"])
         assert all((FAR, order) in rank.sealed for rank in world.ranks)
-        assert all(Verdict(FAR, order, complete=True) in rank.verdicts for rank in world.ranks)
+        assert all(StepVerdict(FAR, order, complete=True) in rank.verdicts for rank in world.ranks)
 
 
 def test_all_ranks_save_one_step_whatever_comes_first(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError,
 from holdfast.wire.frames import Agreement, Proposal
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.tiers.council import Council
-from trainer_side.tiers.tally import Verdict
+from trainer_side.tiers.tally import StepVerdict
 from trainer_side.tiers.words import Said, Word
 
 RANKS = 3
@@ -22,7 +22,7 @@ RANKS = 3
 class Ranks:
     def __init__(self, count: int = RANKS, **settings: Any) -> None:
         self.net = Net(count)
-        self.heard: list[list[Verdict]] = [[] for _ in range(count)]
+        self.heard: list[list[StepVerdict]] = [[] for _ in range(count)]
         settings = {"agree_seconds_max": 60.0, "seal_seconds_max": 60.0, **settings}
         self.councils = [
             Council(
@@ -60,7 +60,7 @@ def test_all_hear_that_a_step_is_complete_when_the_last_has_sealed_it(ranks: Ran
     assert not any(ranks.heard)
     ranks.councils[1].sealed(1, (1, 7), "a")
     until(lambda: all(ranks.heard))
-    assert all(heard == [Verdict(1, (1, 7), complete=True)] for heard in ranks.heard)
+    assert all(heard == [StepVerdict(1, (1, 7), complete=True)] for heard in ranks.heard)
 
 
 def test_all_hear_that_a_rank_skips_a_step_and_why(ranks: Ranks) -> None:

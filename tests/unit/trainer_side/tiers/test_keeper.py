@@ -21,13 +21,13 @@ from tests.support.events import read_events
 from tests.unit.trainer_side.tiers.ranks import Area, Net, laid_out, until
 from trainer_side.ledger import Ledger
 from trainer_side.notice.appointments import Appointments
-from trainer_side.tiers.base import Tier
-from trainer_side.tiers.inventory import Inventory
 from trainer_side.tiers.keeper import Keeper, open_tiers
 from trainer_side.tiers.keeping import Keeping
+from trainer_side.tiers.kept_slices import Inventory
 from trainer_side.tiers.media import CachedFile
 from trainer_side.tiers.pm import PmFile
 from trainer_side.tiers.slot_files import SlotFiles
+from trainer_side.tiers.tier import Tier
 
 RUN = "/run"
 NOTHING = ((), ())

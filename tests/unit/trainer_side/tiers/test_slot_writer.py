@@ -11,10 +11,10 @@ from holdfast.errors import StoreError
 from holdfast.image.slices import frames_of
 from tests.support.tiers import RUN, aligned, image, put, slice_of
 from tests.unit.trainer_side.slices import laid_out
-from trainer_side.tiers.base import Nearness
 from trainer_side.tiers.media import CachedFile
-from trainer_side.tiers.place import Place
 from trainer_side.tiers.slot_tier import SlotTier
+from trainer_side.tiers.tier import Nearness
+from trainer_side.tiers.tier_directory import TierDirectory
 
 
 class _Counting(CachedFile):
@@ -48,7 +48,9 @@ _media: list[_Counting] = []
 @pytest.fixture
 def tier(tmp_path: Path) -> SlotTier:
     _media.clear()
-    return SlotTier("test", Nearness.FILE, Place(tmp_path / "tier", RUN), _Counting, slots=2, writers=1)
+    return SlotTier(
+        "test", Nearness.FILE, TierDirectory(tmp_path / "tier", RUN), _Counting, slots=2, writers=1
+    )
 
 
 def test_hardly_more_is_written_than_there_is(tier: SlotTier) -> None:

@@ -10,7 +10,7 @@ from holdfast.errors import ConfigError, StoreError
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 from tests.support.store_slices import tier_of, write_frames, write_slices
-from trainer_side.tiers.store import StoreTier
+from trainer_side.tiers.store_tier import StoreTier
 
 IMAGE = made_up(2, entries=9, chunk_bytes=4096, ranks=1, entry_bytes_max=9000)
 DIGEST = IMAGE.layout.digest

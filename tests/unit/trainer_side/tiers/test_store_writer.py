@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.image.slices import Frame
+from holdfast.image.slices import SliceFrame
 from trainer_side.tiers.store_writer import PartCutter
 
 PAGE = 4096
 
 
-def slice_of(sizes: list[int]) -> tuple[list[Frame], bytes]:
+def slice_of(sizes: list[int]) -> tuple[list[SliceFrame], bytes]:
     frames, offset = [], 0
     for chunk, nbytes in enumerate(sizes):
-        frames.append(Frame(chunk, (), offset, nbytes))
+        frames.append(SliceFrame(chunk, (), offset, nbytes))
         offset += frames[-1].padded_bytes
     return frames, random.Random(len(sizes)).randbytes(offset)
 

@@ -7,13 +7,13 @@ from collections import deque
 
 import pytest
 
-from trainer_side.tiers.slots import Slots
-from trainer_side.tiers.tally import Order, Tally, Verdict
+from trainer_side.tiers.file_slots import FileSlots
+from trainer_side.tiers.tally import Order, StepVerdict, Tally
 
 RANKS = 3
 
 
-def _of(verdicts: list[Verdict]) -> list[tuple[int, bool]]:
+def _of(verdicts: list[StepVerdict]) -> list[tuple[int, bool]]:
     return [(verdict.order[1], verdict.complete) for verdict in verdicts]
 
 
@@ -31,14 +31,14 @@ def test_each_tier_is_decided_by_itself() -> None:
     assert not tally.sealed(0, 0, (1, 7), "a", 0.0)
     assert not tally.sealed(1, 1, (1, 7), "a", 0.0)
     (verdict,) = tally.sealed(1, 0, (1, 7), "a", 0.0)
-    assert verdict == Verdict(0, (1, 7), complete=True)
+    assert verdict == StepVerdict(0, (1, 7), complete=True)
 
 
 def test_void_if_a_rank_skips_it_or_is_late_or_has_another_layout() -> None:
     tally = Tally(RANKS, seconds_max=10.0)
     tally.sealed(0, 0, (1, 7), "a", 0.0)
     (verdict,) = tally.skipped(2, 0, (1, 7), "busy: no slot")
-    assert verdict == Verdict(0, (1, 7), complete=False, why="rank 2: busy: no slot")
+    assert verdict == StepVerdict(0, (1, 7), complete=False, why="rank 2: busy: no slot")
     tally.sealed(0, 0, (1, 8), "a", 0.0)
     tally.sealed(2, 0, (1, 8), "a", 9.0)
     assert not tally.overdue(10.0)
@@ -84,12 +84,12 @@ class _World:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.ranks, self.count = self.chance.randint(1, 4), self.chance.randint(2, 4)
-        self.slots = [Slots(self.count) for _ in range(self.ranks)]
+        self.slots = [FileSlots(self.count) for _ in range(self.ranks)]
         self.tally = Tally(self.ranks, seconds_max=50.0, open_max=self.chance.choice([2, 64]))
         self.holds: list[dict[int, Order]] = [{} for _ in range(self.ranks)]  # sealed, by slot
         self.writing: list[dict[int, Order]] = [{} for _ in range(self.ranks)]
         self.to_root: list[tuple[int, Order, bool]] = []
-        self.to_ranks: list[deque[Verdict]] = [deque() for _ in range(self.ranks)]
+        self.to_ranks: list[deque[StepVerdict]] = [deque() for _ in range(self.ranks)]
         self.step = [0] * self.ranks
         self.now = 0.0
         self.completed = 0

@@ -10,12 +10,19 @@ import numpy as np
 
 from holdfast.errors import ConfigError
 from holdfast.policy import Advice, Hazard, advise
-from operator_side.simulate.profiles import Profile
-from operator_side.simulate.replay import Job
+from operator_side.simulate.profiles import TrainingProfile
+from operator_side.simulate.replay import TrainingJob
 from operator_side.simulate.strategy import HOUR_US, Strategy, microseconds
-from operator_side.simulate.study import Goodput, Prices, Total, goodput, on_demand_dollars, total_times
+from operator_side.simulate.study import (
+    Prices,
+    StrategyGoodput,
+    Total,
+    goodput,
+    on_demand_dollars,
+    total_times,
+)
+from operator_side.simulate.trace_windows import cut
 from operator_side.simulate.traces import Trace
-from operator_side.simulate.windows import cut
 
 
 @dataclass(frozen=True)
@@ -32,16 +39,16 @@ class Replayed:
     """
 
     trace: Trace
-    job: Job
+    job: TrainingJob
     window_hours: float
-    rows: list[Goodput]
+    rows: list[StrategyGoodput]
     event_steps: int
     on_demand_dollars: float | None
     advice: list[tuple[str, Advice | ConfigError]]
 
-    def best(self) -> list[Goodput]:
+    def best(self) -> list[StrategyGoodput]:
         """Of each strategy the interval with the most goodput; the longest of equals, since it costs the least."""
-        found: dict[str, Goodput] = {}
+        found: dict[str, StrategyGoodput] = {}
         for row in self.rows:
             before = found.get(row.strategy.name)
             if before is None or row.share.median >= before.share.median:
@@ -50,7 +57,7 @@ class Replayed:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """What is to be replayed.
 
     Attributes:
@@ -66,7 +73,7 @@ class Plan:
         mtbf_hours, iterations, provision_seconds: For total times.
     """
 
-    profile: Profile
+    profile: TrainingProfile
     leads_seconds: Sequence[float]
     intervals: Sequence[int]
     nodes: int | None
@@ -144,9 +151,9 @@ class Plan:
         hours = self.stager_mtbf_hours
         return None if hours is None else max(1, round(hours * HOUR_US))
 
-    def _job(self, nodes: int, target: int | None = None) -> Job:
+    def _job(self, nodes: int, target: int | None = None) -> TrainingJob:
         profile = self.profile
-        return Job(
+        return TrainingJob(
             nodes,
             self.nodes_min,
             microseconds(profile.iteration_seconds),
@@ -154,7 +161,7 @@ class Plan:
             target,
         )
 
-    def _advice(self, trace: Trace, job: Job) -> list[tuple[str, Advice | ConfigError]]:
+    def _advice(self, trace: Trace, job: TrainingJob) -> list[tuple[str, Advice | ConfigError]]:
         found: list[tuple[str, Advice | ConfigError]] = []
         for name, measured in self.profile.strategies.items():
             strategy = measured.strategy(name)

@@ -14,10 +14,10 @@ from queue import SimpleQueue
 from holdfast.config import TrainerConfig
 from trainer_side.notice.aws import Aws
 from trainer_side.notice.azure import Azure
-from trainer_side.notice.base import Notice, Source, SourceError
 from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.signals import Signal
-from trainer_side.notice.watch import Watch, asks_for_machine
+from trainer_side.notice.source import Notice, NoticeSource, SourceError
+from trainer_side.notice.watch import NoticeWatch, asks_for_machine
 
 _log = logging.getLogger("holdfast.trainer.watch")
 
@@ -30,7 +30,7 @@ _DETECT_SECONDS_MAX = 1.0
 class Watching:
     """A watch and its signals. Main thread."""
 
-    def __init__(self, watch: Watch, signals: Sequence[Signal]) -> None:
+    def __init__(self, watch: NoticeWatch, signals: Sequence[Signal]) -> None:
         self.watch, self._signals = watch, signals
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ def open_watch(
                     name,
                 )
     clouds = [name for name in config.watch if name not in _SIGNALS] if asks_for_machine(environ) else []
-    watch = Watch(
+    watch = NoticeWatch(
         lambda: find_servers(clouds, environ, rank=rank),
         on_notice,
         rank=rank,
@@ -83,13 +83,13 @@ def open_watch(
     return Watching(watch, signals)
 
 
-def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int = 0) -> list[Source]:
+def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int = 0) -> list[NoticeSource]:
     """The metadata servers of these names; for `auto` the first that answers, which is asked for here, or none.
 
     Raises:
         SourceError: The variable that moves a server is no URL.
     """
-    found: list[Source] = [
+    found: list[NoticeSource] = [
         _CLOUDS[name](environ, seconds_max=_ANSWER_SECONDS_MAX) for name in names if name in _CLOUDS
     ]
     if "auto" in names and not found:

@@ -9,7 +9,7 @@ from operator_side.supervise.hosts import Host
 from operator_side.supervise.verdict import Verdict
 
 
-class Tick(NamedTuple):
+class ClockTick(NamedTuple):
     """Time has passed."""
 
 
@@ -19,7 +19,7 @@ class HostsSeen(NamedTuple):
     hosts: tuple[Host, ...] | None
 
 
-class Began(NamedTuple):
+class ProcessBegan(NamedTuple):
     """A process of the job has begun."""
 
     rank: int
@@ -30,7 +30,7 @@ class Joined(NamedTuple):
     """All processes of the job have met."""
 
 
-class Restored(NamedTuple):
+class RankRestored(NamedTuple):
     """A rank has its state back; -1: there was none, the run begins."""
 
     rank: int
@@ -58,19 +58,19 @@ class Exited(NamedTuple):
     status: int
 
 
-class Staged(NamedTuple):
+class StepStaged(NamedTuple):
     """A step was reported staged."""
 
     step: int
 
 
-class Durable(NamedTuple):
+class StepDurable(NamedTuple):
     """A step was reported durable."""
 
     step: int
 
 
-class Silence(NamedTuple):
+class RankSilence(NamedTuple):
     """The stager no longer hears a rank, or hears it again."""
 
     rank: int
@@ -90,23 +90,23 @@ class Stop(NamedTuple):
 
 
 Event = (
-    Tick
+    ClockTick
     | HostsSeen
-    | Began
+    | ProcessBegan
     | Joined
-    | Restored
+    | RankRestored
     | Stepped
     | Ended
     | Exited
-    | Staged
-    | Durable
-    | Silence
+    | StepStaged
+    | StepDurable
+    | RankSilence
     | Noticed
     | Stop
 )
 
 
-class Look(NamedTuple):
+class LookAtFleet(NamedTuple):
     """Look at the fleet, now and every so often. `replace`: each time ask it for so many slots more."""
 
     replace: int = 0
@@ -126,7 +126,7 @@ class Terminate(NamedTuple):
     gently: bool
 
 
-class Kill(NamedTuple):
+class KillAttempt(NamedTuple):
     """SIGKILL whatever is left of the attempt."""
 
 
@@ -145,4 +145,4 @@ class Finish(NamedTuple):
     verdict: Verdict
 
 
-Action = Look | Launch | Terminate | Kill | Note | Finish
+Action = LookAtFleet | Launch | Terminate | KillAttempt | Note | Finish

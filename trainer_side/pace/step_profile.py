@@ -27,7 +27,7 @@ _CLOCK_SECONDS = 1e-6  # an iteration that seems to take none
 _CHECKPOINTS = 3  # two of three that are slow are no accident
 
 
-class Profile:
+class StepProfile:
     """See the module. One thread.
 
     Args:

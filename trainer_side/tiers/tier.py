@@ -179,7 +179,7 @@ class Tier(Protocol):
 
 
 class Keeps(Protocol):
-    """Something that keeps slices: a tier of this rank, or the stager's ring. As `trainer_side.tiers.base.Tier`."""
+    """Something that keeps slices: a tier of this rank, or the stager's ring. As `trainer_side.tiers.tier.Tier`."""
 
     @property
     def name(self) -> str:

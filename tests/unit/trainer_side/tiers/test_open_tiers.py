@@ -9,10 +9,10 @@ import pytest
 
 from holdfast.errors import ConfigError
 from tests.support.tiers import RUN
-from trainer_side.tiers.base import Nearness
-from trainer_side.tiers.opening import open_tier
-from trainer_side.tiers.place import Place, run_name
+from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.slot_tier import SlotTier
+from trainer_side.tiers.tier import Nearness
+from trainer_side.tiers.tier_directory import TierDirectory, run_name
 
 
 @pytest.mark.parametrize("kind", ["memory", "pm", "nvme", "file"])
@@ -44,15 +44,15 @@ def test_numbers_out_of_range_are_refused(slots: int, writers: int, tmp_path: Pa
 
 
 def test_runs_of_one_name_have_directories_of_their_own(tmp_path: Path) -> None:
-    first, second = Place(tmp_path, "/mnt/a/run"), Place(tmp_path, "s3://bucket/b/run")
+    first, second = TierDirectory(tmp_path, "/mnt/a/run"), TierDirectory(tmp_path, "s3://bucket/b/run")
     assert first.directory != second.directory
-    assert first.directory == Place(tmp_path, "file:///mnt/a/run/").directory
+    assert first.directory == TierDirectory(tmp_path, "file:///mnt/a/run/").directory
     assert first.directory.name.startswith("run-")
     assert run_name("s3://bucket/b/run") == "run"
 
 
 def test_a_name_with_odd_characters_makes_a_plain_directory(tmp_path: Path) -> None:
-    place = Place(tmp_path, "/mnt/a/Läufe 7;rm")
+    place = TierDirectory(tmp_path, "/mnt/a/Läufe 7;rm")
     assert place.directory.parent == tmp_path
     assert place.directory.name.isascii()
     assert " " not in place.directory.name

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from flusher.slices import Slices
 from flusher.steps import Key
+from flusher.stored_slices import Slices
 from flusher.tenure import Tenure
 from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.slice_sets import SliceName, find_sets

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trainer_side.tiers.slots import Order, SlotEntry, Slots
+from trainer_side.tiers.file_slots import FileSlots, Order, SlotEntry
 
 
-def _save(slots: Slots, order: Order, *, complete: bool = True) -> int:
+def _save(slots: FileSlots, order: Order, *, complete: bool = True) -> int:
     number = slots.begin(order)
     assert number is not None
     slots.sealed(number)
@@ -20,12 +20,12 @@ def _save(slots: Slots, order: Order, *, complete: bool = True) -> int:
 
 
 def test_two_slots_take_turns() -> None:
-    slots = Slots(2)
+    slots = FileSlots(2)
     assert [_save(slots, (1, step)) for step in range(1, 7)] == [0, 1, 0, 1, 0, 1]
 
 
 def test_one_slot_more_than_are_in_flight() -> None:
-    slots = Slots(3)
+    slots = FileSlots(3)
     _save(slots, (1, 1))
     assert slots.begin((1, 2)) == 1
     assert slots.begin((1, 3)) == 2
@@ -33,7 +33,7 @@ def test_one_slot_more_than_are_in_flight() -> None:
 
 
 def test_the_later_one_wins_and_the_earlier_gives_its_slot_back() -> None:
-    slots = Slots(3)
+    slots = FileSlots(3)
     slow = slots.begin((1, 1))
     assert slow is not None
     _save(slots, (1, 2))
@@ -43,7 +43,7 @@ def test_the_later_one_wins_and_the_earlier_gives_its_slot_back() -> None:
 
 
 def test_a_later_one_that_is_not_complete_takes_nothing_away() -> None:
-    slots = Slots(3)
+    slots = FileSlots(3)
     slow = slots.begin((1, 1))
     assert slow is not None
     _save(slots, (1, 2), complete=False)
@@ -53,7 +53,7 @@ def test_a_later_one_that_is_not_complete_takes_nothing_away() -> None:
 
 
 def test_an_older_step_is_not_begun() -> None:
-    slots = Slots(2)
+    slots = FileSlots(2)
     _save(slots, (2, 5))
     assert slots.begin((2, 5)) is None
     assert slots.begin((1, 9)) is None
@@ -61,7 +61,7 @@ def test_an_older_step_is_not_begun() -> None:
 
 
 def test_the_same_step_is_not_begun_twice_but_again() -> None:
-    slots = Slots(3)
+    slots = FileSlots(3)
     number = slots.begin((1, 1))
     assert number is not None
     assert slots.begin((1, 1)) is None
@@ -70,7 +70,7 @@ def test_the_same_step_is_not_begun_twice_but_again() -> None:
 
 
 def test_what_is_void_goes_first_and_is_not_listed() -> None:
-    slots = Slots(3)
+    slots = FileSlots(3)
     _save(slots, (1, 1))
     _save(slots, (1, 2), complete=False)
     _save(slots, (1, 3), complete=False)
@@ -80,7 +80,7 @@ def test_what_is_void_goes_first_and_is_not_listed() -> None:
 
 
 def test_what_is_being_written_and_void_is_not_wanted() -> None:
-    slots = Slots(2)
+    slots = FileSlots(2)
     number = slots.begin((1, 1))
     assert number is not None
     slots.void((1, 1))
@@ -88,27 +88,27 @@ def test_what_is_being_written_and_void_is_not_wanted() -> None:
 
 
 def test_a_complete_step_of_this_life_is_never_void() -> None:
-    slots = Slots(2)
+    slots = FileSlots(2)
     _save(slots, (1, 1))
     slots.void((1, 1))
     assert slots.table() == [SlotEntry((1, 1), complete=True), None]
 
 
 def test_of_what_was_found_the_newest_complete_stays() -> None:
-    slots = Slots(3, {0: SlotEntry((1, 7)), 1: SlotEntry((1, 5), complete=True), 2: SlotEntry((1, 6))})
+    slots = FileSlots(3, {0: SlotEntry((1, 7)), 1: SlotEntry((1, 5), complete=True), 2: SlotEntry((1, 6))})
     assert slots.begin((2, 6)) == 2
     assert slots.begin((2, 7)) == 0
     assert slots.begin((2, 8)) is None
 
 
 def test_where_none_is_known_to_be_complete_the_newest_stays() -> None:
-    slots = Slots(2, {0: SlotEntry((1, 7)), 1: SlotEntry((1, 6))})
+    slots = FileSlots(2, {0: SlotEntry((1, 7)), 1: SlotEntry((1, 6))})
     assert slots.begin((2, 1)) == 1
     assert slots.begin((2, 2)) is None
 
 
 def test_after_a_restore_what_is_told_counts() -> None:
-    slots = Slots(2, {0: SlotEntry((1, 7), complete=True), 1: SlotEntry((1, 6))})
+    slots = FileSlots(2, {0: SlotEntry((1, 7), complete=True), 1: SlotEntry((1, 6))})
     slots.void((1, 7))
     assert slots.complete((1, 6))
     assert slots.begin((2, 7)) == 0
@@ -118,7 +118,7 @@ def test_after_a_restore_what_is_told_counts() -> None:
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_than_two_are_none(count: int) -> None:
     with pytest.raises(AssertionError):
-        Slots(count)
+        FileSlots(count)
 
 
 class _Life(RuleBasedStateMachine):
@@ -127,7 +127,7 @@ class _Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.count, self.attempt, self.step = 3, 1, 0
-        self.slots = Slots(self.count)
+        self.slots = FileSlots(self.count)
         self.writing: dict[int, Order] = {}
         self.sealed: set[Order] = set()  # in this life, and neither void nor older than a complete one
         self.newest: Order = (0, 0)  # complete, and sealed here
@@ -183,11 +183,13 @@ class _Life(RuleBasedStateMachine):
     def killed(self) -> None:
         """The next life finds what was sealed; nobody tells it anything."""
         found = {number: entry for number, entry in enumerate(self.slots.table()) if entry is not None}
-        self.slots = Slots(self.count, found)
+        self.slots = FileSlots(self.count, found)
         self.attempt, self.step = self.attempt + 1, 0
         self.writing, self.sealed = {}, set()
         if len(found) == self.count:
-            assert Slots(self.count, found).begin((self.attempt, 1)) is not None, "no slot will ever be free"
+            assert FileSlots(self.count, found).begin((self.attempt, 1)) is not None, (
+                "no slot will ever be free"
+            )
 
     @invariant()
     def what_must_stay_is_there(self) -> None:

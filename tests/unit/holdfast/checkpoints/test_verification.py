@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoints.verify import VerifyReport, verify_file
+from holdfast.checkpoints.verification import VerifyReport, verify_file
 from holdfast.errors import StoreError
 from holdfast.image.manifest import EntryRecord, Manifest
 from tests.support.checkpoints import CHUNK_BYTES, SMALL_TENSORS, add, add_small, manifest_of, small_image

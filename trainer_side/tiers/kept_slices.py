@@ -16,11 +16,11 @@ from holdfast.errors import ConfigError, HoldfastError, StoreError
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import Peers, gather
-from trainer_side.tiers.base import Kept, Tier
 from trainer_side.tiers.tally import Order
+from trainer_side.tiers.tier import Kept, Tier
 
 if TYPE_CHECKING:
-    from trainer_side.tiers.base import Keeps
+    from trainer_side.tiers.tier import Keeps
 
 
 _SECONDS_MAX = 60.0  # where nobody says how long a tier may take

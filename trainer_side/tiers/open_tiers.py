@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import ConfigError
-from trainer_side.tiers.base import Nearness, Tier
 from trainer_side.tiers.media import CachedFile, DirectFile, MappedFile, Medium
-from trainer_side.tiers.place import Place
 from trainer_side.tiers.pm import PmFile
 from trainer_side.tiers.slot_tier import SlotTier
+from trainer_side.tiers.tier import Nearness, Tier
+from trainer_side.tiers.tier_directory import TierDirectory
 
 SLOTS = 2
 _MEDIA: dict[Nearness, Callable[[Path], Medium]] = {
@@ -50,14 +50,14 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
         return _open_store(run_url, slots, writers)
     if not colon and nearness is Nearness.MEMORY:
         shared = f"/dev/shm/holdfast-{os.geteuid()}"  # noqa: S108 (0700, owner checked)
-        place = Place(Path(shared) / "tiers", run_url, parents=1)
+        place = TierDirectory(Path(shared) / "tiers", run_url, parents=1)
     elif not Path(directory).is_absolute():
         raise ConfigError(
             f"tier {spec!r}: expected an absolute directory after the colon, as in {kind}:/mnt/disk; allowed are "
             f"{_ALLOWED}"
         )
     else:
-        place = Place(Path(directory), run_url)
+        place = TierDirectory(Path(directory), run_url)
     if nearness is Nearness.MEMORY:
         # Its slices are copied there by whoever makes them; and a slot more costs memory, whatever is measured.
         slots, writers = slots if slots is not None else SLOTS, writers if writers is not None else 1
@@ -66,7 +66,7 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
 
 def _open_store(run_url: str, slots: int | None, writers: int | None) -> Tier:
     from holdfast.store import open_store
-    from trainer_side.tiers.store import StoreTier
+    from trainer_side.tiers.store_tier import StoreTier
 
     store = open_store(run_url)
     run = store.url.rstrip("/").rpartition("/")[2]

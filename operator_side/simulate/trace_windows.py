@@ -51,7 +51,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Windows:
+class TraceWindows:
     """Windows of one length side by side: arrays are (event, window), `first_count` is (window)."""
 
     length_us: int
@@ -72,7 +72,7 @@ class Windows:
         return held
 
 
-def stack(columns: list[Column], length_us: int) -> Windows:
+def stack(columns: list[Column], length_us: int) -> TraceWindows:
     """Put windows side by side."""
     rows = max(len(column.time_us) for column in columns)
 
@@ -84,7 +84,7 @@ def stack(columns: list[Column], length_us: int) -> Windows:
 
     last = [int(column.count[-1]) if len(column.count) else column.first_count for column in columns]
     counts = [filled(column.count, count) for column, count in zip(columns, last, strict=True)]
-    return Windows(
+    return TraceWindows(
         length_us,
         np.array([column.first_count for column in columns], dtype=np.int64),
         side_by_side("time_us", length_us),
@@ -101,7 +101,7 @@ def cut(
     offsets: int,
     rng: np.random.Generator,
     stager_mtbf_us: int | None = None,
-) -> Windows:
+) -> TraceWindows:
     """Windows of a trace, begun at random.
 
     Raises:
@@ -137,7 +137,7 @@ def poisson(
     samples: int,
     rng: np.random.Generator,
     stager_mtbf_us: int | None = None,
-) -> Windows:
+) -> TraceWindows:
     """Made-up traces: a machine is lost at random times, `mtbf_us` apart on average, and replaced after
     `provision_us`.
     """

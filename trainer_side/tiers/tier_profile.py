@@ -25,14 +25,14 @@ _SECONDS_MAX = 1.0
 _NEARLY = 1.05
 
 
-class Profile(NamedTuple):
+class TierProfile(NamedTuple):
     """`in_flight`: slices written at once. `writers`: threads for each."""
 
     in_flight: int
     writers: int
 
 
-def choose(seconds: Mapping[Profile, float]) -> Profile:
+def choose(seconds: Mapping[TierProfile, float]) -> TierProfile:
     """The best of what was measured: profile → seconds until all its slices were written."""
     per_slice = {profile: elapsed / profile.in_flight for profile, elapsed in seconds.items()}
     good_enough = min(per_slice.values()) * _NEARLY
@@ -41,11 +41,11 @@ def choose(seconds: Mapping[Profile, float]) -> Profile:
 
 def measure(
     medium: Medium,
-    candidates: Sequence[Profile],
+    candidates: Sequence[TierProfile],
     *,
     clock: Callable[[], float] = time.monotonic,
     seconds_max: float = _SECONDS_MAX,
-) -> Profile:
+) -> TierProfile:
     """Write with each candidate in turn, and choose. What there is no time for is left out; the first one never is.
 
     Args:
@@ -57,11 +57,11 @@ def measure(
     Raises:
         StoreError: The device refused.
     """
-    seconds: dict[Profile, float] = {}
+    seconds: dict[TierProfile, float] = {}
     with mmap.mmap(-1, _BLOCK_BYTES) as block:
         block[:] = os.urandom(1 << 20) * (_BLOCK_BYTES >> 20)  # a device may be quicker with zeros
         with memoryview(block) as view:
-            _write(medium, view, Profile(1, 1))  # first touch of the file and of what serves it
+            _write(medium, view, TierProfile(1, 1))  # first touch of the file and of what serves it
             begun = clock()
             for profile in candidates:
                 started = clock()
@@ -72,11 +72,11 @@ def measure(
     return choose(seconds)
 
 
-def _blocks_per_slice(profile: Profile) -> int:
+def _blocks_per_slice(profile: TierProfile) -> int:
     return SCRATCH_BYTES // _BLOCK_BYTES // profile.in_flight
 
 
-def _write(medium: Medium, view: memoryview, profile: Profile) -> None:
+def _write(medium: Medium, view: memoryview, profile: TierProfile) -> None:
     """All slices of a profile at once; together about `SCRATCH_BYTES`."""
     blocks = _blocks_per_slice(profile)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from holdfast.errors import HoldfastError
 from holdfast.notices.notice import Notice, NoticeKind
 
-__all__ = ["Notice", "NoticeKind", "Source", "SourceError"]
+__all__ = ["Notice", "NoticeKind", "NoticeSource", "SourceError"]
 
 
 class SourceError(HoldfastError):
@@ -22,7 +22,7 @@ class SourceError(HoldfastError):
     code = "watch"
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """Somebody who knows of the end of this machine. The watch's thread only."""
 
     name: str

@@ -191,7 +191,7 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class BeginReceiving:
     """All ranks offered: tell the flusher, and write down that the checkpoint is being received."""
 
     step: int
@@ -234,7 +234,7 @@ class FreeSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkFull:
+class MarkFull:
     """Mark the slot FULL with each source's `(rank, crc)`, and ring the flusher's bell."""
 
     slot: int
@@ -253,7 +253,7 @@ class HandedOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class MarkStaged:
     """Every chunk was full: write that down, tell the flusher and all ranks. `records`: what each rank said at DONE."""
 
     step: int
@@ -280,15 +280,15 @@ class Abort:
 
 Action = (
     Tell
-    | Begin
+    | BeginReceiving
     | FillSlot
     | GrantCredit
     | CancelReceive
     | FreeSlot
-    | ChunkFull
+    | MarkFull
     | HandedOver
     | Diverged
-    | Staged
+    | MarkStaged
     | Abort
 )
 
@@ -297,7 +297,7 @@ Action = (
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownCheckpoint:
     """One checkpoint that the flusher has to do with, as the next one must hear of it.
 
     Attributes:

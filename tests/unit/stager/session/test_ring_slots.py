@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import ProtocolError
-from stager.session.steps import (
+from stager.session.session_messages import (
     Abort,
     Began,
     CancelReceive,
-    ChunkFull,
     Decline,
     FillSlot,
     FlusherBack,
     FlusherGone,
     FreeSlot,
+    MarkFull,
     RankLost,
     RankSilent,
     Received,
@@ -46,18 +46,18 @@ def test_a_chunk_of_two_ranks_is_full_when_both_frames_are_in() -> None:
     stager.offer_all(1)
     for rank, chunk in [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]:
         stager.pay(rank, 1, chunk)
-    assert 5 not in {full.chunk for full in stager.of(ChunkFull)}
+    assert 5 not in {full.chunk for full in stager.of(MarkFull)}
     assert stager.credits == {(0, 1, 5): stager.credits[0, 1, 5]}
     slot = stager.credits[0, 1, 5]
     (full,) = stager.pay(0, 1, 5)
-    assert full == ChunkFull(slot, 1, 5, ((0, 5), (1, 1005)), stager.layout.chunk_extent(5).nbytes)
+    assert full == MarkFull(slot, 1, 5, ((0, 5), (1, 1005)), stager.layout.chunk_extent(5).nbytes)
 
 
 def test_payload_and_sent_may_come_in_either_order(stager: Stager) -> None:
     stager.offer_all(1)
     nbytes = stager.layout.chunk_extent(0).nbytes
     assert stager.take(Received(0, 1, 0)) == []
-    assert any(isinstance(action, ChunkFull) for action in stager.take(Sent(0, 1, 0, nbytes, 7)))
+    assert any(isinstance(action, MarkFull) for action in stager.take(Sent(0, 1, 0, nbytes, 7)))
 
 
 def test_a_decline_in_the_middle_keeps_slots_until_credits_are_settled(stager: Stager) -> None:

@@ -25,7 +25,7 @@ _TOP = frozenset({"time", "event", "role", "rank", "step"})
 _KEPT_OF_DURABLE = frozenset({"durable_seconds", "saved_at_unix"})
 
 
-class Event(NamedTuple):
+class LoggedEvent(NamedTuple):
     """One line. `fields` has what the event says of its own: numbers that are some, texts that are not too long."""
 
     time: float
@@ -47,7 +47,7 @@ class Log:
         running: Files whose last line has no end: somebody was still writing, or was killed in the middle of it.
     """
 
-    events: list[Event] = field(default_factory=list)
+    events: list[LoggedEvent] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     unreadable: int = 0
     running: list[str] = field(default_factory=list)
@@ -108,7 +108,7 @@ def _read(lines: IO[bytes], path: Path, log: Log) -> None:
             log.running.append(str(path))
 
 
-def read_line(line: bytes) -> Event | None:
+def read_line(line: bytes) -> LoggedEvent | None:
     """The event that a line tells; None if it tells none."""
     try:
         said = json.loads(line)
@@ -128,7 +128,7 @@ def read_line(line: bytes) -> Event | None:
         and (kept is None or name in kept)
         and (good := _good(value)) is not None
     }
-    return Event(
+    return LoggedEvent(
         time, text(event), role, rank, step if step is None or step >= 0 else None, fields | _step(said, role)
     )
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from operator_side.simulate.study import Goodput, Spread, Total
+from operator_side.simulate.study import Spread, StrategyGoodput, Total
 
 _SIZE_INCHES = (7.0, 4.0)
 
 
-def draw_goodput(rows: Sequence[Goodput], name: str, folder: Path) -> Path:
+def draw_goodput(rows: Sequence[StrategyGoodput], name: str, folder: Path) -> Path:
     """Goodput by interval, one line for each strategy with the least and the greatest of the windows.
 
     Raises:

@@ -11,9 +11,9 @@ from tests.support.tiers import RUN
 from tests.unit.trainer_side.slices import laid_out
 from trainer_side.tiers import slot_files
 from trainer_side.tiers.media import Copy
-from trainer_side.tiers.opening import open_tier
-from trainer_side.tiers.profile import SCRATCH_BYTES, Profile, choose, measure
+from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.slot_tier import SlotTier
+from trainer_side.tiers.tier_profile import SCRATCH_BYTES, TierProfile, choose, measure
 
 
 class _Counting:
@@ -44,18 +44,24 @@ class _Counting:
 
 
 def test_the_least_time_for_a_slice_wins() -> None:
-    assert choose({Profile(1, 1): 4.0, Profile(1, 2): 2.0, Profile(1, 4): 2.5}) == Profile(1, 2)
-    assert choose({Profile(1, 2): 2.0, Profile(2, 2): 3.0, Profile(3, 2): 4.8}) == Profile(2, 2)
+    assert choose({TierProfile(1, 1): 4.0, TierProfile(1, 2): 2.0, TierProfile(1, 4): 2.5}) == TierProfile(
+        1, 2
+    )
+    assert choose({TierProfile(1, 2): 2.0, TierProfile(2, 2): 3.0, TierProfile(3, 2): 4.8}) == TierProfile(
+        2, 2
+    )
 
 
 def test_of_what_is_nearly_as_good_the_fewest_win() -> None:
-    assert choose({Profile(1, 1): 2.0, Profile(1, 2): 1.95, Profile(1, 4): 1.92}) == Profile(1, 1)
-    assert choose({Profile(1, 4): 2.0, Profile(2, 1): 3.9}) == Profile(1, 4)
+    assert choose({TierProfile(1, 1): 2.0, TierProfile(1, 2): 1.95, TierProfile(1, 4): 1.92}) == TierProfile(
+        1, 1
+    )
+    assert choose({TierProfile(1, 4): 2.0, TierProfile(2, 1): 3.9}) == TierProfile(1, 4)
 
 
 def test_it_writes_within_its_file_and_within_its_bounds() -> None:
     medium = _Counting()
-    candidates = [Profile(count, writers) for count in (1, 2, 3) for writers in (1, 2)]
+    candidates = [TierProfile(count, writers) for count in (1, 2, 3) for writers in (1, 2)]
     assert measure(medium, candidates, clock=iter(range(100)).__next__, seconds_max=100) in candidates
     assert medium.end <= SCRATCH_BYTES
     assert medium.written <= SCRATCH_BYTES * (1 + len(candidates))
@@ -64,18 +70,18 @@ def test_it_writes_within_its_file_and_within_its_bounds() -> None:
 
 def test_it_ends_when_its_time_is_over_but_tries_the_first() -> None:
     medium = _Counting()
-    candidates = [Profile(1, 1), Profile(1, 2), Profile(1, 4)]
-    assert measure(medium, candidates, clock=iter(range(0, 1000, 50)).__next__, seconds_max=1) == Profile(
+    candidates = [TierProfile(1, 1), TierProfile(1, 2), TierProfile(1, 4)]
+    assert measure(medium, candidates, clock=iter(range(0, 1000, 50)).__next__, seconds_max=1) == TierProfile(
         1, 1
     )
     assert medium.written == 2 * SCRATCH_BYTES
 
 
 @pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> list[list[Profile]]:
-    calls: list[list[Profile]] = []
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[list[TierProfile]]:
+    calls: list[list[TierProfile]] = []
 
-    def recorded(medium: object, candidates: list[Profile]) -> Profile:
+    def recorded(medium: object, candidates: list[TierProfile]) -> TierProfile:
         calls.append(candidates)
         return candidates[-1]
 
@@ -83,14 +89,14 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[list[Profile]]:
     return calls
 
 
-def test_what_is_set_by_hand_is_not_measured(tmp_path: Path, tried: list[list[Profile]]) -> None:
+def test_what_is_set_by_hand_is_not_measured(tmp_path: Path, tried: list[list[TierProfile]]) -> None:
     tier = open_tier(f"file:{tmp_path}", RUN, slots=2, writers=3)
     tier.prepare(laid_out([SCRATCH_BYTES]), 0)
     assert (tier.writers, tried) == (3, [])
     tier.close()
 
 
-def test_a_small_slice_is_not_measured(tmp_path: Path, tried: list[list[Profile]]) -> None:
+def test_a_small_slice_is_not_measured(tmp_path: Path, tried: list[list[TierProfile]]) -> None:
     tier = open_tier(f"file:{tmp_path}", RUN, slots=2)
     tier.prepare(laid_out([1000]), 0)
     assert (tier.writers, tried) == (1, [])
@@ -98,7 +104,7 @@ def test_a_small_slice_is_not_measured(tmp_path: Path, tried: list[list[Profile]
 
 
 def test_the_device_is_measured_once_and_the_file_remembers(
-    tmp_path: Path, tried: list[list[Profile]]
+    tmp_path: Path, tried: list[list[TierProfile]]
 ) -> None:
     for _ in range(2):
         tier = open_tier(f"file:{tmp_path}", RUN, slots=None)

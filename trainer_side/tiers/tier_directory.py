@@ -58,7 +58,7 @@ class SlotPath(NamedTuple):
     rank: int
 
 
-class Place:
+class TierDirectory:
     """The directory of one run in a tier's directory.
 
     Args:
@@ -158,7 +158,7 @@ class RankLock:
 
     _held: ClassVar[weakref.WeakSet[RankLock]] = weakref.WeakSet()
 
-    def __init__(self, place: Place, rank: int, *, seconds_max: float = 0.0) -> None:
+    def __init__(self, place: TierDirectory, rank: int, *, seconds_max: float = 0.0) -> None:
         deadline = time.monotonic() + seconds_max
         path = place.directory / f"rank-{rank:05}.lock"
         with translated("lock", path):

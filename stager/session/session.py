@@ -26,12 +26,12 @@ from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Kind
 from stager.session.admission import Admission
 from stager.session.checkpoint import Checkpoint, Phase
-from stager.session.slots import Slots
-from stager.session.steps import (
+from stager.session.ring_slots import RingSlots
+from stager.session.session_messages import (
     Abort,
     Action,
     Began,
-    Begin,
+    BeginReceiving,
     Decline,
     Diverged,
     Done,
@@ -41,7 +41,8 @@ from stager.session.steps import (
     FlusherBack,
     FlusherGone,
     HandedOver,
-    Known,
+    KnownCheckpoint,
+    MarkStaged,
     NewLayout,
     Offer,
     RankBack,
@@ -51,7 +52,6 @@ from stager.session.steps import (
     Returned,
     Sent,
     SlotsFreed,
-    Staged,
     Tell,
     Tick,
 )
@@ -83,7 +83,7 @@ class Session:
         self._on_divergence, self._replicas = on_divergence, Replicas()
         self._offer_seconds_max, self._chunk_seconds_max = offer_seconds_max, chunk_seconds_max
         self._admission = Admission()
-        self._slots = Slots(free_slots, flusher_slots)
+        self._slots = RingSlots(free_slots, flusher_slots)
         self._open: dict[int, Checkpoint] = {}  # step → checkpoint, in order of first offer
         self._no_flusher = ""  # why there is none
         self._actions: list[Action] = []
@@ -158,7 +158,7 @@ class Session:
         """Slots that the flusher has not said are free."""
         return frozenset(self._slots.flushers)
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[KnownCheckpoint]:
         """What another flusher must be told, oldest first; it takes what it knows already for said twice."""
         found = []
         for step, checkpoint in self._open.items():
@@ -166,7 +166,9 @@ class Session:
                 continue
             assert checkpoint.layout is not None
             digest, staged = checkpoint.layout.digest, checkpoint.phase is Phase.STAGED
-            found.append(Known(step, digest, self._slots.holding(step), checkpoint.handed_over, staged))
+            found.append(
+                KnownCheckpoint(step, digest, self._slots.holding(step), checkpoint.handed_over, staged)
+            )
         return found
 
     def is_durable(self, step: int) -> bool:
@@ -193,7 +195,7 @@ class Session:
         assert self._admission.ended_for_good, "nothing was refused"
         assert not self._open, "credits are still out"
         self._admission.ended_for_good = self._no_flusher = ""
-        self._slots = Slots(free_slots, flusher_slots)
+        self._slots = RingSlots(free_slots, flusher_slots)
 
     # -- offers --------------------------------------------------------------------------------------------------
 
@@ -244,7 +246,7 @@ class Session:
             self._fail(checkpoint, layout)
             return
         checkpoint.prepare(layout, self._now)
-        self._actions.append(Begin(checkpoint.step, layout))
+        self._actions.append(BeginReceiving(checkpoint.step, layout))
         nothing = (rank for rank in layout.spared if not checkpoint.frames_left[rank])
         self._actions += [HandedOver(rank, checkpoint.step) for rank in nothing]
 
@@ -307,7 +309,7 @@ class Session:
         if divergence is not None and self._replicas.is_news(divergence):
             self._actions.append(Diverged(checkpoint.step, divergence.message, divergence.to_json()))
         checkpoint.phase = Phase.STAGED
-        self._actions.append(Staged(checkpoint.step, layout, checkpoint.records))
+        self._actions.append(MarkStaged(checkpoint.step, layout, checkpoint.records))
 
     # -- ends ----------------------------------------------------------------------------------------------------
 

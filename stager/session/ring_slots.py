@@ -19,22 +19,22 @@ from collections.abc import Collection, Iterable
 
 from holdfast.errors import ProtocolError
 from stager.session.checkpoint import Checkpoint, Credit, Phase
-from stager.session.steps import (
+from stager.session.session_messages import (
     Action,
     CancelReceive,
-    ChunkFull,
     FillSlot,
     FreeSlot,
     GrantCredit,
     HandedOver,
+    MarkFull,
     Received,
     Returned,
     Sent,
 )
 
 
-class Slots:
-    """See the module. What it gives back is to be done in order. Changed only by `stager.session.machine.Session`.
+class RingSlots:
+    """See the module. What it gives back is to be done in order. Changed only by `stager.session.session.Session`.
 
     Args:
         free_slots: Slots of the ring that are free now; those to be filled first, first.
@@ -150,7 +150,7 @@ class Slots:
             sources = tuple(sorted(checkpoint.complete.pop(chunk).items()))
             self.flushers[slot] = (checkpoint.step, chunk)
             nbytes = layout.chunk_extent(chunk).nbytes
-            actions.append(ChunkFull(slot, checkpoint.step, chunk, sources, nbytes))
+            actions.append(MarkFull(slot, checkpoint.step, chunk, sources, nbytes))
         return actions
 
     def reclaim(self, checkpoint: Checkpoint, lost: Collection[int]) -> list[Action]:

@@ -42,7 +42,7 @@ class _Slot:
     void: bool = False
 
 
-class Slots:
+class FileSlots:
     """The slots of one slot file. Not thread-safe.
 
     Args:

@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from holdfast.supervised import MARK
-from operator_side.supervise.events import (
-    Began,
-    Durable,
+from operator_side.supervise.supervisor_messages import (
     Ended,
     Event,
     Joined,
     Noticed,
-    Restored,
-    Silence,
-    Staged,
+    ProcessBegan,
+    RankRestored,
+    RankSilence,
+    StepDurable,
     Stepped,
+    StepStaged,
 )
 
-Report = Began | Ended | Restored | Stepped
+Report = ProcessBegan | Ended | RankRestored | Stepped
 
 _TAG = re.compile(r"\[\d+,(\d+)\]<(stdout|stderr)>: ?")
 _LINE_BYTES_MAX = 1 << 20  # a progress bar that never ends its line
@@ -39,7 +39,7 @@ _TORCH_PREFIX = re.compile(r"\[rank\d+\]: ")  # torch.distributed puts it before
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::.*)?")
 
 
-class Line(NamedTuple):
+class OutputLine(NamedTuple):
     """One line of a process (`rank` None: of mpirun itself)."""
 
     rank: int | None
@@ -47,12 +47,12 @@ class Line(NamedTuple):
     text: str
 
 
-def parse_line(text: str) -> Line:
+def parse_line(text: str) -> OutputLine:
     """Take mpirun's tag off."""
     match = _TAG.match(text)
     if match is None:
-        return Line(None, "stderr", text)
-    return Line(int(match[1]), match[2], text[match.end() :])
+        return OutputLine(None, "stderr", text)
+    return OutputLine(int(match[1]), match[2], text[match.end() :])
 
 
 def parse_report(text: str) -> Report | None:
@@ -65,11 +65,11 @@ def parse_report(text: str) -> Report | None:
         if type(rank) is not int or not 0 <= rank < _RANK_MAX:
             return None
         if kind == "began":
-            return Began(rank, str(fields["host"])[:255])
+            return ProcessBegan(rank, str(fields["host"])[:255])
         if kind == "ended" and type(fields["status"]) is int:
             return Ended(rank, fields["status"])
         if kind in {"restored", "stepped"} and type(fields["step"]) is int:
-            return (Restored if kind == "restored" else Stepped)(rank, fields["step"])
+            return (RankRestored if kind == "restored" else Stepped)(rank, fields["step"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
@@ -144,9 +144,9 @@ class Output:
             return report._replace(exception=exception_of(list(self._tails.get(report.rank, ()))))
         return report
 
-    def _keep(self, line: Line) -> None:
+    def _keep(self, line: OutputLine) -> None:
         if line.rank is not None and line.rank > self._ranks:
-            line = Line(None, line.stream, line.text)
+            line = OutputLine(None, line.stream, line.text)
         tail = self._tails.setdefault(line.rank, deque(maxlen=_TAIL_LINES))
         if not line.text and not (tail and tail[-1]):
             return  # our own reports begin with an empty line
@@ -200,14 +200,14 @@ def meaning(said: dict[str, Any]) -> Event | None:
     if type(step) is int:
         match said.get("event"), role:
             case "staged", "stager":
-                return Staged(step)
+                return StepStaged(step)
             case "durable" | "recovered", "flusher":
-                return Durable(step)
+                return StepDurable(step)
         return None
     rank, told = said.get("silent_rank"), said.get("told_rank")
     match said.get("event"), role:
         case "rank_silent" | "rank_back" as event, "stager" if type(rank) is int:
-            return Silence(rank, over=event == "rank_back")
+            return RankSilence(rank, over=event == "rank_back")
         case "stager_ready", "stager":
             return Joined()
         case "notice", "stager" if type(told) is int and said.get("kind") == "terminate":

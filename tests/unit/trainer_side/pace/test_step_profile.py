@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import StateError
-from trainer_side.pace.profile import Profile
+from trainer_side.pace.step_profile import StepProfile
 
 
 class Clock:
@@ -22,18 +22,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def profile(clock: Clock) -> Profile:
-    return Profile(clock)
+def profile(clock: Clock) -> StepProfile:
+    return StepProfile(clock)
 
 
-def train(profile: Profile, clock: Clock, *took: float) -> None:
+def train(profile: StepProfile, clock: Clock, *took: float) -> None:
     for seconds in took:
         clock.now += seconds
         profile.begin()
 
 
 def checkpoint(
-    profile: Profile, clock: Clock, step: int, *, added: float, stall: float, durable: float
+    profile: StepProfile, clock: Clock, step: int, *, added: float, stall: float, durable: float
 ) -> None:
     """One that is on its way for a single iteration."""
     profile.saved(step)
@@ -44,7 +44,7 @@ def checkpoint(
 
 
 def test_what_is_measured_is_the_median_without_saves_and_without_the_first_checkpoint(
-    profile: Profile, clock: Clock
+    profile: StepProfile, clock: Clock
 ) -> None:
     train(
         profile, clock, 30.0, *[1.0] * 6, 9.0
@@ -61,7 +61,7 @@ def test_what_is_measured_is_the_median_without_saves_and_without_the_first_chec
     assert (cost.staged_seconds, cost.durable_seconds, cost.in_flight_max) == (2.0, 4.0, 1)
 
 
-def test_one_that_was_slow_by_accident_does_not_count(profile: Profile, clock: Clock) -> None:
+def test_one_that_was_slow_by_accident_does_not_count(profile: StepProfile, clock: Clock) -> None:
     train(profile, clock, *[1.0] * 8)
     for step, durable in enumerate((1.0, 4.0, 90.0, 5.0)):
         checkpoint(profile, clock, step, added=0.0, stall=0.1, durable=durable)
@@ -70,7 +70,7 @@ def test_one_that_was_slow_by_accident_does_not_count(profile: Profile, clock: C
     assert profile.cost().durable_seconds == 80.0, "two of three are no accident"
 
 
-def test_one_that_is_still_on_its_way_counts_with_its_time_so_far(profile: Profile, clock: Clock) -> None:
+def test_one_that_is_still_on_its_way_counts_with_its_time_so_far(profile: StepProfile, clock: Clock) -> None:
     train(profile, clock, *[1.0] * 8)
     checkpoint(profile, clock, 0, added=0.0, stall=0.1, durable=1.0)
     checkpoint(profile, clock, 1, added=0.0, stall=0.1, durable=2.0)
@@ -82,7 +82,7 @@ def test_one_that_is_still_on_its_way_counts_with_its_time_so_far(profile: Profi
     assert profile.cost().durable_seconds == 2.0
 
 
-def test_nothing_measured_is_said(profile: Profile, clock: Clock) -> None:
+def test_nothing_measured_is_said(profile: StepProfile, clock: Clock) -> None:
     with pytest.raises(
         StateError, match=r"0 iterations without a checkpoint were measured, expected at least 5; call"
     ):
@@ -93,7 +93,7 @@ def test_nothing_measured_is_said(profile: Profile, clock: Clock) -> None:
     assert profile.iterations == 0, "an iteration in which a save was declined has its stall as well"
 
 
-def test_the_table_has_every_figure(profile: Profile, clock: Clock) -> None:
+def test_the_table_has_every_figure(profile: StepProfile, clock: Clock) -> None:
     profile.image_bytes, profile.slice_bytes = 3 << 20, 1 << 20
     train(profile, clock, *[0.04] * 8)
     profile.updated(0.002)

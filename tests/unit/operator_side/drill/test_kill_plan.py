@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import ConfigError
-from operator_side.drill.plan import Kill, Sequence, Strike, Target, Tell, plan
+from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
 
 CHECKPOINTS = [4, 9, 14, 19, 24, 29]
 NOTICE_SECONDS = 30.0
@@ -27,7 +27,7 @@ def test_another_seed_draws_other_kills() -> None:
 
 def test_each_kind_comes_once_before_one_comes_again() -> None:
     kills = plan(7, 4, "none", ranks=2, checkpoints=CHECKPOINTS)
-    assert {kill.target for kill in kills} == set(Target)
+    assert {kill.target for kill in kills} == set(KillTarget)
     assert not any(kill.notice for kill in kills)
 
 
@@ -37,7 +37,7 @@ def test_a_run_with_too_few_checkpoints_is_refused() -> None:
 
 
 def test_a_kill_waits_for_its_step_and_for_all_ranks() -> None:
-    kill = Kill(1, Target.RANKS, notice=False, rank=0, after_step=5, part=0.5)
+    kill = Kill(1, KillTarget.RANKS, notice=False, rank=0, after_step=5, part=0.5)
     sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS)
     sequence.stepped(4, 10.0)
     sequence.stepped(5, 12.0)
@@ -51,12 +51,12 @@ def test_a_kill_waits_for_its_step_and_for_all_ranks() -> None:
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_after_a_notice_the_kill_waits_for_its_answer_or_its_time(answered: bool) -> None:
-    kill = Kill(1, Target.RANK, notice=True, rank=1, after_step=5, part=0.0)
+    kill = Kill(1, KillTarget.RANK, notice=True, rank=1, after_step=5, part=0.0)
     sequence = Sequence([kill], notice_seconds=NOTICE_SECONDS)
     sequence.trains()
     sequence.answered()  # of an earlier notice
     sequence.stepped(5, 12.0)
-    assert sequence.tick(12.0) == Tell(kill)
+    assert sequence.tick(12.0) == GiveNotice(kill)
     assert sequence.tick(13.0) is None
     if answered:
         sequence.answered()
@@ -65,7 +65,7 @@ def test_after_a_notice_the_kill_waits_for_its_answer_or_its_time(answered: bool
 
 
 def test_the_next_kill_waits_until_training_goes_on() -> None:
-    kills = [Kill(n, Target.STAGER, notice=False, rank=0, after_step=5 * n, part=0.0) for n in (1, 2)]
+    kills = [Kill(n, KillTarget.STAGER, notice=False, rank=0, after_step=5 * n, part=0.0) for n in (1, 2)]
     sequence = Sequence(kills, notice_seconds=NOTICE_SECONDS)
     sequence.trains()
     sequence.stepped(11, 1.0)

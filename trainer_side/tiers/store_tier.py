@@ -30,9 +30,9 @@ from holdfast.image.manifest import Key
 from holdfast.image.slices import SliceSeal, area_bytes
 from holdfast.store import parts_at_once
 from holdfast.store.base import Store
-from trainer_side.tiers.base import Kept, Nearness
 from trainer_side.tiers.store_shelf import SliceShelf
 from trainer_side.tiers.store_writer import Layouts, StoreSliceWriter
+from trainer_side.tiers.tier import Kept, Nearness
 
 __all__ = ["StoreSliceWriter", "StoreTier"]
 

@@ -17,7 +17,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast.command.checks import Finding, Plan, State
+from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.crc import combine, crc32
 from holdfast.errors import DamageError, HoldfastError
 from holdfast.store import open_store
@@ -31,11 +31,14 @@ _SYNC_SECONDS_MAX = 1.0
 _MIB = 1 << 20
 
 
-def examine_store(plan: Plan) -> Iterator[Finding]:
+def examine_store(plan: CheckPlan) -> Iterator[Finding]:
     """Rights, bytes, speed and clock of the store that the plan names."""
     if plan.store is None:
         yield Finding(
-            "store", State.SKIPPED, "no store was named", "holdfast doctor --store URL looks at it as well"
+            "store",
+            CheckState.SKIPPED,
+            "no store was named",
+            "holdfast doctor --store URL looks at it as well",
         )
         return
     store = open_store(plan.store)
@@ -43,7 +46,7 @@ def examine_store(plan: Plan) -> Iterator[Finding]:
     was_there = root is None or root.exists()
     try:
         store.check(write=True)
-        yield Finding("store", State.OK, f"{store.url}: lists, writes, reads and deletes")
+        yield Finding("store", CheckState.OK, f"{store.url}: lists, writes, reads and deletes")
         yield from _big_file(store)
         yield _exclusive(store)
         if root is not None:
@@ -51,7 +54,9 @@ def examine_store(plan: Plan) -> Iterator[Finding]:
         else:
             yield from _bucket_clock(store)
     except HoldfastError as error:
-        yield Finding("store", State.FAIL, str(error), "mend what the message names, then run this again")
+        yield Finding(
+            "store", CheckState.FAIL, str(error), "mend what the message names, then run this again"
+        )
     finally:
         if root is not None and not was_there:
             _remove_empty(root)
@@ -69,7 +74,7 @@ def _big_file(store: Store) -> Iterator[Finding]:
         given_up.write_part(0, *_part(given_up, chunk, crc))
     finally:
         given_up.abort()
-    yield Finding("store abort", State.OK, "an upload that was begun is taken back whole")
+    yield Finding("store abort", CheckState.OK, "an upload that was begun is taken back whole")
     upload = _begin(store, name)
     try:
         began = time.perf_counter()
@@ -95,7 +100,7 @@ def _big_file(store: Store) -> Iterator[Finding]:
     nbytes = _PARTS * _CHUNK_BYTES
     yield Finding(
         "store parts",
-        State.OK,
+        CheckState.OK,
         f"{nbytes // _MIB} MiB in parts of {upload.part_bytes // _MIB} MiB: written and published at "
         f"{nbytes / seconds / 1e6:,.0f} MB/s, read back at {nbytes / read_seconds / 1e6:,.0f} MB/s, one at a time",
     )
@@ -125,13 +130,13 @@ def _exclusive(store: Store) -> Finding:
     kept = first and not second
     return Finding(
         "store exclusive",
-        State.OK if kept else State.WARN,
+        CheckState.OK if kept else CheckState.WARN,
         "a file that is there is not created again" if kept else "a file that is there was created again",
         "" if kept else "two jobs on one run are then told apart by reading back only; start one at a time",
     )
 
 
-def _directory(root: Path, plan: Plan) -> Iterator[Finding]:
+def _directory(root: Path, plan: CheckPlan) -> Iterator[Finding]:
     path = root / ".holdfast" / f"doctor-{secrets.token_hex(8)}"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -146,7 +151,7 @@ def _directory(root: Path, plan: Plan) -> Iterator[Finding]:
     enough = free_bytes >= 4 * plan.ring_bytes
     yield Finding(
         "store room",
-        State.OK if enough else State.WARN,
+        CheckState.OK if enough else CheckState.WARN,
         f"{free_bytes / _MIB:,.0f} MiB free in {root}",
         "" if enough else "keep_last + 1 checkpoints must fit; lower keep_last or take a larger disk",
     )
@@ -158,11 +163,11 @@ def _direct(path: Path) -> Finding:
     except OSError as error:
         return Finding(
             "store direct",
-            State.WARN,
+            CheckState.WARN,
             f"no O_DIRECT ({error.strerror})",
             "checkpoints go through the page cache there: slower, and it takes memory from the training",
         )
-    return Finding("store direct", State.OK, "takes O_DIRECT")
+    return Finding("store direct", CheckState.OK, "takes O_DIRECT")
 
 
 def _sync(path: Path) -> Finding:
@@ -175,7 +180,7 @@ def _sync(path: Path) -> Finding:
     slow = seconds > _SYNC_SECONDS_MAX
     return Finding(
         "store sync",
-        State.WARN if slow else State.OK,
+        CheckState.WARN if slow else CheckState.OK,
         f"a synced write takes {seconds * 1000:.1f} ms",
         "each checkpoint waits for several of them: look at what else uses this disk" if slow else "",
     )
@@ -196,7 +201,7 @@ def _clock_finding(whose: str, skew_seconds: float) -> Finding:
     near = skew_seconds <= _SKEW_SECONDS_MAX
     return Finding(
         "store clock",
-        State.OK if near else State.FAIL,
+        CheckState.OK if near else CheckState.FAIL,
         f"{whose} is {skew_seconds:.1f} s away from this machine's clock",
         ""
         if near

@@ -8,11 +8,10 @@ from holdfast.errors import ProtocolError
 from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Kind
 from stager.session.checkpoint import Phase
-from stager.session.steps import (
+from stager.session.session_messages import (
     Began,
-    Begin,
+    BeginReceiving,
     CancelReceive,
-    ChunkFull,
     Decline,
     Done,
     Durable,
@@ -21,7 +20,9 @@ from stager.session.steps import (
     FillSlot,
     FlusherGone,
     GrantCredit,
-    Known,
+    KnownCheckpoint,
+    MarkFull,
+    MarkStaged,
     NewLayout,
     Offer,
     RankBack,
@@ -31,7 +32,6 @@ from stager.session.steps import (
     Returned,
     Sent,
     SlotsFreed,
-    Staged,
     Tell,
     Tick,
 )
@@ -46,16 +46,16 @@ def stager() -> Stager:
 def test_a_checkpoint_from_offer_to_durable(stager: Stager) -> None:
     assert stager.take(Offer(0, 5, stager.layout.digest, {"saved_at_unix": 1.0})) == []
     granted = stager.take(Offer(1, 5, stager.layout.digest))
-    assert granted[:2] == [Begin(5, stager.layout), FillSlot(0, 5, 0)]
+    assert granted[:2] == [BeginReceiving(5, stager.layout), FillSlot(0, 5, 0)]
     assert isinstance(granted[2], GrantCredit)
     stager.pay_all(5)
     stager.take(Done(0, 5, {"crc_seconds": 0.5}))
     assert stager.take(Began(5)) == [], "not before every rank has said DONE"
     (staged,) = stager.take(Done(1, 5))
-    assert isinstance(staged, Staged)
+    assert isinstance(staged, MarkStaged)
     assert staged.records[0] == {"saved_at_unix": 1.0, "crc_seconds": 0.5}
-    assert {full.chunk for full in stager.of(ChunkFull)} == set(range(6))
-    assert sum(full.nbytes for full in stager.of(ChunkFull)) == stager.layout.image_bytes
+    assert {full.chunk for full in stager.of(MarkFull)} == set(range(6))
+    assert sum(full.nbytes for full in stager.of(MarkFull)) == stager.layout.image_bytes
     assert stager.take(Durable(5, {"file": "f"})) == [Tell(None, Kind.DURABLE, 5, {"file": "f"})]
     assert is_empty(stager.session)
 
@@ -85,9 +85,9 @@ def test_a_checkpoint_may_be_complete_before_the_flusher_began(stager: Stager) -
     stager.pay_all(1)
     stager.take(Done(0, 1))
     stager.take(Done(1, 1))
-    assert not stager.of(Staged)
+    assert not stager.of(MarkStaged)
     (staged,) = stager.take(Began(1))
-    assert isinstance(staged, Staged)
+    assert isinstance(staged, MarkStaged)
 
 
 def test_a_lost_rank_ends_what_it_still_owes_and_not_what_it_has_sent() -> None:
@@ -105,7 +105,7 @@ def test_a_lost_rank_ends_what_it_still_owes_and_not_what_it_has_sent() -> None:
     assert "rank 1 is dead" in stager.said(Kind.FAILED)[0].body["message"]
     stager.pay_all(1)
     stager.take(Done(0, 1))
-    assert [staged.step for staged in stager.of(Staged)] == [1], "the survivor finishes it"
+    assert [staged.step for staged in stager.of(MarkStaged)] == [1], "the survivor finishes it"
     (tell,) = stager.take(Offer(0, 3, stager.layout.digest))
     assert isinstance(tell, Tell)
     assert "rank 1 is dead" in tell.body["reason"]
@@ -120,17 +120,17 @@ def test_what_another_flusher_is_told_follows_the_phases() -> None:
     stager.take(Offer(0, 1, digest))
     assert stager.session.known() == [], "an offer is between the stager and its ranks"
     stager.take(Offer(1, 1, digest))
-    assert stager.session.known() == [Known(1, digest, (), handed_over=0, staged=False)]
+    assert stager.session.known() == [KnownCheckpoint(1, digest, (), handed_over=0, staged=False)]
     stager.take(Began(1))
     stager.pay(0, 1, 0)
-    slot = stager.of(ChunkFull)[0].slot
-    assert stager.session.known() == [Known(1, digest, (slot,), handed_over=1, staged=False)]
+    slot = stager.of(MarkFull)[0].slot
+    assert stager.session.known() == [KnownCheckpoint(1, digest, (slot,), handed_over=1, staged=False)]
     stager.pay_all(1)
     for rank in range(2):
         stager.take(Done(rank, 1))
-    slots = {action.chunk: action.slot for action in stager.of(ChunkFull)}
+    slots = {action.chunk: action.slot for action in stager.of(MarkFull)}
     assert stager.session.known() == [
-        Known(1, digest, tuple(slots[chunk] for chunk in range(3)), handed_over=3, staged=True)
+        KnownCheckpoint(1, digest, tuple(slots[chunk] for chunk in range(3)), handed_over=3, staged=True)
     ]
     stager.offer_all(2)
     stager.take(SlotsFreed((slots[0],)))
@@ -160,7 +160,7 @@ def test_without_a_flusher_what_comes_in_whole_is_staged(stager: Stager) -> None
     stager.pay_all(1)
     for rank in range(2):
         stager.take(Done(rank, 1))
-    assert [staged.step for staged in stager.of(Staged)] == [1]
+    assert [staged.step for staged in stager.of(MarkStaged)] == [1]
     assert stager.take(Began(1)) == [], "heard when the next flusher is told of it"
     assert stager.session.known()[0].staged
 
@@ -170,9 +170,9 @@ def test_what_was_whole_before_the_flusher_died_is_staged_when_it_dies(stager: S
     stager.pay_all(1)
     for rank in range(2):
         stager.take(Done(rank, 1))
-    assert not stager.of(Staged), "the flusher has yet to take it"
+    assert not stager.of(MarkStaged), "the flusher has yet to take it"
     stager.take(FlusherGone("killed"))
-    assert [staged.step for staged in stager.of(Staged)] == [1]
+    assert [staged.step for staged in stager.of(MarkStaged)] == [1]
 
 
 def test_a_wait_for_another_flusher_has_a_deadline_that_says_so() -> None:
@@ -207,7 +207,7 @@ def test_a_silent_rank_ends_what_waits_for_it_and_keeps_its_slots() -> None:
     assert its_slots <= slots_of(stager.session)[1]
     stager.pay_all(1)
     stager.take(Done(0, 1))
-    assert [staged.step for staged in stager.of(Staged)] == [1], "it had sent all of that one"
+    assert [staged.step for staged in stager.of(MarkStaged)] == [1], "it had sent all of that one"
     stager.now += 10
     (tell,) = stager.take(Offer(0, 3, stager.layout.digest))
     assert isinstance(tell, Tell)
