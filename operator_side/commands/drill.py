@@ -1,4 +1,4 @@
-"""`holdfast drill`: what becomes of a script when it is killed (holdfast/drill/)."""
+"""`holdfast drill`: what becomes of a script when it is killed (operator_side/drill/)."""
 
 from __future__ import annotations
 

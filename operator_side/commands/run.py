@@ -1,4 +1,4 @@
-"""`holdfast run`: the supervised job (holdfast/supervise/)."""
+"""`holdfast run`: the supervised job (operator_side/supervise/)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast simulate`: replay traces of preemptions (holdfast/simulate/) before money is spent."""
+"""`holdfast simulate`: replay traces of preemptions (operator_side/simulate/) before money is spent."""
 
 from __future__ import annotations
 

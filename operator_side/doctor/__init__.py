@@ -1,6 +1,6 @@
 """Looks at a machine before money is spent on it: what a run needs, tried out for real, and what to mend.
 
-    Plan ─► checks: holdfast/doctor/{machine,store}.py, and the roles' own (entry-point group `holdfast.checks`)
+    Plan ─► checks: {machine,store_checks}.py, and the roles' own (entry-point group `holdfast.checks`)
                 └─► Finding: ok · warn · fail · skipped, what was seen, what to do
 
 A check is a function of the plan that yields findings. It must clean up after itself and end: each wait in it has a

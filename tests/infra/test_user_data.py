@@ -223,7 +223,7 @@ def build_wheel(path: Path) -> None:
     """This source as a wheel; the dependencies come from the tests' own environment."""
     info = "holdfast-0.1.0.dist-info"
     with zipfile.ZipFile(path, "w") as wheel:
-        for package in ("holdfast", "trainer_side", "stager", "flusher"):
+        for package in ("holdfast", "trainer_side", "stager", "flusher", "operator_side"):
             for source in sorted((ROOT / package).rglob("*.py")):
                 wheel.write(source, source.relative_to(ROOT))
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: holdfast\nVersion: 0.1.0\n")
@@ -233,7 +233,7 @@ def build_wheel(path: Path) -> None:
         )
         points = (
             "[console_scripts]\nholdfast = holdfast.command.cli:main\n"
-            "[operator_side.commands]\nflusher = flusher.command:flusher\n"
+            "[holdfast.commands]\nflusher = flusher.command:flusher\n"
         )
         wheel.writestr(f"{info}/entry_points.txt", points)
         wheel.writestr(f"{info}/RECORD", "")

@@ -368,7 +368,9 @@ def test_a_rank_that_goes_is_spared_and_its_death_in_the_middle_of_the_step_cost
     compared = subprocess.run(
         [sys.executable, "-c", _COMPARE, str(tmp_path / "store" / manifest.file), *held],
         cwd=tmp_path,
-        env=environment_without(tmp_path / "without", ("holdfast", "trainer_side", "stager", "flusher")),
+        env=environment_without(
+            tmp_path / "without", ("holdfast", "trainer_side", "stager", "flusher", "operator_side")
+        ),
         capture_output=True,
         text=True,
         check=False,

@@ -338,9 +338,8 @@ class World:
             self.scheduler.wait(None, 10.0, "refuse")
             return
         events = EventLog(None, role="stager")
-        service = StagerService(
-            self.stager_config, job.stager_port, flusher, events=events, clock=self._clock
-        )  # type: ignore[arg-type]
+        port = job.stager_port
+        service = StagerService(self.stager_config, port, flusher, events=events, clock=self._clock)  # type: ignore[arg-type]
         process.notes["service"] = service
         try:
             service.run()

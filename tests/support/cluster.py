@@ -182,7 +182,7 @@ def check_loadable(files: Iterable[Path]) -> None:
     code = """
 import sys, zipfile
 sys.path[:] = [p for p in sys.path if p != sys.argv[1]]
-for name in ("holdfast", "trainer_side", "stager", "flusher"):
+for name in ("holdfast", "trainer_side", "stager", "flusher", "operator_side"):
     sys.modules[name] = None
 try:
     import holdfast

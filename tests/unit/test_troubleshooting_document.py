@@ -19,7 +19,7 @@ from operator_side.commands.explain import section
 from tests.unit.test_documents import ROOT, files, headings, text
 
 PAGE = "docs/troubleshooting.md"
-PACKAGES = ("holdfast/", "trainer_side/", "stager/", "flusher/")
+PACKAGES = ("holdfast/", "trainer_side/", "stager/", "flusher/", "operator_side/")
 # Said by others: mpirun and EC2. What the operating system says of an errno is taken from there.
 OF_OTHERS = {
     "All nodes which are allocated for this job are already filled",

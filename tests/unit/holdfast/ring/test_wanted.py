@@ -14,8 +14,8 @@ from holdfast.ring.wanted import RingKeeper, is_kept
 _HOLDS = """
 import sys
 from pathlib import Path
-from holdfast.ring.wanted import Keeper
-keeper = Keeper(Path(sys.argv[1]))
+from holdfast.ring.wanted import RingKeeper
+keeper = RingKeeper(Path(sys.argv[1]))
 print(flush=True)
 sys.stdin.read()
 """

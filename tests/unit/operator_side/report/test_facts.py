@@ -309,9 +309,8 @@ def test_steps_that_are_declined_by_all_ranks_are_one(tmp_path: Path) -> None:
 
 def stored(step: int, *, state: str = "verified", note: str = "") -> StoredCheckpoint:
     ranks = {"0": {"saved_at_unix": T0 + step, "cst_seconds": 0.5, "save_seconds": 0.5, "host": "a"}}
-    return StoredCheckpoint(
-        1, step, state, 1 << 20, T0 + step + 2, T0 + step, 1.0, 2.0, {"ranks": ranks}, note
-    )  # type: ignore[arg-type]
+    times = (T0 + step + 2, T0 + step, 1.0, 2.0)
+    return StoredCheckpoint(1, step, state, 1 << 20, *times, {"ranks": ranks}, note)  # type: ignore[arg-type]
 
 
 def test_manifests_alone_tell_of_checkpoints(tmp_path: Path) -> None:
