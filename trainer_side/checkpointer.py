@@ -4,7 +4,7 @@
                     ├─────► Room      staging areas and slots of local tiers; waits for them, or declines
                     ├─────► Copier    the copy thread, and the gate that holds optimizers back
                     ├─────► Link      to the stager, on the MPI thread
-                    └─────► Keeper    into local tiers, if there are any
+                    └─────► TierSet   into local tiers, if there are any
     restore() ─► restore.py
     step(step) ─► appointments: whether it is time, also after a notice
 
@@ -29,7 +29,7 @@ from holdfast.notices.sparing import NO_LIMIT, Ability
 from holdfast.store import open_store
 from holdfast.supervised import tell
 from holdfast.telemetry.events import EventLog
-from trainer_side.joining import join, open_keeper
+from trainer_side.joining import join, open_tier_set
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.open_sources import open_watch
 from trainer_side.pace.pacer import Pacer, chosen, open_pacer
@@ -103,10 +103,9 @@ class Checkpointer:
             events=self._events,
             seconds_max=self._config.copy_seconds_max,
         )
-        self._keeper = open_keeper(self._config, self._link, self._ledger, self._events)
-        if self._keeper is not None:
-            atexit.register(self._keeper.close, _EXIT_SECONDS_MAX)
-        else:
+        self._tiers = open_tier_set(self._config, self._link, self._ledger, self._events)
+        atexit.register(self._tiers.close, _EXIT_SECONDS_MAX)
+        if not self._tiers.takes_steps:
             limit = self._config.host_bytes_max
             self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
         self._areas = Areas()
@@ -116,7 +115,7 @@ class Checkpointer:
             self._engine,
             self._copier,
             link=self._link,
-            keeper=self._keeper,
+            tiers=self._tiers,
             ledger=self._ledger,
             config=self._config,
         )
@@ -124,7 +123,7 @@ class Checkpointer:
             self._state,
             room,
             link=self._link,
-            keeper=self._keeper,
+            tiers=self._tiers,
             config=self._config,
             events=self._events,
         )
@@ -134,7 +133,7 @@ class Checkpointer:
             room,
             self._copier,
             link=self._link,
-            keeper=self._keeper,
+            tiers=self._tiers,
             ledger=self._ledger,
             events=self._events,
         )
@@ -166,7 +165,7 @@ class Checkpointer:
     @property
     def kept_step(self) -> int:
         """Newest step of this job that every rank has sealed in the same local tier; -1 before the first."""
-        return -1 if self._keeper is None else self._keeper.complete_step
+        return self._tiers.complete_step
 
     @property
     def notice(self) -> Notice | None:
@@ -207,16 +206,15 @@ class Checkpointer:
             store,
             self._link.peers,
             events=self._events,
-            tiers=() if self._keeper is None else self._keeper.tiers,
+            tiers=self._tiers.tiers,
             fetch=self._link.fetch,
             step=step,
             seconds_max=self._config.restore_seconds_max,
             without_store=self._config.restore_without_store,
             may_lack=may_lack,
         )
-        if self._keeper is not None and self.restored is not None:
-            self._keeper.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
         if self.restored is not None:
+            self._tiers.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
             self._link.appointments.restored(self.restored.step)
         tell("restored", step=-1 if self.restored is None else self.restored.step)
         return 0 if self.restored is None else self.restored.step + 1
@@ -274,9 +272,8 @@ class Checkpointer:
             self._pacer.close()
         self._copier.close()
         try:
-            if self._keeper is not None:
-                atexit.unregister(self._keeper.close)
-                self._keeper.close(self._config.close_seconds_max)
+            atexit.unregister(self._tiers.close)
+            self._tiers.close(self._config.close_seconds_max)
             self._link.close(wait_for=TransferState.DURABLE, seconds_max=self._config.close_seconds_max)
         finally:
             if summary := self._ledger.summary():

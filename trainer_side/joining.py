@@ -1,8 +1,8 @@
 """How a rank meets its job: with a stager, with local tiers, or with both; what it may not be without.
 
 a stager in the job ─► Link      HELLO ─► WELCOME: its attempt, its store
-none, but tiers     ─► Alone     attempt: one more than any tier or the store knows of
-tiers               ─► Keeper    over both
+none, but tiers     ─► NoStager  attempt: one more than any tier or the store knows of
+tiers               ─► Keeper    over both; NoTiers where none are set
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind, Welcome
 from trainer_side.ledger import Ledger
 from trainer_side.link.link import Link
-from trainer_side.link.no_stager import Alone
+from trainer_side.link.no_stager import NoStager
 from trainer_side.link.outgoing import StagerPort
+from trainer_side.link.to_stager import ToStager
 from trainer_side.ranks.distributed import refuse_other_launchers
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.tiers.keeper import Keeper, open_tiers
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
 from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier_set import NoTiers, TierSet
 
 if TYPE_CHECKING:
     from trainer_side.ranks.mpi import World
@@ -47,7 +49,7 @@ _AWAITING_PAUSE_SECONDS = 1e-3
 _LEAVE_SECONDS_MAX = 5.0
 
 
-def join(config: TrainerConfig) -> Link | Alone:
+def join(config: TrainerConfig) -> ToStager:
     """Meet the other ranks, and the stager if the job has one. Collective; main thread.
 
     Raises:
@@ -62,7 +64,7 @@ def join(config: TrainerConfig) -> Link | Alone:
     refuse_other_launchers(world.ranks)
     alone = world.stager is None
     compare(config, world.peers(), alone=alone)
-    return Alone(config, world) if alone and config.tiers else meet_stager(config, world)
+    return NoStager(config, world) if alone and config.tiers else meet_stager(config, world)
 
 
 def meet_stager(config: TrainerConfig, world: World) -> Link:
@@ -105,7 +107,7 @@ def _await_welcome(port: StagerPort, seconds_max: float) -> Welcome:
 def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
     """See that all ranks have the same tiers, and with `alone` what else a stager would tell them. Collective.
 
-    One that has none would go on where the others wait for it.
+    A rank without tiers would skip collective calls in which the others wait for it.
 
     Raises:
         ConfigError: On every rank: which rank has which setting otherwise than rank 0.
@@ -126,8 +128,8 @@ def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
                 )
 
 
-def open_keeper(config: TrainerConfig, link: Link | Alone, ledger: Ledger, events: EventLog) -> Keeper | None:
-    """Open the local tiers; None where none are set. Collective; main thread.
+def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events: EventLog) -> TierSet:
+    """Open the local tiers, if any are set. Collective; main thread.
 
     Raises:
         ConfigError: A tier is not what it should be, or not the same on all ranks.
@@ -135,7 +137,7 @@ def open_keeper(config: TrainerConfig, link: Link | Alone, ledger: Ledger, event
         PeerLost: A rank is gone.
     """
     if not config.tiers:
-        return None
+        return NoTiers(link.agree)
     from trainer_side.ranks.mpi import World
 
     peers = link.peers
@@ -143,7 +145,11 @@ def open_keeper(config: TrainerConfig, link: Link | Alone, ledger: Ledger, event
     # A tier that hangs now is refused, as one that is too small: it would hold up the first save as well.
     limit = min(config.start_seconds_max, config.tier_seconds_max)
     inventory = take_inventory(peers, tiers, error, seconds_max=limit)
-    attempt = _alone(config, link, tiers, peers) if isinstance(link, Alone) else _beside(link, inventory)
+    attempt = (
+        _beside(link.attempt, inventory, rank=link.rank)
+        if link.attempt
+        else _alone(config, link.store_url, tiers, peers)
+    )
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
     keeper = Keeper(
         tiers,
@@ -156,11 +162,9 @@ def open_keeper(config: TrainerConfig, link: Link | Alone, ledger: Ledger, event
         inventory=inventory,
         ledger=ledger,
         events=events,
-        appointments=link.appointments if isinstance(link, Alone) else None,
+        appointments=None if link.attempt else link.appointments,
     )
-    link.goes_on_in = keeper.names
-    if isinstance(link, Alone):
-        link.council = keeper.council
+    link.beside(keeper)
     return keeper
 
 
@@ -171,12 +175,11 @@ def _opened(config: TrainerConfig, store_url: str) -> tuple[Sequence[Tier], Conf
         return (), error
 
 
-def _beside(link: Link, inventory: Inventory) -> int:
+def _beside(attempt: int, inventory: Inventory, *, rank: int) -> int:
     """The stager's attempt, unless a job without a stager has gone further and the store does not know of it."""
-    attempt = link.welcome.attempt
     if inventory.newest_attempt < attempt:
         return attempt
-    if link.rank == 0:
+    if rank == 0:
         _log.warning(
             "local tiers hold attempt %d, the stager's is %d: a job without a stager has written them when it did not "
             "reach the store. Until the next job restore takes those of this job in the tiers for the newer ones",
@@ -186,12 +189,12 @@ def _beside(link: Link, inventory: Inventory) -> int:
     return inventory.newest_attempt + 1
 
 
-def _alone(config: TrainerConfig, alone: Alone, tiers: Sequence[Tier], peers: Peers) -> int:
+def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: Peers) -> int:
     """One more than any tier of any rank, or the store, knows of; the store is told.
 
     With the store as a tier it is also cleared of what killed ranks of older attempts have left half sent.
     """
-    store = open_store(alone.store_url)
+    store = open_store(store_url)
     attempt = 1 + newest_attempt(
         tiers,
         store,

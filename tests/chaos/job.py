@@ -86,10 +86,10 @@ def main() -> None:
 def _wait_for_the_one_before(checkpointer: Checkpointer) -> None:
     """Until it is staged or given up: no step is declined because of it, however slow machine and store are."""
     deadline = time.monotonic() + STAGED_SECONDS_MAX
-    before, keeper = checkpointer._areas.in_flight(), checkpointer._keeper
+    before, tiers = checkpointer._areas.in_flight(), checkpointer._tiers
 
     def over() -> bool:
-        return all(flight.settled.is_set() for flight in before) and (keeper is None or keeper.is_idle)
+        return all(flight.settled.is_set() for flight in before) and tiers.is_idle
 
     while not over() and time.monotonic() < deadline:
         time.sleep(0.001)

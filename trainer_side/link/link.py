@@ -36,6 +36,7 @@ from trainer_side.link.questions import Questions
 from trainer_side.link.schedule import Schedule
 from trainer_side.notice.appointments import Appointments
 from trainer_side.notice.hearing import hear_appointment
+from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class Link:
         events: Event log; may be replaced before the first offer.
         problem: Why no checkpoint can be taken any more; None while all is well. Any thread.
         appointments: At which step this rank acts on a notice. `schedule`: at which it saves, with `every="auto"`.
-        goes_on_in: Local tiers in which checkpoints go on without a stager; empty where there are none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Link:
         self.problem: HoldfastError | None = None
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.schedule = Schedule(auto=False, wait_seconds_max=config.stager_seconds_max)
-        self.goes_on_in = ""
+        self._goes_on_in = ""  # names of local tiers
         self._plan: SendPlan | None = None
         self._newest_step = -1
         self._accepted: list[Transfer] = []  # by the training thread, for close()
@@ -93,6 +93,16 @@ class Link:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="holdfast-link", daemon=True)
         self._thread.start()
+
+    @property
+    def attempt(self) -> int:
+        """Attempt of this job."""
+        return self.welcome.attempt
+
+    @property
+    def lives(self) -> bool:
+        """Whether the stager takes steps now. Any thread."""
+        return self.problem is None
 
     @property
     def store_url(self) -> str:
@@ -127,6 +137,15 @@ class Link:
         return self._outbox.new_pickle_reserve_bytes
 
     # -- what the training thread asks for -----------------------------------------------------------------------
+
+    def beside(self, tiers: TierSet) -> None:
+        """The rank's local tiers, in which checkpoints go on when the stager is lost."""
+        self._goes_on_in = tiers.names
+
+    def auto_interval(self) -> tuple[Schedule, Callable[[Wish], None] | None]:
+        """For `every="auto"`: when this rank saves, and on rank 0 how to ask the stager for another interval."""
+        self.schedule.choose(auto=True)
+        return self.schedule, self.wish if self.rank == 0 else None
 
     def agree(self, proposal: Proposal) -> Agreement:
         """See `Questions.agree`."""
@@ -315,12 +334,12 @@ class Link:
     def _give_up(self, error: HoldfastError) -> None:
         if self.problem is not None:
             return
-        if self.goes_on_in:
+        if self._goes_on_in:
             _log.error(
                 "rank %d: THE STAGER IS LOST, nothing more of this job goes to it; training goes on, and checkpoints "
                 "go on in %s alone: %s",
                 self.rank,
-                self.goes_on_in,
+                self._goes_on_in,
                 error,
             )
         else:

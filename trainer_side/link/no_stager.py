@@ -1,10 +1,8 @@
-"""In place of the link, in a job that has local tiers and no stager: the same questions, answered without one.
-
-World (no stager) ─► Alone: who the ranks are; every step ends here for the stager, at once
-"""
+"""In place of the link, in a job that has local tiers and no stager. No step goes further than into the tiers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config import TrainerConfig
@@ -14,16 +12,19 @@ from holdfast.image.layout import Layout
 from holdfast.notices.notice import Notice
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.frames import Agreement, Proposal
+from holdfast.wire.pace import Wish
+from trainer_side.link.schedule import Schedule
 from trainer_side.notice.appointments import Appointments
+from trainer_side.tiers.tier_set import NoTiers, TierSet
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 if TYPE_CHECKING:
     from trainer_side.ranks.mpi import MpiPeers, World
-    from trainer_side.tiers.council import Council
 
 
-class Alone:
-    """What `Link` is where there is a stager. Training thread.
+class NoStager:
+    """A `ToStager` that leads to no stager. Training thread.
 
     Args:
         config: Settings; `store` names the run.
@@ -33,13 +34,18 @@ class Alone:
         rank: This training rank. `ranks`: how many there are.
         peers: The other ranks.
         events: Event log.
-        appointments: At which step this rank acts on a notice. `council`: who agrees on it; set with the tiers.
-        problem: None: nothing is lost. `staged_step`, `durable_step`: -1, nothing is staged.
+        appointments: At which step this rank acts on a notice; the ranks' council agrees on it.
         store_url: URL of the run. `chunk_bytes`: size of a chunk.
 
     Raises:
         ConfigError: `store` is not set.
     """
+
+    attempt = 0
+    problem: HoldfastError | None = None
+    lives = False
+    staged_step = durable_step = -1
+    new_pickle_reserve_bytes = 0
 
     def __init__(self, config: TrainerConfig, world: World) -> None:
         if config.store is None:
@@ -51,13 +57,35 @@ class Alone:
         self.rank, self.ranks = world.rank, world.ranks
         self.peers: MpiPeers = world.peers()
         self.events = EventLog(None, role="trainer", rank=self.rank)
-        self.problem: HoldfastError | None = None
-        self.staged_step = self.durable_step = -1
-        self.new_pickle_reserve_bytes = 0
-        self.goes_on_in = ""
-        self.council: Council | None = None
+        self._tiers: TierSet = NoTiers(self.agree)
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.store_url, self.chunk_bytes = config.store, config.chunk_bytes
+
+    def beside(self, tiers: TierSet) -> None:
+        """The tiers whose council brings the ranks to one step after a notice."""
+        self._tiers = tiers
+
+    def auto_interval(self) -> tuple[Schedule, Callable[[Wish], None] | None]:
+        """Refuse: only a stager brings all ranks to another interval.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            'every="auto" needs a stager, which brings all ranks to the same steps, and this job has none; add '
+            "`: -n 1 holdfast stager --store URL` to the mpirun line, or give a number of steps"
+        )
+
+    def agree(self, proposal: Proposal) -> Agreement:  # noqa: ARG002
+        """Refuse: the council of the local tiers compares the tensors of the ranks.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"rank {self.rank}: no stager in this job, and no local tiers: nobody compares the tensors of the ranks; "
+            "add `: -n 1 holdfast stager --store URL` to the mpirun line, or set tiers (HOLDFAST_TIERS)"
+        )
 
     def announce(self, layout: Layout) -> None:
         """Nobody needs it."""
@@ -79,8 +107,7 @@ class Alone:
 
     def notice(self, notice: Notice) -> None:
         """Tell rank 0, in the stager's place, that this rank's machine will be taken away. Any thread."""
-        assert self.council is not None, "tiers are opened before the watch"
-        self.council.notice(notice)
+        self._tiers.council.notice(notice)
 
     def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
         """There is nothing to wait for."""

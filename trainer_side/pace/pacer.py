@@ -24,9 +24,8 @@ from holdfast.errors import ConfigError
 from holdfast.policy import Governor, Hazard
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.pace import Wish
-from trainer_side.link.link import Link
-from trainer_side.link.no_stager import Alone
 from trainer_side.link.schedule import Schedule, SchedulePhase
+from trainer_side.link.to_stager import ToStager
 from trainer_side.pace.step_profile import StepProfile
 from trainer_side.pace.updates import Updates
 
@@ -55,20 +54,15 @@ def chosen(every: int | str | None, config: TrainerConfig) -> int | None:
 
 
 def open_pacer(
-    config: TrainerConfig, link: Link | Alone, events: EventLog, optimizers: Sequence[Optimizer]
+    config: TrainerConfig, link: ToStager, events: EventLog, optimizers: Sequence[Optimizer]
 ) -> Pacer:
     """The pacer of this rank.
 
     Raises:
         ConfigError: The job has no stager.
     """
-    if isinstance(link, Alone):
-        raise ConfigError(
-            f'every="{AUTO}" needs a stager, which brings all ranks to the same steps, and this job has none; add '
-            "`: -n 1 holdfast stager --store URL` to the mpirun line, or give a number of steps"
-        )
-    link.schedule.choose(auto=True)
-    return Pacer(link.schedule, link.wish if link.rank == 0 else None, config, events, optimizers)
+    schedule, wish = link.auto_interval()
+    return Pacer(schedule, wish, config, events, optimizers)
 
 
 class Pacer:

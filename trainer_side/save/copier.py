@@ -23,8 +23,7 @@ import torch
 
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
-from trainer_side.link.link import Link
-from trainer_side.link.no_stager import Alone
+from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copy_plan import Router
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
@@ -90,7 +89,7 @@ class Copier:
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        link: Link | Alone,
+        link: ToStager,
         *,
         ledger: Ledger,
         events: EventLog,

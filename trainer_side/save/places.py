@@ -19,17 +19,16 @@ import torch
 from holdfast.config import TrainerConfig
 from holdfast.errors import StateError
 from trainer_side.ledger import Ledger
-from trainer_side.link.link import Link
-from trainer_side.link.no_stager import Alone
+from trainer_side.link.to_stager import ToStager
 from trainer_side.save.areas import Areas, AreaUse
 from trainer_side.save.copier import Copier
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import SlicePlan
 from trainer_side.save.staging import Staging
 from trainer_side.state.skeleton import Skeleton
-from trainer_side.tiers.keeper import Keeper
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.tier import SliceWriter
+from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import Transfer, TransferState
 
 _LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has declined the step
@@ -60,7 +59,7 @@ class Room:
         engine: Copies into them.
         copier: May still be busy with an area.
         link: To the stager; its `answer` ends a wait.
-        keeper: Of the local tiers; None without any.
+        tiers: The local tiers, if there are any.
         ledger: Counts the waits.
         config: How long to wait for what.
     """
@@ -71,13 +70,13 @@ class Room:
         engine: CopyEngine,
         copier: Copier,
         *,
-        link: Link | Alone,
-        keeper: Keeper | None,
+        link: ToStager,
+        tiers: TierSet,
         ledger: Ledger,
         config: TrainerConfig,
     ) -> None:
         self._areas, self._engine, self._copier = areas, engine, copier
-        self._link, self._keeper, self._ledger, self._config = link, keeper, ledger, config
+        self._link, self._tiers, self._ledger, self._config = link, tiers, ledger, config
 
     # -- for a plan ----------------------------------------------------------------------------------------------
 
@@ -102,8 +101,8 @@ class Room:
         deadline = time.monotonic() + self._config.stager_seconds_max
         for before in late:
             if not before.released.wait(max(0.0, deadline - time.monotonic())):
-                if self._keeper is not None and before.keeping is not None:
-                    self._keeper.let_go(before.keeping)  # a device that hangs is no reason to end a training
+                if before.keeping is not None:
+                    self._tiers.let_go(before.keeping)  # a device that hangs is no reason to end a training
                 if before.released.is_set():
                     continue
                 raise self._link.problem or StateError(
@@ -145,9 +144,8 @@ class Room:
             move = slot.copy or ctypes.memmove
             return Staging(skeleton, slice_plan, self._engine, pinned=pinned, slot=slot.memory, move=move)
 
-        self._areas.renew(make, count_max, in_slots=self._keeper is not None and self._keeper.is_direct)
-        if self._keeper is not None:
-            self._keeper.prepare(skeleton.layout)
+        self._areas.renew(make, count_max, in_slots=self._tiers.is_direct)
+        self._tiers.prepare(skeleton.layout)
 
     # -- for a step ----------------------------------------------------------------------------------------------
 
@@ -202,44 +200,43 @@ class Room:
         keeping = place.keeping
         self._areas.send(place.area, transfer, keeping)
         transfer.record["in_flight"] = len(self._areas.in_flight())
-        if self._keeper is not None and keeping is not None:
+        if keeping is not None:
             keeping.link_released = transfer.released
-            self._keeper.keep(keeping, place.area)
+            self._tiers.keep(keeping, place.area)
 
     def give_back(self, place: StepPlace, reason: str) -> None:
         """The step is not taken after all. Slots in which it has begun already are left to their lanes."""
-        if self._keeper is not None and place.keeping is not None and place.keeping.area is None:
-            self._keeper.drop(place.keeping, reason)
+        if place.keeping is not None and place.keeping.area is None:
+            self._tiers.drop(place.keeping, reason)
 
     # -- details -------------------------------------------------------------------------------------------------
 
     def _take(self, step: int, record: dict[str, Any]) -> StepPlace | None:
-        keeper = self._keeper
-        if keeper is not None and keeper.is_direct:
-            return self._take_slot(keeper, step, record)
+        if self._tiers.is_direct:
+            return self._take_slot(step, record)
         area = self._areas.take()
         if area is None:
             return None
-        return StepPlace(area, None if keeper is None else self._take_slots(keeper, step, record))
+        return StepPlace(area, self._take_slots(step, record))
 
-    def _take_slot(self, keeper: Keeper, step: int, record: dict[str, Any]) -> StepPlace | None:
+    def _take_slot(self, step: int, record: dict[str, Any]) -> StepPlace | None:
         """A slot of the first tier, which is the area: without one there is nowhere to copy to."""
-        keeping = self._take_slots(keeper, step, record) if self._areas.has_room() else None
+        keeping = self._take_slots(step, record) if self._areas.has_room() else None
         if keeping is None:
             return None
         if keeping.source_is_slot < 0:
-            keeper.drop(keeping, "busy: no slot of the first tier is free")
+            self._tiers.drop(keeping, "busy: no slot of the first tier is free")
             return None
         return StepPlace(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
 
-    def _take_slots(self, keeper: Keeper, step: int, record: dict[str, Any]) -> Keeping | None:
+    def _take_slots(self, step: int, record: dict[str, Any]) -> Keeping | None:
         """With `on_full="wait"`, wait for those that will become free: verdicts come a little later than seals."""
-        lives = not isinstance(self._link, Alone) and self._link.problem is None
-        if self._config.on_full == "skip":
-            return keeper.begin(step, record, stager_lives=lives)
+        lives = self._link.lives
+        if self._config.on_full == "skip" or not self._tiers.takes_steps:
+            return self._tiers.begin(step, record, stager_lives=lives)
         begun = time.monotonic()
         until = begun + self._config.full_seconds_max
-        keeping = keeper.begin(step, record, stager_lives=lives, wait_until=until)
+        keeping = self._tiers.begin(step, record, stager_lives=lives, wait_until=until)
         self._ledger.waited(time.monotonic() - begun)
         return keeping
 
@@ -248,7 +245,7 @@ class Room:
         reading = self._areas.being_read()
         if len(reading) < self._areas.count_max:
             in_flight = len(self._areas.in_flight())
-            if self._keeper is not None and in_flight <= self._areas.count_max:
+            if self._tiers.takes_steps and in_flight <= self._areas.count_max:
                 return "busy: no slot of the first local tier is free"
             return f"busy: the {in_flight} checkpoints before are not staged yet"
         before = len(reading)

@@ -23,15 +23,14 @@ from holdfast.image.replicas import watched
 from holdfast.notices.sparing import NOBODY
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Proposal
-from trainer_side.link.link import Link
-from trainer_side.link.no_stager import Alone
+from trainer_side.link.to_stager import ToStager
 from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.places import NoRoom, Room
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import classify
-from trainer_side.tiers.keeper import Keeper
+from trainer_side.tiers.tier_set import TierSet
 
 _CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
 
@@ -57,9 +56,9 @@ class Planner:
     Args:
         state: As the script gave it.
         room: Is cleared before a new plan, and furnished for it.
-        link: Agrees with the other ranks, through the stager.
-        keeper: With local tiers the ranks agree among themselves instead: the same way before and after the stager is
-            lost.
+        link: Who this rank is; hears of new layouts.
+        tiers: Their council agrees with the other ranks. With local tiers these agree among themselves: the same way
+            before and after the stager is lost.
         config: Limits of areas; whether replicas are compared.
         events: Event log.
     """
@@ -69,12 +68,12 @@ class Planner:
         state: Mapping[str, Any],
         room: Room,
         *,
-        link: Link | Alone,
-        keeper: Keeper | None,
+        link: ToStager,
+        tiers: TierSet,
         config: TrainerConfig,
         events: EventLog,
     ) -> None:
-        self._state, self._room, self._link, self._keeper = state, room, link, keeper
+        self._state, self._room, self._link, self._tiers = state, room, link, tiers
         self._config, self._events = config, events
         self._plan: SavePlan | None = None
         self._sparing = NOBODY  # of the plan
@@ -111,9 +110,8 @@ class Planner:
 
     def _widen(self, tree: Any) -> None:
         """Plan again if rank 0 was given more room. No agreement is needed: every rank was told the same."""
-        wanted, before = self._link.new_pickle_reserve_bytes, self._pickle_reserve_bytes
-        if self._keeper is not None:
-            wanted = max(wanted, self._keeper.council.new_pickle_reserve_bytes)
+        before = self._pickle_reserve_bytes
+        wanted = max(self._link.new_pickle_reserve_bytes, self._tiers.council.new_pickle_reserve_bytes)
         if self._plan is None or wanted <= before:
             return
         self._pickle_reserve_bytes = wanted
@@ -144,24 +142,22 @@ class Planner:
 
     def _renew_together(self, tree: Any) -> SavePlan:
         """The first plan with local tiers: what one rank cannot do, all ranks hear of, and none trains on alone."""
-        if self._keeper is None or self._keeper.is_prepared:
+        if self._tiers.is_prepared:
             return self._renew(tree)
         try:
             planned = self._renew(tree)
         except Outgrown:
-            self._keeper.council.concur(None)
+            self._tiers.council.concur(None)
             raise
         except HoldfastError as error:
-            self._keeper.council.concur(error)
+            self._tiers.council.concur(error)
             raise
-        self._keeper.council.concur(None)
+        self._tiers.council.concur(None)
         return planned
 
     def _agree(self, tree: Any) -> None:
         proposed = table(self._state, tree, rank=self._link.rank, ranks=self._link.ranks)
-        leader = self._link if self._keeper is None else self._keeper.council
-        assert not isinstance(leader, Alone)
-        agreement = leader.agree(
+        agreement = self._tiers.council.agree(
             Proposal(
                 table_digest=proposed.digest,
                 table=proposed.rows,

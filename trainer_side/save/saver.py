@@ -8,7 +8,7 @@
     close the gate, offer ────────────────────────────────────────────────► OFFER … credits
     return                                           data.pkl, if it was left to it; then
                                                      copy the slice ──────► frames, as the bytes get ready
-                                                                       └──► local tiers (tiers/keeper.py)
+                                                                       └──► local tiers (tiers/tier_set.py)
     next optimizer.step(): waits for the gate ◄───── open the gate
 
 No collective operation. A step that cannot be taken (all staging areas are still being sent) is declined by this rank,
@@ -33,8 +33,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.telemetry.causes import cause_of
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
-from trainer_side.link.link import Link
-from trainer_side.link.no_stager import Alone
+from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.places import NoRoom, Room, StepPlace
@@ -42,7 +41,7 @@ from trainer_side.save.planner import Planner, SavePlan
 from trainer_side.state.skeleton import Capture, Outgrown
 from trainer_side.state.survey import StorageSource
 from trainer_side.state.tree import collect
-from trainer_side.tiers.keeper import Keeper
+from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import Transfer
 
 
@@ -76,7 +75,7 @@ class Saver:
         room: Has areas and slots.
         copier: Copies behind the gate.
         link: Takes steps to the stager.
-        keeper: Takes them into local tiers; None without any.
+        tiers: Takes them into local tiers, if there are any.
         ledger: Counts what became of them.
         events: Event log.
     """
@@ -88,33 +87,33 @@ class Saver:
         room: Room,
         copier: Copier,
         *,
-        link: Link | Alone,
-        keeper: Keeper | None,
+        link: ToStager,
+        tiers: TierSet,
         ledger: Ledger,
         events: EventLog,
     ) -> None:
         self._state, self._planner, self._room, self._copier = state, planner, room, copier
-        self._link, self._keeper, self._ledger, self._events = link, keeper, ledger, events
+        self._link, self._tiers, self._ledger, self._events = link, tiers, ledger, events
         self._warned = ""
 
     def save(self, step: int) -> bool:
         """See `Checkpointer.save`."""
         begun, saved_at_unix = time.monotonic(), time.time()
         reach(Point.SAVE_BEGUN)
-        if (problem := self._link.problem) is not None and self._keeper is None:
+        if (problem := self._link.problem) is not None and not self._tiers.takes_steps:
             return self._decline(step, f"stager lost: {problem}", tell=False)
         try:
             with no_collections():
                 plan, taken = self._planner.take(collect(self._state))
         except PeerLost as lost:
-            if lost is not self._problem() or self._keeper is not None:
+            if lost is not self._problem() or self._tiers.takes_steps:
                 raise  # the stager is there, a rank is not: going on would leave the ranks at different steps
             return self._decline(step, f"stager lost: {lost}", tell=False)
         except Outgrown as outgrown:
             # More room for a PerRank value takes a new agreement of all ranks, which this rank cannot call alone.
             needed = 0 if outgrown.name else outgrown.needed_bytes
-            if needed and self._keeper is not None and self._link.rank == 0:
-                self._keeper.council.make_room(needed)
+            if needed and self._link.rank == 0:
+                self._tiers.council.make_room(needed)
             return self._decline(step, f"outgrown: {outgrown}", needed_pickle_bytes=needed)
         except NoRoom as refusal:
             return self._decline(step, str(refusal))
@@ -123,7 +122,7 @@ class Saver:
             # The training thread is here, so what was taken stays as it is meanwhile.
             wait_seconds = self._room.wait(step)
             answer = self._link.answer(step)
-            if answer is not None and self._keeper is None:
+            if answer is not None and not self._tiers.takes_steps:
                 return self._decline(step, answer[0], code=answer[1], tell=False)  # all were told the same
             place = self._room.take(step, record)
         except NoRoom as refusal:
@@ -186,8 +185,7 @@ class Saver:
         if reason != self._warned and self._link.problem is None:
             _log.warning("rank %d: step %d is not checkpointed: %s", self._link.rank, step, reason)
             self._warned = reason
-        if self._keeper is not None:
-            self._keeper.skip(step, reason)
+        self._tiers.skip(step, reason)
         if tell:
             self._link.decline(step, reason, needed_pickle_bytes=needed_pickle_bytes)
         return False

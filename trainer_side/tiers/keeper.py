@@ -124,6 +124,11 @@ class Keeper:
         return ", ".join(tier.name for tier in self.tiers)
 
     @property
+    def takes_steps(self) -> bool:
+        """Always: a step that the stager does not take can be kept here."""
+        return True
+
+    @property
     def is_direct(self) -> bool:
         """Whether slots of the first tier are the staging areas."""
         return self.tiers[0].nearness in _IN_MEMORY

@@ -104,8 +104,7 @@ def _wait_until_staged(checkpointer: Checkpointer, step: int) -> None:
     deadline = time.monotonic() + seconds_max
     kept = os.environ.get("TRAIN_WAITS_FOR") == "kept"
     while time.monotonic() < deadline:
-        keeper = checkpointer._keeper
-        if kept and checkpointer.kept_step >= step and (keeper is None or keeper.is_idle):
+        if kept and checkpointer.kept_step >= step and checkpointer._tiers.is_idle:
             break
         if not kept and checkpointer.staged_step >= step:
             break

@@ -7,30 +7,33 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes
 from holdfast.notices.decider import Word
 from holdfast.notices.notice import Notice, NoticeKind, Terms
 from holdfast.notices.sparing import NO_LIMIT, Sparing
+from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import cause_of
 from holdfast.telemetry.events import EventLog
-from holdfast.wire.frames import Agreement, Proposal, Welcome
+from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.pace import PaceWord, Wish
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.link.no_stager import Alone
+from trainer_side.link.no_stager import NoStager
 from trainer_side.link.schedule import Schedule
 from trainer_side.notice.appointments import Appointments
 from trainer_side.pace.pacer import open_pacer
 from trainer_side.save import planner
 from trainer_side.save.staging import Staging
+from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import Transfer, TransferState
 
 SECONDS_MAX = 60.0
@@ -39,11 +42,11 @@ SECONDS_MAX = 60.0
 class FakeLink:
     """Takes every offer, and sends it when the test says so."""
 
-    rank, ranks, problem = 0, 1, None
+    rank, ranks, attempt = 0, 1, 1
+    problem: HoldfastError | None = None
     store_url, chunk_bytes = "/run", 4096
     staged_step = durable_step = -1
     new_pickle_reserve_bytes = 0
-    welcome = Welcome("/run", 1, 4096, 64, 1, 60.0, 1.0)
 
     def __init__(self) -> None:
         self.events = EventLog(None, role="trainer")
@@ -56,8 +59,19 @@ class FakeLink:
         self.wishes: list[Wish] = []
         self.notices: list[Notice] = []
 
-    def wish(self, wish: Wish) -> None:
-        self.wishes.append(wish)
+    @property
+    def lives(self) -> bool:
+        return self.problem is None
+
+    def beside(self, tiers: TierSet) -> None:
+        return
+
+    def auto_interval(self) -> tuple[Schedule, Callable[[Wish], None] | None]:
+        self.schedule.choose(auto=True)
+        return self.schedule, self.wishes.append
+
+    def fetch(self, asked: Asked, **_: Any) -> None:
+        return
 
     def notice(self, notice: Notice) -> None:
         self.notices.append(notice)
@@ -312,7 +326,7 @@ def test_auto_saves_where_the_schedule_says_and_at_the_appointed_step(link: Fake
 
 
 def test_auto_without_a_stager_is_refused() -> None:
-    class Lone(Alone):
+    class Lone(NoStager):
         def __init__(self) -> None:
             """There is no MPI."""
 

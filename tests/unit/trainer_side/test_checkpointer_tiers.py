@@ -23,7 +23,6 @@ from trainer_side.transfer import Transfer
 class Link(FakeLink):
     """Sends nothing, until the test says so."""
 
-    goes_on_in = ""
     problem: Any = None
 
     def offer(self, step: int, source: Any, record: dict[str, Any]) -> Transfer:
@@ -40,7 +39,7 @@ class Rank:
         def opened(_config: TrainerConfig, _link: Any, ledger: Ledger, events: EventLog) -> Keeper:
             tiers = open_tiers(self.config, "/run")
             nothing = ((),) * len(tiers)
-            return Keeper(
+            self.keeper = Keeper(
                 tiers,
                 Net(1).port(0),
                 self.config,
@@ -52,13 +51,12 @@ class Rank:
                 ledger=ledger,
                 events=events,
             )
+            return self.keeper
 
         monkeypatch.setattr("trainer_side.checkpointer.join", lambda _config: self.link)
-        monkeypatch.setattr("trainer_side.checkpointer.open_keeper", opened)
+        monkeypatch.setattr("trainer_side.checkpointer.open_tier_set", opened)
         self.model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(1000)) for _ in range(20))
         self.checkpointer = Checkpointer({"model": self.model, "note": 1}, config=self.config)
-        assert self.checkpointer._keeper is not None
-        self.keeper = self.checkpointer._keeper
 
     def save(self, step: int) -> bool:
         self.checkpointer._copier.gate.wait()

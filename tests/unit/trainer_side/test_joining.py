@@ -17,18 +17,20 @@ from holdfast.checkpoints.slice_sets import SliceName, find_sets, slice_write_id
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
+from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.store.base import Store
+from holdfast.wire.frames import Agreement, Proposal
 from tests.support.restoring import Ranks, ThreadPeers
 from tests.unit.trainer_side.tiers.ranks import Area, laid_out
 from trainer_side.joining import _alone, _beside, compare
-from trainer_side.link.link import Link
-from trainer_side.link.no_stager import Alone
+from trainer_side.link.no_stager import NoStager
 from trainer_side.ranks.mpi import World
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier_set import NoTiers, TierSet
 
 
 def _kept(tier: Tier, attempt: int, step: int, *, ranks: int = 1, rank: int = 0) -> None:
@@ -132,11 +134,11 @@ def test_a_tier_that_one_rank_cannot_open_ends_all() -> None:
 def test_without_a_stager_the_attempt_is_above_tiers_and_store_and_the_store_is_told(tmp_path: Path) -> None:
     tier = open_tier(f"file:{tmp_path / 'disk'}", "/run", slots=2)
     _kept(tier, 7, 1)
-    alone = cast(Alone, SimpleNamespace(store_url=str(tmp_path / "store")))
-    config = TrainerConfig(tiers=["memory"], store=alone.store_url)
-    assert _alone(config, alone, [tier], LonePeers()) == 8
-    assert _alone(config, alone, [tier], LonePeers()) == 9
-    store = open_store(alone.store_url)
+    store_url = str(tmp_path / "store")
+    config = TrainerConfig(tiers=["memory"], store=store_url)
+    assert _alone(config, store_url, [tier], LonePeers()) == 8
+    assert _alone(config, store_url, [tier], LonePeers()) == 9
+    store = open_store(store_url)
     assert newest_attempt(store) == 9
     assert Claim.take(store).attempt == 10, "and a stager is not held up by it"
 
@@ -176,7 +178,7 @@ def test_what_older_attempts_left_half_sent_is_removed_unless_one_may_live(
         for attempt in (2, 3, 4):
             _half_sent(store, attempt)
         config = TrainerConfig(tiers=["store"], store=store_url)
-        assert _alone(config, cast(Alone, SimpleNamespace(store_url=store_url)), [], LonePeers()) == 4
+        assert _alone(config, store_url, [], LonePeers()) == 4
         process.kill()
     assert [found.attempt for found in find_sets(store.list())] == [2]
     left = " ".join(store.sweep(lambda _: False))
@@ -189,20 +191,19 @@ def test_what_older_attempts_left_half_sent_is_removed_unless_one_may_live(
 
 def test_a_store_that_does_not_answer_is_passed_over_only_when_told_so(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
-    alone = cast(Alone, SimpleNamespace(store_url=str(tmp_path / "store")))
+    store_url = str(tmp_path / "store")
     tier = open_tier(f"file:{tmp_path / 'disk'}", "/run", slots=2)
     _kept(tier, 7, 1)
-    config = TrainerConfig(tiers=["memory"], store=alone.store_url)
+    config = TrainerConfig(tiers=["memory"], store=store_url)
     with pytest.raises(StoreError):
-        _alone(config, alone, [tier], LonePeers())
-    without = TrainerConfig(tiers=["memory"], store=alone.store_url, restore_without_store=True)
-    assert _alone(without, alone, [tier], LonePeers()) == 8
+        _alone(config, store_url, [tier], LonePeers())
+    without = TrainerConfig(tiers=["memory"], store=store_url, restore_without_store=True)
+    assert _alone(without, store_url, [tier], LonePeers()) == 8
 
 
 @pytest.mark.parametrize(("found", "attempt"), [(0, 5), (4, 5), (5, 6), (9, 10)])
 def test_beside_a_stager_the_attempt_is_its_own_unless_the_tiers_are_ahead(found: int, attempt: int) -> None:
-    link = cast(Link, SimpleNamespace(rank=0, welcome=SimpleNamespace(attempt=5)))
-    assert _beside(link, Inventory(found, ((),), ((),))) == attempt
+    assert _beside(5, Inventory(found, ((),), ((),)), rank=0) == attempt
 
 
 def test_tiers_alone_need_a_name_for_the_run() -> None:
@@ -210,4 +211,32 @@ def test_tiers_alone_need_a_name_for_the_run() -> None:
     with pytest.raises(
         ConfigError, match=r"no stager .* 2 trainers, and tiers without store: the run has no name"
     ):
-        Alone(TrainerConfig(tiers=["memory"]), world)
+        NoStager(TrainerConfig(tiers=["memory"]), world)
+
+
+def test_without_a_stager_nobody_compares_tensors_but_the_council_of_the_tiers() -> None:
+    world = cast(World, SimpleNamespace(rank=1, ranks=2, peers=LonePeers))
+    link = NoStager(TrainerConfig(tiers=["memory"], store="/run"), world)
+    with pytest.raises(ConfigError, match=r"rank 1: no stager in this job, and no local tiers"):
+        link.agree(Proposal("", [], 0, {}))
+    told: list[Notice] = []
+    tiers = cast(TierSet, SimpleNamespace(council=SimpleNamespace(notice=told.append)))
+    link.beside(tiers)
+    link.notice(notice := Notice(NoticeKind.REBALANCE, None, "aws"))
+    assert told == [notice]
+
+
+def test_without_tiers_the_ranks_agree_through_the_stager_and_no_step_is_kept() -> None:
+    agreement = Agreement(4096, {})
+    tiers: TierSet = NoTiers(lambda _: agreement)
+    assert tiers.council.agree(Proposal("", [], 0, {})) is agreement
+    tiers.council.concur(None)
+    with pytest.raises(ConfigError, match="of the test"):
+        tiers.council.concur(ConfigError("of the test"))
+    assert tiers.begin(1, {}) is None
+    assert (tiers.takes_steps, tiers.is_prepared, tiers.is_idle, tiers.complete_step) == (
+        False,
+        True,
+        True,
+        -1,
+    )

@@ -1,0 +1,138 @@
+"""What a training rank needs of the stager, whether the job has one (`Link`) or none (`NoStager`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from holdfast.errors import HoldfastError
+from holdfast.image.layout import Layout
+from holdfast.notices.notice import Notice
+from holdfast.ring.remains import Asked
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.frames import Agreement, Proposal
+from holdfast.wire.pace import Wish
+from trainer_side.link.schedule import Schedule
+from trainer_side.notice.appointments import Appointments
+from trainer_side.tiers.tier_set import TierSet
+from trainer_side.transfer import SliceSource, Transfer, TransferState
+
+if TYPE_CHECKING:
+    from trainer_side.ranks.mpi import MpiPeers
+
+
+class ToStager(Protocol):
+    """The way of this rank's checkpoints to the stager. Training thread, unless a member says otherwise.
+
+    Attributes:
+        rank: This training rank. `ranks`: how many there are.
+        events: Event log; may be replaced before the first offer.
+        appointments: At which step this rank acts on a notice.
+    """
+
+    rank: int
+    ranks: int
+    events: EventLog
+    appointments: Appointments
+
+    @property
+    def attempt(self) -> int:
+        """Attempt of the job as the stager gave it; 0 without a stager: the ranks find it themselves."""
+        ...
+
+    @property
+    def peers(self) -> MpiPeers:
+        """The other ranks; before the first step only."""
+        ...
+
+    @property
+    def store_url(self) -> str:
+        """URL of the run."""
+        ...
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk."""
+        ...
+
+    @property
+    def problem(self) -> HoldfastError | None:
+        """Why the stager is lost; None while it is not, and without a stager. Any thread."""
+        ...
+
+    @property
+    def lives(self) -> bool:
+        """Whether a stager takes steps now. Any thread."""
+        ...
+
+    @property
+    def staged_step(self) -> int:
+        """Newest step that is staged; -1 before the first. Any thread."""
+        ...
+
+    @property
+    def durable_step(self) -> int:
+        """Newest step that is durable; -1 before the first. Any thread."""
+        ...
+
+    @property
+    def new_pickle_reserve_bytes(self) -> int:
+        """Room that rank 0's pickle was given after it had outgrown its reserve; 0 before."""
+        ...
+
+    def beside(self, tiers: TierSet) -> None:
+        """The rank's local tiers, once they are open: checkpoints go on in them when the stager is lost."""
+        ...
+
+    def auto_interval(self) -> tuple[Schedule, Callable[[Wish], None] | None]:
+        """For `every="auto"`: when this rank saves, and on rank 0 how to ask the stager for another interval.
+
+        Raises:
+            ConfigError: There is no stager.
+        """
+        ...
+
+    def agree(self, proposal: Proposal) -> Agreement:
+        """Compare this rank's tensors with those of the others, through the stager. Collective.
+
+        Raises:
+            StateError: The ranks hold different tensors.
+            PeerLost: The stager is lost, or a rank did not answer in time.
+        """
+        ...
+
+    def fetch(
+        self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
+    ) -> bytes | None:
+        """Bytes that the stager's ring still has; None if it has not. Any thread."""
+        ...
+
+    def announce(self, layout: Layout) -> None:
+        """Use `layout` for all later offers. Every rank calls it with the same one."""
+        ...
+
+    def offer(self, step: int, source: SliceSource, record: dict[str, Any]) -> Transfer:
+        """Offer the checkpoint of `step`; returns at once. `source` must stay as it is until the transfer is released.
+
+        Raises:
+            StateError: No layout was announced.
+        """
+        ...
+
+    def answer(self, step: int) -> tuple[str, str] | None:
+        """Why `step`, which this rank has not offered yet, is not taken, and the code of the stager's error, if it gave
+        one; None as far as is known. Any thread.
+        """
+        ...
+
+    def decline(self, step: int, reason: str, *, needed_pickle_bytes: int = 0) -> None:
+        """Tell all ranks, through the stager, that this rank takes no checkpoint of `step`. Any thread."""
+        ...
+
+    def notice(self, notice: Notice) -> None:
+        """Tell who brings the ranks to one step that this rank's machine will be taken away. Any thread."""
+        ...
+
+    def close(self, *, wait_for: TransferState = TransferState.DURABLE, seconds_max: float) -> None:
+        """Wait until what was offered is durable (or staged), and leave. Safe to call twice."""
+        ...
