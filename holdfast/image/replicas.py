@@ -141,7 +141,7 @@ class Divergence:
             by_groups.setdefault(sides, []).append(path)
         said += [f"{sides} differ from each other in {_named(paths)}" for sides, paths in by_groups.items()]
         return (
-            f"step {self.step}: REPLICAS HAVE DRIFTED APART: {'; '.join(said)}. They must hold the same bytes on every "
+            f"step {self.step}: replicas have drifted apart: {'; '.join(said)}. They must hold the same bytes on every "
             "rank; restart from a checkpoint before it, and look at that VM, at seeds, and at updates outside "
             "DistributedDataParallel"
         )

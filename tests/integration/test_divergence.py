@@ -51,7 +51,7 @@ def test_a_run_without_drift_is_never_reported(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, "none", ranks=2, steps=20)
     assert outcome.published == set(range(20))
     assert not outcome.divergences
-    assert "DRIFTED" not in outcome.output
+    assert "drifted apart" not in outcome.output
     assert len(outcome.saves) == 40
     assert all("fingerprint_seconds" in line for line in outcome.saves), "nothing was compared"
 
@@ -76,7 +76,7 @@ def test_of_two_ranks_both_are_named(tmp_path: Path) -> None:
 def test_refuse_publishes_nothing_of_it(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, "element", ranks=3, option="refuse")
     assert outcome.published == set(range(drifting.DRIFT_AT))
-    assert f"step {drifting.DRIFT_AT}: REPLICAS HAVE DRIFTED APART: rank 2 differs" in outcome.output
+    assert f"step {drifting.DRIFT_AT}: replicas have drifted apart: rank 2 differs" in outcome.output
     for said in outcome.said:
         assert said == {
             "failed": STEPS - drifting.DRIFT_AT,
