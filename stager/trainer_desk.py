@@ -138,7 +138,7 @@ class TrainerDesk:
             self._actions.take(RankBack(rank))
         try:
             frame = wire.decode(message)
-            if frame.kind.from_stager:
+            if not frame.kind.to_stager:
                 raise ProtocolError(f"{frame.kind.name} is not a message of trainers")
             if frame.kind not in {Kind.HELLO, Kind.BYE} and frame.attempt not in self._line.attempts:
                 raise ProtocolError(

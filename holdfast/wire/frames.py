@@ -1,4 +1,4 @@
-"""The control messages between training ranks and stager: one MPI message each, a 48-byte header and a body.
+"""The control messages between training ranks and stager, and among the ranks: one MPI message each, header and body.
 
     offset  0      4        6     8        16    24     28     32   40          44     48
             magic  version  kind  attempt  step  chunk  flags  arg  body_bytes  crc32  body …
@@ -39,6 +39,7 @@ _U64_MAX, _U32_MAX = 2**64 - 1, 2**32 - 1
 _WHOLE_MAX = 2**62
 _SLOTS_MAX = 1 << 20
 _ERROR_CHARACTERS_MAX = 60_000
+_TEXT_BYTES_MAX = 4000
 _SECONDS_MAX = 1e9  # what selectors and threads can wait for; also refuses infinity and NaN
 
 
@@ -50,7 +51,11 @@ class Role(IntEnum):
 
 
 class Kind(IntEnum):
-    """Kinds of control message. Below 32: trainer to stager; from 32: stager to trainer; BEAT: either."""
+    """Kinds of control message. Below 32: trainer to stager; from 32: stager to trainer; BEAT: either.
+
+    From 64: among the ranks of a job that has local tiers, which use PROPOSE, RESERVED, REFUSED, NOTICE, AT, SAVE_AT
+    and BYE among themselves as well. Neither stager nor link takes one of these.
+    """
 
     HELLO = 1
     PROPOSE = 2
@@ -78,11 +83,18 @@ class Kind(IntEnum):
     SAVE_AT = 41
     FETCHED = 42
     SAVE_EVERY = 43
+    SEALED = 64
+    SKIPPED = 65
+    READY = 66
+    COMPLETE = 67
+    VOID = 68
+    GO = 69
+    ROOM = 70
 
     @property
-    def from_stager(self) -> bool:
-        """Whether only the stager may send it."""
-        return self >= Kind.WELCOME and self is not Kind.BEAT
+    def to_stager(self) -> bool:
+        """Whether a rank may send it to the stager."""
+        return self < Kind.WELCOME or self is Kind.BEAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +109,8 @@ class Frame:
         flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: what is said of the step (`Word`,
             `holdfast.wire.pace.PaceWord`). FETCH and FETCHED: what is asked for (`holdfast.ring.remains.Asked`).
         arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of
-            the proposal. FETCH: attempt of the checkpoint. FETCHED: 1 if it is there.
+            the proposal. FETCH: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE, VOID:
+            number of the tier. ROOM: bytes.
         body: JSON, or what `kind` says.
     """
 
@@ -213,6 +226,16 @@ def json_body(frame: Frame, **required: type) -> dict[str, Any]:
             wanted = "a number" if expected is float else expected.__name__
             raise ProtocolError(f"{frame.kind.name}: {name} is {value!r:.80}, expected {wanted}")
     return document
+
+
+def text_body(text: str) -> bytes:
+    """A body for people, cut at 4,000 bytes. A path in it may hold bytes that are no UTF-8."""
+    return text.encode(errors="backslashreplace")[:_TEXT_BYTES_MAX]
+
+
+def body_text(frame: Frame) -> str:
+    """The text that is the frame's body; a character that was cut through is marked."""
+    return frame.body[:_TEXT_BYTES_MAX].decode(errors="replace")
 
 
 def error_body(error: HoldfastError) -> bytes:

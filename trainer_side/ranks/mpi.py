@@ -301,6 +301,7 @@ class MpiCouncilPort:
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
+        self.rank, self.ranks = comm.rank, comm.size
         self._sending: list[tuple[MPI.Request, bytes, int]] = []
         self._lost: frozenset[int] = frozenset()
 

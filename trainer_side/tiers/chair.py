@@ -24,13 +24,11 @@ from holdfast.notices.messages import carry_out
 from holdfast.notices.worth import InFlight
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Kind
+from holdfast.wire.frames import Frame, Kind
 from trainer_side.tiers.tally import Order, StepVerdict
 from trainer_side.tiers.tier import Nearness, Tier
 
 _log = logging.getLogger("holdfast.trainer.council")
-
-_HEARD = frozenset({Kind.NOTICE, Kind.AT})
 
 
 def farthest(tiers: Sequence[Tier]) -> int:
@@ -79,16 +77,15 @@ class Chair:
             with self._guard:
                 self._begun[order] = self._clock(), image_bytes
 
-    def hear(self, rank: int, who: str, message: bytes) -> list[bytes]:
-        """A rank's NOTICE, or its AT. `who`: the rank, for people. One that is none is logged, and left out."""
+    def hear(self, rank: int, frame: Frame) -> list[bytes]:
+        """Take a rank's NOTICE or AT. One that makes no sense is logged and left out."""
         try:
-            frame = wire.decode(message)
-            if frame.kind not in _HEARD:
-                raise ProtocolError(f"{frame.kind.name}, expected NOTICE or AT")
-            return self._do(hear(self._emergency, rank, who, frame, self._clock()))
+            who = wire.json_body(frame).get("who")  # NOTICE: the rank, for people
+            name = who if isinstance(who, str) else f"rank {rank}"
+            return self._do(hear(self._emergency, rank, name, frame, self._clock()))
         except ProtocolError as error:
             _log.error(
-                "rank %d has said of a notice what is left out, so it may lead to no checkpoint: %s",
+                "leaving out what rank %d said of a notice, so the notice may lead to no checkpoint: %s",
                 rank,
                 error,
             )

@@ -25,7 +25,9 @@ from holdfast.telemetry.causes import cause_of
 from holdfast.telemetry.events import EventLog
 from trainer_side.notice.appointments import Appointments
 from trainer_side.tiers.chair import Chair, farthest
-from trainer_side.tiers.council import Council, CouncilPort
+from trainer_side.tiers.coordinator import CouncilLimits
+from trainer_side.tiers.council import Council
+from trainer_side.tiers.council_thread import CouncilPort
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.kept_slices import Inventory
 from trainer_side.tiers.lane import Lane, PartOutcome
@@ -96,11 +98,8 @@ class Keeper:
         self._chair = self._take_chair(ranks) if appointments is not None and rank == 0 else None
         self.council = Council(
             port,
-            rank=rank,
-            ranks=ranks,
+            CouncilLimits(config.start_seconds_max, config.tier_seconds_max),
             on_verdict=self._judge,
-            agree_seconds_max=config.start_seconds_max,
-            seal_seconds_max=config.tier_seconds_max,
             on_turn=self._look,
             appointments=appointments,
             chair=self._chair,

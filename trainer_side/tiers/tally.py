@@ -14,18 +14,31 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.errors import HoldfastError, PeerLost
-from holdfast.wire.frames import peer_error
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind, peer_error
 
 Order = tuple[int, int]  # (attempt, step)
 
 
 class StepVerdict(NamedTuple):
-    """On one step in one tier. `why`: where it is void, for people."""
+    """Whether a step is complete in a tier, or void. `why`: the reason where it is void, for people."""
 
     tier: int
     order: Order
     complete: bool
     why: str = ""
+
+    def to_frame(self) -> bytes:
+        """The COMPLETE or VOID message."""
+        kind = Kind.COMPLETE if self.complete else Kind.VOID
+        attempt, step = self.order
+        return wire.encode(kind, attempt=attempt, step=step, arg=self.tier, body=wire.text_body(self.why))
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> StepVerdict:
+        """Read a COMPLETE or a VOID."""
+        order = (frame.attempt, frame.step)
+        return cls(frame.arg, order, frame.kind is Kind.COMPLETE, wire.body_text(frame))
 
 
 @dataclass

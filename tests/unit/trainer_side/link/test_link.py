@@ -153,7 +153,7 @@ def test_each_beat_is_answered(link: Link, port: FakePort) -> None:
         port.say(Kind.BEAT)
     until(lambda: len(port.of(Kind.BEAT)) == 3)
     assert all(frame.attempt == 1 for frame in port.of(Kind.BEAT))
-    assert not Kind.BEAT.from_stager
+    assert Kind.BEAT.to_stager
 
 
 def test_a_proposed_step_is_answered_with_where_training_is(link: Link, port: FakePort) -> None:

@@ -45,6 +45,7 @@ class Net:
 class _Port:
     def __init__(self, net: Net, rank: int) -> None:
         self._net, self._rank = net, rank
+        self.rank, self.ranks = rank, len(net.inboxes)
 
     def send(self, rank: int, message: bytes) -> None:
         with self._net.lock:

@@ -19,10 +19,11 @@ from holdfast.wire.frames import Frame, Kind
 from tests.support.events import read_events
 from trainer_side.notice.appointments import Appointments
 from trainer_side.tiers.chair import Chair, farthest
+from trainer_side.tiers.coordinator import CouncilLimits
 from trainer_side.tiers.council import Council
+from trainer_side.tiers.council_thread import CouncilThread
 from trainer_side.tiers.tally import Order, StepVerdict
 from trainer_side.tiers.tier import Nearness, Tier
-from trainer_side.tiers.words import Said, Word
 
 NEAR, FAR = 0, 1
 SCHEDULES = 400
@@ -54,13 +55,12 @@ class Bench:
     def tell(
         self, seconds: float | None, rank: int = 1, kind: NoticeKind = NoticeKind.TERMINATE
     ) -> list[Frame]:
-        message = wire.encode(Kind.NOTICE, body=wire.to_json(notice(seconds, kind).to_json()))
-        return self.frames(self.chair.hear(rank, f"rank {rank} on host spot", message))
+        told = {**notice(seconds, kind).to_json(), "who": f"rank {rank} on host spot"}
+        return self.frames(self.chair.hear(rank, Frame(Kind.NOTICE, body=wire.to_json(told))))
 
     def answer(self, rank: int, number: int, next_step: int, seconds: object = 0.1) -> list[Frame]:
         body = wire.to_json({"step_seconds": seconds})
-        message = wire.encode(Kind.AT, step=next_step, arg=number, body=body)
-        return self.frames(self.chair.hear(rank, "", message))
+        return self.frames(self.chair.hear(rank, Frame(Kind.AT, step=next_step, arg=number, body=body)))
 
     def appoint(self, frames: list[Frame]) -> Frame:
         """All ranks are at step 10, and answer until something is appointed."""
@@ -160,24 +160,21 @@ def test_a_rank_that_does_not_answer_ends_it_by_name(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    "frame",
     [
-        b"",
-        b"what?",
-        wire.encode(Kind.HELLO),
-        wire.encode(Kind.NOTICE),
-        wire.encode(Kind.NOTICE, body=b'{"kind": "dance", "seconds_left": 3, "source": "aws"}'),
-        wire.encode(Kind.NOTICE, body=b'{"kind": "terminate", "seconds_left": "soon", "source": "aws"}'),
-        wire.encode(Kind.AT, arg=1, step=10, body=b'{"step_seconds": -1}'),
-        wire.encode(Kind.AT, arg=1, step=10, body=b'{"step_seconds": NaN}'),
-        wire.encode(Kind.AT, arg=1, step=10, body=b"[]"),
+        Frame(Kind.NOTICE),
+        Frame(Kind.NOTICE, body=b'{"kind": "dance", "seconds_left": 3, "source": "aws"}'),
+        Frame(Kind.NOTICE, body=b'{"kind": "terminate", "seconds_left": "soon", "source": "aws"}'),
+        Frame(Kind.AT, arg=1, step=10, body=b'{"step_seconds": -1}'),
+        Frame(Kind.AT, arg=1, step=10, body=b'{"step_seconds": NaN}'),
+        Frame(Kind.AT, arg=1, step=10, body=b"[]"),
     ],
 )
 def test_what_makes_no_sense_is_left_out_and_what_follows_is_heard(
-    bench: Bench, caplog: pytest.LogCaptureFixture, message: bytes
+    bench: Bench, caplog: pytest.LogCaptureFixture, frame: Frame
 ) -> None:
-    assert bench.chair.hear(1, "rank 1", message) == []
-    assert caplog.text.count("rank 1 has said of a notice what is left out") == 1
+    assert bench.chair.hear(1, frame) == []
+    assert caplog.text.count("leaving out what rank 1 said of a notice") == 1
     assert not bench.events("notice")
     assert wire.json_body(bench.appoint(bench.tell(60.0)))["save"]
 
@@ -210,6 +207,9 @@ class Lines:
         lines = self
 
         class Port:
+            def __init__(self) -> None:
+                self.rank, self.ranks = rank, len(lines.arrived)
+
             def send(self, other: int, message: bytes) -> None:
                 if not {rank, other} & lines.dead:
                     lines.under_way[rank, other].append(message)
@@ -248,11 +248,8 @@ class Rank:
         self.chair = chair
         self.council = Council(
             world.lines.port(rank),
-            rank=rank,
-            ranks=world.count,
+            CouncilLimits(60.0, 60.0),
             on_verdict=self.verdicts.append,
-            agree_seconds_max=60.0,
-            seal_seconds_max=60.0,
             appointments=self.appointments,
             chair=chair,
             clock=lambda: world.now,
@@ -333,9 +330,9 @@ class World:
 
     def council(self, rank: Rank) -> None:
         try:
-            rank.council._turn()
+            rank.council._thread._turn()
         except PeerLost as error:  # as its own thread would
-            rank.council._give_up(error)
+            rank.council._thread._give_up(error)
 
     def train(self, rank: Rank) -> None:
         if rank.step <= min(other.step for other in self.living) + 1:
@@ -366,7 +363,7 @@ class World:
     def is_busy(self) -> bool:
         under_way = (line for (_, to), line in self.lines.under_way.items() if to not in self.lines.dead)
         return any(under_way) or any(
-            rank.unsealed or rank.is_due or rank.council._outbox for rank in self.living
+            rank.unsealed or rank.is_due or rank.council._thread._outbox for rank in self.living
         )
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -378,7 +375,7 @@ class World:
 @pytest.fixture(autouse=True)
 def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The councils' turns are the test's."""
-    monkeypatch.setattr(Council, "_run", lambda _self: None)
+    monkeypatch.setattr(CouncilThread, "_run", lambda _self: None)
 
 
 def play(seed: int, path: Path) -> World:
@@ -455,7 +452,7 @@ def test_when_another_rank_dies_the_others_hear_that_no_checkpoint_can_be_whole(
 
 def test_a_rank_that_has_ended_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     world = World(1, tmp_path / "events", ranks=2)
-    world.ranks[1].council._say(Word(Said.BYE))
+    world.ranks[1].council._thread.say(wire.encode(Kind.BYE))
     world.settle(seconds_max=5.0)
     world.ranks[0].council.notice(notice(100.0))
     world.settle(seconds_max=5.0)
@@ -472,13 +469,13 @@ def test_a_step_that_makes_no_sense_is_left_out_and_nobody_waits_for_it(
     rank.appointments.heard(Says.PROPOSED, 0, 1, {})
     assert rank.waits
     for message in (
-        b"",
+        wire.encode(Kind.SAVE_AT),
         wire.encode(Kind.SAVE_AT, flags=9),
         wire.encode(Kind.SAVE_AT, flags=1, arg=1, body=b"{}"),
     ):
-        world.lines.arrived[1].append((0, Word(Said.SAVE_AT, payload=message).to_bytes()))
+        world.lines.arrived[1].append((0, message))
     world.settle(seconds_max=5.0)
-    assert caplog.text.count("rank 1: a step to save after a notice is left out") == 3
+    assert caplog.text.count("rank 1: leaves out a step to save after a notice") == 3
     assert rank.council.problem is None
     assert not rank.is_due
 
@@ -491,4 +488,4 @@ def test_when_the_council_has_given_up_a_notice_is_said_and_no_more(
     world.settle(seconds_max=5.0)
     world.ranks[1].council.notice(notice(100.0))
     assert "the ranks no longer agree on anything, so no extra checkpoint is taken" in caplog.text
-    assert not world.ranks[1].council._outbox
+    assert not world.ranks[1].council._thread._outbox

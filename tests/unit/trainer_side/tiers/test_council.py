@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StateError
-from holdfast.wire.frames import Agreement, Proposal
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Agreement, Kind, Proposal
 from tests.unit.trainer_side.tiers.ranks import Net, until
+from trainer_side.tiers.coordinator import CouncilLimits
 from trainer_side.tiers.council import Council
 from trainer_side.tiers.tally import StepVerdict
-from trainer_side.tiers.words import Said, Word
 
 RANKS = 3
 
@@ -23,11 +24,11 @@ class Ranks:
     def __init__(self, count: int = RANKS, **settings: Any) -> None:
         self.net = Net(count)
         self.heard: list[list[StepVerdict]] = [[] for _ in range(count)]
-        settings = {"agree_seconds_max": 60.0, "seal_seconds_max": 60.0, **settings}
+        limits = CouncilLimits(
+            settings.pop("agree_seconds_max", 60.0), settings.pop("seal_seconds_max", 60.0)
+        )
         self.councils = [
-            Council(
-                self.net.port(rank), rank=rank, ranks=count, on_verdict=self.heard[rank].append, **settings
-            )
+            Council(self.net.port(rank), limits, on_verdict=self.heard[rank].append, **settings)
             for rank in range(count)
         ]
 
@@ -75,7 +76,9 @@ def test_who_does_not_seal_makes_it_void_at_the_deadline_of_rank_0() -> None:
     ranks = Ranks(seal_seconds_max=20.0, clock=lambda: now[0])
     ranks.councils[0].sealed(0, (1, 7), "a")
     ranks.councils[1].sealed(0, (1, 7), "a")
-    ballots = ranks.councils[0]._tally._open
+    coordinator = ranks.councils[0]._thread._coordinator
+    assert coordinator is not None
+    ballots = coordinator._tally._open
     until(lambda: ballots and ballots[0, (1, 7)].sealed == {0, 1})
     now[0] += 20.0
     time.sleep(0.05)
@@ -106,7 +109,7 @@ def test_a_silent_rank_0_decides_nothing_and_that_is_said_once(
     until(lambda: ranks.councils[1].problem)
     assert not ranks.heard[1], "what rank 0 may have called complete elsewhere is not called void here"
     assert isinstance(ranks.councils[1].problem, PeerLost)
-    assert caplog.text.count("local tiers TAKE NOTHING NEW") == 1
+    assert caplog.text.count("local tiers take nothing new") == 1
     ranks.close(0.1)  # rank 0 hears no good-bye
 
 
@@ -214,22 +217,50 @@ def test_closing_waits_for_the_verdicts_of_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "problem"),
     [
-        b"",
-        b"{}",
-        b"[]\n",
-        b'{"said": "seal"}\n',
-        b'{"said": "sealed", "step": -1}\n',
-        b'{"said": "bye", "x": 1}\n',
-        b"\xff",
+        (b"what?", "rank 1: control message of 5 bytes"),
+        (wire.encode(Kind.BYE)[:-1] + b"?", "rank 1: control message: crc32"),
+        (wire.encode(Kind.OFFER, step=3), "rank 1 sent OFFER to rank 0, which it must not"),
+        (wire.encode(Kind.COMPLETE, attempt=1, step=3), "rank 1 sent COMPLETE to rank 0"),
+        (wire.encode(Kind.ROOM, arg=3), "rank 1 sent ROOM to rank 0"),
+        (wire.encode(Kind.NOTICE), "rank 1 sent NOTICE to rank 0"),
+        (wire.encode(Kind.READY, body=b'{"code": 3}'), "READY: code is 3, expected str"),
+        (wire.encode(Kind.PROPOSE, body=b"no"), "PROPOSE: body cannot be unpacked"),
     ],
 )
-def test_what_is_no_word_is_refused(message: bytes) -> None:
-    with pytest.raises(ProtocolError, match="rank 3 said"):
-        Word.from_bytes(message, rank=3)
+def test_a_message_that_no_rank_may_send_ends_the_council_by_name(message: bytes, problem: str) -> None:
+    ranks = Ranks(2)
+    ranks.net.port(1).send(0, message)
+    until(lambda: ranks.councils[0].problem)
+    assert isinstance(ranks.councils[0].problem, ProtocolError)
+    assert problem in str(ranks.councils[0].problem)
+    ranks.close(0.1)
 
 
-def test_words_come_back_as_they_were() -> None:
-    word = Word(Said.SEALED, 1, 2, 3, text="why", code="state", nbytes=9, payload=b"a\nb\0")
-    assert Word.from_bytes(word.to_bytes(), rank=0) == word
+@pytest.mark.parametrize(
+    ("sender", "message", "problem"),
+    [
+        (2, wire.encode(Kind.VOID, attempt=1, step=3), "rank 2 sent VOID to rank 1; only rank 0"),
+        (0, wire.encode(Kind.SEALED, attempt=1, step=3), "rank 1: rank 0 sent SEALED, which it must not"),
+        (0, wire.encode(Kind.SAVE_AT, body=b"{}"), "rank 1: rank 0 sent SAVE_AT, which it must not"),
+        (0, wire.encode(Kind.REFUSED, body=b"{}"), "REFUSED: code is None, expected str"),
+    ],
+)
+def test_a_message_that_rank_0_may_not_send_ends_the_council_by_name(
+    sender: int, message: bytes, problem: str
+) -> None:
+    ranks = Ranks(3)
+    ranks.net.port(sender).send(1, message)
+    until(lambda: ranks.councils[1].problem)
+    assert problem in str(ranks.councils[1].problem)
+    assert not ranks.heard[1]
+    ranks.close(0.1)
+
+
+def test_a_reason_that_is_no_text_or_very_long_is_cut_and_told(ranks: Ranks) -> None:
+    ranks.councils[1].skipped(0, (1, 7), "failed: /mnt/\udcff" + "x" * 5000)
+    until(lambda: all(ranks.heard))
+    why = ranks.heard[2][0].why
+    assert why.startswith("rank 1: failed: /mnt/\\udcffxxx")
+    assert len(why) == 4000

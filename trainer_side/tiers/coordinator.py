@@ -1,0 +1,129 @@
+"""Rank 0's decisions for all ranks: a pure core. Frames of the ranks go in, messages to all ranks come out.
+
+SEALED, SKIPPED ─► Tally  ─► COMPLETE, VOID
+PROPOSE         ─► Round  ─► RESERVED, or REFUSED
+READY           ─► Muster ─► GO, or REFUSED
+NOTICE, AT      ─► Chair  ─► SAVE_AT
+ROOM            ───────────► ROOM
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.wire import frames as wire
+from holdfast.wire.agreement import Round
+from holdfast.wire.frames import Agreement, Frame, Kind, Proposal
+from trainer_side.tiers.chair import Chair
+from trainer_side.tiers.tally import Muster, StepVerdict, Tally
+
+ROOT = 0
+
+
+class CouncilLimits(NamedTuple):
+    """How long the slowest rank is waited for, in seconds: for its layout (`agree`), and for its slice (`seal`)."""
+
+    agree_seconds_max: float
+    seal_seconds_max: float
+
+
+class Coordinator:
+    """Rank 0 hears the ranks, itself included, and decides. Not thread-safe.
+
+    Each method returns the messages that go to all ranks, rank 0 included, in this order.
+
+    Args:
+        ranks: Number of training ranks.
+        limits: How long the slowest rank is waited for.
+        chair: Names the step that all ranks save after a notice; only in a job without a stager.
+    """
+
+    def __init__(self, ranks: int, limits: CouncilLimits, chair: Chair | None = None) -> None:
+        self._ranks, self._chair = ranks, chair
+        self._tally = Tally(ranks, seconds_max=limits.seal_seconds_max)
+        self._round = Round(ranks, limits.agree_seconds_max, who="rank 0")
+        self._muster = Muster(ranks, limits.agree_seconds_max)
+        self._left: set[int] = set()
+
+    @property
+    def all_left(self) -> bool:
+        """Whether every rank, rank 0 included, has said BYE or is dead."""
+        return len(self._left) == self._ranks
+
+    def hear(self, rank: int, frame: Frame, now: float) -> list[bytes]:
+        """Take a message of one rank.
+
+        Raises:
+            ProtocolError: The message does not hold what it should, or no rank may send it to rank 0.
+        """
+        order = (frame.attempt, frame.step)
+        match frame.kind:
+            case Kind.SEALED:
+                self._tell_chair(frame)
+                return self._verdicts(self._tally.sealed(rank, frame.arg, order, wire.body_text(frame), now))
+            case Kind.SKIPPED:
+                self._tell_chair(frame)
+                return self._verdicts(self._tally.skipped(rank, frame.arg, order, wire.body_text(frame)))
+            case Kind.PROPOSE:
+                return _answer(self._round.propose(rank, Proposal.from_frame(frame), now))
+            case Kind.READY:
+                code, message = _refusal(frame)
+                return _answer(self._muster.ready(rank, code, message, now))
+            case Kind.ROOM if rank == ROOT:
+                return [wire.encode(Kind.ROOM, arg=frame.arg)]
+            case Kind.NOTICE | Kind.AT if self._chair is not None:
+                return self._chair.hear(rank, frame)
+            case Kind.BYE:
+                return self._rank_left(rank, "has ended")
+            case _:
+                raise ProtocolError(f"rank {rank} sent {frame.kind.name} to rank 0, which it must not")
+
+    def died(self, rank: int) -> list[bytes]:
+        """MPI says that a rank is dead."""
+        messages = self._rank_left(rank, "is dead")
+        for error in (self._round.lost(f"rank {rank} is dead"), self._muster.lost(f"rank {rank} is dead")):
+            messages += _answer(error)
+        return messages
+
+    def tick(self, now: float) -> list[bytes]:
+        """Look at the deadlines."""
+        messages = self._verdicts(self._tally.overdue(now))
+        for error in (self._round.overdue(now), self._muster.overdue(now)):
+            messages += _answer(error)
+        return messages + (self._chair.tick() if self._chair is not None else [])
+
+    def _tell_chair(self, frame: Frame) -> None:
+        # Before the tally decides: the chair hears what the ranks say of a step before it hears the verdict.
+        if self._chair is not None:
+            self._chair.told(frame.arg, (frame.attempt, frame.step))
+
+    def _rank_left(self, rank: int, why: str) -> list[bytes]:
+        self._left.add(rank)
+        messages = self._chair.left(rank, why) if self._chair is not None else []
+        return messages + self._verdicts(self._tally.lost(rank, why))
+
+    def _verdicts(self, verdicts: list[StepVerdict]) -> list[bytes]:
+        messages: list[bytes] = []
+        for verdict in verdicts:
+            messages.append(verdict.to_frame())
+            if self._chair is not None:
+                messages += self._chair.judged(verdict)
+        return messages
+
+
+def _refusal(frame: Frame) -> tuple[str, str]:
+    """Code and message of a READY that refuses; both are empty where the rank is ready."""
+    if not wire.json_body(frame):
+        return "", ""
+    body = wire.json_body(frame, code=str, message=str)
+    return body["code"], body["message"]
+
+
+def _answer(answer: Agreement | HoldfastError | bool | None) -> list[bytes]:
+    """What all ranks hear of a round or a muster; nothing while ranks are missing (None or False)."""
+    if isinstance(answer, HoldfastError):
+        return [wire.encode(Kind.REFUSED, body=wire.error_body(answer))]
+    if isinstance(answer, Agreement):
+        return [answer.to_frame(0)]
+    return [wire.encode(Kind.GO)] if answer else []
