@@ -15,13 +15,14 @@ from tests.unit.stager.bench import LAYOUT, Bench
     [
         b"x" * 100,
         wire.encode(Kind.CREDIT, attempt=3),
+        wire.encode(Kind.SEALED, attempt=3, step=1),
         wire.encode(Kind.SENT, attempt=3, step=1, chunk=77),
         wire.encode(Kind.SENT, attempt=2, step=1),
         wire.encode(Kind.LAYOUT, attempt=3, body=LAYOUT.to_bytes()),
         wire.encode(Kind.OFFER, attempt=3, step=5, body=b"{}"),
         wire.encode(Kind.PROPOSE, attempt=3, body=b"zzz"),
     ],
-    ids=["noise", "kind", "credit", "attempt", "layout of rank 1", "offer", "propose"],
+    ids=["noise", "kind", "kind among ranks", "credit", "attempt", "layout of rank 1", "offer", "propose"],
 )
 def test_a_rank_that_breaks_the_protocol_is_dropped_and_told(bench: Bench, message: bytes) -> None:
     bench.offer_all()
