@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, ProtocolError, StateError
 from holdfast.image.layout import Layout
+from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import Round
@@ -180,7 +181,7 @@ class TrainerDesk:
                 self._notices.offered(frame.step)
                 self._take(rank, Offer(rank, frame.step, body.pop("layout_digest"), body))
             case Kind.DECLINE:
-                reason = frame.body.decode(errors="replace")[:2000]
+                reason = Reason.of_decline(frame.body.decode(errors="replace")[:2000])
                 self._trainers.spoke(rank, frame.step)
                 self._notices.offered(frame.step)
                 self._take(rank, Decline(rank, frame.step, reason, frame.arg))

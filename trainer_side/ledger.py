@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.causes import OTHER
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer, TransferState
 
@@ -75,9 +75,10 @@ class Ledger:
                 keeping is not None and keeping.kept_in
             ):
                 self._stats.saved -= 1
-                alone = keeping is not None and not transfer.reason
-                reason = next(iter(keeping.lost_in.values()), "") if alone and keeping else transfer.reason
-                self._leave_out(cause_of(reason, transfer.code), transfer.state)
+                reason = transfer.reason
+                if reason is None and keeping is not None:
+                    reason = next(iter(keeping.lost_in.values()), None)
+                self._leave_out(OTHER if reason is None else reason.cause, transfer.state)
         self._pending = pending
 
     def begun(self, transfer: Transfer, keeping: Keeping | None = None) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from holdfast.telemetry.causes import Reason
+
 
 class TransferState(Enum):
     """How far a transfer is."""
@@ -53,7 +55,7 @@ class Transfer:
         step: Its step.
         record: Times and bytes; all `*_seconds` of phases count from the save.
         state: How far it is.
-        reason: Why it was declined or failed. `code`: that of the stager's error, if it gave one.
+        reason: Why it was declined or failed; None before that, and in a job without a stager.
         fingerprints: Of this rank's replicas, as DONE carries them; there before the last byte is ready.
         frames: How many frames this rank sends. `frames_left`: how many of them it has not sent.
         released: Set when the source's memory is no longer read.
@@ -64,8 +66,7 @@ class Transfer:
     step: int
     record: dict[str, Any]
     state: TransferState = TransferState.OFFERED
-    reason: str = ""
-    code: str = ""
+    reason: Reason | None = None
     fingerprints: str = ""
     frames: int = 0
     frames_left: int = 0
@@ -74,18 +75,18 @@ class Transfer:
     ended: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def none(cls, step: int, record: dict[str, Any], reason: str = "", code: str = "") -> Transfer:
+    def none(cls, step: int, record: dict[str, Any], reason: Reason | None = None) -> Transfer:
         """Of a step that the stager does not get: it is at its end."""
-        transfer = cls(step, record, TransferState.DECLINED, reason, code)
+        transfer = cls(step, record, TransferState.DECLINED, reason)
         for event in (transfer.released, transfer.settled, transfer.ended):
             event.set()
         return transfer
 
-    def reach(self, state: TransferState, reason: str = "", code: str = "") -> None:
+    def reach(self, state: TransferState, reason: Reason | None = None) -> None:
         """Note that it is in `state` now. The link's thread (or whoever made it, before it was handed over)."""
         if self.state.final:
             return
-        self.reason, self.code = reason, code
+        self.reason = reason
         self.state = state
         saved_at_unix = self.record.get("saved_at_unix")
         if isinstance(saved_at_unix, (int, float)):

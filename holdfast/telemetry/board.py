@@ -18,7 +18,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
-from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.causes import OTHER, cause_in
 from holdfast.telemetry.status_document import (
     CHECKPOINTS_MAX,
     LINES_MAX,
@@ -117,14 +117,15 @@ class Board:
             case "flush_resumed":
                 self._note(attempt, step, held="")
             case "declined" | "failed" | "flush_failed":
-                reason, code = str(fields.get("reason", "")), str(fields.get("code", ""))
-                cause = cause_of(reason, code)
+                cause = cause_in(fields)
                 self._causes[
-                    cause if cause in self._causes or len(self._causes) < _CAUSES_MAX else "other"
+                    cause if cause in self._causes or len(self._causes) < _CAUSES_MAX else OTHER
                 ] += 1
                 self._declined.append(self._line(event, fields, step))
                 if event != "declined":
-                    self._note(attempt, step, failed=cut(str(fields.get("message") or reason or event)))
+                    self._note(
+                        attempt, step, failed=cut(str(fields.get("message") or fields.get("reason") or event))
+                    )
 
     def _durable(self, attempt: int, step: int, fields: Mapping[str, Any], now: float) -> None:
         record = fields.get("record")

@@ -31,7 +31,7 @@ from holdfast import __version__
 from holdfast.checkpoints.publish import stall_seconds_of
 from holdfast.errors import ProtocolError
 from holdfast.ring.ring import Ring, SlotState
-from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.causes import cause_in
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a time beside each counter, which nobody here asks for
 
@@ -177,8 +177,7 @@ class Metrics:
 
     def _ends_badly(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         self._checkpoints.labels(event).inc()
-        reason = str(fields.get("reason", ""))
-        self._refused.labels(event, cause_of(reason, str(fields.get("code", "")))).inc()
+        self._refused.labels(event, cause_in(fields)).inc()
         if event == "flush_failed":
             self._held.discard(step)
 

@@ -8,6 +8,7 @@ last; in logs of trainers alone it is taken from the manifest of that step.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,12 @@ from typing import Any, Literal
 
 from holdfast.checkpoints.publish import saved_at_unix, stall_seconds_of
 from holdfast.image.manifest import Manifest
-from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.causes import OTHER, cause_in
 from holdfast.telemetry.event_reading import TIME_MAX, LoggedEvent, number, text, whole
 
 Key = tuple[int, int]
 _RANK_DIGITS_MAX = 9
+_OLD_CAUSE = re.compile(r"(?:rank \d+: )?([a-z][a-z ]{0,30}): ")
 _TIMES = (
     *("wait_seconds", "gate_seconds", "copy_seconds", "save_seconds", "cst_seconds"),
     *("sending_seconds", "sent_seconds", "staged_seconds", "durable_seconds"),
@@ -231,7 +233,8 @@ class _Gathering:
         row = self._row(event, whole(event.fields.get("attempt")))
         key = (row.attempt, row.step)
         reason = text(event.fields.get("reason")) or text(event.fields.get("message"))
-        cause = text(event.fields.get("cause")) or cause_of(reason, text(event.fields.get("code")))
+        stated = {name: text(event.fields.get(name)) for name in ("cause", "code")}
+        cause = cause_in(stated) if any(stated.values()) else _cause_in_old_log(reason)
         kind = "declined" if event.event == "declined" else "failed"
         one = self._not_taken.setdefault(key, NotTaken(*key, event.time, kind, cause, reason))
         one.ranks += event.role == "trainer"
@@ -305,3 +308,9 @@ class StoredCheckpoint:
             record=manifest.record,
             note=manifest.note,
         )
+
+
+def _cause_in_old_log(reason: str) -> str:
+    """In logs of versions that stated no cause beside the sentence, the sentence begins with it."""
+    match = _OLD_CAUSE.match(reason)
+    return match[1] if match else OTHER

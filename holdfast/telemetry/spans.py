@@ -39,7 +39,7 @@ from opentelemetry.trace import (
 )
 
 from holdfast import __version__
-from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.causes import cause_in
 from holdfast.telemetry.rows import CheckpointRow
 from holdfast.telemetry.told import told
 
@@ -192,8 +192,7 @@ class Spans:
 
     def _ends_badly(self, outcome: str, key: _Key, now: float, fields: Mapping[str, Any]) -> None:
         began = self._began.get(key, now - fields.get("seconds", 0.0))
-        cause = cause_of(str(fields.get("reason", "")), str(fields.get("code", "")))
-        self._end_root(key, began, now, {"outcome": outcome, "cause": cause}, told(fields))
+        self._end_root(key, began, now, {"outcome": outcome, "cause": cause_in(fields)}, told(fields))
 
     def _end_flush(self, key: _Key, now: float, problem: str) -> None:
         span = self._flushes.pop(key, None)

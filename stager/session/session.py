@@ -254,11 +254,11 @@ class Session:
         checkpoint = self._entered(event.rank, event.step)
         if checkpoint is None or not checkpoint.under_way:
             return
-        reason = f"rank {event.rank}: {event.reason}"
-        body: dict[str, Any] = {"reason": reason}
+        reason = event.reason.of_rank(event.rank)
+        body: dict[str, Any] = {"reason": reason.text, "cause": reason.cause}
         if event.needed_pickle_bytes > 0:
             body["new_pickle_reserve_bytes"] = pickle_reserve_bytes(event.needed_pickle_bytes)
-        self._end(checkpoint, Tell(None, Kind.DECLINED, checkpoint.step, body), reason)
+        self._end(checkpoint, Tell(None, Kind.DECLINED, checkpoint.step, body), reason.text)
 
     # -- credits and payloads ------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.image.layout import Layout
+from holdfast.telemetry.causes import Reason
 from holdfast.wire.frames import Kind
 
 # -- events ------------------------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ class Decline:
 
     rank: int
     step: int
-    reason: str
+    reason: Reason
     needed_pickle_bytes: int = 0
 
 

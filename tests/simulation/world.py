@@ -32,6 +32,7 @@ from holdfast.errors import HoldfastError
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.ring.ring import Ring, SlotState
 from holdfast.store.retrying import RetryBudget, Retrying
+from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import VERSION, Kind, Welcome, decode, encode, to_json
 from stager.flusher_process import attach
@@ -377,13 +378,13 @@ class World:
                 sim.wait(before.released.is_set, 60.0, "wait for the buffer")
             free = [s for s in sources if s not in sending or sending[s].released.is_set()]
             if not free:
-                link.decline(step, "the buffer is still being sent")
+                link.decline(step, Reason("busy", "the buffer is still being sent"))
                 continue
             source = free[0]
             sources.remove(source)
             sources.append(source)  # the one that was filled longest ago comes first
             if sim.chance.random() < 0.03:
-                link.decline(step, "not now")
+                link.decline(step, Reason("busy", "not now"))
                 continue
             source.fill(made, rank, step)
             if sim.chance.random() < 0.3:
@@ -392,7 +393,7 @@ class World:
             self.offered.append(Offered(job.number, rank, step, transfer, sim.here, sim.now))
             if sim.chance.random() < 0.03:
                 sim.wait(None, sim.chance.random() * 0.05, "decline late")
-                link.decline(step, "it failed here")
+                link.decline(step, Reason("busy", "it failed here"))
         reread(self, ring, kept)
         wait_for = TransferState.DURABLE if sim.chance.random() < 0.7 else TransferState.STAGED
         link.close(wait_for=wait_for, seconds_max=self.trainer_config.close_seconds_max)

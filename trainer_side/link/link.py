@@ -24,6 +24,7 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError,
 from holdfast.image.layout import Layout
 from holdfast.notices.notice import Notice
 from holdfast.ring.remains import Asked
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, peer_error
@@ -179,13 +180,14 @@ class Link:
         if plan is None:
             raise StateError(f"rank {self.rank}: step {step} is offered before a layout was announced")
         transfer = Transfer(step, record)
-        refusal = str(self.problem) if self.problem is not None else ""
-        if not refusal and step <= self._newest_step:
+        refusal = None if self.problem is None else Reason.of_error(self.problem)
+        if refusal is None and step <= self._newest_step:
             # By the same rule on each rank, so that all leave it out.
-            refusal = f"not new: step {step} is not above step {self._newest_step}, which was saved or declined before"
-        if refusal:
-            code = self.problem.code if self.problem is not None else ""
-            transfer.reach(TransferState.DECLINED, refusal, code)
+            refusal = DeclineCause.NOT_NEW.because(
+                f"step {step} is not above step {self._newest_step}, which was saved or declined before"
+            )
+        if refusal is not None:
+            transfer.reach(TransferState.DECLINED, refusal)
             transfer.released.set()
             return transfer
         self._newest_step = step
@@ -193,22 +195,17 @@ class Link:
         self._command(lambda: self._begin(Outgoing(transfer, source, plan)))
         return transfer
 
-    def answer(self, step: int) -> tuple[str, str] | None:
-        """Why `step`, which this rank has not offered yet, is not taken, and the code of the stager's error, if it gave
-        one; None as far as is known. Any thread.
-        """
+    def answer(self, step: int) -> Reason | None:
+        """Why `step`, which this rank has not offered yet, is not taken; None as far as is known. Any thread."""
         verdict = self._outbox.verdicts.of(step)
-        if verdict is None:
-            return None
-        body = wire.json_body(verdict)
-        return str(body.get("reason") or body.get("message") or ""), str(body.get("code", ""))
+        return None if verdict is None else Reason.of_body(wire.json_body(verdict))
 
-    def decline(self, step: int, reason: str, *, needed_pickle_bytes: int = 0) -> None:
+    def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         """Tell the stager, and through it all ranks, that this rank takes no checkpoint of `step`. Any thread.
 
         Args:
             step: A new step, or one that was offered and cannot go on.
-            reason: Why: a word or two for the cause, a colon, a sentence. The causes are counted.
+            reason: Why.
             needed_pickle_bytes: Above 0: the pickle has outgrown its reserve; rank 0 only.
         """
         self._newest_step = max(self._newest_step, step)
@@ -217,10 +214,10 @@ class Link:
             attempt=self.welcome.attempt,
             step=step,
             arg=needed_pickle_bytes,
-            body=reason.encode()[:2000],
+            body=reason.text.encode()[:2000],
         )
         if self.problem is None:
-            told = f"rank {self.rank}: {reason}"
+            told = reason.of_rank(self.rank)
             self._command(lambda: self._outbox.decline(step, message, told))
 
     def notice(self, notice: Notice) -> None:
@@ -328,7 +325,7 @@ class Link:
         if self.problem is None:
             self._outbox.begin(active)
             return
-        active.transfer.reach(TransferState.DECLINED, str(self.problem), self.problem.code)
+        active.transfer.reach(TransferState.DECLINED, Reason.of_error(self.problem))
         active.release()
 
     def _give_up(self, error: HoldfastError) -> None:

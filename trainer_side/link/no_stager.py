@@ -11,6 +11,7 @@ from holdfast.faultpoint import identify
 from holdfast.image.layout import Layout
 from holdfast.notices.notice import Notice
 from holdfast.ring.remains import Asked
+from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.pace import Wish
@@ -102,7 +103,7 @@ class NoStager:
     def answer(self, _step: int) -> None:
         """Nobody declines it."""
 
-    def decline(self, step: int, reason: str, *, needed_pickle_bytes: int = 0) -> None:
+    def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         """Nobody waits for it."""
 
     def notice(self, notice: Notice) -> None:

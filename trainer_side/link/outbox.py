@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
@@ -130,7 +131,7 @@ class Outbox:
             return
         active.offer(self._port, self._attempt)
 
-    def decline(self, step: int, message: bytes, reason: str) -> None:
+    def decline(self, step: int, message: bytes, reason: Reason) -> None:
         """Send `message`, which declines `step`, unless that has ended; give up what was offered of it."""
         active = self._active.get(step)
         if active is None and self.verdicts.of(step) is not None:
@@ -154,13 +155,13 @@ class Outbox:
         self._lost = True
         for active in list(self._active.values()):
             active.forget_sending()
-            self._end(active, TransferState.FAILED, str(error), error.code)
+            self._end(active, TransferState.FAILED, Reason.of_error(error))
             active.release()
             self._forget_if_over(active)
 
     def close(self) -> None:
         """The link is closed: what became of the rest is not heard any more."""
-        unknown = "unknown: the link was closed before the stager had said how it ended"
+        unknown = DeclineCause.UNKNOWN.because("the link was closed before the stager had said how it ended")
         for active in list(self._active.values()):
             self._end(active, TransferState.FAILED, unknown)
             active.release()
@@ -198,25 +199,24 @@ class Outbox:
                 self._events().emit("durable", active.transfer.summary(), step=step)
                 self._forget_if_over(active)
             case Kind.DECLINED:
-                code = str(body.get("code", ""))
-                self._end(active, TransferState.DECLINED, str(body.get("reason", "")), code)
+                self._end(active, TransferState.DECLINED, Reason.of_body(body))
             case _:
-                code = str(body.get("code", ""))
-                self._end(active, TransferState.FAILED, str(body.get("message", "")), code)
+                self._end(active, TransferState.FAILED, Reason.of_body(body))
 
-    def _end(self, active: Outgoing, state: TransferState, reason: str, code: str = "") -> None:
+    def _end(self, active: Outgoing, state: TransferState, reason: Reason) -> None:
         """Give a transfer up; credits go back, payloads under way come to their end."""
         transfer = active.transfer
         if transfer.state.final:
             return
-        transfer.reach(state, reason, code)
+        transfer.reach(state, reason)
         unused = active.unused()
         if not self._lost:
             for chunk in unused:
                 self._return(transfer.step, chunk)
         if not active.sending:
             active.release()
-        self._events().emit(state.value, {**transfer.summary(), "reason": reason}, step=transfer.step)
+        why = {"reason": reason.text, "cause": reason.cause}
+        self._events().emit(state.value, {**transfer.summary(), **why}, step=transfer.step)
         self._forget_if_over(active)
 
     def _return(self, step: int, chunk: int) -> None:

@@ -9,6 +9,7 @@ from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
 from holdfast.notices.notice import Notice
 from holdfast.ring.remains import Asked
+from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.pace import Wish
@@ -119,13 +120,11 @@ class ToStager(Protocol):
         """
         ...
 
-    def answer(self, step: int) -> tuple[str, str] | None:
-        """Why `step`, which this rank has not offered yet, is not taken, and the code of the stager's error, if it gave
-        one; None as far as is known. Any thread.
-        """
+    def answer(self, step: int) -> Reason | None:
+        """Why `step`, which this rank has not offered yet, is not taken; None as far as is known. Any thread."""
         ...
 
-    def decline(self, step: int, reason: str, *, needed_pickle_bytes: int = 0) -> None:
+    def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         """Tell all ranks, through the stager, that this rank takes no checkpoint of `step`. Any thread."""
         ...
 

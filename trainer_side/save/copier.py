@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
@@ -65,7 +66,7 @@ class CopyJob:
             return self.abandoned.is_set()
         return self.abandoned.is_set() or self.transfer.settled.is_set()
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: Reason) -> None:
         """What was copied must not be used."""
         self.abandoned.set()
         if self.keeping is not None:
@@ -104,18 +105,18 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name="holdfast-copy", daemon=True)
         self._thread.start()
 
-    def wait(self) -> str:
+    def wait(self) -> Reason | None:
         """Wait until no copy is under way: only for one tensor, when a step has ended before its copy had.
 
         Returns:
-            Empty, or why it is in vain.
+            None, or why it is in vain.
         """
         job = self._job
         stuck = job is not None and job.abandoned.is_set()
         if self._idle.wait(0.0 if stuck else self._seconds_max):
-            return ""
+            return None
         what = f"the copy of step {job.transfer.step}" if job is not None else "a copy"
-        return f"copy stuck: {what} does not end"
+        return DeclineCause.COPY_STUCK.because(f"{what} does not end")
 
     def shut(self) -> None:
         """Close the gate: a copy follows, or `reopen`."""
@@ -145,7 +146,7 @@ class Copier:
         job = self._job
         if job is None or job.abandoned.is_set():
             return
-        reason = f"copy stuck: it did not end within {self._seconds_max:g} s"
+        reason = DeclineCause.COPY_STUCK.because(f"it did not end within {self._seconds_max:g} s")
         job.give_up(reason)
         step = job.transfer.step
         _log.error(
@@ -164,9 +165,9 @@ class Copier:
             try:
                 self._copy(job)
             except Outgrown as outgrown:
-                self._fail(job, f"outgrown: {outgrown}")
+                self._fail(job, DeclineCause.OUTGROWN.because(outgrown))
             except Exception as error:  # noqa: BLE001 - the thread must not die: every later save() would wait for it
-                self._fail(job, f"copy failed: {error}")
+                self._fail(job, DeclineCause.COPY_FAILED.because(error))
                 _log.debug("the copy failed", exc_info=True)
             finally:
                 self.gate.open()  # whatever happened here, the training goes on
@@ -174,7 +175,7 @@ class Copier:
                 del job  # and while this thread waits, another area may take the place of its
                 self._idle.set()
 
-    def _fail(self, job: CopyJob, reason: str) -> None:
+    def _fail(self, job: CopyJob, reason: Reason) -> None:
         job.give_up(reason)
         _log.error("rank %d gives up step %d: %s", self._link.rank, job.transfer.step, reason)
         self._link.decline(job.transfer.step, reason)

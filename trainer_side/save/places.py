@@ -18,6 +18,7 @@ import torch
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import StateError
+from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
 from trainer_side.save.areas import Areas, AreaUse
@@ -35,7 +36,11 @@ _LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has
 
 
 class NoRoom(Exception):
-    """There is none for this step. The message says why; it begins with its cause and a colon."""
+    """There is none for this step."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.text)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,9 @@ class Room:
             if not flight.released.wait(max(0.0, deadline - time.monotonic()))
         ]
         for before in late:
-            reason = f"late: its tensors have changed since, and {self._waited_for(before)}"
+            reason = DeclineCause.LATE.because(
+                f"its tensors have changed since, and {self._waited_for(before)}"
+            )
             self._link.decline(before.step, reason)
             if before.keeping is not None:
                 before.keeping.cancel(reason)
@@ -121,7 +128,9 @@ class Room:
         for flight in self._areas.being_read():
             if not flight.released.wait(max(0.0, deadline - time.monotonic())):
                 raise NoRoom(
-                    f"busy: step {flight.step} is still read from an area that is needed for other slices"
+                    DeclineCause.BUSY.because(
+                        f"step {flight.step} is still read from an area that is needed for other slices"
+                    )
                 )
 
     def furnish(self, skeleton: Skeleton, slice_plan: SlicePlan, count_max: int) -> None:
@@ -173,8 +182,10 @@ class Room:
                     break  # another rank does not wait any longer
                 if not gone and waited_seconds > self._config.full_seconds_max:
                     raise NoRoom(
-                        f"late: {self._waited_for(oldest)}. Find out why the store is slow, enlarge the ring, save "
-                        'less often, or set on_full = "skip"'
+                        DeclineCause.LATE.because(
+                            f"{self._waited_for(oldest)}. Find out why the store is slow, enlarge the ring, save "
+                            'less often, or set on_full = "skip"'
+                        )
                     )
         finally:
             if waited_seconds:
@@ -204,7 +215,7 @@ class Room:
             keeping.link_released = transfer.released
             self._tiers.keep(keeping, place.area)
 
-    def give_back(self, place: StepPlace, reason: str) -> None:
+    def give_back(self, place: StepPlace, reason: Reason) -> None:
         """The step is not taken after all. Slots in which it has begun already are left to their lanes."""
         if place.keeping is not None and place.keeping.area is None:
             self._tiers.drop(place.keeping, reason)
@@ -225,7 +236,7 @@ class Room:
         if keeping is None:
             return None
         if keeping.source_is_slot < 0:
-            self._tiers.drop(keeping, "busy: no slot of the first tier is free")
+            self._tiers.drop(keeping, DeclineCause.BUSY.because("no slot of the first tier is free"))
             return None
         return StepPlace(self._areas.take_slot(keeping.writers[keeping.source_is_slot]), keeping)
 
@@ -240,18 +251,20 @@ class Room:
         self._ledger.waited(time.monotonic() - begun)
         return keeping
 
-    def _busy(self) -> str:
+    def _busy(self) -> Reason:
         """Why there is no staging area for another step now."""
         reading = self._areas.being_read()
         if len(reading) < self._areas.count_max:
             in_flight = len(self._areas.in_flight())
             if self._tiers.takes_steps and in_flight <= self._areas.count_max:
-                return "busy: no slot of the first local tier is free"
-            return f"busy: the {in_flight} checkpoints before are not staged yet"
+                return DeclineCause.BUSY.because("no slot of the first local tier is free")
+            return DeclineCause.BUSY.because(f"the {in_flight} checkpoints before are not staged yet")
         before = len(reading)
         which = "the checkpoint before is" if before == 1 else f"the {before} checkpoints before are"
         sent = any(not flight.transfer.released.is_set() for flight in reading)
-        return f"busy: {which} still being {'sent' if sent else 'written to local tiers'}"
+        return DeclineCause.BUSY.because(
+            f"{which} still being {'sent' if sent else 'written to local tiers'}"
+        )
 
     def _waited_for(self, flight: AreaUse) -> str:
         """Who waited for whom."""

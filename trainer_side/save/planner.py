@@ -21,6 +21,7 @@ from holdfast.errors import HoldfastError
 from holdfast.image.layout import REPLICATED
 from holdfast.image.replicas import watched
 from holdfast.notices.sparing import NOBODY
+from holdfast.telemetry.causes import DeclineCause
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Proposal
 from trainer_side.link.to_stager import ToStager
@@ -136,7 +137,9 @@ class Planner:
             except (MemoryError, RuntimeError) as error:  # RuntimeError: torch's own for memory
                 # The plan before stays for its tensors; its areas are gone, but no step is taken with it.
                 raise NoRoom(
-                    f"no memory: for a slice without ranks {list(layout.spared)}: {error}"
+                    DeclineCause.NO_MEMORY.because(
+                        f"for a slice without ranks {list(layout.spared)}: {error}"
+                    )
                 ) from error
         self._sparing = sparing
 

@@ -30,7 +30,7 @@ import torch
 
 from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.faultpoint import Point, reach
-from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
@@ -101,38 +101,38 @@ class Saver:
         begun, saved_at_unix = time.monotonic(), time.time()
         reach(Point.SAVE_BEGUN)
         if (problem := self._link.problem) is not None and not self._tiers.takes_steps:
-            return self._decline(step, f"stager lost: {problem}", tell=False)
+            return self._decline(step, DeclineCause.STAGER_LOST.because(problem), tell=False)
         try:
             with no_collections():
                 plan, taken = self._planner.take(collect(self._state))
         except PeerLost as lost:
             if lost is not self._problem() or self._tiers.takes_steps:
                 raise  # the stager is there, a rank is not: going on would leave the ranks at different steps
-            return self._decline(step, f"stager lost: {lost}", tell=False)
+            return self._decline(step, DeclineCause.STAGER_LOST.because(lost), tell=False)
         except Outgrown as outgrown:
             # More room for a PerRank value takes a new agreement of all ranks, which this rank cannot call alone.
             needed = 0 if outgrown.name else outgrown.needed_bytes
             if needed and self._link.rank == 0:
                 self._tiers.council.make_room(needed)
-            return self._decline(step, f"outgrown: {outgrown}", needed_pickle_bytes=needed)
+            return self._decline(step, DeclineCause.OUTGROWN.because(outgrown), needed_pickle_bytes=needed)
         except NoRoom as refusal:
-            return self._decline(step, str(refusal))
+            return self._decline(step, refusal.reason)
         record: dict[str, Any] = {"saved_at_unix": saved_at_unix}
         try:
             # The training thread is here, so what was taken stays as it is meanwhile.
             wait_seconds = self._room.wait(step)
             answer = self._link.answer(step)
             if answer is not None and not self._tiers.takes_steps:
-                return self._decline(step, answer[0], code=answer[1], tell=False)  # all were told the same
+                return self._decline(step, answer, tell=False)  # all were told the same
             place = self._room.take(step, record)
         except NoRoom as refusal:
-            return self._decline(step, str(refusal))
+            return self._decline(step, refusal.reason)
         record["wait_seconds"] = wait_seconds
         try:
             with no_collections():
                 return self._begin(step, plan, taken, place, answer, record, begun)
         except BaseException:
-            self._room.give_back(place, "copy failed: save() ended with an error")
+            self._room.give_back(place, DeclineCause.COPY_FAILED.because("save() ended with an error"))
             raise
 
     def _begin(
@@ -141,7 +141,7 @@ class Saver:
         plan: SavePlan,
         taken: Capture,
         place: StepPlace,
-        answer: tuple[str, str] | None,
+        answer: Reason | None,
         record: dict[str, Any],
         begun: float,
     ) -> bool:
@@ -161,11 +161,12 @@ class Saver:
         after = torch.cuda.current_stream(device).record_event() if device is not None else None
         self._copier.shut()
         transfer = (
-            self._link.offer(step, area, record) if answer is None else Transfer.none(step, record, *answer)
+            self._link.offer(step, area, record) if answer is None else Transfer.none(step, record, answer)
         )
         if transfer.released.is_set() and place.keeping is None:  # refused at once: nothing is copied
             self._copier.reopen()
-            return self._decline(step, transfer.reason, code=transfer.code, tell=False)
+            nowhere = Reason(OTHER, "no local tier has a free slot, and there is no stager")
+            return self._decline(step, transfer.reason or nowhere, tell=False)
         record["save_seconds"] = time.monotonic() - begun
         self._room.send(place, transfer)
         self._copier.copy(CopyJob(transfer, area, plan.router, taken, after, fingerprints, place.keeping))
@@ -175,16 +176,13 @@ class Saver:
     def _problem(self) -> HoldfastError | None:
         return self._link.problem
 
-    def _decline(
-        self, step: int, reason: str, *, code: str = "", tell: bool = True, needed_pickle_bytes: int = 0
-    ) -> bool:
-        cause = cause_of(reason, code)
-        self._ledger.declined(cause)
-        self._events.emit("declined", {"reason": reason, "cause": cause}, step=step)
+    def _decline(self, step: int, reason: Reason, *, tell: bool = True, needed_pickle_bytes: int = 0) -> bool:
+        self._ledger.declined(reason.cause)
+        self._events.emit("declined", {"reason": reason.text, "cause": reason.cause}, step=step)
         # A lost stager is said by the link, once and loudly.
-        if reason != self._warned and self._link.problem is None:
+        if reason.text != self._warned and self._link.problem is None:
             _log.warning("rank %d: step %d is not checkpointed: %s", self._link.rank, step, reason)
-            self._warned = reason
+            self._warned = reason.text
         self._tiers.skip(step, reason)
         if tell:
             self._link.decline(step, reason, needed_pickle_bytes=needed_pickle_bytes)

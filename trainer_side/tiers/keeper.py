@@ -21,7 +21,7 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceFrame, frames_of
-from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.notice.appointments import Appointments
 from trainer_side.tiers.chair import Chair, farthest
@@ -38,7 +38,6 @@ from trainer_side.transfer import SliceSource
 _log = logging.getLogger("holdfast.trainer.tiers")
 
 _LOOK_SECONDS = 2e-3
-_RESTS = "rests"  # the cause of what is skipped by intention
 _IN_MEMORY = frozenset({Nearness.MEMORY, Nearness.PM})
 
 
@@ -84,7 +83,7 @@ class Keeper:
         self._frames: tuple[SliceFrame, ...] = ()
         self._newest_step = -1
         self._complete_step = -1
-        self._out: dict[int, str] = {}  # tiers that take nothing, and why
+        self._out: dict[int, Reason] = {}  # tiers that take nothing, and why
         self._closed = False
         self._warned: set[str] = set()
         self._guard = threading.Lock()
@@ -174,7 +173,7 @@ class Keeper:
             except HoldfastError as error:
                 if self._layout is None:
                     raise
-                self._out[number] = f"failed: it has no room for the new layout: {error}"
+                self._out[number] = DeclineCause.FAILED.because(f"it has no room for the new layout: {error}")
                 _log.error("rank %d: tier %s TAKES NOTHING MORE: %s", self._rank, tier.name, error)
                 continue
             self._out.pop(number, None)
@@ -212,21 +211,21 @@ class Keeper:
         writers: dict[int, SliceWriter] = {}
         for number, tier in enumerate(self.tiers):
             if self.council.problem is not None:
-                reason = f"lost: {self.council.problem}"
+                reason = DeclineCause.LOST.because(self.council.problem)
             elif number in self._out:
                 reason = self._out[number]
             elif hangs := self._lanes[number].hangs:
                 reason = hangs
             elif stager_lives and tier.nearness is Nearness.STORE:
-                reason = f"{_RESTS}: the stager brings it there"
+                reason = DeclineCause.RESTS.because("the stager brings it there")
             else:
                 try:
                     writer = self._slot(number, order, wait_until)
                 except HoldfastError as error:
-                    writer, reason = None, f"failed: {error}"
+                    writer, reason = None, DeclineCause.FAILED.because(error)
                     self._say_failed(tier, step, error)
                 else:
-                    reason = "busy: no slot is free"
+                    reason = DeclineCause.BUSY.because("no slot is free")
                 if writer is not None:
                     writers[number] = writer
                     if self._chair is not None:
@@ -276,13 +275,13 @@ class Keeper:
         for number in keeping.writers:
             self._lanes[number].keep(keeping)
 
-    def drop(self, keeping: Keeping, reason: str) -> None:
+    def drop(self, keeping: Keeping, reason: Reason) -> None:
         """Give back the slots of a step that is not copied after all."""
         keeping.cancel(reason)
         keeping.link_released.set()
         self.keep(keeping, None)
 
-    def skip(self, step: int, reason: str) -> None:
+    def skip(self, step: int, reason: Reason) -> None:
         """This rank takes no checkpoint of `step`; the others need not wait for it."""
         if step > self._newest_step:
             self._newest_step = step
@@ -292,7 +291,9 @@ class Keeper:
     def let_go(self, keeping: Keeping) -> None:
         """Nothing may read its area any more, whatever a tier still does with it."""
         for number in keeping.writers:
-            self._lanes[number].let_go(keeping, "hangs: the tier has not let go of what it was given")
+            self._lanes[number].let_go(
+                keeping, DeclineCause.HANGS.because("the tier has not let go of what it was given")
+            )
 
     def _look(self) -> None:
         for lane in self._lanes:
@@ -323,7 +324,7 @@ class Keeper:
     def _over(self, outcome: PartOutcome) -> None:
         """A lane is done with a step."""
         keeping, tier = outcome.keeping, self.tiers[outcome.tier]
-        if outcome.reason:
+        if outcome.reason is not None:
             self._skipped(outcome.tier, keeping.order, outcome.reason)
             return
         assert self._layout is not None
@@ -344,21 +345,24 @@ class Keeper:
         )
         self.council.sealed(outcome.tier, keeping.order, self._layout.digest)
 
-    def _skipped(self, number: int, order: Order, reason: str, *, counted: bool = True) -> None:
-        name, cause = self.tiers[number].name, cause_of(reason)
-        if cause != _RESTS:
-            self._events.emit("skipped_tier", {"tier": name, "reason": reason, "cause": cause}, step=order[1])
-        if counted and cause != _RESTS:
+    def _skipped(self, number: int, order: Order, reason: Reason, *, counted: bool = True) -> None:
+        name, cause = self.tiers[number].name, reason.cause
+        if cause != DeclineCause.RESTS:
+            fields = {"tier": name, "reason": reason.text, "cause": cause}
+            self._events.emit("skipped_tier", fields, step=order[1])
+        if counted and cause != DeclineCause.RESTS:
             self._ledger.skipped(name, cause)
             with self._guard:
-                news = f"{name}: {cause}" not in self._warned and cause != "failed"  # that is said already
+                news = (
+                    f"{name}: {cause}" not in self._warned and cause != DeclineCause.FAILED
+                )  # that is said already
                 self._warned.add(f"{name}: {cause}")
             if news:
                 _log.warning(
                     "rank %d: step %d is not kept in tier %s: %s", self._rank, order[1], name, reason
                 )
-        if cause != "void":
-            self.council.skipped(number, order, reason)
+        if cause != DeclineCause.VOID:
+            self.council.skipped(number, order, reason.text)
 
     def _say_failed(self, tier: Tier, step: int, error: HoldfastError) -> None:
         with self._guard:
@@ -372,7 +376,7 @@ class Keeper:
             return
         if verdict.complete:
             self._complete_step = max(self._complete_step, verdict.order[1])
-        if f": {_RESTS}: " not in verdict.why:
+        if f": {DeclineCause.RESTS}: " not in verdict.why:
             self._events.emit(
                 "complete" if verdict.complete else "void",
                 {"tier": self.tiers[verdict.tier].name, "why": verdict.why},

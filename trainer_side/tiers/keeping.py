@@ -16,6 +16,7 @@ from typing import Any
 
 from holdfast.crc import crc32
 from holdfast.image.slices import SliceFrame
+from holdfast.telemetry.causes import Reason
 from trainer_side.tiers.tier import SliceWriter
 from trainer_side.transfer import SliceSource
 
@@ -28,7 +29,7 @@ class TierPart:
         writer: The slot.
         unwritten: Frames that no thread has taken yet, in their order.
         busy: Threads that are at work on it.
-        given_up: Why it is not sealed; empty while it may be.
+        given_up: Why it is not sealed; None while it may be.
         sealing: A thread seals it.
         orphaned: It is over for this lane; whatever the tier still does with it counts no more.
         begun_at: When its first frame was ready.
@@ -39,7 +40,7 @@ class TierPart:
         self.keeping, self.writer = keeping, writer
         self.unwritten = list(range(len(keeping.frames)))
         self.busy = 0
-        self.given_up = ""
+        self.given_up: Reason | None = None
         self.sealing = False
         self.orphaned = False
         self.begun_at = 0.0
@@ -73,9 +74,9 @@ class Keeping:
     link_released: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
-    cancel_reason: str = ""
+    cancel_reason: Reason | None = None
     kept_in: set[int] = field(default_factory=set)
-    lost_in: dict[int, str] = field(default_factory=dict)
+    lost_in: dict[int, Reason] = field(default_factory=dict)
     sum_seconds: float = 0.0
     _sums: dict[int, int] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
@@ -97,7 +98,7 @@ class Keeping:
             others_over = self.kept_in | self.lost_in.keys() | {tier} >= self.writers.keys()
         return not (others_over and self.link_released.is_set())
 
-    def cancel(self, reason: str) -> None:
+    def cancel(self, reason: Reason) -> None:
         """Its bytes will never be complete: every lane gives it up. Any thread."""
         if not self.cancelled.is_set():
             self.cancel_reason = reason
@@ -117,10 +118,10 @@ class Keeping:
                 self.sum_seconds += time.perf_counter() - begun
             return self._sums[frame]
 
-    def over_in(self, tier: int, reason: str = "") -> None:
+    def over_in(self, tier: int, reason: Reason | None = None) -> None:
         """A tier reads the area no more: it has sealed it, or given it up for this reason."""
         with self._guard:
-            if reason:
+            if reason is not None:
                 self.lost_in[tier] = reason
             else:
                 self.kept_in.add(tier)

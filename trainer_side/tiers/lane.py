@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 from holdfast.errors import HoldfastError, StoreError
+from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.ranks.deadlines import within
 from trainer_side.tiers.keeping import Keeping, TierPart
 from trainer_side.tiers.tally import Order, StepVerdict
@@ -44,11 +45,11 @@ class _Call(NamedTuple):
 
 
 class PartOutcome(NamedTuple):
-    """How a part ended. `reason`: why it is not sealed; empty if it is."""
+    """How a part ended. `reason`: why it is not sealed; None if it is."""
 
     tier: int
     keeping: Keeping
-    reason: str
+    reason: Reason | None
     written_bytes: int
     seconds: float
 
@@ -76,7 +77,7 @@ class Lane:
         self.number, self.tier, self._rank, self._on_over = number, tier, rank, on_over
         self._call_seconds_max = call_seconds_max
         self._calls: dict[int, _Call] = {}  # by thread
-        self._hangs = ""
+        self._hangs: Reason | None = None
         self._changed = threading.Condition()
         self._parts: list[TierPart] = []
         self._slots_read: list[Keeping] = []  # whose slots here others may still read
@@ -101,8 +102,8 @@ class Lane:
             return bool(self._hangs) or not (self._parts or self._verdicts or self._delivering)
 
     @property
-    def hangs(self) -> str:
-        """Why the tier takes nothing now: which call has not returned. Empty while it answers."""
+    def hangs(self) -> Reason | None:
+        """Why the tier takes nothing now: which call has not returned. None while it answers."""
         return self._hangs
 
     def fraction(self, order: Order) -> float:
@@ -119,13 +120,13 @@ class Lane:
         with self._changed:
             late = next((call for call in self._calls.values() if now > call.limit), None)
             if late is None:
-                back, self._hangs = self._hangs, ""
+                back, self._hangs = self._hangs, None
             elif self._hangs:
                 return
             else:
-                back = ""
-                self._hangs = (
-                    f"hangs: {late.what} has not returned for {now - late.begun:.3g} s, at most "
+                back = None
+                self._hangs = DeclineCause.HANGS.because(
+                    f"{late.what} has not returned for {now - late.begun:.3g} s, at most "
                     f"{late.limit - late.begun:g} s are waited"
                 )
         if late is not None:
@@ -139,11 +140,11 @@ class Lane:
         elif back:
             _log.warning("rank %d: tier %s answers again, and is used again", self._rank, self.tier.name)
 
-    def let_go(self, keeping: Keeping, reason: str) -> None:
+    def let_go(self, keeping: Keeping, reason: Reason) -> None:
         """Release the area of this step, though a call of the tier may still read it. Any thread."""
         self._give_up(keeping, reason)
 
-    def _give_up(self, keeping: Keeping | None, reason: str) -> None:
+    def _give_up(self, keeping: Keeping | None, reason: Reason | None) -> None:
         """Whoever has a part in hand gives back its slot when the tier lets go of it; nothing else waits for that."""
         with self._changed:
             parts = [part for part in self._parts if keeping is None or part.keeping is keeping]
@@ -198,7 +199,7 @@ class Lane:
             if not verdict.complete:
                 for part in self._parts:
                     if part.keeping.order == verdict.order and not part.sealing and not part.given_up:
-                        part.given_up = f"void: {verdict.why}"
+                        part.given_up = DeclineCause.VOID.because(verdict.why)
             self._verdicts.append(verdict)
             self._changed.notify_all()
 
@@ -269,7 +270,7 @@ class Lane:
     def _write(self, part: TierPart, frame: int) -> None:
         keeping = part.keeping
         place = keeping.frames[frame]
-        problem = ""
+        problem: Reason | None = None
         try:
             area = keeping.area
             assert area is not None
@@ -277,10 +278,10 @@ class Lane:
             with self._calling(f"the write of frame {frame} of step {keeping.step}"):
                 part.writer.write(frame, area.view(place.offset, place.padded_bytes), crc)
         except HoldfastError as error:
-            problem = f"failed: {error}"
+            problem = DeclineCause.FAILED.because(error)
         except Exception as error:  # noqa: BLE001 - the thread must not die: every later step would wait for it
             _log.debug("a write failed", exc_info=True)
-            problem = f"failed: {error!r}"
+            problem = DeclineCause.FAILED.because(repr(error))
         with self._changed:
             part.busy -= 1
             part.written_bytes += place.padded_bytes
@@ -293,7 +294,7 @@ class Lane:
         keeping, reason = part.keeping, part.given_up
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
-            if reason:
+            if reason is not None:
                 with self._calling(f"giving up step {keeping.step}"):
                     part.writer.abandon()
             else:
@@ -305,16 +306,16 @@ class Lane:
                 with self._calling(f"the seal of step {keeping.step}"):
                     sealed = part.writer.seal(record)
                 if not sealed:
-                    reason = (
-                        "superseded: a newer step is complete in this tier, or it was called void meanwhile"
+                    reason = DeclineCause.SUPERSEDED.because(
+                        "a newer step is complete in this tier, or it was called void meanwhile"
                     )
         except HoldfastError as error:
-            reason = f"failed: {error}"
+            reason = DeclineCause.FAILED.because(error)
         except Exception as error:  # noqa: BLE001 - as above
             _log.debug("a seal failed", exc_info=True)
-            reason = f"failed: {error!r}"
-        if reason.startswith("failed") and reason != self._said:
-            self._said = reason
+            reason = DeclineCause.FAILED.because(repr(error))
+        if reason is not None and reason.cause == DeclineCause.FAILED and reason.text != self._said:
+            self._said = reason.text
             _log.error(
                 "rank %d: step %d is not kept in tier %s: %s",
                 self._rank,
@@ -331,7 +332,7 @@ class Lane:
             self._parts.remove(part)
             self._changed.notify_all()
 
-    def _say_over(self, part: TierPart, reason: str) -> None:
+    def _say_over(self, part: TierPart, reason: Reason | None) -> None:
         """Tell how it ended, and release the area as far as this tier is concerned."""
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:

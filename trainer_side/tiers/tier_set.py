@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
 from holdfast.notices.notice import Notice
+from holdfast.telemetry.causes import Reason
 from holdfast.wire.frames import Agreement, Proposal
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.tally import Order
@@ -119,11 +120,11 @@ class TierSet(Protocol):
         """Write it, as its frames get ready in `area`."""
         ...
 
-    def drop(self, keeping: Keeping, reason: str) -> None:
+    def drop(self, keeping: Keeping, reason: Reason) -> None:
         """Give back the slots of a step that is not copied after all."""
         ...
 
-    def skip(self, step: int, reason: str) -> None:
+    def skip(self, step: int, reason: Reason) -> None:
         """This rank takes no checkpoint of `step`; the others need not wait for it."""
         ...
 
@@ -190,10 +191,10 @@ class NoTiers:
     def keep(self, keeping: Keeping, area: SliceSource | None) -> None:
         """Never called: `begin` gives no slot."""
 
-    def drop(self, keeping: Keeping, reason: str) -> None:
+    def drop(self, keeping: Keeping, reason: Reason) -> None:
         """Never called: `begin` gives no slot."""
 
-    def skip(self, step: int, reason: str) -> None:
+    def skip(self, step: int, reason: Reason) -> None:
         """The link tells the other ranks, through the stager."""
 
     def let_go(self, keeping: Keeping) -> None:

@@ -22,6 +22,7 @@ from holdfast.crc import crc32
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
 from holdfast.image.slices import area_bytes, frames_of
+from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire.frames import Proposal
 from trainer_side.joining import join
 from trainer_side.link.link import Link
@@ -137,7 +138,7 @@ def run(link: Link, scenario: str, image_bytes: int, steps: int, said: dict[str,
     link.announce(plan)
     for step in range(steps):
         if scenario == "decline" and step == 1 and link.rank == 1:
-            link.decline(step, "outgrown", needed_pickle_bytes=200_000)
+            link.decline(step, DeclineCause.OUTGROWN.because("of the test"), needed_pickle_bytes=200_000)
             continue
         if scenario == "flusher" and step == 1 and link.rank == 0:
             kill_flusher()
@@ -152,7 +153,11 @@ def run(link: Link, scenario: str, image_bytes: int, steps: int, said: dict[str,
         settled = transfer.settled.wait(WAIT_SECONDS_MAX) and transfer.released.wait(WAIT_SECONDS_MAX)
         if scenario == "wait-at-3" and step == 3:
             wait_for(Path(sys.argv[1]).with_name("go-on"))
-        said["steps"][step] = {"state": transfer.state.value, "reason": transfer.reason, "settled": settled}
+        said["steps"][step] = {
+            "state": transfer.state.value,
+            "reason": str(transfer.reason or ""),
+            "settled": settled,
+        }
     link.close(wait_for=TransferState.DURABLE, seconds_max=WAIT_SECONDS_MAX)
     said["durable_step"], said["staged_step"] = link.durable_step, link.staged_step
     said["new_pickle_reserve_bytes"] = link.new_pickle_reserve_bytes

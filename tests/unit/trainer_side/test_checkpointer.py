@@ -21,7 +21,7 @@ from holdfast.notices.decider import Word
 from holdfast.notices.notice import Notice, NoticeKind, Terms
 from holdfast.notices.sparing import NO_LIMIT, Sparing
 from holdfast.ring.remains import Asked
-from holdfast.telemetry.causes import cause_of
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.pace import PaceWord, Wish
@@ -51,7 +51,7 @@ class FakeLink:
     def __init__(self) -> None:
         self.events = EventLog(None, role="trainer")
         self.offers: dict[int, tuple[Transfer, Staging]] = {}
-        self.declined: dict[int, str] = {}
+        self.declined: dict[int, Reason] = {}
         self.needed_pickle_bytes = 0
         self.layouts: list[Layout] = []
         self.appointments = Appointments(wait_seconds_max=SECONDS_MAX)
@@ -95,7 +95,7 @@ class FakeLink:
     def answer(self, _step: int) -> None:
         return None
 
-    def decline(self, step: int, reason: str, *, needed_pickle_bytes: int = 0) -> None:
+    def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
         self.needed_pickle_bytes = needed_pickle_bytes
         self.declined[step] = reason
         if step in self.offers:
@@ -156,7 +156,7 @@ def test_so_many_steps_are_taken_as_there_are_areas(link: FakeLink, areas: int) 
     assert [rank.save(step) for step in range(5)] == [True] * areas + [False] * (5 - areas)
     assert set(link.declined) == set(range(areas, 5))
     which = "the checkpoint before is" if areas == 1 else f"the {areas} checkpoints before are"
-    assert set(link.declined.values()) == {f"busy: {which} still being sent"}
+    assert set(link.declined.values()) == {DeclineCause.BUSY.because(f"{which} still being sent")}
     assert all(rank.holds(step) for step in range(areas)), "a copy went into an area that is being sent"
     link.stage(0)
     assert rank.save(5)
@@ -225,7 +225,7 @@ def test_a_wait_that_is_too_long_names_the_oldest(link: FakeLink) -> None:
     assert rank.save(3)
     assert rank.save(4)
     assert not rank.save(5)
-    assert link.declined[5].startswith("late: rank 0 waited 0.1 s for step 3 to be staged, and")
+    assert link.declined[5].text.startswith("late: rank 0 waited 0.1 s for step 3 to be staged, and")
     rank.checkpointer.close()
 
 
@@ -236,7 +236,7 @@ def test_new_tensors_wait_for_all_areas(link: FakeLink) -> None:
     rank.model.append(torch.nn.Parameter(torch.zeros(1000)))
     assert rank.save(2)
     assert set(link.declined) == {0, 1}, "both are given up for the new layout"
-    assert all("its tensors have changed since" in reason for reason in link.declined.values())
+    assert all("its tensors have changed since" in reason.text for reason in link.declined.values())
     assert len(link.layouts) == 2
     assert rank.holds(2)
     rank.checkpointer.close()
@@ -368,7 +368,7 @@ def test_values_that_outgrow_the_room_they_were_just_given_decline_another_step(
     grow(50_000)
     assert not rank.save(2), "the room that was given is too small by now"
     assert link.needed_pickle_bytes > link.new_pickle_reserve_bytes
-    assert {cause_of(reason) for reason in link.declined.values()} == {"outgrown"}
+    assert {reason.cause for reason in link.declined.values()} == {"outgrown"}
     grow(10_000)
     assert rank.save(3)
     assert len(link.layouts) == 2, (
@@ -393,7 +393,7 @@ def test_numbers_that_outgrow_the_room_after_the_save_give_the_step_up_and_the_n
     assert not link.needed_pickle_bytes
     assert not rank.save(3)
     assert link.needed_pickle_bytes > 20_000
-    assert {cause_of(reason) for reason in link.declined.values()} == {"outgrown"}
+    assert {reason.cause for reason in link.declined.values()} == {"outgrown"}
     link.new_pickle_reserve_bytes = 2 * link.needed_pickle_bytes
     assert rank.save(4)
     rank.checkpointer.close()
@@ -437,7 +437,9 @@ def test_what_is_still_read_is_not_given_up_for_other_slices(
     assert rank.save(0)
     link.appointments.sparing = Sparing((1,))
     assert not rank.save(1)
-    assert link.declined == {1: "busy: step 0 is still read from an area that is needed for other slices"}
+    assert link.declined == {
+        1: DeclineCause.BUSY.because("step 0 is still read from an area that is needed for other slices")
+    }
     assert not link.offers[0][0].state.final
     link.stage(0)
     assert rank.save(2)
@@ -460,7 +462,7 @@ def test_without_memory_for_a_larger_slice_steps_are_declined_and_training_goes_
 
     monkeypatch.setattr(rank.checkpointer._saver._room, "furnish", full)
     assert not rank.save(1)
-    assert link.declined[1].startswith("no memory: for a slice without ranks [1]")
+    assert link.declined[1].text.startswith("no memory: for a slice without ranks [1]")
     monkeypatch.setattr(rank.checkpointer._saver._room, "furnish", furnish)
     assert rank.save(2)
     assert rank.holds(2)

@@ -10,6 +10,7 @@ import torch
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import PeerLost
+from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
 from tests.unit.trainer_side.test_checkpointer import FakeLink
 from tests.unit.trainer_side.tiers.ranks import Net, until
@@ -27,7 +28,7 @@ class Link(FakeLink):
 
     def offer(self, step: int, source: Any, record: dict[str, Any]) -> Transfer:
         if self.problem is not None:
-            return Transfer.none(step, record, str(self.problem), self.problem.code)
+            return Transfer.none(step, record, Reason.of_error(self.problem))
         return super().offer(step, source, record)
 
 
@@ -88,7 +89,9 @@ def test_a_step_that_the_stager_declines_goes_to_the_tiers(
     monkeypatch: pytest.MonkeyPatch, specs: list[str]
 ) -> None:
     rank = Rank(monkeypatch, specs)
-    monkeypatch.setattr(rank.link, "answer", lambda step: ("rank 1: busy", "") if step == 3 else None)
+    monkeypatch.setattr(
+        rank.link, "answer", lambda step: Reason("busy", "rank 1: busy") if step == 3 else None
+    )
     assert rank.save(3)
     until(lambda: rank.keeper.is_idle)
     assert rank.holds(3)
@@ -131,7 +134,7 @@ def test_without_a_slot_the_stager_still_gets_it_unless_the_slot_is_the_area(
         skipped = rank.checkpointer.stats.skipped
         assert skipped == {f"{specs[first]}: busy": 1}
         if not taken:
-            assert rank.link.declined[1] == "busy: no slot of the first local tier is free"
+            assert rank.link.declined[1].text == "busy: no slot of the first local tier is free"
         else:
             rank.link.stage(1)
         rank.checkpointer.close()

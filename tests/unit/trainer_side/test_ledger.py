@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 
+from holdfast.errors import PeerLost
+from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.ledger import Ledger
 from trainer_side.transfer import Transfer, TransferState
 
@@ -17,10 +19,10 @@ def test_a_step_that_another_rank_declined_is_not_saved() -> None:
     assert (ledger.stats.saved, ledger.stats.declined) == (3, 0)
     assert not ledger.summary()
     first.reach(TransferState.DURABLE)
-    second.reach(TransferState.DECLINED, "rank 1: busy: the checkpoint before is still being sent")
+    second.reach(TransferState.DECLINED, DeclineCause.BUSY.because("still being sent").of_rank(1))
     third.reach(TransferState.STAGED)
     assert (ledger.stats.saved, ledger.stats.declined) == (2, 1)
-    third.reach(TransferState.FAILED, "the flusher ended", "peer_lost")
+    third.reach(TransferState.FAILED, Reason.of_error(PeerLost("the flusher ended")))
     ledger.declined("busy")
     stats = ledger.stats
     assert (stats.saved, stats.declined, stats.failed) == (1, 2, 1)

@@ -57,7 +57,7 @@ def test_steps_that_are_not_taken_are_counted_by_cause_and_the_last_are_kept() -
     board = Board("stager", "r", ranks=list, clock=lambda: 1.0)
     board.hear("stager_ready", {"attempt": 3, "ranks": 2, "flusher_pid": 1}, None)
     for step in range(40):
-        board.hear("declined", {"reason": f"rank 1: busy: step {step} is still being sent"}, step)
+        board.hear("declined", {"reason": f"rank 1: busy: step {step}", "cause": "busy"}, step)
     board.hear("failed", {"code": "peer_lost", "message": "rank 1 is dead"}, 50)
     said = board.said()
     assert said.not_taken == {"busy": 40, "a process was lost or late": 1}

@@ -72,7 +72,7 @@ def test_the_stall_is_that_of_the_slowest_rank_and_a_record_may_be_anything() ->
 
 def test_causes_are_counted_beside_the_outcomes() -> None:
     metrics = Metrics("stager", "r")
-    metrics.hear("declined", {"reason": "rank 1: busy: the checkpoint before is still being sent"}, 1)
+    metrics.hear("declined", {"reason": "rank 1: busy: still being sent", "cause": "busy"}, 1)
     metrics.hear("declined", {"reason": "steps 3, 4 are still being received", "code": "busy"}, 2)
     metrics.hear("failed", {"code": "peer_lost", "message": "rank 1 is dead"}, 3)
     refused = "holdfast_checkpoints_refused_total"

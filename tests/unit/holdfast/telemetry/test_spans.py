@@ -141,7 +141,7 @@ def test_attributes_are_the_words_and_units_of_the_project() -> None:
 @pytest.mark.parametrize(
     ("event", "fields", "cause", "reason"),
     [
-        ("declined", {"reason": "rank 1: busy: still being sent"}, "busy", "rank 1: busy: still being sent"),
+        ("declined", {"reason": "rank 1: busy: sending", "cause": "busy"}, "busy", "rank 1: busy: sending"),
         (
             "failed",
             {"code": "peer_lost", "message": "rank 1 is dead"},

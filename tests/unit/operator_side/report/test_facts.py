@@ -348,3 +348,22 @@ def test_what_the_ring_may_have_held(tmp_path: Path) -> None:
     facts = facts_of(written(tmp_path / "log", sorted(lines, key=lambda line: line[0])))
     held = [(round(at - T0, 1), nbytes >> 20) for at, nbytes in ring_bytes(facts.rows, T0 + 9)]
     assert held == [(0.0, 1), (1.0, 2), (2.0, 1), (3.0, 0)]
+
+
+def test_a_log_of_a_version_that_stated_no_cause_is_counted_by_its_sentence(tmp_path: Path) -> None:
+    lines: list[Line] = [
+        (0.0, "stager", "stager_ready", {"attempt": 1, "ranks": 2}),
+        (1.0, "stager", "declined", {"step": 1, "reason": "rank 1: busy: still being sent"}),
+        (2.0, "stager", "declined", {"step": 2, "reason": "steps 0, 1 are being received", "code": "busy"}),
+        (3.0, "stager", "failed", {"step": 3, "message": "rank 1 is dead", "code": "peer_lost"}),
+        (4.0, "trainer", "declined", {"rank": 0, "step": 4, "reason": "Nobody knows"}),
+        (5.0, "stager", "declined", {"step": 5, "reason": "rank 1: late: said", "cause": "other"}),
+    ]
+    found = facts_of(written(tmp_path / "log", lines)).checkpoints.not_taken
+    assert [(one.step, one.cause) for one in found] == [
+        (1, "busy"),
+        (2, "no room at the stager"),
+        (3, "a process was lost or late"),
+        (4, "other"),
+        (5, "other"),
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import ProtocolError
+from holdfast.telemetry.causes import DeclineCause
 from stager.session.session_messages import (
     Abort,
     Began,
@@ -63,7 +64,7 @@ def test_payload_and_sent_may_come_in_either_order(stager: Stager) -> None:
 def test_a_decline_in_the_middle_keeps_slots_until_credits_are_settled(stager: Stager) -> None:
     stager.offer_all(1)
     stager.pay(0, 1, 0)
-    stager.take(Decline(1, 1, "copy failed"))
+    stager.take(Decline(1, 1, DeclineCause.COPY_FAILED.because("of the test")))
     assert [abort.step for abort in stager.of(Abort)] == [1]
     free, filling, full = slots_of(stager.session)
     assert len(filling) == len(stager.credits) == 5
@@ -85,7 +86,7 @@ def test_a_decline_in_the_middle_keeps_slots_until_credits_are_settled(stager: S
 
 def test_a_rank_lost_after_the_end_gives_its_slots_back(stager: Stager) -> None:
     stager.offer_all(1)
-    stager.take(Decline(0, 1, "copy failed"))
+    stager.take(Decline(0, 1, DeclineCause.COPY_FAILED.because("of the test")))
     for credit in [credit for credit in stager.credits if credit[0] == 0]:
         stager.take(Returned(*credit))
     assert len(slots_of(stager.session)[1]) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import ProtocolError
+from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Kind
 from stager.session.checkpoint import Phase
@@ -62,11 +63,11 @@ def test_a_checkpoint_from_offer_to_durable(stager: Stager) -> None:
 
 def test_a_decline_is_told_to_all_and_gives_more_room_for_the_pickle(stager: Stager) -> None:
     stager.take(Offer(1, 4, stager.layout.digest))
-    (tell,) = stager.take(Decline(0, 4, "outgrown", 200_000))
+    (tell,) = stager.take(Decline(0, 4, DeclineCause.OUTGROWN.because("of the test"), 200_000))
     assert isinstance(tell, Tell)
     assert (tell.rank, tell.kind, tell.step) == (None, Kind.DECLINED, 4)
     assert tell.body["new_pickle_reserve_bytes"] == pickle_reserve_bytes(200_000)
-    assert "rank 0: outgrown" in tell.body["reason"]
+    assert (tell.body["reason"], tell.body["cause"]) == ("rank 0: outgrown: of the test", "outgrown")
     assert is_empty(stager.session)
     # A rank that offers it later gets the same answer, alone.
     assert stager.take(Offer(0, 4, stager.layout.digest)) == [Tell(0, Kind.DECLINED, 4, tell.body)]
@@ -138,7 +139,7 @@ def test_what_another_flusher_is_told_follows_the_phases() -> None:
         (1, (slots[1], slots[2]), 3),
         (2, (), 0),
     ]
-    stager.take(Decline(1, 2, "busy"))
+    stager.take(Decline(1, 2, DeclineCause.BUSY.because("of the test")))
     stager.take(Durable(1))
     assert stager.session.known() == []
     assert stager.session.is_durable(1)

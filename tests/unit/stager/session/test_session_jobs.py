@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.image.layout import Entry, Layout
+from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire.frames import Kind
 from stager.session.checkpoint import Phase
 from stager.session.session import Session
@@ -238,7 +239,7 @@ class Job:
         self.offered.setdefault(step, set()).add(rank)
         chance = self.draw.random()
         if chance < 0.1:
-            self.take(Decline(rank, step, "busy"))
+            self.take(Decline(rank, step, DeclineCause.BUSY.because("of the test")))
         elif chance > 0.05:
             self.take(Offer(rank, step, self.layout.digest))
             self._say_done(rank, step)

@@ -11,6 +11,7 @@ import pytest
 from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.notices.notice import Notice, NoticeKind, Terms
+from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind, Proposal, Welcome
 from holdfast.wire.pace import Wish
@@ -36,7 +37,7 @@ def test_only_rank_0_sends_the_layout(port: FakePort) -> None:
 
 
 def test_an_outgrown_pickle_says_what_it_needs(link: Link, port: FakePort) -> None:
-    link.decline(3, "outgrown", needed_pickle_bytes=99)
+    link.decline(3, DeclineCause.OUTGROWN.because("of the test"), needed_pickle_bytes=99)
     until(lambda: port.of(Kind.DECLINE))
     assert (port.of(Kind.DECLINE)[0].step, port.of(Kind.DECLINE)[0].arg) == (3, 99)
 
@@ -46,7 +47,7 @@ def test_a_step_that_is_not_new_is_declined_here(link: Link, port: FakePort, aga
     offer(link)
     transfer = offer(link, again)
     assert transfer.released.is_set()
-    assert "not above step 1" in transfer.reason
+    assert "not above step 1" in str(transfer.reason)
     until(lambda: port.of(Kind.OFFER))
     assert len(port.of(Kind.OFFER)) == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.crc import crc32
 from holdfast.image.layout import Layout
 from holdfast.image.slices import frames_of
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from tests.unit.trainer_side.stager_port import LAYOUT, SECONDS_MAX, FakePort, Source, offer, until
@@ -58,7 +59,11 @@ def test_unused_credits_are_returned_when_a_checkpoint_ends(link: Link, port: Fa
 
 
 def test_a_verdict_may_come_before_the_offer(link: Link, port: FakePort) -> None:
-    port.say(Kind.DECLINED, step=1, body={"reason": "rank 1: busy", "new_pickle_reserve_bytes": 131072})
+    port.say(
+        Kind.DECLINED,
+        step=1,
+        body={"reason": "rank 1: busy", "cause": "busy", "new_pickle_reserve_bytes": 131072},
+    )
     until(lambda: link.new_pickle_reserve_bytes == 131072)
     transfer = offer(link)
     assert transfer.released.wait(SECONDS_MAX)
@@ -68,7 +73,7 @@ def test_a_verdict_may_come_before_the_offer(link: Link, port: FakePort) -> None
 
 def test_a_declined_offer_is_taken_back(link: Link, port: FakePort) -> None:
     transfer = offer(link)
-    link.decline(1, "copy failed: no memory")
+    link.decline(1, DeclineCause.COPY_FAILED.because("no memory"))
     assert transfer.released.wait(SECONDS_MAX)
     assert transfer.state is TransferState.DECLINED
     until(lambda: port.of(Kind.DECLINE))
@@ -77,9 +82,9 @@ def test_a_declined_offer_is_taken_back(link: Link, port: FakePort) -> None:
 
 def test_an_answer_is_known_before_the_offer(link: Link, port: FakePort) -> None:
     assert link.answer(7) is None
-    port.say(Kind.DECLINED, step=7, body={"reason": "rank 1: busy: still sending"})
+    port.say(Kind.DECLINED, step=7, body={"reason": "rank 1: busy: still sending", "cause": "busy"})
     until(lambda: link.answer(7))
-    assert link.answer(7) == ("rank 1: busy: still sending", "")
+    assert link.answer(7) == Reason("busy", "rank 1: busy: still sending")
 
 
 def test_a_verdict_keeps_the_code_of_its_error(link: Link, port: FakePort) -> None:
@@ -87,4 +92,4 @@ def test_a_verdict_keeps_the_code_of_its_error(link: Link, port: FakePort) -> No
     until(lambda: port.of(Kind.OFFER))
     port.say(Kind.FAILED, step=1, body={"code": "state", "message": "step 1: replicas"})
     assert transfer.ended.wait(SECONDS_MAX)
-    assert (transfer.code, transfer.reason) == ("state", "step 1: replicas")
+    assert transfer.reason == Reason("the ranks' states differ", "step 1: replicas")

@@ -61,7 +61,7 @@ def test_memory_is_not_released_while_mpi_reads_it(link: Link, port: FakePort) -
     until(lambda: port.payloads)
     port.say(Kind.DECLINED, step=1, body={"reason": "rank 1: busy"})
     assert transfer.settled.wait(SECONDS_MAX)
-    assert (transfer.state, transfer.reason) == (TransferState.DECLINED, "rank 1: busy")
+    assert (transfer.state, str(transfer.reason)) == (TransferState.DECLINED, "rank 1: busy")
     time.sleep(0.02)
     assert not transfer.released.is_set()
     port.hold = False

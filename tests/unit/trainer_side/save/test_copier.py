@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.link import Link
@@ -26,9 +27,9 @@ class FakeLink:
     rank = 1
 
     def __init__(self) -> None:
-        self.declined: list[tuple[int, str]] = []
+        self.declined: list[tuple[int, Reason]] = []
 
-    def decline(self, step: int, reason: str) -> None:
+    def decline(self, step: int, reason: Reason) -> None:
         self.declined.append((step, reason))
 
 
@@ -118,7 +119,7 @@ def test_an_update_waits_until_its_deadline_and_the_copy_is_not_used(
     assert job.cancelled()
     assert [step for step, _ in link.declined] == [3]
     assert "rank 1 waited 0.05 s for its own copy thread to end the copy of step 3" in caplog.text
-    assert copier.wait() == "copy stuck: the copy of step 3 does not end"
+    assert copier.wait() == DeclineCause.COPY_STUCK.because("the copy of step 3 does not end")
     staging.go.set()
     deadline = time.monotonic() + SECONDS_MAX
     while copier.wait() and time.monotonic() < deadline:
@@ -135,7 +136,7 @@ def test_no_error_ends_the_thread(error: BaseException, caplog: pytest.LogCaptur
     failing.go.set()
     optimizer.step()
     assert not copier.wait()
-    assert link.declined == [(3, f"copy failed: {error}")]
+    assert link.declined == [(3, DeclineCause.COPY_FAILED.because(error))]
     assert f"rank 1 gives up step 3: copy failed: {error}" in caplog.text
     good = SlowStaging()
     _begin(copier, good, 4)

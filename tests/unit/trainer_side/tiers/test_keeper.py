@@ -16,6 +16,7 @@ from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
 from holdfast.image.slices import FRAME_ALIGNMENT_BYTES
 from holdfast.notices.notice import Notice, NoticeKind
+from holdfast.telemetry.causes import DeclineCause
 from holdfast.telemetry.events import EventLog
 from tests.support.events import read_events
 from tests.unit.trainer_side.tiers.ranks import Area, Net, laid_out, until
@@ -160,7 +161,7 @@ def test_frames_are_written_before_the_last_is_there(rank: Rank) -> None:
 
 def test_what_is_cancelled_is_kept_nowhere_and_its_slots_are_free_again(rank: Rank) -> None:
     keeping, _ = rank.save(3, frames=2)
-    keeping.cancel("copy stuck: of the test")
+    keeping.cancel(DeclineCause.COPY_STUCK.because("of the test"))
     assert keeping.released.wait(60)
     assert not keeping.is_wanted
     assert keeping.lost_in.keys() == {0, 1}
@@ -194,7 +195,7 @@ def test_a_slot_is_waited_for_where_one_will_become_free(rank: Rank) -> None:
     assert keeping.released.is_set()
     assert found[0] is not None
     assert found[0].writers.keys() == {0, 1}
-    rank.keeper.drop(found[0], "busy: of the test")
+    rank.keeper.drop(found[0], DeclineCause.BUSY.because("of the test"))
 
 
 def test_a_slot_that_the_link_still_reads_is_not_used_again(rank: Rank) -> None:
@@ -209,13 +210,13 @@ def test_a_slot_that_the_link_still_reads_is_not_used_again(rank: Rank) -> None:
     assert third is not None
     assert 0 not in third.writers, "its only free slot is the one that is being sent"
     assert set(area.memory[: area.frames[0].nbytes]) == {3}
-    rank.keeper.drop(third, "busy: of the test")
+    rank.keeper.drop(third, DeclineCause.BUSY.because("of the test"))
     sending.set()
     until(lambda: rank.keeper.is_idle)
     fourth = rank.begin(8)
     assert fourth is not None
     assert 0 in fourth.writers
-    rank.keeper.drop(fourth, "busy: of the test")
+    rank.keeper.drop(fourth, DeclineCause.BUSY.because("of the test"))
 
 
 def test_a_slot_that_another_tier_still_reads_is_not_used_again(
@@ -236,7 +237,7 @@ def test_a_slot_that_another_tier_still_reads_is_not_used_again(
     assert third is None or 0 not in third.writers
     assert set(area.memory[: area.frames[0].nbytes]) == {3}
     if third is not None:
-        rank.keeper.drop(third, "busy: of the test")
+        rank.keeper.drop(third, DeclineCause.BUSY.because("of the test"))
     go_on.set()
     assert first.released.wait(60)
     until(lambda: rank.keeper.is_idle)
@@ -244,7 +245,7 @@ def test_a_slot_that_another_tier_still_reads_is_not_used_again(
     fourth = rank.begin(9)
     assert fourth is not None
     assert 0 in fourth.writers
-    rank.keeper.drop(fourth, "busy: of the test")
+    rank.keeper.drop(fourth, DeclineCause.BUSY.because("of the test"))
 
 
 def test_a_void_step_that_the_link_still_reads_keeps_its_slot(specs: list[str]) -> None:
@@ -252,13 +253,13 @@ def test_a_void_step_that_the_link_still_reads_keeps_its_slot(specs: list[str]) 
     ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]
     sending = threading.Event()
     _, area = ranks[0].save(3, link=sending)
-    ranks[1].keeper.skip(3, "busy: of the test")
+    ranks[1].keeper.skip(3, DeclineCause.BUSY.because("of the test"))
     until(lambda: ranks[0].keeper._lanes[0]._verdicts)
     ranks[0].save(5, link=sending)
     third = ranks[0].begin(7)
     assert third is None or 0 not in third.writers, "its only free slot is the one that is being sent"
     if third is not None:
-        ranks[0].keeper.drop(third, "busy: of the test")
+        ranks[0].keeper.drop(third, DeclineCause.BUSY.because("of the test"))
     assert set(area.memory[: area.frames[0].nbytes]) == {3}
     sending.set()
     _close(ranks)
@@ -274,9 +275,9 @@ def test_a_rank_without_a_slot_makes_the_step_void_for_all(specs: list[str]) -> 
     assert held[0] is not None
     ranks[0].keeper.keep(held[0], Area(ranks[0].layout, 0, held[0].writers[0].memory))
     held[0].link_released.set()
-    ranks[1].keeper.skip(5, "busy: of the test")
+    ranks[1].keeper.skip(5, DeclineCause.BUSY.because("of the test"))
     assert held[0].released.wait(60), "what is void is not written to its end"
-    assert "void: rank 1: busy" in held[0].lost_in[1]
+    assert "void: rank 1: busy" in held[0].lost_in[1].text
     assert all(rank.kept(number) == [3] for rank in ranks for number in (0, 1))
     _close(ranks)
 
@@ -380,7 +381,7 @@ def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
     going.clear()
     keeping, _ = rank.save(5)
     assert keeping.released.wait(20)
-    assert (keeping.kept_in, keeping.lost_in[1].partition(":")[0]) == ({0}, "hangs")
+    assert (keeping.kept_in, keeping.lost_in[1].cause) == ({0}, DeclineCause.HANGS)
     assert caplog.text.count("HANGS AND TAKES NOTHING") == 1
     until(lambda: rank.kept(0) == [5, 3])
     keeping, _ = rank.save(7)
@@ -437,7 +438,7 @@ def test_an_area_comes_back_though_the_device_still_reads_it(
     assert not keeping.released.is_set()
     rank.keeper.let_go(keeping)
     assert keeping.released.is_set(), "nobody may wait for the device here"
-    assert keeping.lost_in == {0: "hangs: the tier has not let go of what it was given"}
+    assert keeping.lost_in == {0: DeclineCause.HANGS.because("the tier has not let go of what it was given")}
     assert rank.ledger.stats.skipped == {f"{specs[1]}: hangs": 1}
     assert rank.begin(6) is None, "its slot is the device's still, and the other one holds step 3"
     going.set()
@@ -446,7 +447,7 @@ def test_an_area_comes_back_though_the_device_still_reads_it(
     def is_free() -> bool:
         again = rank.begin(next(steps))
         if again is not None:
-            rank.keeper.drop(again, "busy: of the test")
+            rank.keeper.drop(again, DeclineCause.BUSY.because("of the test"))
         return again is not None
 
     until(is_free)
@@ -487,13 +488,13 @@ def test_persistent_memory_that_hangs_gives_no_slot_and_holds_up_no_step(
     assert keeping.writers.keys() == {1}
     hangs = f"tier {pm} gives no slot for step 7: tier {pm} hangs: a slot for step 7 has not returned for 2 s"
     assert hangs in caplog.text
-    rank.keeper.drop(keeping, "busy: of the test")
+    rank.keeper.drop(keeping, DeclineCause.BUSY.because("of the test"))
     until(lambda: rank.keeper._lanes[0].hangs)
     until(lambda: rank.keeper._lanes[1].idle)  # and the other tier has its slot of step 7 back
     keeping = rank.begin(9)
     assert keeping is not None
     assert keeping.writers.keys() == {1}, "it is not even asked"
-    rank.keeper.drop(keeping, "busy: of the test")
+    rank.keeper.drop(keeping, DeclineCause.BUSY.because("of the test"))
     going.set()
     until(lambda: not rank.keeper._lanes[0].hangs)
     keeping, _ = rank.save(11)  # in the slot that came too late for step 7, and was given back
