@@ -1,6 +1,6 @@
-"""`holdfast flusher`: start the process that owns the ring. Usually the stager does this itself.
+"""`holdfast flusher`: the process that owns the ring. Usually the stager starts it.
 
-Says one line of JSON on stdout when stagers may connect, `{"ready": true, "directory": …, "attempt": …}`, or
+Prints one line of JSON on stdout when stagers may connect, `{"ready": true, "directory": …, "attempt": …}`, or
 `{"error": {"code": …, "message": …, "help": …}}` and ends with the exit code of the error's class.
 """
 
@@ -16,6 +16,7 @@ import click
 
 from flusher.lifetime import live
 from holdfast.command.examples import examples
+from holdfast.command.settings import setting_options
 from holdfast.config import FlusherConfig
 from holdfast.errors import HoldfastError
 from holdfast.faultpoint import identify
@@ -28,45 +29,32 @@ _log = logging.getLogger("holdfast.flusher")
     short_help="Write, publish, verify and prune the checkpoints of one run.",
     epilog=examples("holdfast flusher --store s3://bucket/run --ring-bytes 8GiB --linger"),
 )
-@click.option("--store", help="URL of the run: a path, or s3://bucket/run.")
-@click.option("--chunk-bytes", help="Size of a chunk, such as 16MiB.")
-@click.option("--ring-bytes", help="Memory for the ring, such as 1GiB.")
-@click.option("--keep-last", type=int, help="How many of the newest good checkpoints to keep; 0 keeps all.")
-@click.option("--keep-every", type=int, help="Keep each step that this divides as well; 0 is off.")
-@click.option(
-    "--niceness", type=int, help="CPU priority given up: 10 yields to training on the same machine."
+@setting_options(
+    FlusherConfig,
+    store=str,
+    chunk_bytes=str,
+    ring_bytes=str,
+    keep_last=int,
+    keep_every=int,
+    niceness=int,
+    verify=bool,
+    reuse=bool,
+    linger=bool,
+    writers=int,
+    runtime_dir=click.Path(path_type=Path),
+    grace_seconds=float,
+    held_seconds_max=float,
+    heartbeat_seconds=float,
+    events=click.Path(path_type=Path),
+    metrics_port=int,
+    metrics_address=str,
 )
-@click.option("--verify/--no-verify", default=None, help="Read every checkpoint back after it was published.")
-@click.option(
-    "--reuse/--no-reuse", default=None, help="Write over checkpoints that are no longer kept (ext4, XFS)."
-)
-@click.option("--linger/--no-linger", default=None, help="Stay after the training has ended.")
-@click.option("--writers", type=int, help="How many threads write parts.")
-@click.option(
-    "--runtime-dir", type=click.Path(path_type=Path), help="Where the ring lies; wants to be in memory."
-)
-@click.option("--grace-seconds", type=float, help="How long to wait for a stager that vanished to come back.")
-@click.option(
-    "--held-seconds-max",
-    type=float,
-    help="How long to go on, without a stager, with a store that takes nothing.",
-)
-@click.option("--heartbeat-seconds", type=float, help="How often the claim on the run is renewed.")
-@click.option(
-    "--events", type=click.Path(path_type=Path), help="File to append events to, one JSON line each."
-)
-@click.option(
-    "--metrics-port",
-    type=int,
-    help="Serve /metrics to Prometheus: the stager on this port, the flusher on the next.",
-)
-@click.option("--metrics-address", help="Address for that; by default this machine alone reaches it.")
 def flusher(**arguments: Any) -> None:
-    """Own the ring of one run: write, publish, verify and prune its checkpoints.
+    """Write the checkpoints of one run from the ring to the store: write, publish, verify and prune them.
 
-    Runs outside the MPI job and outlives it. Ends when a stager says that the training is over, or some time after one
-    vanished; with --linger it waits for the next job. One that finds the ring of a flusher that was killed goes on with
-    it: what is staged there is published.
+    The flusher runs outside the MPI job and outlives it; usually the stager starts it. It ends when the stager says
+    that training is over, or --grace-seconds after it lost the stager; with --linger it waits for the next job. After a
+    flusher was killed, the next one takes over its ring and publishes what is staged there.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
@@ -95,5 +83,5 @@ def _say(document: dict[str, Any]) -> None:
     try:
         click.echo(json.dumps(document))
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever started us is gone; the ring is worth keeping all the same
-        _log.warning("nobody reads what this flusher says: %s", document)
+    except BrokenPipeError:  # whoever started this process is gone; the ring is worth keeping all the same
+        _log.warning("the process that started this flusher no longer reads its output: %s", document)

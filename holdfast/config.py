@@ -12,8 +12,8 @@ that role alone and wins:
     keep_last = 5
 
 Each name is a field below; its environment variable is the name in capitals with `HOLDFAST_` before it.
-Sizes are bytes, or text with a unit. Whatever is wrong becomes one `ConfigError` that names field, expected,
-got, and where it was set.
+Sizes are bytes, or text with a unit. A wrong value becomes a `ConfigError` that names the field, what was
+expected, what was given, and where it was set.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def parse_size(value: int | str) -> int:
 
 
 def default_runtime_dir() -> Path:
-    """Where rings live unless told otherwise: shared memory, one directory per user."""
+    """The default directory of rings: in shared memory, one per user."""
     return Path(f"/dev/shm/holdfast-{os.getuid()}")  # noqa: S108 - made with mode 0700 and its owner checked (ring.py)
 
 
@@ -105,12 +105,11 @@ _TierSpec = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 def _listed(value: Any) -> Any:
-    """A list, from text with commas as it is in the environment."""
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 def _steps_or_auto(value: Any) -> Any:
-    """An interval; one message for both kinds."""
+    # One message for both kinds, where pydantic would give two.
     text = str(value).strip()
     if text != "auto" and not text.isdecimal():
         raise ValueError('0 or more steps, or "auto"')
@@ -121,8 +120,11 @@ _Every = Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)]
 
 
 class _RoleConfig(BaseSettings):
-    """What the three have in common: the sources, their order, and errors that say where a value came
-    from.
+    """The sources of settings, their order, and errors that say where a value came from.
+
+    Attributes:
+        events: File to which events are appended, one JSON object per line. Without a file, events go to
+            the log alone.
     """
 
     role: ClassVar[str] = ""
@@ -135,7 +137,6 @@ class _RoleConfig(BaseSettings):
     )
 
     events: Path | None = None
-    """File to which events are appended, one JSON line each; None: only `logging`."""
 
     @classmethod
     def from_sources(cls, **arguments: Any) -> Self:
@@ -155,7 +156,7 @@ class _RoleConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - neither .env nor secret files are read
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The precedence, as pydantic-settings wants it."""
+        """Order the sources: arguments, environment, holdfast.toml. The signature is pydantic-settings'."""
         _warn_of_misspelt_environment()
         return init_settings, env_settings, _TomlSource(settings_cls)
 
@@ -174,44 +175,52 @@ class TrainerConfig(_RoleConfig):
     """Settings of a training rank (`trainer_side`).
 
     Attributes:
-        start_seconds_max: How long to wait for the stager at start-up.
-        stager_seconds_max: How long a silent stager is waited for before it counts as lost.
-        restore_seconds_max: How long reading one checkpoint may take, and again its exchange among ranks. A tier of
-            which a request takes a tenth of it hangs: the next source is asked.
-        close_seconds_max: How long `close()` waits for what is under way to become durable.
-        in_flight_max: How many checkpoints a rank may be sending at once, beside one that is sent and not yet staged.
-            Each takes a staging area of the size of this rank's slice, from when it is first needed.
-        host_bytes_max: Most host memory for the staging areas of one rank: so many as fit are used, at most
-            `in_flight_max`. None: no limit but that.
-        device_bytes_max: Most memory of a CUDA device for a copy of what is behind the gate, from which it then goes
-            to host memory while updates go on; 0: none. None: what is free at the first save, but for a tenth of all.
-        on_full: What `save()` does while no staging area is free: `skip` declines the step and never waits; `wait`
-            waits until the oldest step in flight is staged.
-        full_seconds_max: With `on_full="wait"`, how long; then the step is declined. Give all ranks the same.
-        copy_seconds_max: How long `optimizer.step()` waits for this rank's own copy; then the step is given up.
-        on_divergence: `off`: no fingerprints of the replicas are made (`warn`, `refuse`: the stager's business).
-        tiers: Where this rank's slices are kept beside the stager or without one, nearest first: `memory`,
-            `nvme:/mnt/nvme0`, `store`; in the environment separated by commas. The same on every rank. Empty: nowhere.
-        tier_slots: Slots of each tier, at least 2: one complete step, and those on their way. None: one more than
-            `in_flight_max`.
-        tier_writers: Threads that write to a tier. None: what the tier says.
-        tier_seconds_max: How long the slowest rank's slice is waited for after the first one's seal; then the step is
-            incomplete in that tier.
-        store: URL of the run, where there is no stager to name it.
-        chunk_bytes: Size of a chunk, where there is no stager to say it; a multiple of 4096.
-        watch: Who is asked whether this machine will be taken away: `aws`, `gcp`, `azure`, or `auto` (the one whose
-            metadata server answers, asked once); `sigterm`, `sigusr1`: signals to this process. Empty: nobody.
-        watch_seconds: How often the metadata server is asked, by the first rank of each machine.
-        watch_grace_seconds: How long after a watched signal the process is expected to be killed.
-        every: After how many steps `Checkpointer.step()` saves where the script does not say it; 0 leaves it to
-            `save()`; `auto`: it decides by what checkpoints cost (docs/interval.md). The same on every rank.
-        overhead_max: With `auto`: how much longer training may take for its checkpoints; 0.03 is 3 %.
-        every_seconds_max: With `auto`: the longest time between two checkpoints, whatever they cost.
-        mtbf_hours: With `auto`: how long training goes on between two interruptions, on average; the interval is then
-            the one that loses least of those that keep `overhead_max`. None: not known.
-        dollars_per_hour: With `auto`: what all machines cost, to say what a loss costs. None: not said.
-        restore_without_store: Where the store does not answer, restore the newest step that local tiers have, although
-            the store may hold a newer one.
+        start_seconds_max: Seconds to wait for the stager when the job starts.
+        stager_seconds_max: Seconds without a sign of life after which the stager counts as lost.
+        restore_seconds_max: Seconds that reading one checkpoint may take, and as many again for its exchange among the
+            ranks. A tier that takes a tenth of this for one request counts as hung, and the next source is asked.
+        close_seconds_max: Seconds that `close()` waits for checkpoints in flight to become durable.
+        in_flight_max: Largest number of checkpoints that a rank sends at once, besides one that is sent but not staged
+            yet. Each takes a staging area as large as this rank's slice, allocated when it is first needed.
+        host_bytes_max: Largest amount of host memory for the staging areas of one rank. As many areas as fit are used,
+            at most `in_flight_max`. None: only `in_flight_max` limits them.
+        device_bytes_max: Largest amount of CUDA memory for a copy of the tensors that `optimizer.step()` is about to
+            change; the copy goes to host memory while training goes on. 0: no such copy. None: what is free at the
+            first save, less a tenth of the device's memory.
+        on_full: What `save()` does while every staging area is in use: `skip` declines the step at once; `wait` waits
+            until the oldest step in flight is staged.
+        full_seconds_max: With `on_full="wait"`: seconds to wait for a staging area before the step is declined. Must be
+            the same on every rank.
+        copy_seconds_max: Seconds that `optimizer.step()` waits for this rank's own copy of the state; then the
+            checkpoint of that step is given up.
+        on_divergence: With `off` the ranks make no fingerprints of their replicas. With `warn` or `refuse` they make
+            them, and the stager's setting of this name says what happens when replicas differ.
+        tiers: Where this rank keeps its slices besides the stager, or without one, nearest first: `memory`,
+            `nvme:/mnt/nvme0`, `store`. Separated by commas in the environment. Must be the same on every rank. Empty:
+            nowhere.
+        tier_slots: Number of checkpoint slots in each tier, at least 2: one for a complete step, the others for steps
+            in flight. None: one more than `in_flight_max`.
+        tier_writers: Number of threads that write to a tier. None: the tier chooses.
+        tier_seconds_max: Seconds to wait for the slowest rank's slice after the first rank has sealed its own; then the
+            step counts as incomplete in that tier.
+        store: URL of the run. Needed only where there is no stager to tell it.
+        chunk_bytes: Size of a chunk, a multiple of 4096. Used only where there is no stager to tell it.
+        watch: Sources of preemption notices for this machine: `aws`, `gcp`, `azure`, `auto` (finds out once which
+            metadata server answers), and the signals `sigterm` and `sigusr1` to this process. Separated by commas in
+            the environment. Empty: none.
+        watch_seconds: Seconds between two questions to the metadata server; the first rank of each machine asks.
+        watch_grace_seconds: Seconds from a watched signal until the process is expected to be killed.
+        every: Number of training steps from one checkpoint of `Checkpointer.step()` to the next, where the script does
+            not say it. 0: only `save()` takes checkpoints. `auto`: chosen from what checkpoints cost
+            (docs/interval.md). Must be the same on every rank.
+        overhead_max: With `every="auto"`: largest share of training time that checkpoints may cost; 0.03 means 3 %.
+        every_seconds_max: With `every="auto"`: longest time between two checkpoints in seconds, whatever they cost.
+        mtbf_hours: With `every="auto"`: mean hours between two interruptions. Of the intervals within `overhead_max`
+            the one with the smallest expected loss is then taken. None: not known.
+        dollars_per_hour: With `every="auto"`: price of all machines in US dollars per hour, to tell what an
+            interruption costs. None: the cost is not told.
+        restore_without_store: If the store does not answer, restore the newest step of the local tiers, although the
+            store may hold a newer one.
     """
 
     role: ClassVar[str] = "trainer"
@@ -247,30 +256,32 @@ class TrainerConfig(_RoleConfig):
     @classmethod
     def _no_tier_twice(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) != len(value):
-            raise ValueError("each tier once")
+            raise ValueError("each tier only once")
         return value
 
 
 class _RingConfig(_RoleConfig):
-    """What stager and flusher share: the stager hands these on to the flusher that it starts.
+    """Settings that stager and flusher share; the stager hands them on to the flusher that it starts.
 
     Attributes:
-        store: URL of the run.
-        chunk_bytes: Size of a chunk; a multiple of 4096.
-        ring_bytes: Memory for the ring; at least 8 chunks. A larger checkpoint streams through it.
-        keep_last: How many of the newest good checkpoints to keep; 0 keeps all.
-        keep_every: Keep each step that this divides as well; 0 is off.
+        store: URL of the run: a path, s3://bucket/run, or another URL that fsspec knows.
+        chunk_bytes: Size of the chunks in which a checkpoint is sent and written, such as 16MiB; a multiple of 4096.
+        ring_bytes: Shared memory for checkpoints on their way to the store, such as 1GiB; at least 8 chunks. A larger
+            checkpoint streams through it.
+        keep_last: Number of the newest good checkpoints to keep in the store; 0 keeps all.
+        keep_every: Also keep every checkpoint whose step is a multiple of this number; 0: none.
         verify: Read every checkpoint back after it was published, and mark it verified or bad.
-        reuse: Whether a new checkpoint may be written over one that is no longer kept and that nobody has open (on ext4
-            and XFS). To be off where other machines read the store's files over NFS from this one.
-        linger: Whether the flusher stays after the training has ended.
-        writers: How many threads write parts; by default as many as suit the store (`holdfast.store.parts_at_once`).
-        runtime_dir: Where the ring, its journal and the socket live; wants to be in memory (tmpfs).
-        niceness: CPU priority given up, 0 to 19. 10 has stager and flusher yield to training ranks on the same
-            machine; it wants ranks that leave some of the cores' time (docs/design/028-priority.md).
-        metrics_port: Port at which the stager serves `/metrics` to Prometheus; the flusher takes the next one. None:
-            neither does.
-        metrics_address: Address for both; those of other machines reach it only if it is not this machine's alone.
+        reuse: Write a new checkpoint over the file of one that is no longer kept and that nobody has open (ext4 and XFS
+            only). Turn it off where other machines read these files over NFS from this one.
+        linger: Keep the flusher running after training has ended, for the next job.
+        writers: Number of flusher threads that write parts to the store; by default chosen for the kind of store.
+        runtime_dir: Directory of the ring, its journal and its socket; it should be in memory (tmpfs).
+        niceness: CPU priority that stager and flusher give up, 0 to 19; with 10 they yield to training ranks on the
+            same machine, which must leave some CPU time to them (docs/design/028-priority.md).
+        metrics_port: Port on which the stager serves /metrics to Prometheus; the flusher takes the next port. Without a
+            port neither serves it.
+        metrics_address: Address on which stager and flusher serve /metrics; 127.0.0.1 is reached from this machine
+            alone.
     """
 
     store: _StoreUrl
@@ -294,13 +305,13 @@ class _RingConfig(_RoleConfig):
         if chunk_bytes is not None and value < RING_CHUNKS_MIN * chunk_bytes:
             least = RING_CHUNKS_MIN * chunk_bytes
             raise ValueError(
-                f"at least {RING_CHUNKS_MIN} chunks of {chunk_bytes} bytes, which is {least} bytes"
+                f"at least {least} bytes, which is {RING_CHUNKS_MIN} chunks of {chunk_bytes} bytes"
             )
         return value
 
     @property
     def ring_chunks(self) -> int:
-        """How many whole chunks the ring holds."""
+        """Number of whole chunks that fit into the ring."""
         return self.ring_bytes // self.chunk_bytes
 
 
@@ -308,17 +319,16 @@ class StagerConfig(_RingConfig):
     """Settings of the stager.
 
     Attributes:
-        offer_seconds_max: How long the slowest rank's offer of a step is waited for; then the step is
-            aborted.
-        chunk_seconds_max: How long a granted chunk may take to arrive.
-        rank_seconds_max: How long a rank that gives no sign of life is waited for; then the step that needs it
-            is aborted, and later ones are declined until it is heard again.
-        start_seconds_max: How long to wait for all trainers, and for the flusher, at start-up.
-        rebalance_factor: After a notice that a rank's machine may be taken, checkpoints are so many times as
-            frequent; 1: as before.
-        rebalance_seconds: For how long.
-        on_divergence: What to do when replicas that should be the same are not: `warn` says it and stages, `refuse`
-            fails the step, `off` does not look.
+        offer_seconds_max: Seconds to wait for the slowest rank to offer its part of a step; then the step is aborted.
+        chunk_seconds_max: Seconds that a rank may take to send a chunk after the stager has granted it.
+        rank_seconds_max: Seconds without a sign of life after which a rank counts as silent: the step that needs it is
+            aborted, and later steps are declined until it is heard again.
+        start_seconds_max: Seconds to wait for all trainers, and for the flusher, when the job starts.
+        rebalance_factor: How many times as often checkpoints are taken after a rebalance recommendation, which warns
+            that a rank's machine may be taken away; 1: as often as before.
+        rebalance_seconds: Seconds for which checkpoints are more frequent after a rebalance recommendation.
+        on_divergence: What to do when replicas that should be equal on all ranks differ: `warn` logs it and stages the
+            step, `refuse` fails the step, `off` does not compare them.
     """
 
     role: ClassVar[str] = "stager"
@@ -336,11 +346,12 @@ class FlusherConfig(_RingConfig):
     """Settings of the flusher.
 
     Attributes:
-        grace_seconds: How long a flusher that has made all durable waits for a stager to attach again; then
+        grace_seconds: Seconds that a flusher with nothing left to write waits for a lost stager to attach again; then
             it ends.
-        held_seconds_max: How long a flusher without a stager goes on trying a store that takes nothing; then it ends
-            with the store's error, and leaves the ring for the next one.
-        heartbeat_seconds: How often the claim on the run is renewed; other hosts take it for dead after two.
+        held_seconds_max: Seconds that a flusher without a stager retries a store that refuses all writes; then it ends
+            with the store's error and leaves the ring for the next flusher.
+        heartbeat_seconds: Seconds between two renewals of the claim on the run; other hosts consider the flusher dead
+            after two missed ones.
     """
 
     role: ClassVar[str] = "flusher"
@@ -357,9 +368,7 @@ _ROLES: dict[str, type[_RoleConfig]] = {c.role: c for c in (TrainerConfig, Stage
 
 
 class _TomlSource(PydanticBaseSettingsSource):
-    """holdfast.toml, the last source. Keys that no role has are refused whoever reads it: a slip shows at
-    once.
-    """
+    """holdfast.toml, the last source. Every role refuses keys that no role has, so that a slip shows at once."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
         return None, field_name, False  # all at once, in __call__
@@ -377,7 +386,7 @@ def _config_path() -> Path | None:
 
 
 def _settings_in_file(cls: type[_RoleConfig]) -> dict[str, Any]:
-    """What the file says for this role; {} without a file."""
+    """The settings in the file for this role; empty if there is no file."""
     path = _config_path()
     if path is None:
         return {}
@@ -385,21 +394,21 @@ def _settings_in_file(cls: type[_RoleConfig]) -> dict[str, Any]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); {_CONFIG_VARIABLE} names it"
+            f"{path}: cannot be read ({error.strerror}); make it readable, or let {_CONFIG_VARIABLE} name another file"
         ) from error
     except (
         ValueError,
         RecursionError,
     ) as error:  # no TOML, no UTF-8, a number without end, nesting without end
         raise ConfigError(
-            f"{path}: not TOML: {error}; mend it, or let {_CONFIG_VARIABLE} name another file"
+            f"{path}: expected TOML: {error}; correct it, or let {_CONFIG_VARIABLE} name another file"
         ) from error
     shared = {key: value for key, value in document.items() if key not in _ROLES}
     _refuse_unknown(shared, _all_settings() | _ROLES.keys(), where=f"{path}")
     for role, config in _ROLES.items():
         table = document.get(role, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {role}: expected a table [{role}], got {table!r}")
+            raise ConfigError(f"{path}: {role}: expected the table [{role}], got {table!r}")
         _refuse_unknown(table, config.model_fields, where=f"{path}, table [{role}]")
     mine = {key: value for key, value in shared.items() if key in cls.model_fields}
     return {**mine, **document.get(cls.role, {})}
@@ -419,16 +428,14 @@ def _refuse_unknown(keys: Iterable[str], valid: Iterable[str], *, where: str) ->
 def _nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+    return f"did you mean {close[0]}?" if close else f"the settings are {', '.join(names)}"
 
 
 # -- messages ----------------------------------------------------------------------------------------------
 
 
 def _warn_of_misspelt_environment() -> None:
-    """Other tools may use the prefix too, so an unknown variable is no error; one that looks like ours is
-    told.
-    """
+    """Warn only of variables that resemble a setting: other tools may use the prefix, too."""
     names = {_ENVIRONMENT_PREFIX + name.upper() for name in _all_settings()} | {_CONFIG_VARIABLE}
     for variable in sorted(os.environ):
         if variable.startswith(_ENVIRONMENT_PREFIX) and variable not in names:
@@ -452,7 +459,6 @@ def _explanation(cls: type[_RoleConfig], detail: ErrorDetails) -> str:
 
 
 def _origin(cls: type[_RoleConfig], name: str, value: Any) -> str:
-    """Where a wrong value was set: a person mends it there."""
     variable = _ENVIRONMENT_PREFIX + name.upper()
     if os.environ.get(variable) == str(value):
         return f"from {variable}"

@@ -1,4 +1,4 @@
-"""`holdfast stager`: one process of the MPI job, on the node that stays when the others are taken away.
+"""`holdfast stager`: the process of the MPI job on the on-demand node, which stays when spot nodes are taken away.
 
 mpirun --with-ft ulfm -n 8 python train.py : -n 1 holdfast stager --store s3://bucket/run
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast.command.examples import examples
+from holdfast.command.settings import setting_options
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError
 from holdfast.faultpoint import identify
@@ -39,56 +40,39 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
         "mpirun -n 8 python train.py : -n 1 holdfast stager --store /mnt/nfs/run --ring-bytes 8GiB --keep-last 5",
     ),
 )
-@click.option("--store", help="URL of the run: a path, or s3://bucket/run.")
-@click.option(
-    "--ring-bytes", help="Memory for the ring, such as 1GiB. A larger checkpoint streams through it."
+@setting_options(
+    StagerConfig,
+    store=str,
+    ring_bytes=str,
+    chunk_bytes=str,
+    keep_last=int,
+    keep_every=int,
+    niceness=int,
+    verify=bool,
+    reuse=bool,
+    linger=bool,
+    writers=int,
+    runtime_dir=click.Path(path_type=Path),
+    offer_seconds_max=float,
+    chunk_seconds_max=float,
+    rank_seconds_max=float,
+    start_seconds_max=float,
+    on_divergence=click.Choice(["warn", "refuse", "off"]),
+    events=click.Path(path_type=Path),
+    metrics_port=int,
+    metrics_address=str,
 )
-@click.option("--chunk-bytes", help="Size of a chunk, such as 16MiB.")
-@click.option("--keep-last", type=int, help="How many of the newest good checkpoints to keep; 0 keeps all.")
-@click.option("--keep-every", type=int, help="Keep each step that this divides as well; 0 is off.")
-@click.option(
-    "--niceness", type=int, help="CPU priority given up: 10 yields to training on the same machine."
-)
-@click.option("--verify/--no-verify", default=None, help="Read every checkpoint back after it was published.")
-@click.option(
-    "--reuse/--no-reuse", default=None, help="Write over checkpoints that are no longer kept (ext4, XFS)."
-)
-@click.option(
-    "--linger/--no-linger", default=None, help="Leave the flusher running after the training has ended."
-)
-@click.option("--writers", type=int, help="How many threads of the flusher write parts.")
-@click.option(
-    "--runtime-dir", type=click.Path(path_type=Path), help="Where the ring lies; wants to be in memory."
-)
-@click.option("--offer-seconds-max", type=float, help="How long the slowest rank of a step is waited for.")
-@click.option("--chunk-seconds-max", type=float, help="How long a granted chunk may take to arrive.")
-@click.option("--rank-seconds-max", type=float, help="How long a rank may give no sign of life.")
-@click.option(
-    "--start-seconds-max", type=float, help="How long to wait for trainers and flusher at the start."
-)
-@click.option(
-    "--on-divergence",
-    type=click.Choice(["warn", "refuse", "off"]),
-    help="What to do when replicas that should be the same on all ranks are not.",
-)
-@click.option(
-    "--events", type=click.Path(path_type=Path), help="File to append events to, one JSON line each."
-)
-@click.option(
-    "--metrics-port",
-    type=int,
-    help="Serve /metrics to Prometheus: the stager on this port, the flusher on the next.",
-)
-@click.option("--metrics-address", help="Address for that; by default this machine alone reaches it.")
 def stager(**arguments: Any) -> None:
-    """Receive the checkpoints of this MPI job. Add it to the mpirun line as one more program, once.
+    """Receive the checkpoints of an MPI job and pass them to the flusher, which writes them to the store.
 
-    Starts the flusher if none serves the store yet. Ends when all trainers have left, and all is in the store.
+    The stager is one process of the job: add it to the mpirun line once, after the training script. It starts the
+    flusher if none serves the run yet. It ends when every training rank has left and every staged checkpoint is in the
+    store.
     """
     # Here and not above: importing it starts MPI, which `holdfast --help` must not.
     from stager.mpi import TrainersPort
 
-    # mpirun passes it on to every process of the job; trainers that watch for it are told by it that the end is near.
+    # mpirun passes this signal on to every process of the job; for trainers that watch it, it is a preemption notice.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config, problem = None, None
     try:
@@ -104,7 +88,7 @@ def stager(**arguments: Any) -> None:
         raise
     except Exception:  # noqa: BLE001 - whatever it is, the trainers must not wait for it
         # Told by a death that MPI sees at once: at the end of MPI the trainers would wait for us, and we for them.
-        _log.exception("the stager failed in a way nobody foresaw; it ends, what is staged is the flusher's")
+        _log.exception("the stager ends by an unexpected error; the flusher still writes what is staged")
         logging.shutdown()
         os._exit(1)
     if lost_ranks:
@@ -114,7 +98,7 @@ def stager(**arguments: Any) -> None:
 
 
 def _serve(port: TrainersPort, config: StagerConfig | None, problem: HoldfastError | None) -> set[int]:
-    """Receive until the trainers have left; the ranks that were lost. Without settings: tell them why."""
+    """Receive until the trainers have left; return the ranks that were lost. Without settings, tell them why."""
     from stager.flusher_process import attach
     from stager.refusal import refuse_start
     from stager.segments import SegmentList

@@ -1,4 +1,4 @@
-"""What `holdfast doctor` asks of a role and what it gets back: the entry-point group `holdfast.checks`."""
+"""What `holdfast doctor` passes to the checks of a role, and what they return: entry-point group `holdfast.checks`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class CheckState(StrEnum):
-    """How a check ended. `fail`: a run cannot work so. `warn`: it can, but worse or less safely."""
+    """How a check ended. `fail`: a run cannot work. `warn`: it works, but slower or less safely."""
 
     OK = "ok"
     WARN = "warn"
@@ -18,13 +18,13 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check saw.
+    """The result of one check.
 
     Attributes:
-        check: Short and stable, such as `mpi ulfm`; for `--json` and for people who grep.
-        state: How it ended.
-        seen: What was found, with figures.
-        fix: What to do about it; empty when it is ok.
+        check: Short and stable name, such as `mpi ulfm`; for `--json` and for people who grep.
+        state: How the check ended.
+        seen: What the check found, with figures.
+        fix: What to do about it; empty if the state is ok.
     """
 
     check: str
@@ -35,12 +35,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """What the run is going to need.
+    """The planned run that is checked.
 
     Attributes:
-        store: URL of the run, or None: the store is not looked at.
-        runtime_dir: Where the ring will lie.
-        ring_bytes: Its size. `chunk_bytes`: size of a chunk.
+        store: URL of the run; None: the store is not checked.
+        runtime_dir: Directory of the ring.
+        ring_bytes: Size of the ring.
+        chunk_bytes: Size of a chunk.
         hostfile: Hosts of the MPI job, for mpirun; None: this machine alone.
     """
 

@@ -1,11 +1,10 @@
 """The `holdfast` command: finds the subcommands, and turns every error into one message and an exit code.
 
-    holdfast ls|run|doctor|… ─► operator_side      what a person runs      ┐ found by the entry-point
-    holdfast stager|flusher  ─► stager, flusher    what a job runs         ┘ group `holdfast.commands`
+    holdfast ls|run|doctor|… ─► operator_side      for people      ┐ found by the entry-point
+    holdfast stager|flusher  ─► stager, flusher    for jobs        ┘ group `holdfast.commands`
 
-A command is imported only when it is named (or all of them for --help). One whose dependency is not installed
-stays in the list, says what to install, and breaks nothing else. Exit codes are those of holdfast/errors.py;
-130 after Ctrl-C.
+A command is imported only when it is named (or all of them for --help). A command whose dependency is not installed
+stays in the list and says what to install. Exit codes are those of holdfast/errors.py; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ _log = logging.getLogger("holdfast.cli")
 
 
 class _CommandGroup(click.Group):
-    """Subcommands by entry point, imported late."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return sorted(_subcommands())
 
@@ -57,9 +54,7 @@ def _loaded(point: EntryPoint) -> click.Command:
 
 
 def _unavailable(point: EntryPoint, error: Exception) -> click.Command:
-    """Stand in for a command that cannot be imported here: the tool goes on working, and calling it says
-    why.
-    """
+    """A command in place of one that cannot be imported here. Its error says why; the other commands work."""
     package = point.module.partition(".")[0]
     missing = getattr(error, "name", None) or ""
     extra = _EXTRA_OF_PACKAGE.get(package)
@@ -68,7 +63,10 @@ def _unavailable(point: EntryPoint, error: Exception) -> click.Command:
         message = f"{point.name}: {missing} is not installed; run: pip install 'holdfast[{extra}]'"
     else:
         hint = "cannot be loaded"
-        message = f"{point.name}: {point.value} cannot be loaded: {error}"
+        message = (
+            f"{point.name}: {point.value} cannot be loaded: {error}; install the package that "
+            "provides it again"
+        )
 
     def fail() -> None:
         raise ConfigError(message) from error
@@ -87,26 +85,26 @@ def _unavailable(point: EntryPoint, error: Exception) -> click.Command:
     cls=_CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
 @click.version_option(__version__, prog_name="holdfast", message="%(prog)s %(version)s")
-@click.option("-v", "--verbose", count=True, help="Say more on stderr; -vv for everything.")
+@click.option("-v", "--verbose", count=True, help="Log more on stderr; -vv logs everything.")
 def cli(verbose: int) -> None:
-    """Checkpoints of distributed PyTorch training that survive spot VMs.
+    """Checkpoints of distributed PyTorch training that survive the loss of spot VMs.
 
-    Exit codes: 0 done, 1 a bug of ours, 2 wrong setting or usage, 3 state cannot be saved, 4 store failed,
-    5 not found, 6 damaged, 7 a process broke the protocol, 8 another writer owns the run, 9 a process is gone
-    or too late, 10 no room or still busy, 130 interrupted. `holdfast explain` says what to do about each.
+    Exit codes: 0 success, 1 a bug in holdfast, 2 wrong setting or usage, 3 the state cannot be saved, 4 the store
+    failed, 5 not found, 6 damaged, 7 a process broke the protocol, 8 another writer owns the run, 9 a process died or
+    was too late, 10 no room or still busy, 130 interrupted. `holdfast explain` says what to do about each.
     """
     _set_up_logging((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
 
 
 class _PlainFormatter(logging.Formatter):
-    """What a manifest or a store said must not steer the terminal."""
+    """Escapes control characters: text from a manifest or a store must not steer the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _plain(super().format(record))
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what is stderr when something is said, not to what was when it was made."""
+    """Writes to the current sys.stderr, which may have been replaced since the handler was made."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -114,9 +112,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def _set_up_logging(level: int) -> None:
-    """Log to stderr, so that stdout stays what the command puts out. Calling it again only changes the
-    level.
-    """
+    """Log to stderr: stdout is for the command's result. A second call only changes the level."""
     logger = logging.getLogger("holdfast")
     if not logger.handlers:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -124,7 +120,7 @@ def _set_up_logging(level: int) -> None:
         if console.is_terminal:
             handler = RichHandler(console=console, show_path=False, markup=False)
             handler.setFormatter(_PlainFormatter("%(message)s"))
-        else:  # a file or another program: one line for one message, whatever the width
+        else:  # a file or another program: each message on one line, whatever the width
             handler = _StderrHandler()
             handler.setFormatter(_PlainFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
@@ -132,14 +128,14 @@ def _set_up_logging(level: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit. The entry point of the `holdfast` script."""
+    """Entry point of the `holdfast` script."""
     sys.exit(_run(arguments))
 
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
         result = cli.main(args=arguments, prog_name="holdfast", standalone_mode=False)
-    except (click.exceptions.Abort, KeyboardInterrupt):  # the first is click's word for the second
+    except (click.exceptions.Abort, KeyboardInterrupt):  # click turns the second into the first
         _say("interrupted")
         return _INTERRUPTED_EXIT_CODE
     except click.ClickException as error:
@@ -160,6 +156,6 @@ def _say(message: str, who: str = "holdfast") -> None:
 
 
 def _plain(text: str) -> str:
-    from holdfast.command.output import plain  # brings pydantic: not for --help
+    from holdfast.command.output import plain  # imports pydantic, which --help does not need
 
     return plain(text)

@@ -1,7 +1,4 @@
-"""What `holdfast export` and `holdfast import` need torch for: found by an entry point, loaded when it is used.
-
-The commands themselves are here, so that their help needs no torch; the trainers' package brings the rest.
-"""
+"""Export and import need torch, so the trainers' package does the work: found by entry point, loaded on use."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ _GROUP = "holdfast.doors"
 
 
 class Exported(NamedTuple):
-    """What was written.
+    """An export that was written.
 
     Attributes:
-        nbytes: All of it.
-        tensors: How many.
-        tied: Tensors that are another one: name to name.
+        nbytes: Size of the export.
+        tensors: Number of tensors.
+        tied: Tied tensors: name to the name of the tensor that it shares memory with.
     """
 
     nbytes: int
@@ -34,26 +31,26 @@ class Exported(NamedTuple):
 
 
 class Foreign(Protocol):
-    """A file or folder of another tool, ready to be published: it is known that it can be saved, and loaded again."""
+    """A file or folder of another tool. It was read, and can be published as a checkpoint."""
 
     @property
     def kind(self) -> str:
-        """What it is: `torch`, `safetensors` or `dcp`."""
+        """`torch`, `safetensors` or `dcp`."""
         ...
 
     @property
     def names(self) -> Sequence[str]:
-        """The names at the top of the state."""
+        """The top-level names of the state."""
         ...
 
     @property
     def tensors(self) -> int:
-        """How many there are."""
+        """Number of tensors."""
         ...
 
     @property
     def image_bytes(self) -> int:
-        """Size of the checkpoint's file."""
+        """Size of the checkpoint file."""
         ...
 
     def image(self, key: Key) -> Image:
@@ -62,15 +59,15 @@ class Foreign(Protocol):
 
 
 def door(name: str) -> Any:
-    """What is registered under this name.
+    """Load the exporter or importer that is registered under this name.
 
     Raises:
-        ConfigError: It cannot be loaded here; says what to install.
+        ConfigError: It cannot be loaded here; the message says what to install.
     """
     point = next(iter(entry_points(group=_GROUP, name=name)), None)
     if point is None:
         raise ConfigError(
-            f"this installation of holdfast has no {name!r}; install it again, as holdfast[trainer]"
+            f"this installation of holdfast has no {name!r}; run: pip install --force-reinstall 'holdfast[trainer]'"
         )
     try:
         return point.load()

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def examples(*lines: str) -> str:
-    """The last part of a command's help, one line for each; click does not wrap it."""
+    """Format the examples, one line each, so that click does not wrap them."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,8 +1,8 @@
-"""How the tools speak: tables for people, one JSON document for programs, progress on a terminal.
+"""The output of the tools: tables for people, one JSON document for programs, progress bars on a terminal.
 
-stdout carries the result only; all else goes to stderr. With `--json` stdout is exactly one document,
-whatever happens: the result, or `{"error": {"code", "message", "help"}}` with the error's stable code, and where its
-causes and cures are (holdfast/errors.py).
+stdout carries only the result; everything else goes to stderr. With `--json` stdout is exactly one document: the
+result, or `{"error": {"code", "message", "help"}}` with the stable code of the error and where its causes and fixes are
+explained (holdfast/errors.py).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from holdfast.image.manifest import Manifest
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _UNIT = 1024
-_SIZE_MAX = 1 << 80  # beyond it is no size of anything; a manifest is input from outside
-_PIPED_COLUMNS = 200  # no terminal: nothing is cut off or folded that `grep` and `cut` should see
+_SIZE_MAX = 1 << 80  # a manifest is input from outside, and may claim any number
+_PIPED_COLUMNS = 200  # for `grep` and `cut`, no cell is cut off or folded
 
 
 def console() -> Console:
@@ -44,16 +44,17 @@ def console() -> Console:
 
 
 def print_json(document: Any) -> None:
-    """Write the one document of `--json`."""
     text = json.dumps(document, indent=2, ensure_ascii=False)
-    # A path that is no UTF-8 comes as half a surrogate pair, which no terminal takes; spelled out it is JSON as well.
+    # A path that is not UTF-8 has lone surrogates, which no terminal takes; escaped they are valid JSON.
     click.echo(text.encode(errors="backslashreplace"))
 
 
 def json_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Add `--json` as the parameter `as_json`; with it, an error is a document as well."""
+    """Add the option `--json` as the parameter `as_json`. With it, an error is printed as a document as well."""
 
-    @click.option("--json", "as_json", is_flag=True, help="Put out one JSON document, as described above.")
+    @click.option(
+        "--json", "as_json", is_flag=True, help="Print the result as one JSON document, as described above."
+    )
     @functools.wraps(command)
     def with_json(*, as_json: bool, **parameters: Any) -> None:
         try:
@@ -76,9 +77,7 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 @contextmanager
 def progress_bar(what: str, total_bytes: int, *, hidden: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr if that is a terminal, else nothing. Gives a function that takes the bytes newly
-    done.
-    """
+    """Show a bar on stderr if that is a terminal. Yields a function that adds a number of bytes to it."""
     on_stderr = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -106,7 +105,7 @@ def size(nbytes: int | None) -> str:
 
 
 def plain(text: str) -> str:
-    """`text` with control characters spelled out: what stands in a manifest must not steer a terminal."""
+    """Escape the control characters of `text`: text from a manifest or a store must not steer the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 

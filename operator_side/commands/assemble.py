@@ -1,6 +1,6 @@
-"""`holdfast assemble URL[@STEP]`: make the portable file of slices that training ranks wrote to the store themselves.
+"""`holdfast assemble URL[@STEP]`: make a checkpoint file from slices that training ranks wrote to the store.
 
-claim ─► newest complete set ─► file ─► manifest ─► read back ─► slices away      any act may be the last: run it again
+claim ─► newest complete set ─► file ─► manifest ─► read back ─► slices removed      safe to interrupt and run again
 """
 
 from __future__ import annotations
@@ -33,25 +33,31 @@ class _Outcome(NamedTuple):
 
 @click.command(
     "assemble",
-    short_help="Make a checkpoint of slices that ranks wrote to the store themselves.",
+    short_help="Make a checkpoint file from slices that ranks wrote to the store.",
     epilog=examples(
         "holdfast assemble s3://bucket/run@1000 --keep-slices",
         "holdfast assemble s3://bucket/run",
     ),
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
-@click.option("--keep-slices", is_flag=True, help="Leave the slices where they are.")
+@click.option(
+    "--keep-slices",
+    is_flag=True,
+    help="Keep the slices in the store after the checkpoint file was made from them.",
+)
 @json_option
 def assemble_command(as_json: bool, target: Target, keep_slices: bool) -> None:
-    """Make the portable file of the newest complete set of slices in the run at URL; with @STEP, of that step.
+    """Make a checkpoint file from the newest complete set of slices in the run at URL; with @STEP, from the slices of
+    that step.
 
-    Ranks that have lost their stager write their slices to the store themselves (`holdfast ls` shows them as
-    `slices`). The flusher of the next job makes a file of them by itself; this command does it without one. It takes
-    the run's claim, so no flusher may be at work. Every byte is checked, and the file is read back before the slices
-    are removed: this set, and without @STEP all older ones. Run it again if it was interrupted.
+    Ranks that have lost their stager write their slices to the store themselves; `holdfast ls` shows such a step as
+    `slices`. The flusher of the next job makes a file from them; this command does it without a job. The command takes
+    the claim on the run, so it is refused while a flusher works on the run. It checks every byte and reads the file
+    back before it removes the slices of this step and, without @STEP, the slices of all older steps. Run it again
+    after an interruption.
 
-    Exit code 0 also if there was nothing to do; 5: no such set; 6: the slices are damaged, nothing was published;
-    8: the run's writer is alive.
+    Exit codes: 0 the file was made, or there was nothing to do; 5 there is no complete set of slices; 6 the slices are
+    damaged and nothing was published; 8 another process is writing to this run.
 
     JSON: {"url", "assembled": {"step", "attempt", "file", "nbytes", "crc32", "state"} or null, "removed": [name]}.
     """
@@ -65,7 +71,9 @@ def assemble_command(as_json: bool, target: Target, keep_slices: bool) -> None:
         outcome = _run(catalog, target, check, keep_slices=keep_slices, quiet=as_json)
     _say(store, outcome, as_json=as_json)
     if outcome.manifest is not None and outcome.manifest.state is State.BAD:
-        raise DamageError(f"{outcome.manifest.note}; the slices are kept, run it again")
+        raise DamageError(
+            f"{outcome.manifest.file}: {outcome.manifest.note}; the slices are kept: run the command again"
+        )
 
 
 def _run(
@@ -80,13 +88,15 @@ def _run(
         except DamageError as error:
             if target.step is not None:
                 raise
-            _log.warning("not used: %s", error)
+            _log.warning("this set of slices is damaged and is not used: %s", error)
             continue
         if manifest.state is not State.VERIFIED:
             manifest = read_back(store, manifest, check, quiet=quiet)
         break
     else:
-        raise DamageError(f"{store.url}: no complete set of slices can be used; the log above says why")
+        raise DamageError(
+            f"{store.url}: every complete set of slices is damaged; the log above names the damage"
+        )
     removed: list[str] = []
     if manifest.state is State.VERIFIED and not keep_slices:
         check()
@@ -98,7 +108,7 @@ def _run(
 
 
 def _chosen(catalog: Catalog, step: int | None) -> Sequence[SliceSet] | None:
-    """The sets to try, in order; None when all are older than a good checkpoint that is there anyway.
+    """The sets to try, in order. None: all of them are older than a good checkpoint of the run.
 
     Raises:
         StoreMissing: There is no complete set, or none of this step.
@@ -109,7 +119,14 @@ def _chosen(catalog: Catalog, step: int | None) -> Sequence[SliceSet] | None:
     if not complete:
         of_step = [found for found in sets if step is None or found.step == step]
         what = "no slices" if step is None else f"no slices of step {step}"
-        raise StoreMissing(f"{store.url}: " + (of_step[0].fault if of_step else f"there are {what} here"))
+        raise StoreMissing(
+            f"{store.url}: "
+            + (
+                of_step[0].fault
+                if of_step
+                else f"there are {what}; `holdfast ls` lists the checkpoints of this run"
+            )
+        )
     if step is not None:
         return complete
     good = max((i.manifest.order for i in catalog.list() if i.manifest and not i.fault), default=None)
@@ -118,7 +135,7 @@ def _chosen(catalog: Catalog, step: int | None) -> Sequence[SliceSet] | None:
 
 
 def _manifest_of(catalog: Catalog, found: SliceSet) -> Manifest | None:
-    """What a run that was interrupted has published of this set already."""
+    # An interrupted call of this command may have published the set already.
     for item in catalog.list():
         if item.manifest is not None and not item.fault and item.manifest.order == found.order:
             return item.manifest
@@ -146,7 +163,7 @@ def _say(store: Store, outcome: _Outcome, *, as_json: bool) -> None:
         return
     out = console()
     if manifest is None:
-        out.print(f"{store.url}: nothing to do, a newer checkpoint is published", markup=False)
+        out.print(f"{store.url}: nothing to do: a newer checkpoint is already published", markup=False)
         return
     said = f"{manifest.file}: step {manifest.step}, {manifest.image_bytes} bytes, {manifest.state}"
-    out.print(plain(f"{said}; {len(outcome.removed)} objects of slices removed"), markup=False)
+    out.print(plain(f"{said}; {len(outcome.removed)} slice objects removed"), markup=False)

@@ -1,4 +1,4 @@
-"""What a tool does that writes to a run: it is the run's writer for as long, and reads back what it has written."""
+"""For tools that write to a run: take the claim on the run, and read back the checkpoint that was written."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _HEARTBEAT_SECONDS = 5.0
 
 @contextmanager
 def claimed(store: Store) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Be the run's writer inside. Gives the attempt, and a check that the run is still ours, to be called often.
+    """Hold the claim on the run. Yields the attempt, and a check that the claim still holds, to be called often.
 
-    What a tool that died has left half sent is removed first.
+    Uploads that an earlier tool left unfinished are removed first.
 
     Raises:
-        FencedError: Another writer is alive, or was faster.
+        FencedError: Another writer holds the claim.
         StoreError: The store failed.
     """
     claim = Claim.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
@@ -38,14 +38,7 @@ def claimed(store: Store) -> Iterator[tuple[int, Callable[[], None]]]:
 
 
 def read_back(store: Store, manifest: Manifest, check: Callable[[], None], *, quiet: bool) -> Manifest:
-    """Read what was published, and write the verdict into its manifest.
-
-    Args:
-        store: The run.
-        manifest: What was published.
-        check: Sees that the run is still ours.
-        quiet: Show no progress.
-    """
+    """Read a published checkpoint back, and write into its manifest whether it is good."""
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
         report = verify_file(store, manifest, progress=advance)
     state = State.VERIFIED if report.ok else State.BAD
@@ -57,7 +50,7 @@ def read_back(store: Store, manifest: Manifest, check: Callable[[], None], *, qu
 
 
 def _watch(claim: Claim) -> Callable[[], None]:
-    """A check of the claim that beats as well, when it is time."""
+    """A check of the claim that also renews it when that is due."""
     beaten = [time.monotonic()]
 
     def check() -> None:
@@ -68,7 +61,7 @@ def _watch(claim: Claim) -> Callable[[], None]:
         try:
             claim.beat()
         except StoreError as error:
-            _log.warning("no heartbeat: %s", error)
+            _log.warning("the claim on the run could not be renewed: %s", error)
             claim.check()
 
     return check

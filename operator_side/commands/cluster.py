@@ -1,4 +1,4 @@
-"""`holdfast cluster up|status|down`: a run's machines on AWS (operator_side/cluster/)."""
+"""`holdfast cluster up|status|down`: start, show and end a run's machines on AWS."""
 
 from __future__ import annotations
 
@@ -26,24 +26,28 @@ _FILE = click.option(
     type=click.Path(path_type=Path),
     default="terraform-output.json",
     show_default=True,
-    help="What `terraform output -json` printed.",
+    help="File with the output of `terraform output -json`.",
 )
 _BUDGET = click.option(
-    "--budget-per-hour", type=click.FloatRange(0, min_open=True), help="US dollars; more is refused."
+    "--budget-per-hour",
+    type=click.FloatRange(0, min_open=True),
+    help="Largest price of the cluster in US dollars per hour; a cluster that costs more is refused.",
 )
 _STAGER_PRICE = click.option(
     "--stager-price",
     type=click.FloatRange(0),
     default=0.0,
-    help="Of the stager, USD per hour; EC2 does not tell it.",
+    help="Price of the stager in US dollars per hour, which EC2 does not tell; used for the budget.",
 )
 _ON_DEMAND_PRICE = click.option(
-    "--on-demand-price", type=click.FloatRange(0), help="Of a trainer on demand, USD per hour."
+    "--on-demand-price",
+    type=click.FloatRange(0),
+    help="Price of one on-demand trainer in US dollars per hour; used for the budget.",
 )
 
 
 @click.group(
-    short_help="Raise, show and end a run's machines on AWS.",
+    short_help="Start, show and end a run's machines on AWS.",
     epilog=examples(
         "terraform output -json > terraform-output.json",
         "holdfast cluster up --nodes 8 --types c7i.4xlarge,c6i.4xlarge --hostfile hosts",
@@ -51,14 +55,14 @@ _ON_DEMAND_PRICE = click.option(
     ),
 )
 def cluster() -> None:
-    """Raise, show and end the machines of one run on AWS.
+    """Start, show and end the machines of one run on AWS.
 
-    Networks, roles and launch templates come from Terraform (infra/); this starts and ends the machines.
+    Terraform makes the networks, roles and launch templates (infra/); this command starts and ends the machines.
     """
 
 
 @cluster.command(
-    short_help="Raise the cluster: all trainers or none, and the stager.",
+    short_help="Start the cluster: the stager, and all trainers or none.",
     epilog=examples(
         "holdfast cluster up --nodes 8 --types c7i.4xlarge,c6i.4xlarge --hostfile hosts",
         "holdfast cluster up --nodes 8 --nodes-min 4 --types g6.xlarge --on-demand-max 2 "
@@ -66,36 +70,63 @@ def cluster() -> None:
     ),
 )
 @_FILE
-@click.option("--nodes", type=click.IntRange(1), required=True, help="Training nodes.")
-@click.option("--nodes-min", type=click.IntRange(1), help="So few will do. Default: --nodes.")
 @click.option(
-    "--types", required=True, help="Instance types to choose from, such as c7i.4xlarge,c6i.4xlarge."
+    "--nodes", type=click.IntRange(1), required=True, help="Number of training nodes that are wanted."
 )
-@click.option("--more-types", default="", help="Types that will do if there is no capacity for those.")
-@click.option("--subnet", "subnets", multiple=True, help="More subnets, in other zones; repeatable.")
 @click.option(
-    "--on-demand-max", type=click.IntRange(0), default=0, help="So many may be on demand in the end."
+    "--nodes-min",
+    type=click.IntRange(1),
+    help="Smallest number of training nodes to accept where capacity is short. Default: the value of --nodes.",
 )
-@click.option("--slots", type=click.IntRange(1), default=1, show_default=True, help="Ranks on each node.")
+@click.option(
+    "--types",
+    required=True,
+    help="Instance types of the training nodes, separated by commas, such as c7i.4xlarge,c6i.4xlarge.",
+)
+@click.option(
+    "--more-types",
+    default="",
+    help="More instance types, separated by commas, for when there is no capacity for --types.",
+)
+@click.option(
+    "--subnet",
+    "subnets",
+    multiple=True,
+    help="ID of a further subnet, in another zone, for when capacity is short; repeatable.",
+)
+@click.option(
+    "--on-demand-max",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Largest number of training nodes that may be on-demand instances where spot capacity is short.",
+)
+@click.option(
+    "--slots", type=click.IntRange(1), default=1, show_default=True, help="Training ranks on each node."
+)
 @_BUDGET
 @_STAGER_PRICE
 @_ON_DEMAND_PRICE
 @click.option(
-    "--hostfile", type=click.Path(path_type=Path), help="Write the trainers there, as mpirun reads it."
+    "--hostfile",
+    type=click.Path(path_type=Path),
+    help="File to write with the addresses of the trainers, as mpirun's --hostfile expects it.",
 )
 @click.option(
     "--wait-seconds-max",
     type=click.FloatRange(0),
     default=600.0,
     show_default=True,
-    help="How long machines may take to come up.",
+    help="Seconds that machines may take to start.",
 )
 @json_option
 def up(as_json: bool, path: Path, **options: Any) -> None:
-    """Raise the cluster, or what is missing of it. May be interrupted, and run again.
+    """Start the machines of the cluster, or those of them that are missing. The command may be interrupted and run
+    again.
 
-    Without capacity it asks for --more-types, then other --subnet, then fewer nodes down to --nodes-min, then a share
-    on demand up to --on-demand-max, and ends with 10 if nothing helps; then nothing was started.
+    Where EC2 has no capacity, the command tries --more-types, then the further subnets, then fewer nodes down to
+    --nodes-min, then on-demand nodes up to --on-demand-max. If none of these helps it ends with exit code 10, and
+    starts nothing.
 
     JSON: {"generation", "made", "hostfile", "mpirun", "run", "nodes": [{"id", "role", "state", "type", "address",
     "zone", "spot", "launched"}]}.
@@ -145,12 +176,12 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
         return
     _show((*raised.trainers, raised.stager))
     out = console()
-    out.print("\non the stager:", supervised, sep="\n  ", markup=False, soft_wrap=True)
-    out.print("or by hand:", mpirun, sep="\n  ", markup=False, soft_wrap=True)
+    out.print("\nrun this on the stager:", supervised, sep="\n  ", markup=False, soft_wrap=True)
+    out.print("or start the job without `holdfast run`:", mpirun, sep="\n  ", markup=False, soft_wrap=True)
 
 
 @cluster.command(
-    short_help="Nodes, ages, prices, what was taken.",
+    short_help="Show the nodes, their ages and prices, and which were taken away.",
     epilog=examples("holdfast cluster status", "holdfast cluster status --budget-per-hour 20 --json"),
 )
 @_FILE
@@ -160,18 +191,20 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
 @click.option(
     "--hostfile",
     type=click.Path(path_type=Path),
-    help="Write the running trainers there, as mpirun reads it.",
+    help="File to write with the addresses of the running trainers, as mpirun's --hostfile expects it.",
 )
 @click.option(
     "--slots",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Ranks on each node, for --hostfile.",
+    help="Training ranks on each node, written into --hostfile.",
 )
 @json_option
 def status(as_json: bool, path: Path, **options: Any) -> None:
-    """Show the cluster. Ends with 10 if it costs more than --budget-per-hour.
+    """Show the machines of the cluster, what they cost, and which were taken away.
+
+    Exit code 10: the cluster costs more than --budget-per-hour.
 
     JSON: {"per_hour", "nodes": [as of up], "taken": [as of up, "reason"]}. per_hour is null where a price is not known.
     """
@@ -192,18 +225,21 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
     else:
         _show((*nodes, *standing.taken))
         cost = (
-            "a price is not known" if standing.per_hour is None else f"{standing.per_hour:.2f} USD per hour"
+            "the price is not known" if standing.per_hour is None else f"{standing.per_hour:.2f} USD per hour"
         )
         console().print(
             f"\n{len(standing.trainers)} trainers, {len(standing.stagers)} stager, {cost}", markup=False
         )
     limit = options["budget_per_hour"]
     if limit is not None and standing.per_hour is not None and standing.per_hour > limit:
-        raise BusyError(f"the cluster costs {standing.per_hour:.2f} USD per hour, the budget is {limit:.2f}")
+        raise BusyError(
+            f"the cluster costs {standing.per_hour:.2f} USD per hour, and --budget-per-hour is {limit:.2f}; "
+            "raise the budget, or end the machines with `holdfast cluster down`"
+        )
 
 
 @cluster.command(
-    short_help="End every machine of the run, and look that none is left.",
+    short_help="End every machine of the run, and check that none is left.",
     epilog=examples("holdfast cluster down", "holdfast cluster down --from other/terraform-output.json"),
 )
 @_FILE
@@ -212,12 +248,14 @@ def status(as_json: bool, path: Path, **options: Any) -> None:
     type=click.FloatRange(0),
     default=600.0,
     show_default=True,
-    help="How long machines may take to end.",
+    help="Seconds that machines may take to end.",
 )
 @json_option
 def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
-    """End every machine with the run's tags, wait, and look for anything that is left: instances, volumes, interfaces,
-    spot requests. Ends with 9 and names it if there is. What Terraform made stays.
+    """End every machine with the run's tags, wait until they have ended, and check that no instance, volume, network
+    interface or spot request is left. Everything that Terraform made stays.
+
+    Exit code 9: something is left; the message names it.
 
     JSON: {"ended": [ids]}.
     """
@@ -227,7 +265,7 @@ def down(as_json: bool, path: Path, wait_seconds_max: float) -> None:
         print_json({"ended": list(ended)})
         return
     out = console()
-    out.print(f"ended: {', '.join(ended) or 'nothing was there'}", markup=False)
+    out.print(f"ended: {', '.join(ended) or 'no machine was running'}", markup=False)
     out.print(f"nothing is left with Project={file.project}, RunId={file.run_id}", markup=False)
 
 

@@ -1,4 +1,4 @@
-"""`holdfast completion bash|zsh|fish`: what a shell needs to complete commands and options of `holdfast`."""
+"""`holdfast completion bash|zsh|fish`: the script with which a shell completes commands and options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VARIABLE = "_HOLDFAST_COMPLETE"  # click looks for it when `holdfast` starts
 
 
 @click.command(
-    short_help="Print the completion script of a shell.",
+    short_help="Print the completion script for a shell.",
     epilog=examples(
         'eval "$(holdfast completion bash)"                                      # in ~/.bashrc',
         'eval "$(holdfast completion zsh)"                                       # in ~/.zshrc',
@@ -20,7 +20,7 @@ _VARIABLE = "_HOLDFAST_COMPLETE"  # click looks for it when `holdfast` starts
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the script by which SHELL completes commands, options and their values. bash: 4.4 or newer."""
+    """Print a script with which SHELL completes commands, options and their values. It needs bash 4.4 or newer."""
     root = click.get_current_context().find_root().command
     found = get_completion_class(shell)
     assert found is not None, shell

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: is this machine fit for a run?"""
+"""`holdfast doctor`: check whether this machine is fit for a run."""
 
 from __future__ import annotations
 
@@ -32,17 +32,26 @@ _STYLE = {
     ),
 )
 @click.option(
-    "--store", help="URL of the run to be: a path, or s3://bucket/run. Without it no store is looked at."
+    "--store", help="URL of the planned run: a path, or s3://bucket/run. Without it no store is checked."
 )
-@click.option("--ring-bytes", default="1GiB", show_default=True, help="Memory that the ring will take.")
-@click.option("--chunk-bytes", default=str(CHUNK_BYTES), help="Size of a chunk, such as 16MiB.")
 @click.option(
-    "--runtime-dir", type=click.Path(path_type=Path), help="Where the ring will lie; default /dev/shm."
+    "--ring-bytes",
+    default="1GiB",
+    show_default=True,
+    help="Size of the ring: shared memory for checkpoints on their way to the store.",
+)
+@click.option(
+    "--chunk-bytes", default=str(CHUNK_BYTES), show_default="16MiB", help="Size of a chunk, such as 16MiB."
+)
+@click.option(
+    "--runtime-dir",
+    type=click.Path(path_type=Path),
+    help="Directory in which the ring will be. Default: /dev/shm/holdfast-UID.",
 )
 @click.option(
     "--hostfile",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Hosts of the MPI job: two ranks are put on two of them to measure what lies between.",
+    help="Hostfile of the MPI job; the network between two of its hosts is measured with a rank on each.",
 )
 @json_option
 def doctor(
@@ -53,12 +62,12 @@ def doctor(
     runtime_dir: Path | None,
     hostfile: Path | None,
 ) -> None:
-    """Check what a run needs, by trying it: memory for the ring, MPI and its fault tolerance (a rank is killed to see
-    that the other notices), the store's rights and its speed, clocks, network.
+    """Check by trial whether a run would work here: memory for the ring, MPI and its fault tolerance (one test process
+    is killed to see that another one notices), permissions and speed of the store, clocks, and network.
 
-    Leaves nothing behind. Takes about ten seconds.
+    The command takes about ten seconds and leaves nothing behind.
 
-    Exit code 0: fit, perhaps with warnings; 2: something must be mended first, and it says what.
+    Exit codes: 0 fit for a run, perhaps with warnings; 2 something must be fixed first, and the output says what.
 
     JSON: {"fit": bool, "findings": [{"check", "state": "ok|warn|fail|skipped", "seen", "fix"}]}.
     """
@@ -71,7 +80,8 @@ def doctor(
     )
     if plan.ring_bytes < RING_CHUNKS_MIN * plan.chunk_bytes:
         raise ConfigError(
-            f"--ring-bytes {ring_bytes}: expected at least {RING_CHUNKS_MIN} chunks of {plan.chunk_bytes} bytes"
+            f"--ring-bytes {ring_bytes}: expected at least {RING_CHUNKS_MIN} chunks, "
+            f"each of {plan.chunk_bytes} bytes"
         )
     findings = list(_show(plan, quiet=as_json))
     bad = [finding for finding in findings if finding.state is CheckState.FAIL]
@@ -98,7 +108,7 @@ def _show(plan: CheckPlan, *, quiet: bool) -> list[Finding]:
     if not quiet:
         counts = {state: sum(finding.state is state for finding in findings) for state in CheckState}
         said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        out.print(f"{'NOT FIT' if counts[CheckState.FAIL] else 'fit'}: {said}")
+        out.print(f"{'not fit' if counts[CheckState.FAIL] else 'fit'}: {said}")
     return findings
 
 

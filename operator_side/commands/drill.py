@@ -1,4 +1,4 @@
-"""`holdfast drill`: what becomes of a script when it is killed (operator_side/drill/)."""
+"""`holdfast drill`: kill a training script, and compare its checkpoints with those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -22,68 +22,93 @@ _FAILED_EXIT_CODE = 1
 
 
 @click.command(
-    short_help="Kill your own script at random points, and see that it goes on exactly.",
+    short_help="Kill your own script at random points, and check that it resumes exactly.",
     epilog=examples(
         "holdfast drill -n 2 --kills 3 -- python examples/train_gpt.py --steps 60 --every 5",
         "holdfast drill -n 2 --with notice --seed 7 --dir drilled -- python examples/train_gpt.py --steps 60 --every 5",
     ),
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
-@click.option("-n", "--ranks", type=click.IntRange(1), required=True, help="Training ranks, on this machine.")
-@click.option("--kills", type=click.IntRange(1), default=3, show_default=True, help="How often it is killed.")
+@click.option(
+    "-n",
+    "--ranks",
+    type=click.IntRange(1),
+    required=True,
+    help="Number of training ranks; all run on this machine.",
+)
+@click.option(
+    "--kills", type=click.IntRange(1), default=3, show_default=True, help="How many times the job is killed."
+)
 @click.option(
     "--with",
     "ways",
     type=click.Choice(["notice", "none", "both"]),
     default="both",
     show_default=True,
-    help="A rank is told first (SIGTERM); nobody is told; or in turn.",
+    help="How the job is killed: after a preemption notice to a rank (SIGTERM), without a notice, or both in turn.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Draws who is killed, and after which step."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the random choice of the processes that are killed, and of the steps after which it happens.",
 )
 @click.option(
     "--dir",
     "folder",
     type=click.Path(path_type=Path),
-    help="New or empty directory for both runs; kept. Default: a temporary one, kept if something did not hold.",
+    help="New or empty directory for both runs; it is kept. Default: a temporary one, kept if the drill fails.",
 )
 @click.option(
     "--notice-seconds",
     type=click.FloatRange(0.1),
     default=30.0,
     show_default=True,
-    help="From a notice to the kill, unless the checkpoint is staged before.",
+    help="Seconds from a preemption notice to the kill; the kill comes earlier if the checkpoint is staged earlier.",
 )
 @click.option(
-    "--seconds-max", type=click.FloatRange(1), default=1800.0, show_default=True, help="For all of it."
+    "--seconds-max",
+    type=click.FloatRange(1),
+    default=1800.0,
+    show_default=True,
+    help="Seconds that the whole drill may take.",
 )
 @click.option(
-    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="As for `holdfast run`; repeatable."
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Setting of the stager, as for `holdfast run`; repeatable.",
 )
-@click.option("--ulfm/--no-ulfm", default=True, help="As for `holdfast run`.")
-@click.option("--mpirun-options", default="", help="As for `holdfast run`.")
+@click.option(
+    "--ulfm/--no-ulfm",
+    default=True,
+    show_default=True,
+    help="Ask MPI to survive the death of a rank, as for `holdfast run`.",
+)
+@click.option("--mpirun-options", default="", help="More options for mpirun, as for `holdfast run`.")
 @click.argument("command", nargs=-1, required=True)
 @json_option
 def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **options: Any) -> None:
-    """Run COMMAND twice under `holdfast run`: once undisturbed, once killed at random points and started again by
-    itself. Then compare every checkpoint of both.
+    """Run COMMAND twice under `holdfast run`: once undisturbed, and once killed at random points and restarted. Then
+    compare every checkpoint of the two runs.
 
-    What is killed in turn: one rank, all ranks, all and the stager, mpirun, by SIGKILL; or one rank after a notice.
-    Give COMMAND few steps and frequent checkpoints: it needs one more checkpoint than kills. Both runs have stores of
-    their own, and never touch a real one; what COMMAND writes elsewhere, it writes here too.
+    SIGKILL goes in turn to one rank, to all ranks, to all ranks and the stager, and to mpirun; or to one rank after a
+    preemption notice. Give COMMAND few steps and frequent checkpoints: it needs one more checkpoint than kills. Each
+    run has a store of its own, and no real store is touched; COMMAND's other writes do take place.
 
-    What must hold: training goes on from the newest staged step; each later checkpoint is bit for bit that of the
-    undisturbed run; no sample is skipped or repeated (seen where the script uses ResumableSampler); a notice is
-    heard, and brings a checkpoint. Where the two runs differ before the first kill, the script is not deterministic,
-    which is said.
+    The drill passes if training resumes from the newest staged step each time, every later checkpoint equals that of
+    the undisturbed run bit for bit, no sample is skipped or repeated (checked if the script uses ResumableSampler), and
+    every notice leads to a checkpoint. If the two runs differ before the first kill, the script is not deterministic,
+    and the drill says so.
 
     JSON: {"passed", "seed", "directory", "kills": [{"number", "what", "after_step", "last_step", "resumed_from",
     "lost_steps", "lost_seconds", "phases", "notice", "compared": [step], "unequal": [step], "exact", "wrong": [text]}],
     "files_compared", "files_differ", "constant": [name], "samples": null or {"trained", "skipped", "repeated"},
     "wrong": [text]}.
 
-    Exit codes: 0 everything held; 1 something did not; else as every command.
+    Exit codes: 0 the drill passed; 1 it failed; other codes as for every command.
     """
     from operator_side.drill.job import Setup
     from operator_side.drill.play import check_folder, play
@@ -107,7 +132,7 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
             say=lambda text: click.echo(plain(f"holdfast drill: {text}"), err=True),
         )
     except BaseException:
-        click.echo(plain(f"holdfast drill: all that was written is in {folder}"), err=True)
+        click.echo(plain(f"holdfast drill: everything that the two runs wrote is in {folder}"), err=True)
         raise
     kept = given or not outcome.passed
     if as_json:
@@ -154,8 +179,9 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
         rows.add_row(*_row(finding))
     out.print(rows)
     out.print(
-        "LOST: steps done again, and the seconds they had taken. ENDED to TRAINS: seconds from the kill until no "
-        "process was left, from then to the start of all, to the state, to the first step.",
+        "LOST: steps that were done again, and the seconds they had taken. The other times follow each other: from the "
+        "kill until no process was left (ENDED), until all had started (STARTED), until the state was restored "
+        "(RESTORED), until the first step was done (TRAINS).",
         style="dim",
         soft_wrap=True,
     )
@@ -165,36 +191,36 @@ def _print(outcome: DrillOutcome, seed: int, folder: str) -> None:
                 plain(f"kill {finding.kill.number}: notice: {finding.notice}"), markup=False, soft_wrap=True
             )
     out.print(
-        f"files compared: {len(outcome.files)}, different: {sum(bool(one.differs) for one in outcome.files)}"
+        f"files compared: {len(outcome.files)}, of which differ: {sum(bool(one.differs) for one in outcome.files)}"
     )
     if outcome.constant:
         names = ", ".join(sorted(outcome.constant))
         out.print(
             plain(
-                f"another value in each run, and the same before and after each kill (never seeded?): {names}"
+                f"these values differ between the two runs although no kill changed them (not seeded?): {names}"
             ),
             markup=False,
             soft_wrap=True,
         )
     seen = outcome.samples
     out.print(
-        "samples: not seen (the script does not use ResumableSampler)"
+        "samples: not checked, since the script does not use ResumableSampler"
         if seen is None
         else f"samples: {seen.trained} trained on, {seen.skipped} skipped, {seen.repeated} repeated"
     )
     wrong = [f"kill {finding.kill.number}: {why}" for finding in outcome.findings for why in finding.wrong]
     for why in [*outcome.wrong, *wrong]:
         out.print(plain(why), style="red", markup=False, soft_wrap=True)
-    where = f"; all of it is in {folder}" if folder else ""
+    where = f"; both runs are in {folder}" if folder else ""
     if outcome.passed:
         out.print(
-            f"PASSED: {len(outcome.findings)} kills, and the run went on bit for bit (--seed {seed}){where}",
+            f"passed: the run resumed bit for bit after each of {len(outcome.findings)} kills (--seed {seed}){where}",
             soft_wrap=True,
             markup=False,
         )
     else:
         out.print(
-            f"FAILED: not everything held (--seed {seed} draws the same kills again){where}",
+            f"failed (--seed {seed} repeats the same kills){where}",
             soft_wrap=True,
             markup=False,
         )
@@ -204,7 +230,7 @@ def _row(finding: KillFinding) -> list[str]:
     phases = finding.phases
     resumed = finding.resumed_from
     started = sum(phases.get(name, 0.0) for name in ("launched_seconds", "joined_seconds"))
-    exact = {True: "yes", False: "NO", None: "not seen"}[finding.exact]
+    exact = {True: "yes", False: "no", None: "not known"}[finding.exact]
     times = [
         phases.get("ended_seconds"),
         started or None,
@@ -215,7 +241,7 @@ def _row(finding: KillFinding) -> list[str]:
         str(finding.kill.number),
         finding.kill.what,
         f"step {finding.last_step}",
-        "never" if resumed is None else "the start" if resumed < 0 else f"step {resumed}",
+        "never" if resumed is None else "beginning" if resumed < 0 else f"step {resumed}",
         f"{finding.lost_steps} ({seconds(finding.lost_seconds)})",
         *("-" if one is None else seconds(one) for one in times),
         exact,

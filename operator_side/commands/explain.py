@@ -1,9 +1,9 @@
-"""`holdfast explain CODE`: what docs/troubleshooting.md says of an error, on any machine and without a network.
+"""`holdfast explain CODE`: the section on an error from docs/troubleshooting.md, on any machine without a network.
 
     docs/troubleshooting.md ◄─ holdfast/troubleshooting.md, a link to it; a wheel has its text in this place
         ## config ─► everything up to the next heading
 
-The page is the one source: whoever mends it has mended what the command says.
+The page is the only source of these texts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PAGE = "troubleshooting.md"
 _ALL: list[type[HoldfastError]] = [getattr(errors, name) for name in errors.__all__]
 _KINDS = sorted((kind for kind in _ALL if kind is not HoldfastError), key=lambda kind: kind.exit_code)
 _RUN = "run"
-_MEANING_OF_RUN = "What `holdfast run` says when it ends"
+_MEANING_OF_RUN = "Messages of `holdfast run` when it ends"
 
 
 @click.command(
-    short_help="Say what an error means, its usual causes, and the cure.",
+    short_help="Explain an error: its meaning, its usual causes, and what to do.",
     epilog=examples("holdfast explain", "holdfast explain config", "holdfast explain store --json"),
 )
 @click.argument(
@@ -33,10 +33,11 @@ _MEANING_OF_RUN = "What `holdfast run` says when it ends"
 )
 @json_option
 def explain(as_json: bool, code: str | None) -> None:
-    """Say what an error means, its usual causes, and the cure: the section of docs/troubleshooting.md for it.
+    """Explain an error: its meaning, its usual causes, and what to do, from docs/troubleshooting.md.
 
-    CODE is what an error's last line names (`help: holdfast explain config`); without it, all are listed. In the quoted
-    messages … stands for what differs from case to case. On a terminal it is laid out, else it is Markdown.
+    The last line of an error names its CODE (`help: holdfast explain config`); without CODE the command lists all
+    codes. In quoted messages … stands for text that differs from case to case. The output is formatted on a terminal,
+    and Markdown elsewhere.
 
     JSON: {"code", "exit_code", "text"}, without CODE a list of {"code", "exit_code", "meaning"}; `exit_code` is null
     for `run`.
@@ -59,7 +60,6 @@ def explain(as_json: bool, code: str | None) -> None:
 
 
 def section(code: str) -> str:
-    """The section of the page for `code`, as Markdown, with its heading."""
     page = resources.files("holdfast").joinpath(_PAGE).read_text(encoding="utf-8")
     _, heading, rest = f"\n{page}".partition(f"\n## {code}\n")
     assert heading, f"{_PAGE} has no section {code}"
@@ -79,5 +79,4 @@ def _list(as_json: bool) -> None:
 
 
 def _meaning(kind: type[HoldfastError]) -> str:
-    """The first sentence of its docstring."""
     return (kind.__doc__ or "").split("\n")[0].partition(". ")[0].rstrip(".")

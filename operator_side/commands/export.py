@@ -1,4 +1,4 @@
-"""`holdfast export URL[@STEP] OUT --to safetensors|dcp|torch`: a checkpoint as other tools read it.
+"""`holdfast export URL[@STEP] OUT --to safetensors|dcp|torch`: a checkpoint in a format that other tools read.
 
 The writing is done by the trainers' package (trainer_side/doors), which has torch; `torch` is the portable file itself.
 """
@@ -24,7 +24,7 @@ _TIED_SHOWN = 5
 
 @click.command(
     "export",
-    short_help="Write a checkpoint as other tools read it.",
+    short_help="Write a checkpoint in a format that other tools read.",
     epilog=examples(
         "holdfast export s3://bucket/run model.safetensors --to safetensors --only model",
         "holdfast export /mnt/run@1000 step-1000.safetensors --to safetensors",
@@ -34,41 +34,44 @@ _TIED_SHOWN = 5
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.argument("destination", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--to", "kind", type=click.Choice([*_SUFFIX]), required=True, help="What to write.")
-@click.option("--only", metavar="NAME", help="Only what is under this name of the state, such as `model`.")
-@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+@click.option("--to", "kind", type=click.Choice([*_SUFFIX]), required=True, help="Format to write.")
+@click.option(
+    "--only", metavar="NAME", help="Export only the part of the state with this name, such as `model`."
+)
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @json_option
 def export(
     as_json: bool, target: Target, destination: Path, kind: str, only: str | None, force: bool
 ) -> None:
-    """Write a checkpoint of the run at URL to OUT, so that tools which know nothing of holdfast read it.
+    """Write a checkpoint of the run at URL to OUT, in a format that other tools read without holdfast.
 
     \b
-    safetensors  one file; tensors are named as their path, with dots: model.layer.0.weight,
-                 and with --only model without it: layer.0.weight
-    dcp          a folder of torch.distributed.checkpoint: dcp.load(state, checkpoint_id=OUT)
-    torch        the portable file, as `holdfast pull` gives it: torch.load(OUT, weights_only=True)
+    safetensors  one file; a tensor's name is its path with dots: model.layer.0.weight,
+                 or layer.0.weight with --only model
+    dcp          a folder for torch.distributed.checkpoint: dcp.load(state, checkpoint_id=OUT)
+    torch        the file that `holdfast pull` copies: torch.load(OUT, weights_only=True)
 
-    Without @STEP: the newest good checkpoint. Every byte is checked against its CRC-32 as it is read; OUT appears only
-    when all are good and on disk. Memory is some windows of 16 MiB, whatever the size; with dcp one storage.
+    Without @STEP the command exports the newest good checkpoint. It checks every byte against its CRC-32, and OUT
+    appears only when all of it is good and on disk. It uses a few buffers of 16 MiB, whatever the size of the
+    checkpoint; dcp also holds one storage of a tensor in memory.
 
-    In a safetensors file values that are no tensors stand in the metadata, as JSON under `holdfast`; one that JSON
-    cannot hold is refused by its path. Tied tensors have bytes of their own each, and the metadata tells which are
-    tied. PerRank values stay as they lie in the checkpoint: bytes, one tensor for each rank. All but torch needs the
+    A safetensors file has the values that are not tensors in its metadata, as JSON under `holdfast`; a value that JSON
+    cannot hold is refused by its path. Each of several tied tensors gets its own copy, and the metadata names the ties.
+    PerRank values are exported as in the checkpoint: one tensor of bytes for each rank. All formats but torch need the
     trainers' packages: pip install 'holdfast[trainer]'.
 
     JSON: {"url", "step", "attempt", "format", "destination", "nbytes", "tensors", "tied": {name: name}}.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     if kind == "torch" and only is not None:
         raise ConfigError(
-            f"--only {only} with --to torch: the portable file is taken as it is; torch.load(OUT, mmap=True) reads no "
-            "more of it than is used"
+            f"--only {only} cannot be combined with --to torch, which copies the whole file; leave --only out, and let "
+            "torch.load(OUT, mmap=True) read only the part that is used"
         )
     write = None if kind == "torch" else door(f"export-{kind}")
     catalog, manifest = target.find()
     if manifest.state is State.BAD:
         raise ConfigError(
-            f"{manifest.file}: was read back and found bad ({manifest.note}), and is not exported; `holdfast ls` shows "
+            f"{manifest.file}: this checkpoint is bad ({manifest.note}) and is not exported; `holdfast ls` shows "
             "other steps"
         )
     store = catalog.store
@@ -90,9 +93,9 @@ def _say(url: str, manifest: Manifest, kind: str, path: Path, done: Exported, *,
         print_json({**names, "destination": str(path), **done._asdict()})
         return
     out = console()
-    said = f"{path}: step {manifest.step} as {kind}, {done.tensors} tensors, {done.nbytes} bytes, all good"
+    said = f"{path}: step {manifest.step} as {kind}, {done.tensors} tensors, {done.nbytes} bytes, all checked"
     out.print(plain(said), markup=False, soft_wrap=True)
     for name, other in list(done.tied.items())[:_TIED_SHOWN]:
-        out.print(plain(f"  {name} is tied to {other}: each has its own bytes in the file"), markup=False)
+        out.print(plain(f"  {name} is tied to {other}: the file has a copy of each"), markup=False)
     if len(done.tied) > _TIED_SHOWN:
         out.print(f"  and {len(done.tied) - _TIED_SHOWN} more are tied")

@@ -1,6 +1,6 @@
-"""`holdfast import FILE|FOLDER URL --step N`: what another tool has saved becomes a checkpoint of a run.
+"""`holdfast import FILE|FOLDER URL --step N`: make a checkpoint of a run from a file of another tool.
 
-file ─► the state, and can it be saved? ─► claim ─► file ─► manifest ─► read back     any act may be the last: again
+file ─► the state, and can it be saved? ─► claim ─► file ─► manifest ─► read back     safe to interrupt and run again
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STEP_MAX = 2**62 - 1
 
 @click.command(
     "import",
-    short_help="Make a checkpoint of what another tool has saved.",
+    short_help="Make a checkpoint from a file of torch.save, safetensors or DCP.",
     epilog=examples(
         "holdfast import checkpoint.pt s3://bucket/new --step 4999",
         "holdfast import checkpoint.pt /mnt/new --step 4999 --rename model_state_dict=model --drop epoch",
@@ -43,21 +43,27 @@ _STEP_MAX = 2**62 - 1
     "--step",
     type=click.IntRange(0, _STEP_MAX),
     required=True,
-    help="The step that was done last when it was saved; training goes on with the next.",
+    help="Last training step that was done when FILE was saved; training continues with the next step.",
 )
-@click.option("--under", metavar="NAME", help="Put all of it under this name of the state, such as `model`.")
+@click.option(
+    "--under",
+    metavar="NAME",
+    help="Put the whole content of FILE under this name of the state, such as `model`.",
+)
 @click.option(
     "--rename",
     "renames",
     multiple=True,
     metavar="OLD=NEW",
-    help="Another name for one at the top; repeatable.",
+    help="Rename a top-level name of FILE; repeatable.",
 )
 @click.option(
-    "--drop", "dropped", multiple=True, metavar="NAME", help="Leave out a name at the top; repeatable."
+    "--drop", "dropped", multiple=True, metavar="NAME", help="Leave out a top-level name of FILE; repeatable."
 )
 @click.option(
-    "--force", is_flag=True, help="Also into a run that has checkpoints: this one becomes the newest."
+    "--force",
+    is_flag=True,
+    help="Import even into a run that has checkpoints; the imported one becomes the newest.",
 )
 @json_option
 def import_state(
@@ -70,18 +76,21 @@ def import_state(
     dropped: tuple[str, ...],
     force: bool,
 ) -> None:
-    """Make a checkpoint of the run at URL of FILE, which torch.save or safetensors has written, or of a folder of
-    torch.distributed.checkpoint (of any number of ranks; all of it is in memory for a while).
+    """Make a checkpoint of the run at URL from FILE, which torch.save or safetensors wrote, or from a folder of
+    torch.distributed.checkpoint, of any number of ranks. The whole content of FILE is in memory for a while.
 
-    The names at its top are to be those of the script's Checkpointer({"model": …, "optimizer": …}), each with the
-    state_dict() of that object; what is left over is not restored, and said. A name that the script has and FILE has
-    not is an error, unless the script says checkpointer.restore(may_lack=("rng",)): then it stays as it is.
+    The top-level names of FILE must be those of the script's Checkpointer({"model": …, "optimizer": …}), each with the
+    state_dict() of that object. On restore, a warning names those that the script does not have. A name that the
+    script has and FILE has not is an error, unless the script calls checkpointer.restore(may_lack=("rng",)); that
+    object then keeps its initial state.
 
-    FILE is read with weights_only=True: nothing in it is run. The run must have no checkpoint yet, and no job may be at
-    work on it. The file is read back in the end; run it again if it was interrupted.
+    FILE is read with weights_only=True, so no code in it is run. The run must have no checkpoint yet, and no job may be
+    running on it. The command reads the checkpoint back at the end; run it again after an interruption.
 
-    Exit code 3: FILE holds what cannot be saved, by its path; 8: the run's writer is alive. Needs the trainers'
-    packages: pip install 'holdfast[trainer]'.
+    The command needs the trainers' packages: pip install 'holdfast[trainer]'.
+
+    Exit codes: 3 FILE has a value that cannot be saved, and the message names its path; 8 another process is writing to
+    this run.
 
     JSON: {"url", "step", "attempt", "file", "nbytes", "crc32", "state", "format", "names": [name], "tensors"}.
     """
@@ -110,7 +119,7 @@ def import_state(
         manifest = read_back(store, manifest, check, quiet=as_json)
     _say(store.url, manifest, foreign, as_json=as_json)
     if manifest.state is State.BAD:
-        raise DamageError(f"{manifest.note}; run it again with --force")
+        raise DamageError(f"{manifest.file}: {manifest.note}; run the command again with --force")
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -121,13 +130,12 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _refuse_beside_others(catalog: Catalog) -> None:
-    """An import into the wrong run would become its newest checkpoint."""
     good = [item.step for item in catalog.list() if not item.fault]
     good += [found.step for found in complete_sets(catalog.slices())]
     if good:
         raise ConfigError(
-            f"{catalog.store.url}: has checkpoints (step {good[0]} is the newest), and an import would become the "
-            "newest; name a new run, or give --force"
+            f"{catalog.store.url}: this run has checkpoints already, the newest of step {good[0]}, and the imported "
+            "checkpoint would become the newest; name a new run, or give --force"
         )
 
 

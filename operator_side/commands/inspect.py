@@ -1,4 +1,4 @@
-"""`holdfast inspect URL[@STEP]`: what one checkpoint holds, from its manifest alone."""
+"""`holdfast inspect URL[@STEP]`: show one checkpoint, from its manifest alone."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ _NUMBER_MAX = 10**300
 
 
 @click.command(
-    short_help="Show what one checkpoint holds: summary, tensors, phases.",
+    short_help="Show one checkpoint: its summary, its tensors, its phases.",
     epilog=examples(
         "holdfast inspect s3://bucket/run",
         "holdfast inspect s3://bucket/run@1000 --all",
     ),
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
-@click.option("--all", "show_all", is_flag=True, help=f"Show all rows, not only {_ROWS_SHOWN} of each table.")
+@click.option(
+    "--all", "show_all", is_flag=True, help=f"Show all rows of each table, not only the first {_ROWS_SHOWN}."
+)
 @json_option
 def inspect(as_json: bool, target: Target, show_all: bool) -> None:
-    """Show one checkpoint of the run at URL: a summary, its tensors, and how long each phase took.
+    """Show one checkpoint of the run at URL: its summary, its tensors, and how long each phase of it took.
 
-    Reads the manifest only. Without @STEP: the newest good checkpoint.
+    The command reads only the manifest. Without @STEP it shows the newest good checkpoint.
 
     JSON: {"url", "manifest": {…}}, the manifest as docs/format.md describes it.
     """
@@ -108,7 +110,7 @@ def _print_phases(out: Console, manifest: Manifest, *, show_all: bool) -> None:
 
 
 def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The record flattened: `ranks.0.copy_seconds` and its value, with a unit where the name has one."""
+    """Flatten the record to pairs such as `ranks.0.copy` and `0.012 s`."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(f"{prefix}.{name}" if prefix else str(name), inner)
@@ -118,11 +120,11 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, int | float) and not isinstance(value, bool) and prefix.endswith("_seconds"):
         yield (
             prefix.removesuffix("_seconds"),
-            f"{value:.3f} s" if abs(value) < _SECONDS_MAX else "no time at all",
+            f"{value:.3f} s" if abs(value) < _SECONDS_MAX else "not a time",
         )
     elif isinstance(value, int) and not isinstance(value, bool) and prefix.endswith("_bytes"):
         yield prefix.removesuffix("_bytes"), size(value)
     elif isinstance(value, int) and abs(value) > _NUMBER_MAX:
-        yield prefix, "a number too long to show"
+        yield prefix, "a number that is too long to show"
     else:
         yield prefix, str(value)

@@ -29,21 +29,20 @@ def ls(as_json: bool, target: Target) -> None:
     \b
     State: verified  published, read back and found good
            durable   published, not read back yet
-           bad       published, read back, and not good
-           damaged   manifest or file are not whole
-           slices    whole, but not a file yet: `holdfast assemble` makes one
-           partial   slices of which some are missing
+           bad       published, read back and found bad
+           damaged   its manifest or its file is missing or broken
+           slices    complete, as slices that ranks wrote: `holdfast assemble` makes a file of them
+           partial   slices, of which some are missing
 
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks",
-    "created", "pgt1_seconds", "pgt2_seconds"}], …}. What a damaged manifest cannot say is null.
-    And "slices": [{"step", "attempt", "state": "slices|partial", "fault", "ranks", "sealed", "nbytes"}].
-
-    PGT-2 is the time from save() to durable.
+    "created", "pgt1_seconds", "pgt2_seconds"}], "slices": [{"step", "attempt", "state": "slices|partial", "fault",
+    "ranks", "sealed", "nbytes"}]}. Values that a damaged manifest does not have are null. pgt1_seconds is the time from
+    save() until the checkpoint was staged, pgt2_seconds until it was durable.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     catalog = target.catalog()
     items = catalog.list()
     if not items and not catalog.store.list():
-        raise StoreMissing(f"{catalog.store.url}: there is no run here (nothing at all); is the URL right?")
+        raise StoreMissing(f"{catalog.store.url}: there is nothing at this URL; check the URL")
     published = {item.manifest.order for item in items if item.manifest}
     sets = [found for found in catalog.slices() if found.order not in published]
     if as_json:
@@ -52,7 +51,7 @@ def ls(as_json: bool, target: Target) -> None:
         return
     out = console()
     if not items and not sets:
-        out.print(f"{catalog.store.url}: no checkpoint yet", markup=False)
+        out.print(f"{catalog.store.url}: the run has no checkpoint yet", markup=False)
         return
     rows = table(
         "STEP",
@@ -60,9 +59,9 @@ def ls(as_json: bool, target: Target) -> None:
         "STATE",
         "AGE",
         "RANKS",
-        "PGT-2",
+        "DURABLE IN",
         "FILE",
-        right=("STEP", "SIZE", "AGE", "RANKS", "PGT-2"),
+        right=("STEP", "SIZE", "AGE", "RANKS", "DURABLE IN"),
     )
     for found in sets:
         rows.add_row(*_slice_cells(found), style="yellow")

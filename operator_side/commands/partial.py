@@ -1,7 +1,7 @@
-"""A file that is still coming, kept over a death: `.NAME.<CRC-32>-<bytes>.part`, beside where it will be.
+"""A download that survives an interruption: `.NAME.<CRC-32>-<bytes>.part` beside its destination.
 
-What is in it is believed because it is read and summed again, never because it is there. It is locked by who writes it,
-and a name tells of which checkpoint it is: another one begins anew.
+The next call reads the bytes in it and checks their CRC before it relies on them. The process that writes the file has
+a lock on it. The name identifies the checkpoint, so another checkpoint starts a new file.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _log = logging.getLogger("holdfast.cli")
 
 @contextmanager
 def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
-    """Gives a file to write to, with what an earlier call has left in it. Inside, an error leaves it for the next call.
+    """Open the partial file, which may have content from an earlier call. An error inside keeps it for the next call.
 
-    Behind, it is durable and has the name `path`; what was left of other checkpoints that were to be there is removed.
+    On leaving without an error, the file is synced and renamed to `path`, and partial files of other checkpoints for
+    the same path are removed.
 
     Args:
-        path: Where it goes in the end.
-        crc32: Of the whole.
-        nbytes: Of the whole.
+        path: Destination.
+        crc32: CRC-32 of the whole file.
+        nbytes: Size of the whole file.
 
     Raises:
-        BusyError: Another process writes it.
-        OSError: It cannot be written.
+        BusyError: Another process writes the same file.
+        OSError: The file cannot be written.
     """
     part = path.with_name(f".{path.name}.{crc32:08x}-{nbytes}.part")
     fd = _locked(part)
@@ -44,8 +45,11 @@ def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
             yield fd
         except BaseException:
             if os.fstat(fd).st_size:
-                _log.warning("%s: what has come is kept; the same command again fetches the rest", part)
-            else:  # nothing worth keeping, or the writer wants it gone
+                _log.warning(
+                    "%s: the part that was fetched is kept; run the same command again to fetch the rest",
+                    part,
+                )
+            else:  # empty, or emptied by the writer because it was damaged
                 part.unlink()
             raise
         os.fsync(fd)
@@ -68,12 +72,13 @@ def _locked(part: Path) -> int:
             os.close(fd)
             if error.errno != errno.EWOULDBLOCK:
                 raise
-            raise BusyError(f"{part}: another process is fetching this file; wait for it") from error
+            raise BusyError(
+                f"{part}: another process is fetching this file; wait until it has ended"
+            ) from error
         os.close(fd)  # whoever had it has just renamed or removed it
 
 
 def _remove_others(path: Path) -> None:
-    """What is left of fetches that nobody goes on with."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}-\d+\.part")
     for other in path.parent.iterdir():
         if name.fullmatch(other.name):

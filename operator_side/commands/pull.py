@@ -1,7 +1,7 @@
-"""`holdfast pull URL[@STEP] DEST`: copy the portable file here, checked as it comes.
+"""`holdfast pull URL[@STEP] DEST`: copy a checkpoint file here, and check every byte of it.
 
-store ─► buffer ─► CRC of each chunk against the manifest ─► .DEST.….part, kept over a death ─► fsync ─► rename
-  └ a step that is there as slices alone: put together on the way, each frame checked against its seal
+store ─► buffer ─► CRC of each chunk against the manifest ─► .DEST.….part, kept for the next call ─► fsync ─► rename
+  └ a step that exists only as slices: put together on the way, each frame checked against its seal
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from operator_side.commands.target import TARGET, Target
 
 _log = logging.getLogger("holdfast.cli")
 _BUFFER_BYTES = 16 * 1024 * 1024
-_READS_MAX = 2  # a chunk that came wrong may have changed on its way only
+_READS_MAX = 2  # a wrong chunk may have changed only on its way here
 
 
 @click.command(
     short_help="Copy a checkpoint here as one file that torch.load reads.",
     epilog=examples(
-        "holdfast pull s3://bucket/run .              # the newest good one, under its own name",
+        "holdfast pull s3://bucket/run .              # the newest good checkpoint, under its own name",
         "holdfast pull s3://bucket/run@1000 step.pt",
     ),
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
-@click.option("--force", is_flag=True, help="Replace DEST if it is there.")
+@click.option("--force", is_flag=True, help="Replace DEST if it exists.")
 @json_option
 def pull(as_json: bool, target: Target, destination: Path, force: bool) -> None:
-    """Copy a checkpoint of the run at URL to DEST: a file, or a directory, where it keeps its name.
+    """Copy a checkpoint of the run at URL to DEST, which is a file name or a directory.
 
-    Without @STEP: the newest good checkpoint. Every byte is checked as it comes; DEST appears only when all
-    are good and on disk. The file is read by torch.load(DEST, weights_only=True), without holdfast.
+    Without @STEP the command copies the newest good checkpoint. It checks every byte, and DEST appears only when all of
+    it is good and on disk. torch.load(DEST, weights_only=True) reads the file without holdfast.
 
-    A step that ranks wrote to the store as slices, and of which there is no file, is put together as it comes; nothing
-    changes in the store. Without @STEP it is so only where the run has no file at all.
+    If a step exists only as slices that ranks wrote, the command puts the file together from them and changes nothing
+    in the store. Without @STEP it does so only if the run has no checkpoint file at all.
 
-    An interrupted copy is kept beside DEST as a hidden file .part; the same command again fetches only what is missing,
-    and reads what is there once more, to check it. One of slices begins anew.
+    An interrupted copy is kept beside DEST as a hidden .part file. Run the same command again to fetch the rest; it
+    checks the kept part first. A copy from slices starts again from the beginning.
 
     JSON: {"url", "step", "file", "destination", "nbytes", "crc32", "kept_bytes"}.
     """
@@ -77,15 +77,15 @@ def pull(as_json: bool, target: Target, destination: Path, force: bool) -> None:
 
 
 def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> int:
-    """Copy the file of `manifest` to `path`, checked as it comes. What an earlier call fetched is not fetched again.
+    """Copy the file of `manifest` to `path` and check it. Bytes that an earlier call fetched are not fetched again.
 
     Returns:
-        How many bytes were here already.
+        The number of bytes that an earlier call had fetched.
 
     Raises:
-        BusyError: Another process is fetching it to the same place.
-        DamageError: It is not what was written.
-        StoreError: The store failed, or the file cannot be written. What has come is kept.
+        BusyError: Another process is fetching the same file.
+        DamageError: The bytes differ from those that were written.
+        StoreError: The store failed, or the file cannot be written. The part that was fetched is kept.
     """
     kept_bytes = 0
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
@@ -106,7 +106,6 @@ def pull_file(store: Store, manifest: Manifest, path: Path, *, quiet: bool) -> i
 def _pull_slices(
     catalog: Catalog, sets: Sequence[SliceSet], destination: Path, *, force: bool, as_json: bool
 ) -> None:
-    """The first of these sets that is good."""
     store = catalog.store
     for found in sets:
         file = step_file_name(found.step)
@@ -125,7 +124,7 @@ def _pull_slices(
         except DamageError as error:
             if found is sets[-1]:
                 raise
-            _log.warning("not used: %s", error)
+            _log.warning("this set of slices is damaged and is not used: %s", error)
             continue
         _say({"url": store.url, "step": found.step, "file": file}, path, nbytes, sums[0], as_json=as_json)
         return
@@ -138,25 +137,24 @@ def _say(
         told = {"destination": str(path), "nbytes": nbytes, "crc32": crc32, "kept_bytes": kept_bytes}
         print_json({**names, **told})
         return
-    kept = f", of which {kept_bytes} were here already" if kept_bytes else ""
-    said = f"{path}: step {names['step']}, {nbytes} bytes{kept}, all good"
+    kept = f", of which {kept_bytes} had been fetched before" if kept_bytes else ""
+    said = f"{path}: step {names['step']}, {nbytes} bytes{kept}, all checked"
     console().print(said, markup=False)
 
 
 class _FileParts:
-    """An open file, as what takes parts."""
+    """A file that takes the parts in order."""
 
     def __init__(self, fd: int, part_bytes: int) -> None:
         self._fd, self.part_bytes = fd, part_bytes
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:  # noqa: ARG002
-        """In order, as they come."""
         for buffer in buffers:
             _write_all(self._fd, buffer)
 
 
 def _kept(fd: int, manifest: Manifest) -> int:
-    """How many bytes at the begin of the file are what they should be: whole chunks, or all. The rest is cut off."""
+    """The number of good bytes at the beginning of the file: whole chunks, or all of it. The rest is cut off."""
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes)))
     nbytes = os.fstat(fd).st_size
     for chunk, expected in enumerate(manifest.chunk_crc32s):
@@ -176,7 +174,6 @@ def _kept(fd: int, manifest: Manifest) -> int:
 
 
 def _stream(store: Store, manifest: Manifest, fd: int, first: int, advance: Callable[[int], None]) -> None:
-    """Fetch the chunks from `first` on."""
     buffer = direct_window(max(1, min(_BUFFER_BYTES, manifest.chunk_bytes, manifest.image_bytes)))
     for chunk, expected in list(enumerate(manifest.chunk_crc32s))[first:]:
         begin, end = _extent(manifest, chunk)
@@ -196,7 +193,7 @@ def _stream(store: Store, manifest: Manifest, fd: int, first: int, advance: Call
             raise DamageError(
                 f"{store.url}/{manifest.file}: chunk {chunk} (bytes {begin}-{end - 1}): "
                 f"expected CRC-32 {expected:08x}, got {found:08x}; "
-                "`holdfast verify` names the tensors, `holdfast ls` other steps"
+                "`holdfast verify` names the damaged tensors, `holdfast ls` lists other steps"
             )
         advance(end - begin)
     image_crc32 = crc.combine_all(

@@ -1,4 +1,4 @@
-"""Makes docs/cli.md from the commands: `python -m operator_side.commands.reference docs/cli.md`; a test compares.
+"""Makes docs/cli.md from the commands: `python -m operator_side.commands.reference docs/cli.md`.
 
 each command ─► synopsis, description, options (defaults, environment), examples      settings of roles, exit codes
 """
@@ -6,20 +6,19 @@ each command ─► synopsis, description, options (defaults, environment), exam
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 
 from holdfast import errors
 from holdfast.command.cli import cli
+from holdfast.command.settings import default_of, meanings
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
 
@@ -28,25 +27,25 @@ _STORE_OF = {"run": StagerConfig}  # commands whose --store is the role's settin
 _HEAD = """\
 # The command line
 
-Made by `python -m operator_side.commands.reference docs/cli.md` of what each command says of itself; `--help` shows the
-same.
+`python -m operator_side.commands.reference docs/cli.md` makes this page from the help of each command, which `--help`
+shows as well.
 
 ```text
 holdfast [-v|-vv] COMMAND [OPTIONS] ARGUMENTS...
 ```
 
-URL is a run: a path, `s3://bucket/run`, or any other URL that fsspec knows. URL@STEP is one step of it, `URL@latest`
-the newest good one. stdout has the result alone, stderr all else; with `--json` stdout is one JSON document, also for
-an error: `{"error": {"code", "message", "help"}}`. `-v` says more on stderr, `-vv` everything.
+URL names a run: a path, `s3://bucket/run`, or any other URL that fsspec knows. `URL@STEP` names the checkpoint of one
+step, `URL@latest` the newest good checkpoint. A command prints its result on stdout and everything else on stderr. With
+`--json`, stdout is one JSON document, also for an error: `{"error": {"code", "message", "help"}}`. `-v` logs more on
+stderr, `-vv` everything.
 
-Stager, flusher and trainers take their settings from arguments, `HOLDFAST_*` in the environment, and `holdfast.toml`
-(in the working directory, or where `HOLDFAST_CONFIG` names it), in this order. Credentials of a store come from where
-its own tools take them.
+Stager, flusher and trainers take their settings from arguments, from `HOLDFAST_*` in the environment, and from
+`holdfast.toml` (in the working directory, or the file that `HOLDFAST_CONFIG` names), in this order. Credentials for a
+store come from where the store's own tools look for them.
 """
 
 
 def reference() -> str:
-    """The whole page."""
     context = click.Context(cli, info_name="holdfast")
     parts = [_HEAD]
     for name in cli.list_commands(context):
@@ -81,7 +80,7 @@ def _sections(command: click.Command, path: list[str]) -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """Help as Markdown: paragraphs as they are, what click must not wrap as a block."""
+    """Help as Markdown. Paragraphs that click must not wrap become blocks."""
     parts = []
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         rest = paragraph.removeprefix("\b\n")
@@ -95,8 +94,7 @@ def _prose(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Prose in which Markdown must see no tags of HTML."""
-    return re.sub(r"<(?=\w)", r"\\<", text)
+    return re.sub(r"<(?=\w)", r"\\<", text)  # Markdown would take it for a tag of HTML
 
 
 def _options(command: click.Command, path: list[str]) -> Iterator[str]:
@@ -109,9 +107,10 @@ def _options(command: click.Command, path: list[str]) -> Iterator[str]:
         default, variable = _default(parameter), ""
         config = _ROLES.get(path[-1]) or (_STORE_OF.get(path[-1]) if parameter.name == "store" else None)
         if config is not None and parameter.name in config.model_fields:
-            default = _default_of(config, parameter.name)
+            default = _cell_of_default(config, parameter.name)
             variable = f"`{_variable(parameter.name)}`"
-        yield f"| {names} | {default} | {variable} | {_cell(parameter.help or '')} |"
+        meaning = re.sub(r"  \[default: .*\]$", "", parameter.help or "")  # it has a column of its own
+        yield f"| {names} | {default} | {variable} | {_cell(meaning)} |"
 
 
 def _kind(option: click.Option) -> str:
@@ -128,55 +127,28 @@ def _default(option: click.Option) -> str:
         return ""
     if option.is_flag:
         return f"`{(option.opts if value else option.secondary_opts)[0]}`"
-    return f"`{_shown(value)}`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
 def _settings(title: str, config: type[BaseSettings], names: Any, *, level: int = 2) -> str:
-    meanings = _meanings(config)
+    described = meanings(config)
     rows = [
-        f"| `{name}` | {_default_of(config, name)} | `{_variable(name)}` | {_cell(meanings[name])} |"
+        f"| `{name}` | {_cell_of_default(config, name)} | `{_variable(name)}` | {_cell(described[name])} |"
         for name in names
     ]
     head = f"{'#' * level} {title}\n\n| setting | default | environment | meaning |\n|---|---|---|---|\n"
     return head + "\n".join(rows) + "\n"
 
 
-def _meanings(config: type[BaseSettings]) -> Mapping[str, str]:
-    """What the docstrings of a role's settings say of each."""
-    found = {"events": "File to which events are appended, one JSON line each. None: nowhere."}
-    for kind in config.__mro__:
-        section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
-        for entry in re.split(r"\n(?= {4}\w+:)", "\n" + section):
-            name, _, text = entry.strip().partition(":")
-            if name in config.model_fields:
-                found.setdefault(name, " ".join(text.split()))
-    return found
-
-
 def _variable(name: str) -> str:
     return f"HOLDFAST_{name.upper()}"
 
 
-def _default_of(config: type[BaseSettings], name: str) -> str:
-    field = config.model_fields[name]
-    value: Any = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
+def _cell_of_default(config: type[BaseSettings], name: str) -> str:
+    if config.model_fields[name].is_required():
         return "required"
-    if value in (None, ()):
-        return ""
-    if isinstance(value, Path):
-        return f"`{re.sub(f'-{os.getuid()}$', '-UID', str(value))}`"
-    return f"`{_shown(value, name)}`"
-
-
-def _shown(value: Any, name: str = "") -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if name.endswith("_bytes") and isinstance(value, int):
-        for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-            if value and value % size == 0:
-                return f"{value // size}{unit}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    default = default_of(config, name)
+    return f"`{default}`" if default else ""
 
 
 def _cell(text: str) -> str:
@@ -186,15 +158,15 @@ def _cell(text: str) -> str:
 def _exit_codes() -> str:
     found = [getattr(errors, name) for name in errors.__all__]  # not their subclasses elsewhere
     kinds: list[type[HoldfastError]] = [kind for kind in found if kind is not HoldfastError]
-    rows = ["| 0 | | done |", "| 1 | | a bug of holdfast's, with a traceback |"]
+    rows = ["| 0 | | done |", "| 1 | | a bug in holdfast, with a traceback |"]
     for kind in sorted(kinds, key=lambda kind: kind.exit_code):
         meaning = (kind.__doc__ or "").split("\n\n")[0].partition(". ")[0].rstrip(".")
         rows.append(f"| {kind.exit_code} | `{kind.code}` | {_cell(meaning)} |")
     rows.append("| 130 | | interrupted (Ctrl-C) |")
     head = "## Exit codes\n\n| code | in `--json` | meaning |\n|---|---|---|\n"
     return (
-        f"{head}{chr(10).join(rows)}\n\nWhere a command uses them in its own way, its description says so. "
-        "`holdfast run` ends with the exit code of what crashed.\n"
+        f"{head}{chr(10).join(rows)}\n\nWhere a command narrows the meaning of a code, its description says so. "
+        "`holdfast run` ends with the exit code of the process that crashed.\n"
     )
 
 

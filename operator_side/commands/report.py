@@ -1,4 +1,4 @@
-"""`holdfast report RUN`: what happened in a run, as one HTML file."""
+"""`holdfast report RUN`: one HTML page about a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FAULTS_SHOWN = 20
 
 
 @click.command(
-    short_help="Write what happened in a run as one HTML page, for who was asleep.",
+    short_help="Write one HTML page about a run: what happened, and what it cost.",
     epilog=examples(
         "holdfast report s3://bucket/run --events ~/.local/state/holdfast/runs/logs",
         "holdfast report /mnt/run --events rank-0.jsonl --events stager.jsonl --output night.html",
@@ -39,21 +39,21 @@ _FAULTS_SHOWN = 20
     metavar="FILE",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="An event log, or the log directory of `holdfast run`; may be given several times.",
+    help="Event log, or log directory of `holdfast run`; repeatable.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
     default=Path(_FILE),
     show_default=True,
-    help="The page, or the directory it goes into.",
+    help="File to write, or the directory for it.",
 )
-@click.option("--force", is_flag=True, help="Replace the page if it is there.")
+@click.option("--force", is_flag=True, help="Replace the file of --output if it exists.")
 @click.option(
     "--dollars-per-hour",
     type=click.FloatRange(0),
     envvar="HOLDFAST_DOLLARS_PER_HOUR",
-    help="What all machines of the run cost, to show losses in money.",
+    help="Price of all machines of the run in US dollars per hour, to show losses in dollars.",
 )
 @json_option
 def report(
@@ -64,13 +64,14 @@ def report(
     force: bool,
     dollars_per_hour: float | None,
 ) -> None:
-    """Write one HTML page about the run at URL: what happened, what it cost, and what to look at.
+    """Write one HTML page about RUN, the URL of a run: what happened, what it cost, and what needs attention.
 
-    It is made of the manifests in the store and of event logs, and needs no server: the file loads nothing and can be
-    sent to anybody. Without event logs it has the checkpoints alone; with them a store that is not there is no error.
+    The command reads the manifests in the store and the event logs. The page is one file that loads nothing else, so it
+    can be sent to anybody. Without event logs the page shows only the checkpoints; with event logs the store may be
+    unreachable.
 
     JSON: {"file", "nbytes", "happened": [sentence, …], "look_at": [{"text", "section"}], "unknown": […], "checkpoints",
-    "interruptions", "goodput"}; goodput is null where it is not known.
+    "interruptions", "goodput"}; goodput is null if it is not known.
 
     Exit code 5: there is no such run, and no event log was given.
     """
@@ -80,7 +81,7 @@ def report(
     from operator_side.report.sentences import look_at, what_happened
 
     if dollars_per_hour is not None and not math.isfinite(dollars_per_hour):
-        raise ConfigError(f"--dollars-per-hour {dollars_per_hour}: expected a price")
+        raise ConfigError(f"--dollars-per-hour {dollars_per_hour}: expected a price in US dollars")
     path = place(output, _FILE, force=force)
     log = read_logs(events)
     notes: list[str] = []
@@ -117,20 +118,18 @@ def report(
 
 
 def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredCheckpoint]:
-    """The manifests; notes what cannot be read. Raises as `Catalog.list` where there is nothing else to tell of."""
+    """Read the manifests of the run; append to `notes` what cannot be read. `may_fail`: raise if nothing can."""
     from holdfast.telemetry.rows import StoredCheckpoint
 
     try:
         catalog = target.catalog()
         items = catalog.list()
         if not items and not catalog.store.list():
-            raise StoreMissing(
-                f"{catalog.store.url}: there is no run here (nothing at all); is the URL right?"
-            )
+            raise StoreMissing(f"{catalog.store.url}: there is nothing at this URL; check the URL")
     except (StoreError, StoreMissing) as error:
         if may_fail:
             raise
-        notes.append(f"The store told nothing: {error}")
+        notes.append(f"The store could not be read: {error}")
         return []
     found: list[StoredCheckpoint] = []
     faults: list[str] = []
@@ -139,8 +138,10 @@ def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredC
         if stored is not None:
             found.append(stored)
         if item.fault or stored is None:
-            faults.append(item.fault or f"{item.name}: does not say when it was made; left out")
+            faults.append(
+                item.fault or f"{item.name}: its manifest does not say when it was made; it is left out"
+            )
     notes += [f"In the store: {fault}" for fault in faults[:_FAULTS_SHOWN]]
     if len(faults) > _FAULTS_SHOWN:
-        notes.append(f"And {len(faults) - _FAULTS_SHOWN} more faults in the store: `holdfast ls` names them.")
+        notes.append(f"The store has {len(faults) - _FAULTS_SHOWN} more faults: `holdfast ls` names them.")
     return found

@@ -1,4 +1,4 @@
-"""`holdfast run`: the supervised job (operator_side/supervise/)."""
+"""`holdfast run`: run a training job under the supervisor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 
 
 @click.command(
-    short_help="Run a training job, and start it again after a preemption.",
+    short_help="Run a training job, and restart it after a preemption.",
     epilog=examples(
         "holdfast run -n 8 --store s3://bucket/run -- python train.py",
         "holdfast run -n 16 --min-ranks 8 --hosts hosts --store /mnt/nfs/run -- python train.py",
@@ -38,92 +38,113 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     ),
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
-@click.option("-n", "--ranks", type=click.IntRange(1), required=True, help="Training ranks that are wanted.")
 @click.option(
-    "--min-ranks", type=click.IntRange(1), help="Start with so few if there are no more. Default: --ranks."
+    "-n", "--ranks", type=click.IntRange(1), required=True, help="Number of training ranks that are wanted."
 )
-@click.option("--store", help="URL of the run: a path, or s3://bucket/run.")
 @click.option(
-    "--hosts", "--hostfile", type=click.Path(path_type=Path), help="File of hosts, `name slots=8` each."
+    "--min-ranks",
+    type=click.IntRange(1),
+    help="Smallest number of training ranks to start with where hosts are missing. Default: the value of --ranks.",
 )
-@click.option("--slurm", is_flag=True, help="Run on the hosts of this Slurm allocation.")
+@click.option("--store", help="URL of the run: a path, s3://bucket/run, or another URL that fsspec knows.")
 @click.option(
-    "--cluster", type=click.Path(path_type=Path), help="Run on what `holdfast cluster up` raised: its file."
+    "--hosts",
+    "--hostfile",
+    type=click.Path(path_type=Path),
+    help="File of hosts for training ranks, one `name slots=8` per line; read again before each attempt.",
 )
-@click.option("--agent", help="What starts a command on another host, as ssh does.")
-@click.option("--stager-host", help="Name of this machine for the other hosts. Default: its host name.")
-@click.option("--ulfm/--no-ulfm", default=True, help="Ask MPI to survive a rank's death.")
+@click.option("--slurm", is_flag=True, help="Run the training ranks on the hosts of this Slurm allocation.")
+@click.option(
+    "--cluster",
+    type=click.Path(path_type=Path),
+    help="Run on the machines that `holdfast cluster up` started; the file given to its --from.",
+)
+@click.option("--agent", help="Command that starts another command on a host, in place of ssh.")
+@click.option(
+    "--stager-host", help="Name under which the other hosts reach this machine. Default: its host name."
+)
+@click.option(
+    "--ulfm/--no-ulfm", default=True, show_default=True, help="Ask MPI to survive the death of a rank."
+)
 @click.option("--mpirun-options", default="", help='More options for mpirun, such as "--mca btl tcp,self".')
 @click.option(
     "--export",
     "exported",
     multiple=True,
     metavar="NAME",
-    help="Variable to hand on to other hosts; repeatable.",
+    help="Environment variable to pass on to the other hosts; repeatable.",
 )
 @click.option(
-    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="Setting of the stager; repeatable."
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Setting of the stager, such as keep_last=5; repeatable.",
 )
 @click.option(
     "--logs",
     type=click.Path(path_type=Path),
-    help="Directory for status.jsonl, events and the ranks' output.",
+    help="Directory for status.jsonl, the event log and the output of each rank. Default: one for each run in "
+    "~/.local/state/holdfast/runs.",
 )
 @click.option(
     "--crashes-max",
     type=click.IntRange(1),
     default=2,
     show_default=True,
-    help="Equal crashes in a row without progress.",
+    help="Give up after this many equal crashes in a row without a newer checkpoint.",
 )
 @click.option(
     "--restarts-max",
     type=click.IntRange(0),
     default=8,
     show_default=True,
-    help="Relaunches in a row without progress.",
+    help="Give up after this many restarts in a row without a newer checkpoint.",
 )
 @click.option(
     "--grace-seconds",
     type=click.FloatRange(0),
     default=30.0,
     show_default=True,
-    help="For the ranks to end when told to.",
+    help="Seconds that the ranks have to end after they were told to.",
 )
 @click.option(
     "--silent-seconds-max",
     type=click.FloatRange(0),
     default=30.0,
     show_default=True,
-    help="For a rank that the stager no longer hears.",
+    help="Seconds without a sign of life from a rank, after which the attempt is ended.",
 )
 @click.option(
-    "--stall-seconds-max", type=click.FloatRange(0), help="End an attempt that stages no step for so long."
+    "--stall-seconds-max",
+    type=click.FloatRange(0),
+    help="Seconds without a newly staged checkpoint, after which the attempt is ended. Default: no limit.",
 )
 @click.option(
     "--hosts-seconds-max",
     type=click.FloatRange(0),
     default=1800.0,
     show_default=True,
-    help="To wait for enough hosts.",
+    help="Seconds to wait until there are enough hosts.",
 )
 @click.option(
     "--poll-seconds",
     type=click.FloatRange(0.05),
     default=15.0,
     show_default=True,
-    help="How often hosts are looked at.",
+    help="Seconds between two looks at the list of hosts.",
 )
 @click.argument("command", nargs=-1, required=True)
 def run(command: tuple[str, ...], **options: Any) -> int:
-    """Run COMMAND as a training job with a stager beside it, until it is done.
+    """Run COMMAND as a training job with a stager, and restart it until it is done.
 
-    Start it on the stager's machine, which is not taken away. When ranks or their hosts are lost the job is started
-    again on the hosts that are there, and goes on from the newest checkpoint. The same crash twice in a row without a
-    newer checkpoint is a bug: then it stops, and shows the end of that rank's log.
+    Start the command on the stager's machine, which must not be a spot machine. When ranks or their hosts are lost, the
+    job is restarted on the hosts that are left, and resumes from the newest checkpoint. The same crash --crashes-max
+    times in a row without a newer checkpoint counts as a bug: the command then ends and shows the end of the log of the
+    rank that crashed.
 
-    Exit codes: 0 the job is done; else that of the process that crashed; 9 hosts or ranks were lost too often;
-    130 it was told to end by SIGTERM or Ctrl-C.
+    Exit codes: 0 the job is done; 9 hosts or ranks were lost too often; 130 the command was ended by SIGTERM or Ctrl-C;
+    otherwise the exit code of the process that crashed.
     """
     from holdfast.config import StagerConfig
     from operator_side.supervise.core import Core
@@ -197,7 +218,7 @@ def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
 
 
 def _kind(exception: str) -> object:
-    """The error's class, where a rank ended with one of holdfast's own errors: Python itself ends with 1."""
+    # Python ends with 1 whatever the exception; a class of holdfast's own has an exit code of its own.
     from holdfast import errors
 
     return getattr(errors, exception.rpartition(".")[2], None) if exception.startswith("holdfast.") else None
@@ -220,7 +241,9 @@ def _fleet(options: dict[str, Any]) -> Fleet:
 
     chosen = [name for name in ("hosts", "slurm", "cluster") if options[name]]
     if len(chosen) > 1:
-        raise ConfigError(f"--{chosen[0]} and --{chosen[1]}: expected one place that hosts come from")
+        raise ConfigError(
+            f"--{chosen[0]} and --{chosen[1]}: expected one source of hosts; leave one of the two out"
+        )
     agent = shlex.split(options["agent"]) if options["agent"] else None
     if options["hosts"]:
         return HostFile(options["hosts"], agent=agent)
@@ -244,13 +267,13 @@ def _logs(given: Path | None, store: str) -> Path:
         given.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--logs {given}: cannot be made: {error.strerror}; name another directory"
+            f"--logs {given}: this directory cannot be made: {error.strerror}; name another one"
         ) from error
     return given.absolute()
 
 
 def _lock(logs: Path) -> IO[str]:
-    """One supervisor for a log directory, hence for a run on this machine; given back by the kernel."""
+    # One supervisor for a log directory, hence for a run on this machine. The kernel releases the lock at our end.
     file = (logs / "lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -258,7 +281,9 @@ def _lock(logs: Path) -> IO[str]:
         file.seek(0)
         owner = file.read().strip() or "another process"
         file.close()
-        raise FencedError(f"{logs}: process {owner} already supervises this run here; end it first") from None
+        raise FencedError(
+            f"{logs}: process {owner} already supervises this run on this machine; end it first"
+        ) from None
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
@@ -266,7 +291,7 @@ def _lock(logs: Path) -> IO[str]:
 
 
 def _newest_step(store: str) -> int:
-    """Newest step of the run; -1 if there is none. A store that cannot be read is said before anything starts."""
+    """The newest step of the run; -1 if there is none. An unreadable store is an error before anything starts."""
     from holdfast.checkpoints.catalog import Catalog
     from holdfast.store import open_store
 
@@ -325,7 +350,7 @@ def _arguments(settings: dict[str, str]) -> list[str]:
 
 
 def _pause_seconds(number: int) -> float:
-    """Full jitter under a bound that doubles, as everywhere here (holdfast/store/retrying.py)."""
+    # Full jitter under a bound that doubles, as in holdfast/store/retrying.py.
     import tenacity
 
     wait = tenacity.wait_random_exponential(_PAUSE_SECONDS_FIRST, max=_PAUSE_SECONDS_MAX)
@@ -339,5 +364,5 @@ def _relay(stream: str, text: str) -> None:
     try:
         out.write(text + "\n")
         out.flush()
-    except (OSError, ValueError):  # nobody reads it any more; the files have it
+    except (OSError, ValueError):  # nobody reads this stream any more; the log files have the text
         pass

@@ -1,4 +1,4 @@
-"""`holdfast simulate`: replay traces of preemptions (operator_side/simulate/) before money is spent."""
+"""`holdfast simulate`: replay traces of preemptions before money is spent."""
 
 from __future__ import annotations
 
@@ -34,88 +34,137 @@ _AS_GIVEN = (
 
 
 @click.command(
-    short_help="Replay traces of preemptions: what would each way to checkpoint have come to?",
+    short_help="Replay preemption traces to compare ways to checkpoint.",
     epilog=examples(
         "holdfast simulate trace.csv                                            # goodput by interval",
-        "holdfast simulate trace.csv --lead-seconds 0,30,120                    # with notices",
-        "holdfast simulate trace.csv --spot-price 12 --on-demand-price 33       # and dollars",
-        "holdfast simulate --mtbf-hours 0.5,2,8 --nodes 8 --iterations 100000   # total time under made-up losses",
+        "holdfast simulate trace.csv --lead-seconds 0,30,120                    # with preemption notices",
+        "holdfast simulate trace.csv --spot-price 12 --on-demand-price 33       # in dollars, too",
+        "holdfast simulate --mtbf-hours 0.5,2,8 --nodes 8 --iterations 100000   # hours under simulated losses",
     ),
 )
 @click.argument("traces", metavar="[TRACE]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--profile",
     type=click.Path(path_type=Path),
-    help="Measured figures, JSON. Default: this tree's benchmarks.",
+    help="JSON file of measured costs of checkpoints. Default: the figures that holdfast's benchmarks measured.",
 )
 @click.option(
-    "--iteration-seconds", type=click.FloatRange(1e-6, 1e6), help="Of one iteration; else the profile's."
+    "--iteration-seconds",
+    type=click.FloatRange(1e-6, 1e6),
+    help="Seconds of one training iteration. Default: as in the profile.",
 )
 @click.option(
-    "--restart-seconds", type=click.FloatRange(0, 1e6), help="From a loss to processes; else the profile's."
+    "--restart-seconds",
+    type=click.FloatRange(0, 1e6),
+    help="Seconds from a loss until the processes of the job run again. Default: as in the profile.",
 )
 @click.option(
-    "--nodes", type=click.IntRange(1, 1_000_000), help="Machines of the job. Default: the most in the trace."
+    "--nodes",
+    type=click.IntRange(1, 1_000_000),
+    help="Largest number of machines that the job uses. Default: the largest number in the trace.",
 )
 @click.option(
-    "--nodes-min", type=click.IntRange(1), default=1, show_default=True, help="It runs with so few."
+    "--nodes-min",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Smallest number of machines with which the job trains.",
 )
 @click.option(
-    "--every", default="1,10,25,50,100,250,1000", show_default=True, help="Intervals, in iterations."
+    "--every",
+    default="1,10,25,50,100,250,1000",
+    show_default=True,
+    help="Checkpoint intervals to compare, in iterations, separated by commas.",
 )
 @click.option(
-    "--lead-seconds", default="0", show_default=True, help="Notices before a loss, such as 0,30,120."
+    "--lead-seconds",
+    default="0",
+    show_default=True,
+    help="Seconds between a preemption notice and the loss (0: no notice), separated by commas, such as 0,30,120.",
 )
 @click.option(
-    "--offsets", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Windows of a trace."
+    "--offsets",
+    type=click.IntRange(1, 10_000),
+    default=20,
+    show_default=True,
+    help="Number of windows of a trace that are replayed, each from another offset.",
 )
 @click.option(
-    "--window-hours", type=click.FloatRange(0, min_open=True), help="Of each. Default: half of the trace."
+    "--window-hours",
+    type=click.FloatRange(0, min_open=True),
+    help="Length of each replayed window in hours. Default: half of the trace.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of offsets and made-up losses."
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Seed of the random offsets and of the simulated losses.",
 )
 @click.option(
     "--overhead-max",
     type=click.FloatRange(0, min_open=True),
     default=0.03,
     show_default=True,
-    help="Bound of the interval that is advised; 0.03 is 3 %.",
-)
-@click.option("--spot-price", type=click.FloatRange(0), help="Of one machine, USD per hour.")
-@click.option("--on-demand-price", type=click.FloatRange(0), help="Of the same on demand.")
-@click.option(
-    "--stager-price", type=click.FloatRange(0), default=0.0, help="Of the stager's node, USD per hour."
+    help="Largest share of training time that checkpoints may cost at the advised interval; 0.03 means 3 %.",
 )
 @click.option(
-    "--stager-mtbf-hours", type=click.FloatRange(0, min_open=True), help="The stager's node is lost so often."
+    "--spot-price",
+    type=click.FloatRange(0),
+    help="Price of one spot machine in US dollars per hour; give --on-demand-price, too.",
 )
 @click.option(
-    "--mtbf-hours", default="", help="Total time under made-up losses so far apart, such as 0.5,2,8."
+    "--on-demand-price",
+    type=click.FloatRange(0),
+    help="Price of the same machine on demand in US dollars per hour.",
 )
-@click.option("--iterations", type=click.IntRange(1), help="Of that training.")
+@click.option(
+    "--stager-price",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Price of the stager's machine in US dollars per hour.",
+)
+@click.option(
+    "--stager-mtbf-hours",
+    type=click.FloatRange(0, min_open=True),
+    help="Mean hours between losses of the stager's machine. Default: it is never lost.",
+)
+@click.option(
+    "--mtbf-hours",
+    default="",
+    help="Mean hours between simulated losses, separated by commas, such as 0.5,2,8; shows the total time for each.",
+)
+@click.option(
+    "--iterations",
+    type=click.IntRange(1),
+    help="Number of iterations of the training whose total time --mtbf-hours asks for.",
+)
 @click.option(
     "--provision-seconds",
     type=click.FloatRange(0),
     default=300.0,
     show_default=True,
-    help="Until a lost machine is replaced, for --mtbf-hours.",
+    help="Seconds until a lost machine is replaced, for --mtbf-hours.",
 )
-@click.option("--figures", type=click.Path(path_type=Path), help="Folder for pictures; needs matplotlib.")
+@click.option(
+    "--figures", type=click.Path(path_type=Path), help="Folder for pictures of the results; needs matplotlib."
+)
 @json_option
 def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **options: Any) -> None:
-    """Replay each TRACE for every way to checkpoint, at every interval, from many offsets: losses, relaunches,
-    restores from the level that survives, work done again. Figures are the median of the windows, with the least and
-    the greatest.
+    """Replay each TRACE of preemptions for every way to checkpoint and every interval, and compare the goodput.
 
-    A trace is a file of counts (`,Time,GPUs` or `date, time, count`) or of machines (`ms,add,node`). The model, and
-    what it leaves out, is in docs/design/020-simulation.md; how to use it, in docs/simulate.md.
+    The replay models losses, restarts, restores from the nearest level that survived, and work that is done again, from
+    many offsets of the trace. Each figure is the median of these windows, with the smallest and the largest value.
+
+    TRACE is a file of machine counts (`,Time,GPUs` or `date, time, count`) or of single machines (`ms,add,node`).
+    docs/simulate.md says how to use the command, docs/design/020-simulation.md what the model leaves out.
 
     JSON: {"profile", "seed", "prices", "traces": [{"trace", "hours", "machines_max", "losses", "losses_per_hour",
     "nodes", "window_hours", "offsets", "event_steps", "on_demand_dollars", "goodput": [{"strategy", "every", "share",
     "useful_per_hour", "redone", "interruptions", "training", "dollars"}], "advice": [{"strategy", "every", "overhead",
     "lost_seconds", "lost_dollars", "line"}]}], "totals": [{"strategy", "mtbf_hours", "every", "hours"}], "figures"}.
-    Spreads are {"median", "least", "greatest"}; "profile" is a file for --profile.
+    Spreads are {"median", "least", "greatest"}. "profile" can be given to --profile, as a file.
     """
     # numpy and the studies are brought in only here: not for --help.
     from operator_side.commands.simulate_output import document, show_replayed, show_totals
@@ -124,7 +173,7 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
 
     mtbf = options["mtbf_hours"]
     if not traces and not mtbf:
-        raise ConfigError("expected a TRACE to replay, or --mtbf-hours for made-up losses, got neither")
+        raise ConfigError("expected a TRACE to replay, or --mtbf-hours for simulated losses, got neither")
     plan = StudyPlan(
         _profile(profile, options),
         leads_seconds=_numbers("--lead-seconds", options["lead_seconds"], least=0, most=_SECONDS_MAX),
@@ -140,13 +189,13 @@ def simulate(as_json: bool, traces: tuple[Path, ...], profile: Path | None, **op
         print_json(document(plan, replayed, totals, pictures))
         return
     out = console()
-    out.print(f"measured: {plain(plan.profile.source)}", markup=False, soft_wrap=True)
+    out.print(f"profile: {plain(plan.profile.source)}", markup=False, soft_wrap=True)
     for one in replayed:
         show_replayed(out, plan, one)
     if totals:
         show_totals(out, plan, totals)
     for path in pictures:
-        out.print(f"drawn: {plain(str(path))}", markup=False, soft_wrap=True)
+        out.print(f"picture: {plain(str(path))}", markup=False, soft_wrap=True)
 
 
 def _profile(path: Path | None, options: dict[str, Any]) -> TrainingProfile:
@@ -169,23 +218,20 @@ def _prices(options: dict[str, Any]) -> Prices | None:
     if spot is None and on_demand is None:
         return None
     if spot is None or on_demand is None:
-        raise ConfigError("expected --spot-price and --on-demand-price together, got one of them")
+        raise ConfigError("expected --spot-price and --on-demand-price together, got only one of them")
     return Prices(spot, on_demand, options["stager_price"])
 
 
 def _numbers(
     option: str, text: str, *, least: float, most: float = _INTERVAL_MAX, whole: bool = False
 ) -> Sequence[float]:
-    """In order, each once."""
     try:
         found = sorted({int(part) if whole else float(part) for part in text.split(",")})
     except ValueError:
         found = []
     if not found or not all(least <= number <= most for number in found):
         kind = "whole numbers" if whole else "numbers"
-        raise ConfigError(
-            f"{option} {text}: expected {kind} from {least:g} to {most:g} with commas between them"
-        )
+        raise ConfigError(f"{option} {text}: expected {kind} from {least:g} to {most:g}, separated by commas")
     return found
 
 

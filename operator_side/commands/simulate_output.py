@@ -1,4 +1,4 @@
-"""How `holdfast simulate` shows what it found: tables, and its JSON document."""
+"""The output of `holdfast simulate`: tables and a JSON document."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from operator_side.simulate.strategy import HOUR_US
 from operator_side.simulate.study import Spread, Total
 from operator_side.simulate.study_plan import Replayed, StudyPlan
 
-_PER_DOLLAR_CELL = 1000  # iterations; a single one costs too little to be read
+_PER_DOLLAR_CELL = 1000  # iterations; the price of a single one is too small to read
 
 
 def show_replayed(out: Console, plan: StudyPlan, one: Replayed) -> None:
-    """One trace: goodput by interval, the best of each, advice."""
+    """Print the results of one trace: goodput by interval, each strategy at its best interval, advice."""
     _heading(out, plan, one)
     _by_interval(out, plan, one)
     _at_the_best(out, one)
     out.print(
-        f"\nAdvised: overhead at most {plan.overhead_max:.1%}, and by the losses of this trace", markup=False
+        f"\nAdvised intervals for the losses of this trace, with an overhead of at most {plan.overhead_max:.1%}",
+        markup=False,
     )
     for name, advice in one.advice:
         out.print(f"  {plain(name)}: {_line(advice)}", markup=False, soft_wrap=True)
@@ -35,15 +36,15 @@ def _heading(out: Console, plan: StudyPlan, one: Replayed) -> None:
     trace = one.trace
     out.print(
         f"\n{plain(trace.name)}: {trace.end_us / HOUR_US:.1f} h, {trace.losses} losses "
-        f"({trace.losses_per_hour:.2f} per hour), up to {trace.count_max} machines; a job of {one.job.nodes_min} to "
-        f"{one.job.nodes}, {plan.offsets} windows of {one.window_hours:.1f} h, seed {plan.seed}",
+        f"({trace.losses_per_hour:.2f} per hour), up to {trace.count_max} machines; a job on {one.job.nodes_min} to "
+        f"{one.job.nodes} machines, {plan.offsets} windows of {one.window_hours:.1f} h, seed {plan.seed}",
         markup=False,
         soft_wrap=True,
     )
 
 
 def _by_interval(out: Console, plan: StudyPlan, one: Replayed) -> None:
-    out.print("\nGoodput by interval, % of the ideal", markup=False)
+    out.print("\nGoodput in % of the ideal, by interval in iterations", markup=False)
     intervals = [str(every) for every in plan.intervals]
     rows = table("STRATEGY", *intervals, right=tuple(intervals))
     for strategy in plan.strategies[:-1]:  # the ideal has no interval
@@ -53,7 +54,7 @@ def _by_interval(out: Console, plan: StudyPlan, one: Replayed) -> None:
 
 
 def _at_the_best(out: Console, one: Replayed) -> None:
-    out.print("\nAt the best of these intervals: median (least–greatest)", markup=False)
+    out.print("\nEach strategy at its best interval: median (smallest–largest)", markup=False)
     heads = ["EVERY", "GOODPUT %", "PER HOUR", "REDONE", "RUNNING %"]
     if one.on_demand_dollars is not None:
         heads.append(f"$ PER {_PER_DOLLAR_CELL}")
@@ -73,15 +74,16 @@ def _at_the_best(out: Console, one: Replayed) -> None:
     if one.on_demand_dollars is not None:
         dollars = _PER_DOLLAR_CELL * one.on_demand_dollars
         out.print(
-            f"on demand, without a loss or a checkpoint: ${dollars:.3f} per {_PER_DOLLAR_CELL}", markup=False
+            f"on demand, without losses and checkpoints: ${dollars:.3f} per {_PER_DOLLAR_CELL} iterations",
+            markup=False,
         )
 
 
 def show_totals(out: Console, plan: StudyPlan, totals: Sequence[Total]) -> None:
-    """Total time by MTBF, each strategy at its best interval."""
+    """Print the total time by mean time between losses, each strategy at its best interval."""
     out.print(
-        f"\nHours until {plan.iterations} iterations are done, by hours between two losses, "
-        "each at its best interval: median (least–greatest)",
+        f"\nHours until {plan.iterations} iterations are done, by mean hours between losses, each strategy at its best "
+        "interval: median (smallest–largest)",
         markup=False,
         soft_wrap=True,
     )
@@ -105,7 +107,6 @@ def _line(advice: Advice | ConfigError) -> str:
 def document(
     plan: StudyPlan, replayed: Sequence[Replayed], totals: Sequence[Total], pictures: Sequence[Path]
 ) -> dict[str, Any]:
-    """The document of `--json`."""
     return {
         "profile": plan.profile.model_dump(mode="json"),
         "seed": plan.seed,

@@ -1,4 +1,4 @@
-"""`holdfast status`: a run as it goes on, live in the terminal, once, or as JSON."""
+"""`holdfast status`: watch a run in the terminal, print its state once, or as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    short_help="Watch a run: how far it is, and what a kill right now would lose.",
+    short_help="Watch a run: its progress, and what a kill right now would lose.",
     epilog=examples(
         "holdfast status",
         "ssh -t stager holdfast status --dollars-per-hour 12.40",
@@ -31,22 +31,26 @@ if TYPE_CHECKING:
 @click.option(
     "--once",
     is_flag=True,
-    help="Show it once and end, as always where stdout is no terminal that moves a cursor.",
+    help="Print the state once and end; this is the default where stdout is not a terminal.",
 )
 @click.option(
     "--interval-seconds",
     type=click.FloatRange(0.1, 3600),
     default=1.0,
     show_default=True,
-    help="How often to look.",
+    help="Seconds between two updates.",
 )
 @click.option(
     "--dollars-per-hour",
     type=click.FloatRange(0),
     envvar="HOLDFAST_DOLLARS_PER_HOUR",
-    help="What all machines of the run cost, to show losses in money.",
+    help="Price of all machines of the run in US dollars per hour, to show losses in dollars.",
 )
-@click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where rings lie on this machine.")
+@click.option(
+    "--runtime-dir",
+    type=click.Path(path_type=Path),
+    help="Directory with the rings of this machine. Default: /dev/shm/holdfast-UID.",
+)
 @json_option
 def status(
     as_json: bool,
@@ -56,19 +60,19 @@ def status(
     dollars_per_hour: float | None,
     runtime_dir: Path | None,
 ) -> None:
-    """Show how far a run is, and what a kill right now would lose. Only looks: nothing waits for it.
+    """Show the progress of a run, and what a kill right now would lose. The run is not slowed down.
 
-    RUN is the run's URL, its runtime directory, or nothing: then all runs on this machine are shown. Start it on the
-    machine of the stager: `ssh stager holdfast status`. Stager and flusher are asked while they live; the ring and,
-    without a flusher, the store tell the rest.
+    RUN is the URL of the run or its runtime directory; without RUN the command shows all runs of this machine. Start it
+    on the stager's machine: `ssh stager holdfast status`. It asks the stager and the flusher while they live, and reads
+    the ring and, without a flusher, the store.
 
     JSON: {"runs": [{"run", "attempt", "is_running", "levels", "loss_trainers", "loss_node", "flights", "ring",
-    "ranks", …}]}; docs/status.md lists it.
+    "ranks", …}]}; docs/status.md describes every field.
 
-    Exit code 5: there is no such run, neither here nor in the store.
+    Exit code 5: there is no such run on this machine or in the store.
     """
     if dollars_per_hour is not None and not math.isfinite(dollars_per_hour):
-        raise ConfigError(f"--dollars-per-hour {dollars_per_hour}: expected a price")
+        raise ConfigError(f"--dollars-per-hour {dollars_per_hour}: expected a price in US dollars")
     watches = _Watches(run, runtime_dir, dollars_per_hour)
     pictures = watches.look()
     if as_json:
@@ -84,24 +88,23 @@ def status(
 
 
 class _Watches:
-    """The runs that are shown: one that was named, or all that are on this machine, also when they have ended."""
+    """The runs that are shown: the named one, or all runs of this machine. A run that has ended stays."""
 
     def __init__(self, run: str | None, runtime_dir: Path | None, dollars_per_hour: float | None) -> None:
         from holdfast.config import FlusherConfig
 
-        # Its settings, as the roles read them; the store matters only where one is named.
+        # Read the setting as the roles do; the class wants a store, which does not matter here if none is named.
         self._base = FlusherConfig.from_sources(store=run or "none", runtime_dir=runtime_dir).runtime_dir
         self._dollars_per_hour = dollars_per_hour
         self._run = run
         self._watches: dict[Path, RunWatch] = {}
 
     def look(self) -> list[Picture]:
-        """Look at all of them. Raises `StoreMissing` where there is none."""
         self._find()
         if not self._watches:
             raise StoreMissing(
-                f"{self._run or self._base}: no run on this machine; name the URL of one, or ask the machine "
-                "of its stager (`ssh HOST holdfast status`)"
+                f"{self._run or self._base}: there is no such run on this machine; name the URL of a run, or start the "
+                "command on the machine of its stager (`ssh HOST holdfast status`)"
             )
         return [watch.look() for watch in self._watches.values()]
 
@@ -119,7 +122,7 @@ class _Watches:
 
 
 def _live(watches: _Watches, pictures: list[Picture], interval_seconds: float) -> None:
-    """Until Ctrl-C; then the last picture stays in the terminal."""
+    """Show the runs until Ctrl-C; then the last picture stays in the terminal."""
     from rich.console import Group
     from rich.live import Live
 

@@ -1,6 +1,6 @@
-"""A run's picture as a terminal shows it: 80 columns are enough, and no colour says what a word does not.
+"""How a terminal shows the picture of a run: in 80 columns, and readable without colours.
 
-A pure function: picture ─► renderable. With a height the lists (ranks, lines) are cut to it; the worst of them stay.
+A pure function: picture ─► renderable. With a height the lists (ranks, lines) are cut to it; the worst entries stay.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def render(picture: Picture, *, ascii_only: bool = False, height: int | None = N
 
     Args:
         picture: The run.
-        ascii_only: The terminal has no other characters.
-        height: Lines there are; lists are made shorter so that it fits, if it can. None: as long as it takes.
+        ascii_only: Use ASCII characters alone.
+        height: Lines of the terminal; lists are shortened so that the picture fits, if possible. None: no limit.
     """
     shown = (_RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN)
     parts = _parts(picture, ascii_only, shown)
     if height is not None and _lines(parts) > height:
         parts = _parts(picture, ascii_only, (_RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST))
-    if height is not None:  # one line each, or the end would be out of sight
+    if height is not None:  # a wrapped line would push the end of the picture out of sight
         for part in parts:
             if isinstance(part, Text):
                 part.no_wrap, part.overflow = True, "ellipsis"
@@ -58,7 +58,7 @@ def _parts(picture: Picture, ascii_only: bool, shown: tuple[int, int, int]) -> l
 
 
 def _lines(parts: Iterable[RenderableType]) -> int:
-    """How many lines they take, nearly: a table has two more than rows."""
+    """About how many lines the parts take: a table has two more than rows."""
     return sum(part.row_count + 2 if isinstance(part, Table) else 1 for part in parts)
 
 
@@ -80,16 +80,18 @@ def _peer(name: str, peer: Peer, picture: Picture) -> str:
         return f"no {name}"
     process = "" if peer.pid is None else f" process {peer.pid}"
     if peer.state == "silent":
-        return f"{name}{process} DOES NOT ANSWER ({plain(peer.note)})"
+        return f"{name}{process} does not answer ({plain(peer.note)})"
     since = "" if peer.since_unix is None else f", {_age(picture, peer.since_unix)}"
     return f"{name}{process}{since}"
 
 
 def _who(picture: Picture) -> str:
     if not picture.ranks:
-        return "no training job" if not picture.is_running else "ranks: not known"
+        return "no training job is running" if not picture.is_running else "the ranks are not known"
     counts = Counter(rank.state for rank in picture.ranks)
-    counts["here"] += picture.ranks_total - counts.total()  # those that are worse were named first
+    counts["here"] += (
+        picture.ranks_total - counts.total()
+    )  # the picture names the ranks in a worse state first
     named = [
         f"{counts[state]} {state}" for state in ("here", "coming", "silent", "left", "lost") if counts[state]
     ]
@@ -114,12 +116,12 @@ def _loss(picture: Picture) -> Table:
         "STEPS",
         "TIME",
         "DOLLARS",
-        "GOES ON FROM",
+        "RESUMES FROM",
         right=("STEPS", "TIME", "DOLLARS"),
     )
     for what, lost in (
-        ("of the trainers", picture.loss_trainers),
-        ("of the stager's node, too", picture.loss_node),
+        ("of all trainers", picture.loss_trainers),
+        ("and of the stager's node", picture.loss_node),
     ):
         rows.add_row(what, _steps(lost), seconds(lost.seconds), _dollars(lost), _from(lost))
     return rows
@@ -145,7 +147,7 @@ def _from(lost: Lost) -> str:
 def _ring(picture: Picture, ascii_only: bool) -> list[RenderableType]:
     ring = picture.ring
     if ring is None:
-        return [Text("no ring on this machine", style="dim")]
+        return [Text("this machine has no ring of the run", style="dim")]
     full, filling = ring.chunks.get("full", 0), ring.chunks.get("filling", 0)
     used = bar((full + filling) / ring.ring_chunks, ascii_only)
     whole = size(ring.chunk_bytes * ring.ring_chunks)
@@ -165,7 +167,7 @@ def _flights(picture: Picture, ascii_only: bool, shown: int) -> list[RenderableT
         rows.add_row(str(flight.step), state, size(flight.ring_bytes), *_written(flight, ascii_only))
     found: list[RenderableType] = [Text(), rows]
     if len(picture.flights) > shown:
-        found.append(Text(f"and {len(picture.flights) - shown} older ones on their way"))
+        found.append(Text(f"and {len(picture.flights) - shown} older checkpoints in flight"))
     held = next((flight for flight in picture.flights if flight.held), None)
     if held is not None:
         found.append(Text(f"the store fails: {plain(held.held)}", style="yellow"))
@@ -183,8 +185,8 @@ def _written(flight: UnderWay, ascii_only: bool) -> tuple[str, str]:
 
 def _timings(picture: Picture, ascii_only: bool) -> list[RenderableType]:
     names = (
-        ("PGT-1, save to staged", picture.pgt1),
-        ("PGT-2, save to durable", picture.pgt2),
+        ("save to staged", picture.pgt1),
+        ("save to durable", picture.pgt2),
         ("stall of training", picture.stall),
     )
     known = [(name, timings) for name, timings in names if timings.seconds]
@@ -197,11 +199,9 @@ def _timings(picture: Picture, ascii_only: bool) -> list[RenderableType]:
     if picture.interval is not None:
         every = picture.interval
         found.append(
-            Text(
-                f"interval: every {every.steps} steps or {seconds(every.seconds)}, as the last two saves were"
-            )
+            Text(f"interval: every {every.steps} steps or {seconds(every.seconds)}, from the last two saves")
         )
-        if every.why:  # it begins with the steps, unless they are those of the line above
+        if every.why:  # the reason begins with the steps, which the line above has
             found.append(Text(f"  auto: {plain(every.why).removeprefix(f'every {every.steps} steps: ')}"))
     return found
 
@@ -239,7 +239,7 @@ def _ranks(picture: Picture, shown: int) -> list[RenderableType]:
     if more > 0:
         steps = {rank.step for rank in rest}
         at = f", at step {steps.pop()}" if len(steps) == 1 and None not in steps and len(rest) == more else ""
-        found.append(Text(f"and {more} more, none worse than these{at}"))
+        found.append(Text(f"and {more} more ranks, in no worse state{at}"))
     return found
 
 
@@ -263,7 +263,7 @@ def _declined(picture: Picture) -> list[RenderableType]:
     counted = ", ".join(f"{count} {plain(cause)}" for cause, count in causes)
     found: list[RenderableType] = [
         Text(),
-        Text(f"not taken: {sum(picture.not_taken.values())} steps ({counted})"),
+        Text(f"checkpoints not taken: {sum(picture.not_taken.values())} ({counted})"),
     ]
     if picture.declined:
         last = picture.declined[-1]
@@ -287,7 +287,7 @@ def _line(line: StatusLine, now_unix: float) -> str:
 
 
 def bar(fraction: float, ascii_only: bool = False, cells: int = _BAR_CELLS) -> str:
-    """`████░░░░`: full only at the end, empty only at the beginning."""
+    """A bar such as `████░░░░`, which is full only at 1 and empty only at 0."""
     done, left = ("#", ".") if ascii_only else ("█", "░")
     fraction = min(1.0, max(0.0, fraction))
     filled = math.floor(fraction * cells) if fraction > 0.5 else math.ceil(fraction * cells)
@@ -295,7 +295,7 @@ def bar(fraction: float, ascii_only: bool = False, cells: int = _BAR_CELLS) -> s
 
 
 def spark(values: Sequence[float], ascii_only: bool = False) -> str:
-    """One character for each value, from the least to the greatest; all in the middle when they are the same."""
+    """One character for each value, by its place between the smallest and the largest."""
     marks = _ASCII_SPARKS if ascii_only else _SPARKS
     if not values:
         return ""

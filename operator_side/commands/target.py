@@ -1,4 +1,4 @@
-"""`URL[@STEP]`: what the tools are pointed at."""
+"""The argument `URL[@STEP]` of the tools."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import ConfigError
 from holdfast.image.manifest import Manifest
 
-# Only this at the very end is a step: user names (`s3://me@host`) and directories may hold an @ of their own.
+# A step stands at the very end only: user names (`s3://me@host`) and directories may contain an @.
 _STEP = re.compile(r"(?P<url>.+)@(?P<step>\d{1,18}|latest)", re.DOTALL)
 
 
 class Target(NamedTuple):
-    """A run, and a step of it; None: the newest good one."""
+    """A run, and one of its steps; None: the step of the newest good checkpoint."""
 
     url: str
     step: int | None
 
     def catalog(self) -> Catalog:
-        """The run's catalog."""
         from holdfast.store import open_store  # brings boto3 or fsspec: not for --help
 
         return Catalog(open_store(self.url))
 
     def find(self) -> tuple[Catalog, Manifest]:
-        """The catalog and the manifest of the step. Raises `StoreMissing`, naming the steps that are near."""
+        """The catalog, and the manifest of the step. Raises `StoreMissing`, which names the nearest steps."""
         catalog = self.catalog()
         return catalog, catalog.get(self.step)
 
 
 def parse_target(text: str) -> Target:
-    """Split `URL@123` or `URL@latest`; all else is a URL without a step.
+    """Split `URL@123` or `URL@latest`; any other text is a URL without a step.
 
-    A run whose own name ends in `@` and digits is written with `@latest` after it.
+    A run whose own name ends in `@` and digits must be written with `@latest` after it.
     """
     match = _STEP.fullmatch(text)
     if match is None:
@@ -63,10 +62,12 @@ class _TargetType(_ParamType):
             return value
         target = parse_target(str(value))
         if not target.url.strip():
-            raise ConfigError("expected the URL of a run, such as s3://bucket/run or /mnt/run, got nothing")
+            raise ConfigError(
+                "expected the URL of a run, such as s3://bucket/run or /mnt/run, got an empty text"
+            )
         if not self._with_step and target.step is not None:
             raise ConfigError(
-                f"expected the URL of a run, got a step of it: {value}; leave @{target.step} out"
+                f"expected the URL of a run, got {value}, which is one step; leave @{target.step} out"
             )
         return target
 
@@ -76,7 +77,7 @@ class _TargetType(_ParamType):
         param: click.Parameter,  # noqa: ARG002
         incomplete: str,
     ) -> list[CompletionItem]:
-        """Directories: a run is mostly one, and asking a store would take its time."""
+        # Complete directories: most runs are one, and to list a remote store would take too long.
         return [CompletionItem(incomplete, type="dir")]
 
 

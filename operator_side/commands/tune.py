@@ -1,4 +1,4 @@
-"""`holdfast tune`: a `holdfast.toml` with its reasons, from what was measured and from how often machines go."""
+"""`holdfast tune`: a `holdfast.toml` with reasons, from measured figures and from how often machines are lost."""
 
 from __future__ import annotations
 
@@ -15,61 +15,84 @@ _GBPS_BYTES = 1e9 / 8
 
 
 @click.command(
-    short_help="Write a holdfast.toml with its reasons, from measured figures and a trace.",
+    short_help="Write a holdfast.toml from measured figures and a preemption trace.",
     epilog=examples(
-        "holdfast tune trace.csv --spot-price 12  # by a trace",
-        "holdfast tune --mtbf-hours 2 --profile mine.json  # by your own figures",
+        "holdfast tune trace.csv --spot-price 12  # from a trace",
+        "holdfast tune --mtbf-hours 2 --profile mine.json  # from your own figures",
         "holdfast tune trace.csv --ranks 64 --image-size 84GB --output holdfast.toml",
     ),
 )
 @click.argument("trace", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--profile", type=click.Path(path_type=Path), help="Measured figures, JSON. Default: this tree's."
+    "--profile",
+    type=click.Path(path_type=Path),
+    help="JSON file of measured costs of checkpoints. Default: the figures that holdfast's benchmarks measured.",
 )
 @click.option(
-    "--strategy", default="holdfast", show_default=True, help="Of the profile: names that begin so."
+    "--strategy",
+    default="holdfast",
+    show_default=True,
+    help="Use the strategies of the profile whose names begin with this text.",
 )
 @click.option(
-    "--mtbf-hours", type=click.FloatRange(0, 1e6, min_open=True), help="Between two losses, for a trace."
+    "--mtbf-hours",
+    type=click.FloatRange(0, 1e6, min_open=True),
+    help="Mean hours between losses, where there is no trace.",
 )
 @click.option(
-    "--nodes", type=click.IntRange(1, 1_000_000), help="Machines of the job. Default: the most in the trace."
+    "--nodes",
+    type=click.IntRange(1, 1_000_000),
+    help="Number of machines of the job. Default: the largest number in the trace.",
 )
 @click.option(
     "--overhead-max",
     type=click.FloatRange(0, min_open=True),
     default=0.03,
     show_default=True,
-    help="Bound; 0.03 is 3 %.",
+    help="Largest share of training time that checkpoints may cost; 0.03 means 3 %.",
 )
-@click.option("--spot-price", type=click.FloatRange(0), help="Of one machine, USD per hour.")
 @click.option(
-    "--stager-price", type=click.FloatRange(0), default=0.0, help="Of the stager's node, USD per hour."
+    "--spot-price", type=click.FloatRange(0), help="Price of one spot machine in US dollars per hour."
+)
+@click.option(
+    "--stager-price",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Price of the stager's machine in US dollars per hour.",
 )
 @click.option(
     "--lead-seconds",
     type=click.FloatRange(0, _SECONDS_MAX),
     default=0.0,
-    help="A notice so long before a loss.",
+    show_default=True,
+    help="Seconds between a preemption notice and the loss (0: no notice).",
 )
-@click.option("--ranks", type=click.IntRange(1, 1_000_000), help="Training ranks.")
-@click.option("--image-size", help='Of a whole checkpoint, such as "84GB"; `holdfast ls` shows it.')
-@click.option("--stager-type", help="The stager's machine, such as c7gn.4xlarge. Default: one is named.")
-@click.option("--stager-memory", help='Of a machine that is in no table, such as "64GiB".')
+@click.option("--ranks", type=click.IntRange(1, 1_000_000), help="Number of training ranks.")
+@click.option(
+    "--image-size", help='Size of a whole checkpoint, such as "84GB"; `holdfast ls` shows the size of each.'
+)
+@click.option(
+    "--stager-type",
+    help="Instance type of the stager's machine, such as c7gn.4xlarge. Default: the command chooses one.",
+)
+@click.option(
+    "--stager-memory", help='Memory of the stager\'s machine, such as "64GiB", if its type is not known.'
+)
 @click.option(
     "--store-gbps",
     type=click.FloatRange(0, 1e6, min_open=True),
-    help="Into the store, Gbit/s. Default: as measured.",
+    help="Write speed of the store in Gbit/s. Default: as measured.",
 )
-@click.option("--store", help="URL of the run, to be written into the file.")
+@click.option("--store", help="URL of the run, to write into the file.")
 @click.option("--output", type=click.Path(path_type=Path), help="File to write. Default: stdout.")
-@click.option("--force", is_flag=True, help="Overwrite it.")
+@click.option("--force", is_flag=True, help="Replace the file of --output if it exists.")
 def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -> None:
-    """Say how often to take checkpoints, how many at once, and how large the ring should be: as a holdfast.toml, with
-    the reasons as comments.
+    """Write a holdfast.toml that says how often to take checkpoints, how many may be in flight, and how large the ring
+    should be, with the reasons as comments.
 
-    A profile is what `holdfast simulate --json` puts out, or the "profile" in it (docs/simulate.md). Nothing is
-    tried out: measure again with what comes out.
+    The file for --profile is the output of `holdfast simulate --json`, or the "profile" in it (docs/simulate.md). The
+    settings are computed, not tried out: measure a run with them.
     """
     # numpy and the replay are brought in only here: not for --help.
     from operator_side.simulate.profiles import load_profile, measured_profile
@@ -80,10 +103,13 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
 
     if output is not None and output.exists() and not force:
         raise ConfigError(
-            f"--output {output}: is there already; name another file, or overwrite it with --force"
+            f"--output {output}: this file exists already; name another file, or replace it with --force"
         )
     if (trace is None) == (options["mtbf_hours"] is None):
-        raise ConfigError("how often machines go: expected a TRACE or --mtbf-hours, and one of the two")
+        raise ConfigError(
+            "expected either a TRACE or --mtbf-hours, to know how often machines are lost; got "
+            + ("neither" if trace is None else "both")
+        )
     path = options["profile"]
     gbps = options["store_gbps"]
     question = Question(
@@ -110,7 +136,7 @@ def tune(trace: Path | None, output: Path | None, force: bool, **options: Any) -
             file.write(text)
     except OSError as error:
         raise ConfigError(
-            f"--output {output}: cannot be written: {error.strerror}; name another file"
+            f"--output {output}: this file cannot be written: {error.strerror}; name another file"
         ) from error
 
 
@@ -124,7 +150,7 @@ def _size(option: str, text: str | None) -> int | None:
     except ValueError as error:
         raise ConfigError(f"{option} {text}: expected {error}") from None
     if not 0 < found < 1 << 60:
-        raise ConfigError(f"{option} {text}: expected more than no bytes, and less than an exabyte")
+        raise ConfigError(f"{option} {text}: expected more than 0 bytes and less than an exabyte")
     return found
 
 
@@ -136,5 +162,7 @@ def _store(url: str | None) -> str | None:
     try:
         url.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"--store {url!a}: a holdfast.toml cannot name it; expected UTF-8") from None
+        raise ConfigError(
+            f"--store {url!a}: expected a URL in UTF-8, since holdfast.toml holds nothing else"
+        ) from None
     return normalise_url(url)

@@ -1,4 +1,4 @@
-"""`holdfast verify URL[@STEP]`: read a checkpoint back and check every byte of it."""
+"""`holdfast verify URL[@STEP]`: read a checkpoint and check every byte of it."""
 
 from __future__ import annotations
 
@@ -18,30 +18,36 @@ _FAULTS_SHOWN = 20
 
 
 @click.command(
-    short_help="Read a checkpoint back and check every byte of it.",
+    short_help="Read a checkpoint and check every byte of it.",
     epilog=examples(
         "holdfast verify s3://bucket/run@1000",
         "holdfast verify /mnt/run --all --threads 8",
     ),
 )
 @click.argument("target", metavar="URL[@STEP]", type=TARGET)
-@click.option("--all", "check_all", is_flag=True, help="Check all checkpoints of the run.")
-@click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Readers at once.")
+@click.option("--all", "check_all", is_flag=True, help="Check every checkpoint of the run.")
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 64),
+    default=2,
+    show_default=True,
+    help="Number of threads that read at the same time.",
+)
 @json_option
 def verify(as_json: bool, target: Target, check_all: bool, threads: int) -> None:
-    """Read a checkpoint of the run at URL, and check each chunk, each entry, the whole, and the zip's own
-    CRCs.
+    """Read a checkpoint of the run at URL, and check the CRC of each chunk, of each entry of the file and of the whole
+    file.
 
-    Without @STEP: the newest checkpoint, whatever its state. Exits with 6 when something is damaged, naming the
-    tensors and where in the file. Nothing is changed, also not the state in the manifest.
+    Without @STEP the command checks the newest checkpoint, whatever its state. It changes nothing, not even the state
+    in the manifest.
+
+    Exit code 6: the checkpoint is damaged; the message names the tensors and the place in the file.
 
     JSON: {"url", "ok", "checkpoints": [{"step", "file", "ok", "checked_bytes", "fault", "damage": [{"what",
-    "offset", "nbytes", "expected", "got", "tensors": [path]}]}]}; fault says why nothing could be read.
+    "offset", "nbytes", "expected", "got", "tensors": [path]}]}]}; fault says why a checkpoint could not be read.
     """
     if check_all and target.step is not None:
-        raise ConfigError(
-            f"--all checks every step, but step {target.step} was asked for; leave one of them out"
-        )
+        raise ConfigError(f"--all checks every step, and @{target.step} names one; leave one of the two out")
     catalog = target.catalog()
     documents, faults = [], []
     for manifest, name, fault in _chosen(catalog, target, check_all=check_all):
@@ -55,21 +61,21 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int) -> None
             _print(name, report)
     if as_json:
         print_json({"url": catalog.store.url, "ok": not faults, "checkpoints": documents})
-        if faults:  # the document says it all; an error would put out a second one
+        if faults:  # an error would print a second document
             click.get_current_context().exit(DamageError.exit_code)
     elif faults:
         raise DamageError("\n".join(faults))
 
 
 def _chosen(catalog: Catalog, target: Target, *, check_all: bool) -> list[tuple[Manifest | None, str, str]]:
-    """The checkpoints to check: manifest (None if unreadable), name, and why it cannot be read."""
+    """The checkpoints to check: manifest (None if unreadable), name, and why it is unreadable."""
     if target.step is not None:
         manifest = catalog.get(target.step)
         return [(manifest, manifest.file, "")]
     items = catalog.list()
     if not items:
-        catalog.get()  # says whether it is the run or the checkpoints that are missing
-    # The newest one, good or not: passing over it to an older good one would answer a question that nobody asked.
+        catalog.get()  # its error says whether the run is missing, or has no checkpoint
+    # The newest one, good or not: the user asked about it, not about an older good one.
     return [
         (i.manifest, i.manifest.file if i.manifest else i.name, i.fault)
         for i in (items if check_all else items[:1])
@@ -93,7 +99,7 @@ def _print(name: str, report: VerifyReport | None) -> None:
     for damage in report.damage[:_FAULTS_SHOWN]:
         out.print(f"  {plain(str(damage))}", markup=False, soft_wrap=True)
     if len(report.damage) > _FAULTS_SHOWN:
-        out.print(f"  and {len(report.damage) - _FAULTS_SHOWN} more (--json has them all)")
+        out.print(f"  and {len(report.damage) - _FAULTS_SHOWN} more faults (--json shows all of them)")
 
 
 def _document(
