@@ -78,7 +78,7 @@ def test_ls(run_dir: Path, bare: dict[str, str]) -> None:
     result = holdfast("ls", run_dir, env=bare)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0].split() == ["STEP", "SIZE", "STATE", "AGE", "RANKS", "PGT-2", "FILE"]
+    assert lines[0].split() == ["STEP", "SIZE", "STATE", "AGE", "RANKS", "DURABLE", "IN", "FILE"]
     assert [line.split()[0] for line in lines[2:]] == ["20", "10"]
     assert lines[2].endswith("step-000000020.pt")
     assert "\x1b" not in result.stdout
@@ -177,7 +177,7 @@ def test_pull_shows_on_a_terminal_how_far_it_is(run_dir: Path, bare: dict[str, s
             while piece := terminal.read(4096):
                 said += piece
         assert process.stdout is not None
-        assert b"all good" in process.stdout.read()
+        assert b"all checked" in process.stdout.read()
     assert b"step-000000020.pt" in said
     assert b"kB" in said or b"KiB" in said
 

@@ -280,7 +280,7 @@ def test_ls_fits_80_columns_at_its_widest(store: MemoryStore, run: Any) -> None:
 def test_ls_of_a_run_without_checkpoints(store: MemoryStore, run: Any) -> None:
     assert run("ls", "memory://run")[0] == 5
     store.objects[".holdfast/writer-000001.json"] = b"x"
-    assert run("ls", "memory://run") == (0, f"{store.url}: no checkpoint yet\n", "")
+    assert run("ls", "memory://run") == (0, f"{store.url}: the run has no checkpoint yet\n", "")
     assert json.loads(run("ls", "memory://run", "--json")[1])["checkpoints"] == []
 
 
@@ -378,7 +378,7 @@ def _cut(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Breaking:
     add_small(store, 1)
     code, _, err = run("pull", "memory://run", tmp_path / "x.pt")
     assert code == StoreError.exit_code
-    assert "the same command again fetches the rest" in err
+    assert "run the same command again to fetch the rest" in err
     store.offsets.clear()
     store.reads = -1
     return store
@@ -389,7 +389,7 @@ def test_pull_goes_on_behind_what_has_come(cut: Breaking, run: Any, tmp_path: Pa
     assert part.read_bytes() == small_image()[: 2 * CHUNK_BYTES]
     code, out, _ = run("pull", "memory://run", tmp_path / "x.pt")
     assert (code, cut.offsets[0]) == (0, 2 * CHUNK_BYTES)
-    assert f"of which {2 * CHUNK_BYTES} were here already" in out
+    assert f"of which {2 * CHUNK_BYTES} had been fetched before" in out
     assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
     assert (tmp_path / "x.pt").read_bytes() == small_image()
 

@@ -68,7 +68,7 @@ def test_json_is_one_document(run: Any, tmp_path: Path) -> None:
     assert document["interruptions"] == 3
     assert 0 < document["goodput"] < 1
     assert document["happened"][0].startswith("The run went from")
-    assert any("The store told nothing" in text for text in document["unknown"])
+    assert any("The store could not be read" in text for text in document["unknown"])
 
 
 def test_nothing_at_all_is_not_found(run: Any, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_the_tables_have_every_strategy_interval_and_trace(run: Any, traces: tup
     assert "python -m benchmarks table" in out, "where the figures come from"
     assert "holdfast: every " in out
     assert "per preemption" in out
-    assert "on demand, without a loss or a checkpoint: $" in out
+    assert "on demand, without losses and checkpoints: $" in out
 
 
 def test_json_is_one_document_that_can_be_given_back(
@@ -87,7 +87,7 @@ def test_pictures_are_drawn_and_the_same_each_time(
         asked = ("--mtbf-hours", "0.5,8", "--nodes", "4", "--iterations", "500", "--figures", folder)
         code, out, _ = run(traces[0], *_FEW, *asked)
         assert code == 0
-        assert "drawn: " in out
+        assert "picture: " in out
         drawn.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert set(drawn[0]) == {"goodput-counts.csv.svg", "total-time.svg"}
     assert drawn[0] == drawn[1]

@@ -120,7 +120,7 @@ def test_a_file_that_is_there_is_overwritten_only_when_told_to(run: Any, trace: 
     file.write_text("mine")
     code, out, err = run(trace, "--output", file)
     assert (code, out, file.read_text()) == (2, "", "mine")
-    assert "is there already" in err
+    assert "exists already" in err
     assert "--force" in err
     assert run(trace, "--output", file, "--force")[0] == 0
     assert "in_flight_max" in file.read_text()
@@ -147,7 +147,7 @@ def test_any_store_comes_back_as_it_went_in(run: Any, tmp_path: Path, store: str
 def test_a_store_that_no_toml_can_name_is_refused(run: Any) -> None:
     code, out, err = run("--mtbf-hours", "2", "--store", "/mnt/\udcff")
     assert (code, out) == (2, "")
-    assert "cannot name it" in err
+    assert "expected a URL in UTF-8" in err
 
 
 def test_a_checkpoint_that_outlasts_its_interval_is_waited_for(run: Any, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_bound_that_cannot_be_kept_says_what_can(run: Any, tmp_path: Path) -> 
 def test_one_of_trace_and_mtbf(run: Any, asked: tuple[str, ...]) -> None:
     code, _, err = run(*asked)
     assert code == 2
-    assert "expected a TRACE or --mtbf-hours, and one of the two" in err
+    assert "expected either a TRACE or --mtbf-hours" in err
 
 
 @pytest.mark.parametrize("size", ["many", "0", "-1GB", "0.3B", "99999999999TB"])

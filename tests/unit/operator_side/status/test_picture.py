@@ -168,7 +168,7 @@ def test_the_interval_has_the_stagers_reason_and_none_from_one_that_says_none() 
     found = picture(flusher_said=flusher, stager_said=said("stager", interval_why=why))
     assert found.interval == Interval(15, 15.0, why)
     assert found.document()["interval"]["why"] == why
-    assert f"{line}, as the last two saves were\n  auto: 0.9 % stall, expected loss 38 s" in shown(found)
+    assert f"{line}, from the last two saves\n  auto: 0.9 % stall, expected loss 38 s" in shown(found)
     another = said("stager", interval_why="every 41 steps: 0.1 % stall")
     assert "auto: every 41 steps: 0.1 % stall" in shown(picture(flusher_said=flusher, stager_said=another))
     for older in (said("stager"), None):
@@ -245,8 +245,8 @@ def test_it_fits_the_screen_if_it_can() -> None:
 
 def test_of_many_the_worst_and_the_newest_are_shown() -> None:
     text = shown(many(5000), width=400)
-    assert "and 4992 more, none worse than these" in text
-    assert "and 94 older ones on their way" in text
+    assert "and 4992 more ranks, in no worse state" in text
+    assert "and 94 older checkpoints in flight" in text
     assert "13 earlier ones not shown" in text
     assert "held" in text
     assert "not taken: 4 steps (3 busy, 1 no room at the stager)" in text
