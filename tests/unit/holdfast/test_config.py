@@ -209,7 +209,8 @@ def test_the_ring_holds_at_least_eight_chunks() -> None:
     least = RING_CHUNKS_MIN * 16 * MIB
     assert StagerConfig.from_sources(store="s", ring_bytes=least).ring_chunks == RING_CHUNKS_MIN
     with pytest.raises(
-        ConfigError, match=f"ring_bytes: expected at least {least} bytes, which is 8 chunks of {16 * MIB} bytes"
+        ConfigError,
+        match=f"ring_bytes: expected at least {least} bytes, which is 8 chunks of {16 * MIB} bytes",
     ):
         StagerConfig.from_sources(store="s", ring_bytes=least - 1)
 

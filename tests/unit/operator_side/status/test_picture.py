@@ -249,7 +249,7 @@ def test_of_many_the_worst_and_the_newest_are_shown() -> None:
     assert "and 94 older checkpoints in flight" in text
     assert "13 earlier ones not shown" in text
     assert "held" in text
-    assert "not taken: 4 steps (3 busy, 1 no room at the stager)" in text
+    assert "checkpoints not taken: 4 (3 busy, 1 no room at the stager)" in text
 
 
 def test_without_colour_and_without_unicode_nothing_is_lost() -> None:
