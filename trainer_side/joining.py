@@ -36,7 +36,9 @@ from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.tiers.keeper import Keeper, open_tiers
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
+from trainer_side.tiers.step_slots import TierJob
 from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier_report import TierReport
 from trainer_side.tiers.tier_set import NoTiers, TierSet
 
 if TYPE_CHECKING:
@@ -155,13 +157,9 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
         tiers,
         World.join(config.start_seconds_max).council(),
         config,
-        rank=link.rank,
-        ranks=link.ranks,
-        attempt=attempt,
-        job=job,
+        job=TierJob(attempt, job),
         inventory=inventory,
-        ledger=ledger,
-        events=events,
+        report=TierReport(link.rank, ledger, events),
         appointments=None if link.attempt else link.appointments,
     )
     link.beside(keeper)

@@ -49,7 +49,7 @@ class TierPart:
 
 @dataclass(eq=False)
 class Keeping:
-    """One step. Made by `Keeper.begin`.
+    """One step. Made by `StepSlots.begin`.
 
     Attributes:
         order: (attempt, step).
@@ -57,6 +57,7 @@ class Keeping:
         area: Where they lie.
         record: Times and bytes, as the transfer's.
         writers: Tier → slot.
+        layout_digest: Of the layout that the frames are of.
         job: Name of the job, for the seal.
         source_is_slot: The tier whose slot the area itself is; -1: none.
         link_released: The link reads nothing of the area any more; set too where there is no link.
@@ -68,6 +69,7 @@ class Keeping:
     frames: tuple[SliceFrame, ...]
     record: Mapping[str, Any]
     writers: dict[int, SliceWriter]
+    layout_digest: str = ""
     job: str = ""
     source_is_slot: int = -1
     area: SliceSource | None = None

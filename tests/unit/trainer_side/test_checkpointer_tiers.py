@@ -18,6 +18,8 @@ from trainer_side.checkpointer import Checkpointer
 from trainer_side.ledger import Ledger
 from trainer_side.tiers.keeper import Keeper, open_tiers
 from trainer_side.tiers.kept_slices import Inventory
+from trainer_side.tiers.step_slots import TierJob
+from trainer_side.tiers.tier_report import TierReport
 from trainer_side.transfer import Transfer
 
 
@@ -44,13 +46,9 @@ class Rank:
                 tiers,
                 Net(1).port(0),
                 self.config,
-                rank=0,
-                ranks=1,
-                attempt=1,
-                job="job",
+                job=TierJob(1, "job"),
                 inventory=Inventory(0, nothing, nothing),
-                ledger=ledger,
-                events=events,
+                report=TierReport(0, ledger, events),
             )
             return self.keeper
 

@@ -22,13 +22,17 @@ from tests.support.events import read_events
 from tests.unit.trainer_side.tiers.ranks import Area, Net, laid_out, until
 from trainer_side.ledger import Ledger
 from trainer_side.notice.appointments import Appointments
+from trainer_side.tiers.found_steps import FoundSteps
 from trainer_side.tiers.keeper import Keeper, open_tiers
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.kept_slices import Inventory
 from trainer_side.tiers.media import CachedFile
 from trainer_side.tiers.pm import PmFile
 from trainer_side.tiers.slot_files import SlotFiles
+from trainer_side.tiers.step_slots import TierJob
 from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier_report import TierReport
+from trainer_side.tiers.tier_room import TierRoom
 
 RUN = "/run"
 NOTHING = ((), ())
@@ -58,17 +62,14 @@ class Rank:
         self.ledger, self.layout, self.rank = Ledger(), laid_out(ranks), rank
         self.keeper = Keeper(
             self.tiers,
-            (net or Net(1)).port(rank),
+            (net or Net(ranks)).port(rank),
             config,
-            rank=rank,
-            ranks=ranks,
-            attempt=attempt,
-            job="job",
+            job=TierJob(attempt, "job"),
             inventory=inventory or Inventory(0, NOTHING, NOTHING),
-            ledger=self.ledger,
-            events=EventLog(events, role="trainer", rank=rank),
+            report=TierReport(rank, self.ledger, EventLog(events, role="trainer", rank=rank)),
             appointments=appointments,
         )
+        self.lanes = self.keeper._outcomes.lanes
         if prepared:
             self.keeper.prepare(self.layout)
 
@@ -204,7 +205,7 @@ def test_a_slot_that_the_link_still_reads_is_not_used_again(rank: Rank) -> None:
     keeping, area = rank.save(3, link=sending)
     assert keeping.released.wait(60)
     assert rank.save(5)[0].released.wait(60)
-    until(lambda: rank.keeper.complete_step == 5 and rank.keeper._is_idle_in(1))
+    until(lambda: rank.keeper.complete_step == 5 and rank.keeper._outcomes.is_idle_in(1))
     time.sleep(0.05)
     third = rank.begin(7)
     assert third is not None
@@ -254,7 +255,7 @@ def test_a_void_step_that_the_link_still_reads_keeps_its_slot(specs: list[str]) 
     sending = threading.Event()
     _, area = ranks[0].save(3, link=sending)
     ranks[1].keeper.skip(3, DeclineCause.BUSY.because("of the test"))
-    until(lambda: ranks[0].keeper._lanes[0]._verdicts)
+    until(lambda: ranks[0].lanes[0]._verdicts)
     ranks[0].save(5, link=sending)
     third = ranks[0].begin(7)
     assert third is None or 0 not in third.writers, "its only free slot is the one that is being sent"
@@ -349,18 +350,16 @@ def test_a_tier_that_is_too_small_is_refused_at_first_and_left_out_later(
     monkeypatch.setattr(rank.tiers[1], "prepare", refuse)
     rank.layout = laid_out(1, chunks=9)
     rank.keeper.prepare(rank.layout)
-    assert "TAKES NOTHING MORE: too small" in caplog.text
+    assert "takes nothing more: too small" in caplog.text
     keeping, _ = rank.save(3)
     assert keeping.released.wait(60)
     assert keeping.kept_in == {0}
     rank.keeper.close(60)
-    fresh = Keeper.prepare
-    other = object.__new__(Keeper)
-    other.tiers, other._layout, other._out = (rank.tiers[1],), None, {}
-    other._rank = 0
-    other._lanes, other._prepare_seconds_max = rank.keeper._lanes[1:], 20.0
+    fresh = TierRoom(
+        0, rank.lanes[1:], FoundSteps(Inventory(0, NOTHING, NOTHING)), writers=1, seconds_max=20.0
+    )
     with pytest.raises(ConfigError, match="too small"):
-        fresh(other, rank.layout)
+        fresh.prepare(rank.layout)
 
 
 def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
@@ -389,7 +388,7 @@ def test_a_device_that_hangs_is_given_up_and_used_again_when_it_answers(
     assert keeping.released.wait(20)
     assert rank.ledger.stats.skipped[f"{specs[1]}: hangs"] == 2
     going.set()
-    until(lambda: not rank.keeper._lanes[1].hangs)
+    until(lambda: not rank.lanes[1].hangs)
     assert "answers again" in caplog.text
     keeping, _ = rank.save(9)
     assert keeping.released.wait(20)
@@ -489,14 +488,14 @@ def test_persistent_memory_that_hangs_gives_no_slot_and_holds_up_no_step(
     hangs = f"tier {pm} gives no slot for step 7: tier {pm} hangs: a slot for step 7 has not returned for 2 s"
     assert hangs in caplog.text
     rank.keeper.drop(keeping, DeclineCause.BUSY.because("of the test"))
-    until(lambda: rank.keeper._lanes[0].hangs)
-    until(lambda: rank.keeper._lanes[1].idle)  # and the other tier has its slot of step 7 back
+    until(lambda: rank.lanes[0].hangs)
+    until(lambda: rank.lanes[1].idle)  # and the other tier has its slot of step 7 back
     keeping = rank.begin(9)
     assert keeping is not None
     assert keeping.writers.keys() == {1}, "it is not even asked"
     rank.keeper.drop(keeping, DeclineCause.BUSY.because("of the test"))
     going.set()
-    until(lambda: not rank.keeper._lanes[0].hangs)
+    until(lambda: not rank.lanes[0].hangs)
     keeping, _ = rank.save(11)  # in the slot that came too late for step 7, and was given back
     assert keeping.released.wait(20)
     assert keeping.kept_in == {0, 1}

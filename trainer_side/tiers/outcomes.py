@@ -1,0 +1,146 @@
+"""Between the lanes of this rank and the council: how each step ended here, and what all ranks make of it.
+
+lane: sealed, or given up ─► report, council.sealed, council.skipped
+council: COMPLETE, VOID   ─► report, lane.judge
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from holdfast.telemetry.causes import DeclineCause, Reason
+from trainer_side.notice.appointments import Appointments
+from trainer_side.tiers.chair import Chair, farthest
+from trainer_side.tiers.coordinator import ROOT, CouncilLimits
+from trainer_side.tiers.council import Council
+from trainer_side.tiers.council_thread import CouncilPort
+from trainer_side.tiers.lane import Lane, PartOutcome
+from trainer_side.tiers.tally import Order, StepVerdict
+from trainer_side.tiers.tier import Nearness, Tier
+from trainer_side.tiers.tier_report import TierReport
+
+_log = logging.getLogger("holdfast.trainer.tiers")
+
+_LOOK_SECONDS = 2e-3
+
+
+class Outcomes:
+    """See the module. Any thread.
+
+    Args:
+        tiers: The tiers of this rank, nearest first.
+        port: To the other ranks.
+        limits: How long the slowest rank is waited for; one call of a tier may take as long as a slice of that rank.
+        report: Told what becomes of each step.
+        attempt: Of this job.
+        appointments: At which step this rank acts on a notice; only in a job without a stager.
+
+    Attributes:
+        lanes: One for each tier.
+        council: Agrees with the other ranks.
+        complete_step: Newest step of this job that every rank has sealed in some tier; -1 before the first.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        port: CouncilPort,
+        limits: CouncilLimits,
+        report: TierReport,
+        *,
+        attempt: int,
+        appointments: Appointments | None = None,
+    ) -> None:
+        self._rank, self._report = port.rank, report
+        self.complete_step = -1
+        self.lanes = tuple(
+            Lane(number, tier, port.rank, self._over, call_seconds_max=limits.seal_seconds_max)
+            for number, tier in enumerate(tiers)
+        )
+        leads = appointments is not None and port.rank == ROOT
+        self._chair = self._take_chair(port.ranks, attempt) if leads else None
+        self.council = Council(
+            port,
+            limits,
+            on_verdict=self._judge,
+            on_turn=self._look,
+            appointments=appointments,
+            chair=self._chair,
+        )
+
+    def _take_chair(self, ranks: int, attempt: int) -> Chair:
+        lane = self.lanes[farthest([lane.tier for lane in self.lanes])]
+        is_store = lane.tier.nearness is Nearness.STORE
+        return Chair(
+            ranks,
+            lane.number,
+            "kept in the store" if is_store else f"kept in {lane.tier.name} of every rank's machine",
+            attempt=attempt,
+            fraction=lane.fraction,
+            events=self._report.events,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is on its way into a tier, and every sealed slice has its verdict."""
+        return all(self.is_idle_in(number) for number in range(len(self.lanes)))
+
+    def is_idle_in(self, number: int) -> bool:
+        """No slot of this tier will become free by itself.
+
+        The lane is asked twice: a step may pass from lane to council, and back, while the other one is asked.
+        """
+        lane = self.lanes[number]
+        return lane.idle and not self.council.undecided and lane.idle
+
+    def began(self, number: int, order: Order, image_bytes: int) -> None:
+        """This rank has taken a slot for a step."""
+        if self._chair is not None:
+            self._chair.began(number, order, image_bytes)
+
+    def skipped(self, number: int, order: Order, reason: Reason, *, counted: bool = True) -> None:
+        """A tier will not keep a step. `counted`: False where this rank did not save the step at all."""
+        self._report.skipped(self.lanes[number].tier, order, reason, counted=counted)
+        if reason.cause != DeclineCause.VOID:  # that verdict came from the council
+            self.council.skipped(number, order, reason.text)
+
+    def close(self, seconds_max: float) -> None:
+        """Wait until every step that is on its way is sealed and judged, then let go of the tiers."""
+        deadline = time.monotonic() + seconds_max
+        while not all(lane.idle for lane in self.lanes) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        self.council.close(max(0.0, deadline - time.monotonic()))
+        for lane in self.lanes:
+            if lane.close(max(0.1, deadline - time.monotonic())):
+                lane.tier.close()
+            else:
+                _log.error(
+                    "rank %d: tier %s %s at close; every slice that is sealed in it stays",
+                    self._rank,
+                    lane.tier.name,
+                    lane.hangs or f"was not done after waiting {seconds_max:g} s",
+                )
+
+    def _over(self, outcome: PartOutcome) -> None:
+        """A lane is done with a step."""
+        keeping = outcome.keeping
+        if outcome.reason is not None:
+            self.skipped(outcome.tier, keeping.order, outcome.reason)
+            return
+        self._report.kept(self.lanes[outcome.tier].tier, outcome)
+        self.council.sealed(outcome.tier, keeping.order, keeping.layout_digest)
+
+    def _judge(self, verdict: StepVerdict) -> None:
+        if verdict.tier >= len(self.lanes):
+            return
+        if verdict.complete:
+            self.complete_step = max(self.complete_step, verdict.order[1])
+        lane = self.lanes[verdict.tier]
+        self._report.judged(lane.tier, verdict)
+        lane.judge(verdict)
+
+    def _look(self) -> None:
+        for lane in self.lanes:
+            lane.look()
