@@ -3,45 +3,36 @@
     parts     step 7: ███████░░   step 9: ██░░░░░░░        `tier.writers` threads, over all steps in flight
     verdicts  complete(7) ─► the tier; held back while somebody still reads a slot of step 7 or older
 
-A tier that refuses a write loses that step, not the training: it is said once for each reason, counted, and told to the
-council. With a slot that is the staging area itself (strategy D) nothing may give the slot back to the tier before the
-link and the other lanes have let go of it: the next step would be copied over bytes that are being read.
+A tier that refuses a write loses that step, not the training: the lane logs each reason once, and the step is counted
+and told to the council. Where a slot is the staging area itself (strategy D), nothing may give the slot back to the tier
+before the link and the other lanes have let go of it: the next step would be copied over bytes that are being read.
 
-A call of the tier that does not return in time is a device that hangs: what is on its way there is given up, its area
-released, and the tier takes nothing until that call has returned. What the call still writes goes into a slot that is
-nobody's: it is given back when the call returns.
+A call of the tier that does not return in time means that its device hangs: the lane gives up every step on its way
+there, releases their areas, and the tier takes nothing until that call has returned. The bytes that the call still
+writes go into a slot that belongs to no step; that slot is given back when the call returns.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
 
-from holdfast.errors import HoldfastError, StoreError
+from holdfast.errors import HoldfastError
 from holdfast.telemetry.causes import DeclineCause, Reason
-from trainer_side.ranks.deadlines import within
 from trainer_side.tiers.keeping import Keeping, TierPart
 from trainer_side.tiers.tally import Order, StepVerdict
 from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier_calls import TierCalls
+from trainer_side.tiers.verdict_queue import VerdictQueue
 
 _log = logging.getLogger("holdfast.trainer.tiers")
 
 _LOOK_SECONDS = 2e-3  # while bytes are being copied, or the link reads a slot
-_FRAMES_LOOKED_AT_MAX = 16  # for one that is ready; they get ready in about this order
+_FRAMES_LOOKED_AT_MAX = 16  # to find one that is ready: frames get ready in about this order
 _SEAL = -1
-_T = TypeVar("_T")
-
-
-class _Call(NamedTuple):
-    """A call of the tier that has not returned. `limit`: by when it should have."""
-
-    what: str
-    begun: float
-    limit: float
 
 
 class PartOutcome(NamedTuple):
@@ -55,14 +46,20 @@ class PartOutcome(NamedTuple):
 
 
 class Lane:
-    """The threads of one tier, and its slices on their way. Any thread.
+    """The threads of one tier, and the slices on their way into it. Any thread.
 
     Args:
-        number: Of the tier.
+        number: The number of the tier.
         tier: The tier.
         rank: This rank, for messages.
-        on_over: Told how each part ended, in a thread of the lane or that of `look`, before the area is released.
+        on_over: Called with the end of each part, in a thread of the lane or in that of `look`, before the area is
+            released.
         call_seconds_max: How long one call of the tier may take.
+
+    Attributes:
+        number: As given.
+        tier: As given.
+        calls: Every call of the tier goes through this.
     """
 
     def __init__(
@@ -75,21 +72,17 @@ class Lane:
         call_seconds_max: float,
     ) -> None:
         self.number, self.tier, self._rank, self._on_over = number, tier, rank, on_over
-        self._call_seconds_max = call_seconds_max
-        self._calls: dict[int, _Call] = {}  # by thread
-        self._hangs: Reason | None = None
+        self.calls = TierCalls(tier.name, rank, seconds_max=call_seconds_max)
         self._changed = threading.Condition()
         self._parts: list[TierPart] = []
-        self._slots_read: list[Keeping] = []  # whose slots here others may still read
-        self._verdicts: list[StepVerdict] = []  # held back for them
-        self._delivering = 0
-        self._said = ""
-        self._orphans: list[TierPart] = []  # given up while the tier hung; their slots are to be given back
+        self._verdicts = VerdictQueue(number)
+        self._logged = ""  # the last failure
+        self._orphans: list[TierPart] = []  # given up while the tier hung; their slots go back
         self._closing = False
         self._threads: list[threading.Thread] = []
 
     def staff(self, writers: int) -> None:
-        """See that there are so many threads. Training thread."""
+        """See that the tier has this many threads. Training thread."""
         while len(self._threads) < writers:
             name = f"holdfast-tier-{self.number}-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
@@ -97,17 +90,12 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        """No slice is on its way, and no verdict to the tier; or the tier hangs, and nothing is waited for."""
+        """No slice and no verdict is on its way to the tier; or the tier hangs, and nobody waits for it."""
         with self._changed:
-            return bool(self._hangs) or not (self._parts or self._verdicts or self._delivering)
-
-    @property
-    def hangs(self) -> Reason | None:
-        """Why the tier takes nothing now: which call has not returned. None while it answers."""
-        return self._hangs
+            return self.calls.hangs is not None or not (self._parts or self._verdicts.is_pending)
 
     def fraction(self, order: Order) -> float:
-        """How much of this step has been written here, 0 to 1; 1 where nothing of it is on its way. Any thread."""
+        """How much of this step has been written here, 0 to 1; 1 where nothing of it is on its way."""
         with self._changed:
             part = next((part for part in self._parts if part.keeping.order == order), None)
             if part is None:
@@ -115,37 +103,17 @@ class Lane:
             return part.written_bytes / max(1, sum(frame.padded_bytes for frame in part.keeping.frames))
 
     def look(self) -> None:
-        """See whether a call of the tier has been away for too long. Any thread, now and then."""
-        now = time.monotonic()
-        with self._changed:
-            late = next((call for call in self._calls.values() if now > call.limit), None)
-            if late is None:
-                back, self._hangs = self._hangs, None
-            elif self._hangs:
-                return
-            else:
-                back = None
-                self._hangs = DeclineCause.HANGS.because(
-                    f"{late.what} has not returned for {now - late.begun:.3g} s, at most "
-                    f"{late.limit - late.begun:g} s are waited"
-                )
-        if late is not None:
-            _log.error(
-                "rank %d: tier %s HANGS AND TAKES NOTHING until it answers: %s",
-                self._rank,
-                self.tier.name,
-                self._hangs,
-            )
-            self._give_up(None, self._hangs)
-        elif back:
-            _log.warning("rank %d: tier %s answers again, and is used again", self._rank, self.tier.name)
+        """See whether a call of the tier has been away for too long; to be called again and again."""
+        hangs = self.calls.look()
+        if hangs is not None:
+            self._give_up(None, hangs)
 
     def let_go(self, keeping: Keeping, reason: Reason) -> None:
-        """Release the area of this step, though a call of the tier may still read it. Any thread."""
+        """Release the area of this step, though a call of the tier may still read it."""
         self._give_up(keeping, reason)
 
     def _give_up(self, keeping: Keeping | None, reason: Reason | None) -> None:
-        """Whoever has a part in hand gives back its slot when the tier lets go of it; nothing else waits for that."""
+        """Give up one step, or all. A thread that has a part in hand gives back its slot when its call returns."""
         with self._changed:
             parts = [part for part in self._parts if keeping is None or part.keeping is keeping]
             self._parts = [part for part in self._parts if part not in parts]
@@ -158,57 +126,30 @@ class Lane:
         for part in parts:
             self._say_over(part, part.given_up)
 
-    def ask(
-        self, what: str, call: Callable[[], _T], *, seconds_max: float, late: Callable[[_T], object]
-    ) -> _T:
-        """Make a call of the tier whose device may hang, without waiting for it any longer than that.
-
-        Args:
-            what: Of what, for messages.
-            call: The call.
-            seconds_max: How long it may take.
-            late: Gets what it returns after all.
-
-        Raises:
-            StoreError: It has not returned in time.
-            HoldfastError: What the call raised.
-        """
-
-        def make() -> _T:
-            with self._calling(what, seconds_max):
-                return call()
-
-        try:
-            return within(make, seconds_max, name=f"holdfast-tier-{self.number}-ask", late=late)
-        except TimeoutError:
-            raise StoreError(
-                f"tier {self.tier.name} hangs: {what} has not returned for {seconds_max:g} s"
-            ) from None
-
     def keep(self, keeping: Keeping) -> None:
-        """Begin to write; its area is being filled."""
+        """Begin to write a step, whose area is being filled."""
         with self._changed:
             self._parts.append(TierPart(keeping, keeping.writers[self.number]))
             if keeping.source_is_slot == self.number:
-                self._slots_read.append(keeping)
+                self._verdicts.reads(keeping)
             self._changed.notify_all()
 
     def judge(self, verdict: StepVerdict) -> None:
-        """Take the council's verdict to the tier, now or as soon as others let go of the slots it is about."""
+        """Take a verdict to the tier, now or as soon as others let go of the slots that it is about."""
         with self._changed:
             if not verdict.complete:
                 for part in self._parts:
                     if part.keeping.order == verdict.order and not part.sealing and not part.given_up:
                         part.given_up = DeclineCause.VOID.because(verdict.why)
-            self._verdicts.append(verdict)
+            self._verdicts.add(verdict)
             self._changed.notify_all()
 
     def close(self, seconds_max: float) -> bool:
-        """Wait until all is sealed or given up, then end the threads. Whether it all ended in time.
+        """Wait until every step is sealed or given up, then end the threads. Returns whether they ended in time.
 
-        A tier that hangs is not waited for.
+        Nobody waits for a tier that hangs.
         """
-        deadline = time.monotonic() + (_LOOK_SECONDS if self._hangs else seconds_max)
+        deadline = time.monotonic() + (_LOOK_SECONDS if self.calls.hangs else seconds_max)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -222,12 +163,12 @@ class Lane:
         while True:
             with self._changed:
                 orphan = self._orphans.pop() if self._orphans else None
-                verdicts = self._deliverable() if orphan is None else []
+                verdicts = self._verdicts.take() if orphan is None else []
                 part, frame = self._next() if orphan is None and not verdicts else (None, 0)
                 if part is None and not verdicts and orphan is None:
-                    if self._closing and not self._parts and not self._verdicts:
+                    if self._closing and not self._parts and not self._verdicts.is_waiting:
                         return
-                    waits = self._parts or self._verdicts
+                    waits = self._parts or self._verdicts.is_waiting
                     self._changed.wait(_LOOK_SECONDS if waits else None)
                     continue
             for verdict in verdicts:
@@ -275,7 +216,7 @@ class Lane:
             area = keeping.area
             assert area is not None
             crc = keeping.sum(frame)
-            with self._calling(f"the write of frame {frame} of step {keeping.step}"):
+            with self.calls.noted(f"the write of frame {frame} of step {keeping.step}"):
                 part.writer.write(frame, area.view(place.offset, place.padded_bytes), crc)
         except HoldfastError as error:
             problem = DeclineCause.FAILED.because(error)
@@ -295,7 +236,7 @@ class Lane:
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
             if reason is not None:
-                with self._calling(f"giving up step {keeping.step}"):
+                with self.calls.noted(f"giving up step {keeping.step}"):
                     part.writer.abandon()
             else:
                 record = {
@@ -303,7 +244,7 @@ class Lane:
                     "tier_seconds": seconds,
                     "job": keeping.job,
                 }
-                with self._calling(f"the seal of step {keeping.step}"):
+                with self.calls.noted(f"the seal of step {keeping.step}"):
                     sealed = part.writer.seal(record)
                 if not sealed:
                     reason = DeclineCause.SUPERSEDED.because(
@@ -314,8 +255,8 @@ class Lane:
         except Exception as error:  # noqa: BLE001 - as above
             _log.debug("a seal failed", exc_info=True)
             reason = DeclineCause.FAILED.because(repr(error))
-        if reason is not None and reason.cause == DeclineCause.FAILED and reason.text != self._said:
-            self._said = reason.text
+        if reason is not None and reason.cause == DeclineCause.FAILED and reason.text != self._logged:
+            self._logged = reason.text
             _log.error(
                 "rank %d: step %d is not kept in tier %s: %s",
                 self._rank,
@@ -324,7 +265,7 @@ class Lane:
                 reason,
             )
         with self._changed:
-            if part.orphaned:  # it is said already that the step is not kept here
+            if part.orphaned:  # the step is told as not kept already
                 return
             part.orphaned = True
         self._say_over(part, reason)
@@ -333,7 +274,7 @@ class Lane:
             self._changed.notify_all()
 
     def _say_over(self, part: TierPart, reason: Reason | None) -> None:
-        """Tell how it ended, and release the area as far as this tier is concerned."""
+        """Tell how the part ended, and release the area as far as this tier is concerned."""
         seconds = time.monotonic() - part.begun_at if part.begun_at else 0.0
         try:
             self._on_over(PartOutcome(self.number, part.keeping, reason, part.written_bytes, seconds))
@@ -342,49 +283,15 @@ class Lane:
 
     def _abandon(self, part: TierPart) -> None:
         try:
-            with self._calling(f"giving up step {part.keeping.step}"):
+            with self.calls.noted(f"giving up step {part.keeping.step}"):
                 part.writer.abandon()
         except Exception as error:  # noqa: BLE001 - as above
             _log.error("rank %d: tier %s: %s", self._rank, self.tier.name, error)
 
-    @contextlib.contextmanager
-    def _calling(self, what: str, seconds_max: float | None = None) -> Iterator[None]:
-        """A call of the tier is on its way, in this thread."""
-        begun, me = time.monotonic(), threading.get_ident()
-        limit = self._call_seconds_max if seconds_max is None else seconds_max
-        with self._changed:
-            self._calls[me] = _Call(what, begun, begun + limit)
-        try:
-            yield
-        finally:
-            with self._changed:
-                del self._calls[me]
-
-    # -- verdicts ------------------------------------------------------------------------------------------------
-
-    def _deliverable(self) -> list[StepVerdict]:
-        """Those that nobody holds back any more; under the lock."""
-        self._slots_read = [
-            keeping
-            for keeping in self._slots_read
-            if keeping.is_read_beside(self.number) or not keeping.released.is_set()
-        ]
-        if not self._verdicts:
-            return []
-        ready = [verdict for verdict in self._verdicts if not self._is_held_back(verdict)]
-        self._verdicts = [verdict for verdict in self._verdicts if verdict not in ready]
-        self._delivering += len(ready)
-        return ready
-
-    def _is_held_back(self, verdict: StepVerdict) -> bool:
-        if verdict.complete:
-            return any(keeping.order <= verdict.order for keeping in self._slots_read)
-        return any(keeping.order == verdict.order for keeping in self._slots_read)
-
     def _deliver(self, verdict: StepVerdict) -> None:
         attempt, step = verdict.order
         try:
-            with self._calling(f"the verdict on step {step}"):
+            with self.calls.noted(f"the verdict on step {step}"):
                 if verdict.complete:
                     self.tier.complete(attempt, step)
                 else:
@@ -393,4 +300,4 @@ class Lane:
             _log.error("rank %d: tier %s: %s", self._rank, self.tier.name, error)
         finally:
             with self._changed:
-                self._delivering -= 1
+                self._verdicts.delivered()

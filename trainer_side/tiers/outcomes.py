@@ -120,7 +120,7 @@ class Outcomes:
                     "rank %d: tier %s %s at close; every slice that is sealed in it stays",
                     self._rank,
                     lane.tier.name,
-                    lane.hangs or f"was not done after waiting {seconds_max:g} s",
+                    lane.calls.hangs or f"was not done after waiting {seconds_max:g} s",
                 )
 
     def _over(self, outcome: PartOutcome) -> None:

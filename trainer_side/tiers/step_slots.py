@@ -127,4 +127,4 @@ class StepSlots:
 
         # Persistent memory may have to be flushed for it, and the training thread must not hang with the device.
         what, limit = f"a slot for step {order[1]}", self._call_seconds_max
-        return lane.ask(what, lambda: tier.begin(*order), seconds_max=limit, late=give_back)
+        return lane.calls.ask(what, lambda: tier.begin(*order), seconds_max=limit, late=give_back)

@@ -47,7 +47,7 @@ class TierRoom:
 
     def problem(self, number: int) -> Reason | None:
         """Why a tier takes nothing now; None while it does."""
-        return self._left_out.get(number) or self._lanes[number].hangs
+        return self._left_out.get(number) or self._lanes[number].calls.hangs
 
     def prepare(self, layout: Layout) -> None:
         """Make room for slices of this layout. No slice is on its way.
@@ -85,4 +85,4 @@ class TierRoom:
                     (tier.complete if verdict.complete else tier.void)(*verdict.order)
 
         # Not in the training thread: a device that hangs must not hold that up.
-        lane.ask("making room for slices", prepare, seconds_max=self._seconds_max, late=lambda _: None)
+        lane.calls.ask("making room for slices", prepare, seconds_max=self._seconds_max, late=lambda _: None)
