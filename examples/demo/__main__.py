@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from examples.demo.job import DemoError
+from examples.demo.picture import draw
 from examples.demo.report import Display, show
 from examples.demo.story import Plan, play
 from holdfast.errors import HoldfastError
@@ -62,6 +63,9 @@ def main() -> int:
         return 2
     result = plan.folder / "result.json"
     passed = show(console, outcome, result)
+    picture = plan.folder / "loss.svg"
+    if draw(outcome, picture):
+        console.print(f"the loss of the three runs as a picture: {picture}", soft_wrap=True)
     verdict = "[green]every fact holds[/]" if passed else "[red]a fact does not hold[/]"
     console.print(
         f"{verdict} after {time.monotonic() - begun:.0f} s; the run is in {plan.store}, figures in {result}",

@@ -42,14 +42,14 @@ def shared_terraform(provider: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def minimal(shared_terraform: Terraform) -> dict[str, Rendered]:
-    """What the example `minimal` renders, by run of its tests."""
-    return render(shared_terraform, "examples/minimal")
+    """What the example renders, by run of its tests."""
+    return render(shared_terraform, "examples/cluster")
 
 
 @pytest.fixture(scope="session")
-def efs(shared_terraform: Terraform) -> Rendered:
-    """What the example `efs` renders."""
-    return render(shared_terraform, "examples/efs")["whole"]
+def efs(minimal: dict[str, Rendered]) -> Rendered:
+    """What the example renders with a file system as the store."""
+    return minimal["with_efs"]
 
 
 def terraform_on(copy: Path, provider: Path | None) -> Terraform:

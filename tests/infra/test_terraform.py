@@ -20,7 +20,7 @@ MODULES = sorted(str(path.parent.relative_to(INFRA)) for path in INFRA.glob("*/*
 
 def test_modules_and_examples_are_those_of_the_readme() -> None:
     assert [
-        *("examples/efs", "examples/minimal"),
+        "examples/cluster",
         *(
             "modules/network",
             "modules/node",

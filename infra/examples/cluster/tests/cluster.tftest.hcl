@@ -50,8 +50,8 @@ run "whole" {
   }
 
   assert {
-    condition     = output.launcher.store_url == "/mnt/efs/gpt/one/checkpoints" && output.launcher.run_prefix == "gpt/one"
-    error_message = "The store is the run's folder on the file system."
+    condition     = output.launcher.store_url == "s3://${output.launcher.bucket}/gpt/one/checkpoints" && output.launcher.run_prefix == "gpt/one"
+    error_message = "The store is the run's prefix in our bucket."
   }
 
   assert {
@@ -63,4 +63,44 @@ run "whole" {
     condition     = output.launcher.availability_zone == "eu-central-1a" && output.launcher.subnet_id == output.launcher.subnets["eu-central-1a"]
     error_message = "Stager and trainers are in the first zone."
   }
+}
+
+run "with_efs" {
+  variables {
+    efs = true
+  }
+
+  assert {
+    condition     = output.launcher.store_url == "/mnt/efs/gpt/one/checkpoints" && output.launcher.run_prefix == "gpt/one"
+    error_message = "The store is the run's folder on the file system."
+  }
+}
+
+run "with_kms_and_drills" {
+  variables {
+    kms_key_arn        = "arn:aws:kms:eu-central-1:123456789012:key/11111111-2222-3333-4444-555555555555"
+    interruption_drill = true
+    operator_arns      = ["arn:aws:iam::123456789012:user/somebody"]
+  }
+
+  assert {
+    condition     = toset(keys(output.drills)) == toset(["one", "all"])
+    error_message = "A drill for one trainer, and one for all."
+  }
+}
+
+run "with_slices" {
+  variables {
+    trainers_write_slices = true
+  }
+}
+
+run "a_zone_of_another_region_is_refused" {
+  command = plan
+
+  variables {
+    availability_zones = ["us-east-1a"]
+  }
+
+  expect_failures = [var.availability_zones]
 }

@@ -1,6 +1,6 @@
-# As minimal, with a file system (EFS) as the store; the bucket then holds only what the nodes tell each other. It is encrypted,
-# takes TLS and the nodes' roles only, and has a mount target in the zone of the stager. The launcher raises and ends
-# the instances from what `terraform output -json launcher` says.
+# A whole cluster. The bucket is the store, or, with `efs = true`, a file system in the zone of the stager; the bucket then holds
+# only what the nodes tell each other. Terraform makes everything that lasts; the launcher raises and ends the instances from
+# what `terraform output -json launcher` says.
 
 terraform {
   required_version = ">= 1.9.0"
@@ -13,7 +13,7 @@ terraform {
   }
 
   # A state on one laptop is lost with it. For more than a trial, name a bucket of your own that is not the runs':
-  # backend "s3" { bucket = "…", key = "holdfast/efs", region = "…", use_lockfile = true }
+  # backend "s3" { bucket = "…", key = "holdfast/cluster", region = "…", use_lockfile = true }
 }
 
 provider "aws" {
@@ -26,11 +26,11 @@ locals {
   name        = lower(replace("${var.project}-${var.run_id}", "/[._]/", "-"))
   bucket_name = coalesce(var.bucket_name, "holdfast-${lower(replace(var.project, "/[._]/", "-"))}-${data.aws_caller_identity.current.account_id}-${var.region}")
 
-  efs = { id = module.storage.efs_id, arn = module.storage.efs_arn }
-
   # What every resource carries, and what the launcher puts on what it raises (there ManagedBy is holdfast).
   run_tags = { Project = var.project, RunId = var.run_id }
   tags     = merge(var.tags, local.run_tags, { ManagedBy = "terraform" })
+
+  efs = var.efs ? { id = module.storage.efs_id, arn = module.storage.efs_arn } : null
 }
 
 module "storage" {
@@ -42,7 +42,7 @@ module "storage" {
   expire_days   = var.expire_days
   force_destroy = var.force_destroy
 
-  efs                      = true
+  efs                      = var.efs
   vpc_id                   = module.network.vpc_id
   subnets                  = module.network.subnets
   client_security_group_id = module.network.security_group_id
@@ -77,6 +77,8 @@ module "trainers" {
   holdfast_package   = var.trainer_package
   interruption_drill = var.interruption_drill
   tags               = local.tags
+
+  trainers_write_slices = var.trainers_write_slices
 }
 
 module "stager" {

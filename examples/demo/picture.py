@@ -1,0 +1,64 @@
+"""The demo's run as one picture: the loss of the uninterrupted run, of the killed one, and of the one that resumed.
+
+loss │ ▒▒▒ uninterrupted     the three lines lie on top of each other, because every loss is the same to the bit
+     │ ─── until SIGKILL ┊
+     │        ├ ─── resumed from the newest checkpoint
+     └──────────────────────────────── step
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from examples.demo.story import Outcome, Played
+
+_WIDTH_INCHES, _HEIGHT_INCHES = 7.2, 2.9
+_UNINTERRUPTED, _KILLED, _RESUMED = "#c9ced6", "#0b6e4f", "#d1495b"
+
+
+def draw(outcome: Outcome, path: Path) -> bool:
+    """Write the picture as an SVG to `path`. Returns False where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    killed_after = outcome.killed.steps[-1].step
+    resumed_from = outcome.resumed.steps[0].step
+    figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes: Any = figure.add_subplot()
+    _line(axes, outcome.reference, "never interrupted", color=_UNINTERRUPTED, lw=7, solid_capstyle="round")
+    _line(axes, outcome.killed, "until the kill", color=_KILLED, lw=1.8)
+    _line(
+        axes,
+        outcome.resumed,
+        f"resumed from step {resumed_from - 1}",
+        color=_RESUMED,
+        lw=1.8,
+        ls=(0, (3, 1.5)),
+    )
+    axes.axvline(killed_after, color="#30343f", lw=1, ls=":")
+    axes.annotate(
+        f"SIGKILL to all {outcome.plan.ranks} training ranks\nafter step {killed_after}",
+        (killed_after, axes.get_ylim()[1]),
+        xytext=(6, -4),
+        textcoords="offset points",
+        va="top",
+        fontsize=8,
+    )
+    axes.set_xlabel("training step")
+    axes.set_ylabel("loss")
+    axes.set_xlim(0, outcome.plan.steps - 1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.78))
+    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "make demo"})
+    return True
+
+
+def _line(axes: Any, played: Played, label: str, **style: Any) -> None:
+    axes.plot(
+        [step.step for step in played.steps], [step.loss for step in played.steps], label=label, **style
+    )
