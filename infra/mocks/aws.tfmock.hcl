@@ -41,6 +41,13 @@ mock_resource "aws_efs_file_system" {
   }
 }
 
+mock_resource "aws_efs_access_point" {
+  defaults = {
+    id  = "fsap-0123456789abcdef0"
+    arn = "arn:aws:elasticfilesystem:eu-central-1:123456789012:access-point/fsap-0123456789abcdef0"
+  }
+}
+
 mock_resource "aws_launch_template" {
   defaults = {
     arn            = "arn:aws:ec2:eu-central-1:123456789012:launch-template/lt-0123456789abcdef0"

@@ -29,8 +29,6 @@ locals {
   # What every resource carries, and what the launcher puts on what it raises (there ManagedBy is holdfast).
   run_tags = { Project = var.project, RunId = var.run_id }
   tags     = merge(var.tags, local.run_tags, { ManagedBy = "terraform" })
-
-  efs = var.efs ? { id = module.storage.efs_id, arn = module.storage.efs_arn } : null
 }
 
 module "storage" {
@@ -43,6 +41,7 @@ module "storage" {
   force_destroy = var.force_destroy
 
   efs                      = var.efs
+  run_folder               = "/${var.project}/${var.run_id}"
   vpc_id                   = module.network.vpc_id
   subnets                  = module.network.subnets
   client_security_group_id = module.network.security_group_id
@@ -69,7 +68,7 @@ module "trainers" {
   bucket             = module.storage.bucket
   bucket_arn         = module.storage.bucket_arn
   kms_key_arn        = var.kms_key_arn
-  efs                = local.efs
+  efs                = module.storage.efs
   security_group_id  = module.network.security_group_id
   placement_group    = module.network.placement_group
   instance_types     = var.trainer_instance_types
@@ -90,7 +89,7 @@ module "stager" {
   bucket            = module.storage.bucket
   bucket_arn        = module.storage.bucket_arn
   kms_key_arn       = var.kms_key_arn
-  efs               = local.efs
+  efs               = module.storage.efs
   security_group_id = module.network.security_group_id
   placement_group   = module.network.placement_group
   instance_type     = var.stager_instance_type

@@ -35,7 +35,8 @@ locals {
     HOLDFAST_STORE_ROOT="${local.store_root}"
     HOLDFAST_PACKAGE="${var.holdfast_package}"
     HOLDFAST_EFS_ID="${local.on_file_system ? var.efs_id : ""}"
-    HOLDFAST_EFS_PATH="${var.efs_path}"
+    HOLDFAST_EFS_ACCESS_POINT="${local.on_file_system ? var.efs_access_point_id : ""}"
+    HOLDFAST_EFS_PATH="${var.efs_path}/${var.project}/${var.run_id}"
     HOLDFAST_UNITS="${join(" ", concat(["holdfast-keys.timer"], keys(var.services)))}"
   END
 

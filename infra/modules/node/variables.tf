@@ -173,8 +173,19 @@ variable "efs_id" {
   default     = null
 }
 
+variable "efs_access_point_id" {
+  description = "Access point of the run on the file system; needed with efs_id."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = (var.efs_id == null) == (var.efs_access_point_id == null)
+    error_message = "efs_access_point_id: expected one exactly when efs_id is given; without it a node would see all runs."
+  }
+}
+
 variable "efs_path" {
-  description = "Where the file system is mounted."
+  description = "Folder below which the run's folder on the file system is mounted, as PATH/PROJECT/RUN_ID."
   type        = string
   default     = "/mnt/efs"
 

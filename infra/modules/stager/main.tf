@@ -46,13 +46,14 @@ locals {
           Resource = [var.kms_key_arn]
         },
       ],
-      # Root access makes the project's folder once, and gives it to the user holdfast.
       var.efs == null ? [] : [
         {
           Sid      = "MountToWrite"
           Effect   = "Allow"
-          Action   = ["elasticfilesystem:ClientMount", "elasticfilesystem:ClientRootAccess", "elasticfilesystem:ClientWrite"]
+          Action   = ["elasticfilesystem:ClientMount", "elasticfilesystem:ClientWrite"]
           Resource = [var.efs.arn]
+          # Whatever else lies on the file system is out of reach.
+          Condition = { StringEquals = { "elasticfilesystem:AccessPointArn" = var.efs.access_point_arn } }
         },
       ],
       var.operator_role_arn == null ? [] : [
@@ -88,5 +89,7 @@ module "node" {
   settings          = merge({ ring_bytes = var.ring_bytes }, var.settings)
   services          = { "holdfast-flusher.service" = file("${path.module}/files/holdfast-flusher.service") }
   efs_id            = try(var.efs.id, null)
-  tags              = var.tags
+
+  efs_access_point_id = try(var.efs.access_point_id, null)
+  tags                = var.tags
 }

@@ -35,8 +35,8 @@ variable "kms_key_arn" {
 }
 
 variable "efs" {
-  description = "File system that is the store, { id, arn }; null: the store is the bucket."
-  type        = object({ id = string, arn = string })
+  description = "File system that is the store, and the access point of this run; null: the store is the bucket."
+  type        = object({ id = string, arn = string, access_point_id = string, access_point_arn = string })
   default     = null
 }
 

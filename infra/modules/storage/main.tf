@@ -3,6 +3,10 @@
 
 data "aws_partition" "current" {}
 
+locals {
+  owner_id = 873 # the user `holdfast` on every node: user_id in modules/node/files/bootstrap.sh
+}
+
 resource "aws_s3_bucket" "runs" {
   #checkov:skip=CKV_AWS_18:access logs need a second bucket; CloudTrail data events are the organisation's to switch on
   #checkov:skip=CKV_AWS_144:a checkpoint is worth its newest copy; another region would double the cost of every save
@@ -142,8 +146,41 @@ resource "aws_efs_file_system_policy" "this" {
         Resource  = aws_efs_file_system.this[0].arn
         Condition = { Bool = { "aws:SecureTransport" = "false" } }
       },
+      # Without an access point a client would see the folders of all runs.
+      {
+        Sid       = "AccessPointOnly"
+        Effect    = "Deny"
+        Principal = { AWS = "*" }
+        Action    = ["elasticfilesystem:ClientMount", "elasticfilesystem:ClientRootAccess", "elasticfilesystem:ClientWrite"]
+        Resource  = aws_efs_file_system.this[0].arn
+        Condition = { Null = { "elasticfilesystem:AccessPointArn" = "true" } }
+      },
     ]
   })
+}
+
+# The run's folder, as the root of all that a node of this run can see. EFS makes it at the first mount, for the user `holdfast`.
+resource "aws_efs_access_point" "run" {
+  count = var.efs ? 1 : 0
+
+  file_system_id = aws_efs_file_system.this[0].id
+  tags           = merge(var.tags, { Name = var.name })
+
+  # Whoever a client says it is, root included, it acts as this user.
+  posix_user {
+    uid = local.owner_id
+    gid = local.owner_id
+  }
+
+  root_directory {
+    path = var.run_folder
+
+    creation_info {
+      owner_uid   = local.owner_id
+      owner_gid   = local.owner_id
+      permissions = "0750"
+    }
+  }
 }
 
 resource "aws_security_group" "efs" {

@@ -14,12 +14,12 @@ output "kms_key_arn" {
   value       = var.kms_key_arn
 }
 
-output "efs_id" {
-  description = "Id of the file system; null without one."
-  value       = one(aws_efs_file_system.this[*].id)
-}
-
-output "efs_arn" {
-  description = "ARN of the file system; null without one."
-  value       = one(aws_efs_file_system.this[*].arn)
+output "efs" {
+  description = "The file system and the run's access point to it, { id, arn, access_point_id, access_point_arn }; null without one."
+  value = var.efs ? {
+    id               = aws_efs_file_system.this[0].id
+    arn              = aws_efs_file_system.this[0].arn
+    access_point_id  = aws_efs_access_point.run[0].id
+    access_point_arn = aws_efs_access_point.run[0].arn
+  } : null
 }

@@ -80,6 +80,17 @@ variable "efs" {
   default     = false
 }
 
+variable "run_folder" {
+  description = "Folder of the run on the file system, such as /gpt/one; needed with efs. Nodes of the run see nothing else of it."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = !var.efs || can(regex("^(/[a-zA-Z0-9][a-zA-Z0-9._-]*){2}$", var.run_folder))
+    error_message = "run_folder: expected /project/run_id, since efs is true; got \"${coalesce(var.run_folder, "null")}\"."
+  }
+}
+
 variable "vpc_id" {
   description = "VPC of the file system; needed with efs."
   type        = string

@@ -51,6 +51,8 @@ locals {
           Effect   = "Allow"
           Action   = ["elasticfilesystem:ClientMount"]
           Resource = [var.efs.arn]
+          # Whatever else lies on the file system is out of reach.
+          Condition = { StringEquals = { "elasticfilesystem:AccessPointArn" = var.efs.access_point_arn } }
         },
       ],
     )
@@ -78,7 +80,9 @@ module "node" {
   holdfast_package  = var.holdfast_package
   settings          = var.settings
   efs_id            = try(var.efs.id, null)
-  tags              = var.tags
+
+  efs_access_point_id = try(var.efs.access_point_id, null)
+  tags                = var.tags
 }
 
 # Off unless asked for. A group raises what it gets, and a training run needs all ranks or none; it also ends healthy nodes

@@ -35,8 +35,8 @@ variable "kms_key_arn" {
 }
 
 variable "efs" {
-  description = "File system that is the store, { id, arn }; null: the store is the bucket."
-  type        = object({ id = string, arn = string })
+  description = "File system that is the store, and the access point of this run; null: the store is the bucket."
+  type        = object({ id = string, arn = string, access_point_id = string, access_point_arn = string })
   default     = null
 }
 
@@ -121,7 +121,7 @@ variable "trainers_write_slices" {
 
   validation {
     condition     = !var.trainers_write_slices || var.efs == null
-    error_message = "trainers_write_slices: expected false with efs: rights on a file system have no prefix, and trainers could write every run."
+    error_message = "trainers_write_slices: expected false with efs: rights on a file system know no prefix, and trainers could change the checkpoints of the run."
   }
 }
 

@@ -108,10 +108,10 @@ END
   fi
 }
 
-# The project's folder on it is made by the stager, whose role is the one that may write there.
+# The access point shows the run's folder and nothing else; EFS makes the folder, for the user holdfast, at the first mount.
 mount_file_system() {
   [ -n "$HOLDFAST_EFS_ID" ] || return 0
-  local options=_netdev,noresvport,tls,iam
+  local options=_netdev,noresvport,tls,iam,accesspoint=$HOLDFAST_EFS_ACCESS_POINT
   [ "$HOLDFAST_ROLE" = stager ] || options=$options,ro
   command -v mount.efs >/dev/null || install_packages amazon-efs-utils
   install -d "$HOLDFAST_EFS_PATH"
@@ -119,9 +119,6 @@ mount_file_system() {
     echo "$HOLDFAST_EFS_ID:/ $HOLDFAST_EFS_PATH efs $options 0 0" >>/etc/fstab
   fi
   mountpoint -q "$HOLDFAST_EFS_PATH" || mount "$HOLDFAST_EFS_PATH"
-  if [ "$HOLDFAST_ROLE" = stager ]; then
-    install -d -m 0750 -o holdfast -g holdfast "$HOLDFAST_STORE_ROOT"
-  fi
 }
 
 start_services() {

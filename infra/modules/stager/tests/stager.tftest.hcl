@@ -44,12 +44,22 @@ run "the_store_is_the_run_in_the_bucket" {
 
 run "with_efs_the_store_is_a_folder" {
   variables {
-    efs = { id = "fs-1", arn = "arn:aws:elasticfilesystem:eu-central-1:123456789012:file-system/fs-1" }
+    efs = {
+      id               = "fs-1"
+      arn              = "arn:aws:elasticfilesystem:eu-central-1:123456789012:file-system/fs-1"
+      access_point_id  = "fsap-1"
+      access_point_arn = "arn:aws:elasticfilesystem:eu-central-1:123456789012:access-point/fsap-1"
+    }
   }
 
   assert {
     condition     = output.store_url == "/mnt/efs/gpt/one/checkpoints"
     error_message = "The launcher hands this to `--store`."
+  }
+
+  assert {
+    condition     = [for statement in local.policy.Statement : [statement.Action, statement.Condition.StringEquals["elasticfilesystem:AccessPointArn"]] if statement.Sid == "MountToWrite"] == [[["elasticfilesystem:ClientMount", "elasticfilesystem:ClientWrite"], "arn:aws:elasticfilesystem:eu-central-1:123456789012:access-point/fsap-1"]]
+    error_message = "The stager writes its own run, and no other run on the file system, and is not root there."
   }
 }
 

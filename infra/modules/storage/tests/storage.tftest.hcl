@@ -98,6 +98,7 @@ run "no_file_system_unless_asked_for" {
 run "efs_is_encrypted_elastic_and_for_nodes_only" {
   variables {
     efs                      = true
+    run_folder               = "/gpt/one"
     vpc_id                   = "vpc-1"
     subnets                  = { "eu-central-1a" = "subnet-a" }
     client_security_group_id = "sg-nodes"
@@ -119,8 +120,13 @@ run "efs_is_encrypted_elastic_and_for_nodes_only" {
   }
 
   assert {
-    condition     = alltrue([for statement in jsondecode(aws_efs_file_system_policy.this[0].policy).Statement : statement.Effect == "Deny" && statement.Condition.Bool["aws:SecureTransport"] == "false"])
-    error_message = "The file system's policy must allow nothing by itself, and refuse what is not TLS."
+    condition     = { for statement in jsondecode(aws_efs_file_system_policy.this[0].policy).Statement : statement.Sid => [statement.Effect, jsonencode(statement.Condition)] } == { TlsOnly = ["Deny", jsonencode({ Bool = { "aws:SecureTransport" = "false" } })], AccessPointOnly = ["Deny", jsonencode({ Null = { "elasticfilesystem:AccessPointArn" = "true" } })] }
+    error_message = "The file system's policy must allow nothing by itself, and refuse what is not TLS or comes without an access point."
+  }
+
+  assert {
+    condition     = aws_efs_access_point.run[0].root_directory[0].path == "/gpt/one" && aws_efs_access_point.run[0].root_directory[0].creation_info[0].permissions == "0750"
+    error_message = "The access point shows the run's folder only."
   }
 }
 
@@ -161,5 +167,5 @@ run "efs_wants_its_network" {
     efs = true
   }
 
-  expect_failures = [var.vpc_id, var.subnets, var.client_security_group_id]
+  expect_failures = [var.run_folder, var.vpc_id, var.subnets, var.client_security_group_id]
 }

@@ -63,7 +63,12 @@ run "slices_are_refused_on_a_file_system" {
 
   variables {
     trainers_write_slices = true
-    efs                   = { id = "fs-1", arn = "arn:aws:elasticfilesystem:eu-central-1:123456789012:file-system/fs-1" }
+    efs = {
+      id               = "fs-1"
+      arn              = "arn:aws:elasticfilesystem:eu-central-1:123456789012:file-system/fs-1"
+      access_point_id  = "fsap-1"
+      access_point_arn = "arn:aws:elasticfilesystem:eu-central-1:123456789012:access-point/fsap-1"
+    }
   }
 
   expect_failures = [var.trainers_write_slices]
@@ -71,12 +76,22 @@ run "slices_are_refused_on_a_file_system" {
 
 run "with_efs_a_trainer_mounts_to_read" {
   variables {
-    efs = { id = "fs-1", arn = "arn:aws:elasticfilesystem:eu-central-1:123456789012:file-system/fs-1" }
+    efs = {
+      id               = "fs-1"
+      arn              = "arn:aws:elasticfilesystem:eu-central-1:123456789012:file-system/fs-1"
+      access_point_id  = "fsap-1"
+      access_point_arn = "arn:aws:elasticfilesystem:eu-central-1:123456789012:access-point/fsap-1"
+    }
   }
 
   assert {
     condition     = flatten([for statement in local.policy.Statement : statement.Action if startswith(statement.Action[0], "elasticfilesystem:")]) == ["elasticfilesystem:ClientMount"]
     error_message = "ClientMount alone is read-only."
+  }
+
+  assert {
+    condition     = [for statement in local.policy.Statement : statement.Condition.StringEquals["elasticfilesystem:AccessPointArn"] if statement.Sid == "MountToRead"] == ["arn:aws:elasticfilesystem:eu-central-1:123456789012:access-point/fsap-1"]
+    error_message = "A trainer reads its own run, and no other run on the file system."
   }
 }
 
