@@ -39,7 +39,7 @@ TARGETS = {
     "ci",
     "clean",
 }
-ONE_SHOT = {"bucket", "keys"}  # they end by themselves, so nothing is there to be healthy
+ONE_SHOT = {"bucket", "keys", "export-owner"}  # they end by themselves, so nothing is there to be healthy
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
 
@@ -128,6 +128,14 @@ def test_services_are_pinned_healthy_and_closed_to_the_outside(services: dict[st
         assert ("healthcheck" in service) != (name in ONE_SHOT), name
         assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", [])), name
         assert set(service.get("depends_on", {})) <= services.keys(), name
+
+
+def test_no_user_of_this_machine_is_root_on_the_nfs_export(services: dict[str, Any]) -> None:
+    nfs = services["nfs"]
+    assert "ports" not in nfs
+    (options,) = re.findall(r"\((.+)\)", nfs["environment"]["NFS_EXPORT_0"])
+    assert "all_squash" in options.split(",")
+    assert not {"no_root_squash", "no_all_squash", "insecure"} & set(options.split(","))
 
 
 def test_what_the_image_can_be_built_with_can_be_given(services: dict[str, Any]) -> None:
