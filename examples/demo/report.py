@@ -148,9 +148,9 @@ def _table(numbers: dict[str, Any]) -> Table:
         "step, median",
         f"{per_step['with_checkpoints']:.3f} s (reference {per_step['without_checkpoints']:.3f} s)",
     )
-    table.add_row("CST (training stalled), median / max", _seconds(numbers["cst_seconds"]))
-    table.add_row("PGT-1 (until staged), median / max", _seconds(numbers["pgt1_seconds"]))
-    table.add_row("PGT-2 (until durable), median / max", _seconds(numbers["pgt2_seconds"]))
+    table.add_row("training stalled by one, median / max", _seconds(numbers["cst_seconds"]))
+    table.add_row("until safe on the stager, median / max", _seconds(numbers["pgt1_seconds"]))
+    table.add_row("until durable in the store, median / max", _seconds(numbers["pgt2_seconds"]))
     restore = numbers["restore_seconds"]
     table.add_row("restore", "-" if restore is None else f"{restore:.3f} s")
     return table

@@ -70,7 +70,6 @@ _QUICK_TARGETS = ("make docs",)
 SCENE = {
     r"(?<![\w.])/mnt/": "{page}/mnt/",  # no root's folder
     r"@(?:123|1000)\b": "@29",  # a step that the scene's training has left
-    r"\bLOGS\b": "~/.local/state/holdfast/runs/logs",  # the log directory of `holdfast run`
     r"^ssh (?:-t )?stager ": "",  # the reader is on the stager's machine already
     r"(?<=\s)-n (?:8|16)\b|(?<=^mpirun )…": "-n 1",  # ranks; the README's two jobs have two
     r"--min-ranks \d+": "--min-ranks 1",
