@@ -147,9 +147,11 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     otherwise the exit code of the process that crashed.
     """
     from holdfast.config import StagerConfig
+    from holdfast.ring.directory import runtime_directory
     from operator_side.supervise.core import Core
+    from operator_side.supervise.job_processes import JobProcesses, RunFiles
     from operator_side.supervise.limits import Limits
-    from operator_side.supervise.supervisor import Supervisor, environment_of_job, next_attempt
+    from operator_side.supervise.supervisor import FleetWatch, Supervisor, environment_of_job, next_attempt
 
     if options["min_ranks"] is not None and options["min_ranks"] > options["ranks"]:
         raise ConfigError(f"--min-ranks {options['min_ranks']} is more than --ranks {options['ranks']}")
@@ -186,24 +188,16 @@ def run(command: tuple[str, ...], **options: Any) -> int:
         def line(launch: Launch) -> list[str]:
             return _mpirun(launch, command, config, events, options)
 
-        supervisor = Supervisor(
-            core,
-            fleet,
-            line,
-            environment_of_job(),
-            store=config.store,
-            runtime_dir=config.runtime_dir,
-            logs=logs,
-            events=events,
-            relay=_relay,
-            poll_seconds=options["poll_seconds"],
-        )
+        files = RunFiles(runtime_directory(config.store, config.runtime_dir), logs, events)
+        job = JobProcesses(line, environment_of_job(), files, _relay)
+        watch = FleetWatch(fleet, options["poll_seconds"])
+        supervisor = Supervisor(core, job, watch, files)
         verdict = supervisor.run()
     finally:
         lock.close()
     if verdict.exit_code:
         stopped = verdict.cause.value == "stopped"
-        _say_why(verdict.message, [] if stopped else supervisor.last_words(verdict), logs)
+        _say_why(verdict.message, [] if stopped else job.last_words(verdict), logs)
         if not stopped:
             click.echo(f"help: {help_for(getattr(_kind(verdict.exception), 'code', 'run'))}", err=True)
     return int(getattr(_kind(verdict.exception), "exit_code", verdict.exit_code))

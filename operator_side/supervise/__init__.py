@@ -1,9 +1,9 @@
-"""`holdfast run`: a job that is started again by itself after a preemption, and stopped after a bug.
+"""`holdfast run`: restarts a job after a preemption, and stops it after a bug.
 
-supervisor ── events ─► core ── actions ─► supervisor     core, record, patience, verdict: pure, the clock handed in
+supervisor ── events ─► core ── actions ─► supervisor     core, record, limits, verdict: pure, the clock handed in
     │                                          │
-    │  hosts      which hosts are there        │  attempt    one mpirun, ended without leaving a process
-    │  tail       the stager's event log       │  output     each process's lines, to a file of its own
-    │                                          │  flusher    kept with its ring, and waited for in the end
-    └─ rank       around each process of the job: says how it ended, which mpirun does not
+    │  hosts          which hosts are there    │  job_processes  one attempt at a time: mpirun and its processes
+    │  job_output     reports and log files    │  attempt        one mpirun, ended without leaving a process
+    │                                          │  flusher        kept with its ring, and waited for at the end
+    └─ rank           around each process of the job: reports how it ended, which mpirun does not
 """

@@ -1,8 +1,8 @@
-"""One mpirun: started, listened to, and ended so that no process of it is left on this machine.
+"""One mpirun: started, read, and ended so that no process of it is left on this machine.
 
-mpirun and all it starts here are one session (the flusher takes another), tied to this process: they end when it is
-killed. mpirun makes a process group of each rank, so it is the session, not the group, that is swept. On other hosts
-the daemons of mpirun end their ranks when the connection to mpirun ends.
+mpirun and everything it starts here are one session, tied to this process: they end when it is killed. (The flusher has
+a session of its own.) mpirun makes a process group of each rank, so the whole session is swept, not a group. On other
+hosts the daemons of mpirun end their ranks when the connection to mpirun ends.
 """
 
 from __future__ import annotations
@@ -46,26 +46,27 @@ class Attempt:
 
     @property
     def pid(self) -> int:
-        """Of mpirun."""
+        """Process id of mpirun."""
         return self._process.pid
 
     def read(self) -> bytes:
-        """What mpirun has said since; empty if nothing."""
+        """New output of mpirun; empty if there is none."""
         try:
             return os.read(self.output.fileno(), _READ_BYTES)
         except BlockingIOError:
             return b""
 
     def poll(self) -> int | None:
-        """How mpirun ended; None while it runs."""
+        """Exit status of mpirun; None while it runs."""
         return self._process.poll()
 
     def ask(self) -> None:
-        """Have the trainers end, on all hosts: mpirun hands this signal on, rank.py makes SIGTERM of it."""
+        """Ask the trainers on all hosts to end."""
+        # mpirun passes SIGURG on to every process; rank.py turns it into SIGTERM for the trainer.
         self._signal(signal.SIGURG)
 
     def terminate(self) -> None:
-        """Have mpirun end everything."""
+        """Ask mpirun to end the job."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -76,7 +77,7 @@ class Attempt:
                 os.kill(pid, signal.SIGKILL)
 
     def sweep(self) -> list[int]:
-        """After its end: kill whoever is left of the session. Gives those that would not die within ten seconds."""
+        """After mpirun has ended: kill what is left of its session. Returns processes that live after ten seconds."""
         deadline = time.monotonic() + _SWEEP_SECONDS_MAX
         while (left := processes_of_session(self.pid)) and time.monotonic() < deadline:
             for pid in left:
@@ -86,7 +87,6 @@ class Attempt:
         return left
 
     def close(self) -> None:
-        """Let go of the pipe."""
         self.output.close()
 
     def _signal(self, number: int) -> None:
@@ -95,7 +95,7 @@ class Attempt:
 
 
 def processes_of_session(session: int) -> list[int]:
-    """Processes of a session that still run; not those that have ended and were not waited for."""
+    """Running processes of a session; zombies do not count."""
     found = []
     for directory in Path("/proc").iterdir():
         if not directory.name.isdigit():

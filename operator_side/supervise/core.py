@@ -1,4 +1,4 @@
-"""What the supervisor does next: a pure state machine, events in, actions out, the clock handed in.
+"""Decides what the supervisor does next: a pure state machine, events in, actions out, the clock handed in.
 
               ┌──────────────────────── enough hosts ◄────────────────────────────┐
               ▼                                                                   │
@@ -6,10 +6,11 @@
                   └────────────── mpirun has ended ──────────────────────────────▲│
                                                                                   └─► OVER
 
-    JUDGING      the hosts are looked at once more, unless one is gone: that decides between a preemption and a bug
-    PAUSING      random, doubled with each relaunch in a row that brought no newer step (patience.py)
+    JUDGING      the hosts are looked at once more, unless one is known to be gone, to tell a preemption from a bug
+    PAUSING      for a random time, which doubles with each restart in a row without a newer step (limits.py)
 
-What was staged is not waited for: the next attempt takes it from the ring, which lives as long as the supervisor.
+An ended attempt is not held up until its staged steps are durable: the next attempt restores them from the ring, which
+the supervisor keeps.
 """
 
 from __future__ import annotations
@@ -49,8 +50,6 @@ from operator_side.supervise.verdict import INTERRUPTED, Cause, Death, Verdict, 
 
 
 class SupervisorPhase(StrEnum):
-    """Where the supervisor stands."""
-
     FINDING = "finding hosts"
     RUNNING = "running"
     ENDING = "ending"
@@ -60,11 +59,11 @@ class SupervisorPhase(StrEnum):
 
 
 class Core:
-    """The state machine. Not thread-safe; whoever owns it hands in what happens, and the time.
+    """The state machine. Not thread-safe.
 
     Args:
         limits: Settings.
-        pause_seconds: Random pause before relaunch number n (1, 2, …) in a row without progress.
+        pause_seconds: Random pause before restart number n (1, 2, …) in a row without progress.
         first_attempt: Number of the first attempt.
         newest_step: Newest step in the store, -1 for none.
         now: The time.
@@ -85,18 +84,16 @@ class Core:
         self._next_attempt = first_attempt
         self._attempt: RunRecord | None = None
         self._until = now + limits.hosts_seconds_max
-        self._asked = self._killed = False  # mpirun to end; the kernel to end it
+        self._asked = self._killed = False  # mpirun was asked to end the job; mpirun was killed
         self._stopping = ""
         self._patience = Patience(limits)
         self._waiting_said = False
         self._resumption = Resumption()
 
     def begin(self) -> list[Action]:
-        """The first thing to do."""
         return [LookAtFleet()]
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do because of this event."""
         match event:
             case StepStaged(step) | StepDurable(step):
                 self._progress(step, now)
@@ -123,9 +120,13 @@ class Core:
                 attempt.began[rank] = host
             case Joined():
                 attempt.met = True
-                return self._reached("joined", "ranks and stager have met", {}, now)
+                return self._reached("joined", "all ranks and the stager have joined", {}, now)
             case RankRestored(rank, step) if attempt.is_last(attempt.restored, rank):
-                how = f"every rank has restored step {step}" if step >= 0 else "a new run"
+                how = (
+                    f"every rank has restored step {step}"
+                    if step >= 0
+                    else "no checkpoint to restore, a new run begins"
+                )
                 return self._reached("restored", how, {"step": step}, now)
             case Stepped(rank, step) if attempt.is_last(attempt.stepped, rank):
                 return self._trains(attempt, step, now)
@@ -149,7 +150,7 @@ class Core:
         if by_us or not event.status:
             return []
         self._resumption.lost(now)
-        message = f"attempt {attempt.number}: {attempt.name(event.rank)} has ended with {event.status}"
+        message = f"attempt {attempt.number}: {attempt.name(event.rank)} has ended with status {event.status}"
         fields = {"attempt": attempt.number, "rank": event.rank, "status": event.status}
         return [Note("lost", message, fields)]
 
@@ -161,7 +162,9 @@ class Core:
 
     def _trains(self, attempt: RunRecord, step: int, now: float) -> list[Action]:
         phases = self._resumption.trained(now)
-        message = f"attempt {attempt.number}: training, step {step} is done, after {phases['seconds']:.1f} s"
+        message = (
+            f"attempt {attempt.number}: training again after {phases['seconds']:.1f} s: step {step} is done"
+        )
         return [Note("training", message, {"attempt": attempt.number, "step": step, **phases})]
 
     def _progress(self, step: int, now: float) -> None:
@@ -182,26 +185,25 @@ class Core:
             return []
         match self.phase:
             case SupervisorPhase.JUDGING:
-                return self._judge(now)  # the fleet does not answer: what is known must do
+                return self._judge(now)  # the fleet does not answer: judge by what is known
             case SupervisorPhase.PAUSING:
                 self.phase, self._until = SupervisorPhase.FINDING, now + self._limits.hosts_seconds_max
                 self._waiting_said = False
                 return [LookAtFleet()]
             case SupervisorPhase.FINDING:
-                return self._over(self._too_few(f"in {self._limits.hosts_seconds_max:g} s"))
+                return self._over(self._too_few(f"within {self._limits.hosts_seconds_max:g} s"))
         return []
 
     # -- ending it -------------------------------------------------------------------------------------------------
 
     def _end(self, reason: str, now: float) -> list[Action]:
-        """Ask the attempt to end; `_insist` insists."""
         assert self._attempt is not None
         if not self._stopping:
             self._attempt.given_up = reason
             if self._attempt.first_death_at is None:
                 self._resumption.lost(now)
         self.phase = SupervisorPhase.ENDING
-        # Who has lost a peer, or hears nothing, has nothing to save; only one that is told to stop has.
+        # Ranks that have lost a peer cannot save any more. Ranks that are told to stop can, so they are asked gently.
         gently = bool(self._stopping)
         self._until = now + (self._limits.grace_seconds if gently else self._limits.kill_seconds)
         self._asked, self._killed = not gently, False
@@ -223,7 +225,7 @@ class Core:
     def _exited(self, status: int, now: float) -> list[Action]:
         assert self._attempt is not None
         self._attempt.mpirun_status = status
-        if self._attempt.gone:  # that decides it; a look would wait for them once more
+        if self._attempt.gone:  # a host that is gone decides the verdict; another look would only wait for it
             return self._judge(now)
         self.phase, self._until = SupervisorPhase.JUDGING, now + self._limits.look_seconds_max
         return [LookAtFleet()]
@@ -236,7 +238,7 @@ class Core:
         if self.phase is SupervisorPhase.RUNNING and attempt is not None and attempt.gone:
             return self._end(f"host {', '.join(sorted(attempt.gone))} is gone", now)
         if missed:
-            return [LookAtFleet()]  # at once: what is missing twice is gone
+            return [LookAtFleet()]  # look again at once: a host that is missing twice is gone
         if self.phase is SupervisorPhase.JUDGING:
             return self._judge(now)
         if self.phase is SupervisorPhase.FINDING:
@@ -254,11 +256,9 @@ class Core:
             ranks = sum(host.slots for host in placed)
         if ranks < limits.ranks_min:
             if self._waiting_said:
-                return []  # it is looked at again and again, and asked for more, by itself
+                return []  # the watch goes on looking, and asking for more
             self._waiting_said = True
-            message = (
-                f"hosts for {ranks} ranks are there, at least {limits.ranks_min} are needed; waiting for more"
-            )
+            message = f"there are hosts for {ranks} ranks, and at least {limits.ranks_min} are needed; waiting for more"
             return [Note("waiting", message, {"ranks": ranks}, loud=True), LookAtFleet(limits.ranks - ranks)]
         self._attempt = RunRecord(self._next_attempt, ranks, placed, now)
         self._resumption.reached("launched", now)
@@ -271,8 +271,9 @@ class Core:
             "hosts": names,
             "newest_step": self.newest_step,
         }
-        where = "here" if names is None else "on " + ", ".join(names)
-        message = f"attempt {self._attempt.number}: {ranks} ranks {where}, newest step {self.newest_step}"
+        where = "on this machine" if names is None else "on " + ", ".join(names)
+        newest = f"newest step {self.newest_step}" if self.newest_step >= 0 else "no checkpoint yet"
+        message = f"attempt {self._attempt.number}: starting {ranks} ranks {where}, {newest}"
         return [Note("launched", message, fields), Launch(self._attempt.number, ranks, placed)]
 
     def _too_few(self, when: str) -> Verdict:
@@ -310,14 +311,14 @@ class Core:
         pause_seconds = self._pause_seconds(self._patience.restarts)
         self.phase, self._until = SupervisorPhase.PAUSING, now + pause_seconds
         fields = {"pause_seconds": round(pause_seconds, 3)}
-        return [Note("relaunching", f"starting again in {pause_seconds:.1f} s", fields)]
+        return [Note("relaunching", f"the job is restarted in {pause_seconds:.1f} s", fields)]
 
     def _stop(self, reason: str, now: float) -> list[Action]:
         again, self._stopping = bool(self._stopping), reason
         if self.phase is SupervisorPhase.RUNNING:
             return self._end(reason, now)
         if self.phase is SupervisorPhase.ENDING:
-            # Asked twice: somebody is in a hurry.
+            # A second signal: end without waiting for the ranks.
             return self._ask(now) if again and not self._asked else []
         if self.phase in {SupervisorPhase.JUDGING, SupervisorPhase.OVER}:
             return []

@@ -1,4 +1,4 @@
-"""The flusher of a supervised run: kept, with its ring, while the supervisor lives; waited for in the end."""
+"""The flusher of a supervised run: kept with its ring while the supervisor lives, and waited for at the end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _STATE_FIELD, _STARTED_FIELD = 0, 19  # of /proc/PID/stat, counted from behind t
 
 
 class KeptFlusher:
-    """The stagers start it; this side knows its process by what it has written down.
+    """The flusher, which a stager started and whose process id is in its pid file.
 
     Args:
-        directory: The run's runtime directory.
+        directory: Runtime directory of the run.
 
     Raises:
-        ConfigError: The directory is not safely ours.
+        ConfigError: The directory belongs to another user, or others may write to it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -31,14 +31,14 @@ class KeptFlusher:
         self._pid, self._started = 0, ""
 
     def let_go(self) -> None:
-        """It ends when it has done all."""
-        # Before: the file with its number goes some time before the process does.
+        """Let the flusher end when it has written everything."""
+        # Read the id first: the pid file goes some time before the process does.
         self._pid = self._written_pid()
         self._started = _started(self._pid)
         self._keeper.close()
 
     def ends_within(self, seconds: float) -> bool:
-        """After `let_go`: wait so long at most; whether its process is gone."""
+        """After `let_go`: wait for the end of the process, at most this long. Returns whether it has ended."""
         deadline = time.monotonic() + seconds
         while self._started and _started(self._pid) == self._started:
             if time.monotonic() >= deadline:
@@ -48,7 +48,7 @@ class KeptFlusher:
 
     @property
     def left_ring(self) -> bool:
-        """A ring is there, with what the store has not taken."""
+        """Whether there is a ring with checkpoints that are not in the store."""
         return (self._directory / "journal").exists()
 
     def _written_pid(self) -> int:
@@ -59,7 +59,7 @@ class KeptFlusher:
 
 
 def _started(pid: int) -> str:
-    """When this process began, as the kernel has it; empty if it has ended."""
+    """Start time of a process, which tells apart two processes with the same id; empty if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[_STATE_FIELD] in "ZX" else fields[_STARTED_FIELD]
@@ -71,10 +71,10 @@ _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 
 
 class Segments:
-    """Of one supervisor, named after its process.
+    """The folder for the shared-memory segments of one supervisor's MPI jobs, named by its process id.
 
     Args:
-        ring: The run's runtime directory; the folder lies beside it.
+        ring: Runtime directory of the run; the folder is made beside it.
     """
 
     def __init__(self, ring: Path) -> None:
@@ -82,12 +82,12 @@ class Segments:
         self._folder = ring.with_name(f"{self._stem}{os.getpid()}")
 
     def make(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Make the folder, and say so in the environment of a job; what supervisors that are gone have left is removed.
+        """Make the folder, and name it in the environment of a job. Folders of supervisors that are gone are removed.
 
-        An environment that has a place for these files already is left as it is.
+        An environment that names such a folder already is not changed.
 
         Raises:
-            ConfigError: The folder is not safely ours.
+            ConfigError: The folder belongs to another user, or others may write to it.
         """
         if _VARIABLE in environment:
             return dict(environment)
@@ -99,7 +99,6 @@ class Segments:
         return {**environment, _VARIABLE: str(self._folder)}
 
     def remove(self) -> None:
-        """Take the folder away, if it was made. The job has ended."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -109,5 +108,5 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # somebody else's
+        pass  # a process of another user
     return True

@@ -1,9 +1,9 @@
-"""Which hosts a job may run on, now: nobody needs to tell, a file, Slurm, or a cloud (operator_side/cluster/fleet.py).
+"""The hosts that a job may use now: this machine, those of a file, of Slurm, or of a cloud (cluster/fleet.py).
 
-    Fleet.look() ─► hosts that are there, each with its slots ─► place(hosts, wanted) ─► who takes how many ranks
+    Fleet.look() ─► reachable hosts, each with its slots ─► place(hosts, wanted) ─► number of ranks on each host
 
-A host that vanished says nothing to mpirun, so it is looked for from outside: by asking the cloud, or by trying to
-start `true` there, which is what mpirun has to do as well.
+mpirun does not notice a host that has vanished. So the fleet looks for it: it asks the cloud, or tries to start `true`
+on the host, as mpirun would have to.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SLURM_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class Host(NamedTuple):
-    """A host, and how many ranks it may take.
+    """A host for training ranks.
 
     Attributes:
-        name: As mpirun is to be told.
-        slots: At most so many ranks.
-        noticed: The cloud has said that it will be taken away.
+        name: Its name for mpirun.
+        slots: Largest number of ranks on it.
+        noticed: Whether the cloud has announced that the host will be taken away.
     """
 
     name: str
@@ -44,21 +44,21 @@ class Host(NamedTuple):
 
 
 class Fleet(Protocol):
-    """Where hosts come from. `look` may take seconds and is called from a thread of its own."""
+    """A source of hosts. `look` may take seconds and is called in a thread of its own."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the source, for messages."""
 
     def look(self) -> tuple[Host, ...] | None:
-        """The hosts that are there now; None: this machine alone, and as many ranks as are wanted.
+        """The hosts that can be used now; None: this machine alone, with as many ranks as are wanted.
 
         Raises:
-            HoldfastError: It cannot be told now; what was known before is still believed.
+            HoldfastError: The source cannot tell now; the hosts of the last look still count.
         """
 
     def replace(self, wanted: int) -> None:
-        """Ask for hosts for so many ranks more, if this fleet can. Same thread as `look`."""
+        """Ask the source for hosts for this many more ranks, if it can. Called in the thread of `look`."""
 
 
 class Here:
@@ -67,19 +67,18 @@ class Here:
     name = "this machine"
 
     def look(self) -> tuple[Host, ...] | None:
-        """None: no hosts to choose from."""
         return None
 
     def replace(self, wanted: int) -> None:
-        """Nobody to ask."""
+        """This machine cannot be replaced."""
 
 
 class HostFile:
-    """The hosts of a file as mpirun reads it, `name slots=8` on each line. It is read anew before each attempt.
+    """The hosts of an mpirun hostfile, `name slots=8` on each line. The file is read again at each look.
 
     Args:
-        path: The file. Whoever replaces a host writes it there.
-        agent: What starts a command on another host, as ssh does: `AGENT HOST COMMAND`.
+        path: The file. Whoever replaces a host changes it there.
+        agent: Command that starts another command on a host, as ssh does: `AGENT HOST COMMAND`.
     """
 
     def __init__(self, path: Path, *, agent: Sequence[str] | None = None) -> None:
@@ -89,15 +88,15 @@ class HostFile:
         self.read()
 
     def read(self) -> tuple[Host, ...]:
-        """What the file says.
+        """The hosts in the file.
 
         Raises:
-            ConfigError: It cannot be read, or a line of it is no host.
+            ConfigError: The file cannot be read, or a line of it is not a host.
         """
         try:
             text = self._path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"hostfile {self._path}: cannot be read: {error}") from error
+            raise ConfigError(f"hostfile {self._path}: the file cannot be read: {error}") from error
         found: dict[str, int] = {}
         for number, line in enumerate(text.splitlines(), 1):
             line = line.partition("#")[0].strip()
@@ -113,14 +112,14 @@ class HostFile:
         return tuple(Host(name, slots) for name, slots in found.items() if slots)
 
     def look(self) -> tuple[Host, ...]:
-        """Those of the file where a command can be started."""
+        """The hosts of the file on which a command can be started."""
         hosts = self.read()
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="probe") as probes:
             there = list(probes.map(lambda host: is_here(host.name) or self._answers(host.name), hosts))
         return tuple(host for host, is_there in zip(hosts, there, strict=True) if is_there)
 
     def replace(self, wanted: int) -> None:
-        """Nobody to ask: a person, or a script, adds a line."""
+        """Whoever keeps the file adds a line to it."""
 
     def _answers(self, host: str) -> bool:
         try:
@@ -141,10 +140,10 @@ class Slurm:
 
     Args:
         environment: SLURM_JOB_ID, SLURM_JOB_NODELIST, and SLURM_NTASKS_PER_NODE or SLURM_TASKS_PER_NODE.
-        scontrol: Runs scontrol with arguments and gives its output.
+        scontrol: Runs scontrol with these arguments and returns its output.
 
     Raises:
-        ConfigError: This is no Slurm job, or it says nothing that can be read.
+        ConfigError: This is not a Slurm job, or its description cannot be read.
     """
 
     name = "the Slurm allocation"
@@ -158,7 +157,7 @@ class Slurm:
         nodes, job = environment.get("SLURM_JOB_NODELIST"), environment.get("SLURM_JOB_ID")
         if not nodes or not job:
             raise ConfigError(
-                "--slurm: SLURM_JOB_ID or SLURM_JOB_NODELIST is not set; start this inside sbatch or salloc"
+                "--slurm: SLURM_JOB_ID or SLURM_JOB_NODELIST is not set; run this command inside sbatch or salloc"
             )
         self._job = job
         names = self._scontrol(["show", "hostnames", nodes]).split()
@@ -168,14 +167,15 @@ class Slurm:
         if len(tasks) == 1:
             tasks *= len(names)
         if not names or len(tasks) != len(names):
-            raise ConfigError(f"--slurm: {len(names)} nodes in {nodes!r}, and tasks for {len(tasks)} of them")
+            raise ConfigError(
+                f"--slurm: expected tasks for each of the {len(names)} nodes in {nodes!r}, got {len(tasks)} numbers; "
+                "check SLURM_NTASKS_PER_NODE and SLURM_TASKS_PER_NODE"
+            )
         self._hosts = tuple(Host(name, count) for name, count in zip(names, tasks, strict=True))
 
     def look(self) -> tuple[Host, ...]:
-        """Those that are still the job's, and that Slurm does not call down, failing or powered off.
-
-        A node that failed is taken out of a job that goes on without it (--no-kill). Repaired, it may be another job's.
-        """
+        """The nodes of the job that Slurm does not call down, failing or powered off."""
+        # With --no-kill a failed node leaves the job; once repaired it may belong to another job.
         ours = _NODES_OF_JOB.search(self._scontrol(["show", "job", self._job, "--oneliner"]))
         if ours is None:
             return ()
@@ -187,12 +187,14 @@ class Slurm:
         )
 
     def replace(self, wanted: int) -> None:
-        """An allocation does not grow; `scontrol requeue` starts the whole batch script again, and with it the run."""
+        """An allocation does not grow; `scontrol requeue` would start the whole batch script again."""
 
 
 def _scontrol(arguments: Sequence[str]) -> str:
     if shutil.which("scontrol") is None:
-        raise ConfigError("--slurm: no `scontrol` on PATH")
+        raise ConfigError(
+            "--slurm: there is no `scontrol` on PATH; run this command on a node of the Slurm cluster"
+        )
     try:
         return subprocess.run(
             ["scontrol", *arguments], capture_output=True, text=True, check=True, timeout=_PROBE_SECONDS_MAX
@@ -216,13 +218,13 @@ def _tasks(text: str) -> list[int]:
     for part in text.split(","):
         match = _SLURM_TASKS.fullmatch(part.strip())
         if match is None:
-            raise ConfigError(f"--slurm: tasks per node: expected such as `2(x3),1`, got {text!r}")
+            raise ConfigError(f"--slurm: expected tasks per node such as `2(x3),1`, got {text!r}")
         found += [int(match[1])] * int(match[2] or 1)
     return found
 
 
 def is_here(name: str) -> bool:
-    """Whether `name` is this machine, as far as it can be told without asking anybody."""
+    """Whether `name` is this machine, as far as this can be told without a look-up."""
     if name in {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}:
         return True
     try:
@@ -232,12 +234,12 @@ def is_here(name: str) -> bool:
 
 
 def place(hosts: Sequence[Host], wanted: int) -> tuple[Host, ...]:
-    """`wanted` ranks, or as many as fit, on hosts in their order; noticed ones only if the others do not do.
+    """Place `wanted` ranks, or as many as fit, on the hosts in their order. Hosts with a notice come last.
 
-    Each host of the answer has as many slots as ranks are to run there.
+    The slots of each returned host are the number of ranks to run on it.
     """
     left, placed = wanted, []
-    for host in sorted(hosts, key=lambda host: host.noticed):  # stable: else in the given order
+    for host in sorted(hosts, key=lambda host: host.noticed):  # a stable sort, which keeps the given order
         taken = min(left, host.slots)
         if taken:
             placed.append(host._replace(slots=taken))

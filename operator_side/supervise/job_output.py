@@ -1,8 +1,8 @@
-"""What the processes of an attempt say: told apart by mpirun's tags, kept in a file each, searched for exceptions.
+"""The output of an attempt: split by mpirun's tags, written to a file for each process, searched for exceptions.
 
-mpirun --output tag ─► [1,3]<stderr>: text ─► attempt-002/rank-3.log     and on to our own stdout or stderr
+mpirun --output tag ─► [1,3]<stderr>: text ─► attempt-002/rank-3.log     and to stdout or stderr of this command
                        [1,3]<stderr>: <01>holdfast {"ended": …} ─► Began, Ended, Restored, Stepped
-                       text of mpirun's own ─► attempt-002/mpirun.log
+                       output of mpirun itself ─► attempt-002/mpirun.log
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::.*)?")
 
 
 class OutputLine(NamedTuple):
-    """One line of a process (`rank` None: of mpirun itself)."""
+    """One line of output of a process; `rank` is None for mpirun itself."""
 
     rank: int | None
     stream: str
@@ -48,7 +48,7 @@ class OutputLine(NamedTuple):
 
 
 def parse_line(text: str) -> OutputLine:
-    """Take mpirun's tag off."""
+    """Split a line into mpirun's tag and the text."""
     match = _TAG.match(text)
     if match is None:
         return OutputLine(None, "stderr", text)
@@ -56,7 +56,7 @@ def parse_line(text: str) -> OutputLine:
 
 
 def parse_report(text: str) -> Report | None:
-    """What a rank, or the process around it, said (holdfast/supervised.py); None if it is no such line."""
+    """Parse a report of a rank or of the process around it (holdfast/supervised.py); None if the line is not one."""
     if not text.startswith(MARK):
         return None
     try:
@@ -76,7 +76,7 @@ def parse_report(text: str) -> Report | None:
 
 
 def exception_of(lines: list[str]) -> str:
-    """The exception that the last traceback in these lines ends with, such as `torch.OutOfMemoryError`; or nothing."""
+    """The exception of the last traceback in these lines, such as `torch.OutOfMemoryError`; empty if there is none."""
     found, inside = "", False
     for line in lines:
         line = _TORCH_PREFIX.sub("", line)
@@ -91,12 +91,12 @@ def exception_of(lines: list[str]) -> str:
 
 
 class Output:
-    """The logs of one attempt.
+    """The log files of one attempt.
 
     Args:
-        directory: Where the files go; made if needed.
-        ranks: Trainers; the process after them is the stager.
-        relay: Called with (stream, text) for each line to be shown as well.
+        directory: Directory for the files; made if needed.
+        ranks: Number of trainers; the process after them is the stager.
+        relay: Called with (stream, text) for each line, to show it.
     """
 
     def __init__(self, directory: Path, ranks: int, relay: Callable[[str, str], None]) -> None:
@@ -108,7 +108,7 @@ class Output:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Report]:
-        """Take what mpirun said; empty: that was all. Gives what was reported."""
+        """Take output of mpirun; empty at its end. Returns the reports in it."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if self._rest and (not data or len(self._rest) > _LINE_BYTES_MAX):
             lines.append(self._rest)
@@ -119,22 +119,19 @@ class Output:
             report = parse_report(line.text) if line.rank is not None else None
             if report is None:
                 self._keep(line)
-            elif report.rank == line.rank:  # nobody speaks for somebody else
+            elif report.rank == line.rank:  # a process may report on itself alone
                 found.append(self._with_exception(report))
         return found
 
     def path(self, rank: int | None) -> Path:
-        """The file of a process."""
         if rank is None:
             return self.directory / "mpirun.log"
         return self.directory / ("stager.log" if rank == self._ranks else f"rank-{rank}.log")
 
     def tail(self, rank: int | None, lines_max: int = 25) -> list[str]:
-        """The last lines of a process."""
         return list(self._tails.get(rank, ()))[-lines_max:]
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -149,7 +146,7 @@ class Output:
             line = OutputLine(None, line.stream, line.text)
         tail = self._tails.setdefault(line.rank, deque(maxlen=_TAIL_LINES))
         if not line.text and not (tail and tail[-1]):
-            return  # our own reports begin with an empty line
+            return  # holdfast's reports begin with an empty line
         tail.append(line.text)
         file = self._files.get(line.rank)
         if file is None:
@@ -162,7 +159,7 @@ _READ_BYTES = 1 << 20
 
 
 class Follower:
-    """Reads what is appended to a file after now, whole lines only. The file may come later."""
+    """Reads whole lines that are appended to a file from now on. The file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._rest = path, b""
@@ -176,7 +173,7 @@ class Follower:
         try:
             with self._path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset = 0  # it was begun anew
+                    self._offset = 0  # the file was truncated or replaced
                 file.seek(self._offset)
                 data = file.read(_READ_BYTES)
         except OSError:
@@ -195,7 +192,7 @@ class Follower:
 
 
 def meaning(said: dict[str, Any]) -> Event | None:
-    """What one line means to a supervisor; None: nothing."""
+    """The event for the core in one line of an event log; None if it does not matter."""
     step, role = said.get("step"), said.get("role")
     if type(step) is int:
         match said.get("event"), role:
@@ -211,5 +208,5 @@ def meaning(said: dict[str, Any]) -> Event | None:
         case "stager_ready", "stager":
             return Joined()
         case "notice", "stager" if type(told) is int and said.get("kind") == "terminate":
-            return Noticed(told)  # a host of which AWS recommends to leave it mostly lives on
+            return Noticed(told)  # after a rebalance recommendation a host mostly lives on
     return None

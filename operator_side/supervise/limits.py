@@ -1,4 +1,4 @@
-"""Settings of a supervised run: how many ranks, how often it is tried again, how long anything is waited for."""
+"""Settings of a supervised run: ranks, restarts, and deadlines."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class Limits:
     """Settings of a supervised run, units in the names.
 
     Attributes:
-        ranks: Trainers that are wanted.
-        ranks_min: It is not started with fewer.
-        crashes_max: So many equal crashes in a row without progress end the run.
-        restarts_max: So many relaunches in a row without progress end the run, whatever the cause.
-        silent_seconds_max: A rank that has been silent for so long, beyond the stager's own deadline, is lost.
-        lost_seconds_max: How long the others go on after a process of the job has died; not at all if it was killed
-            before they had met.
-        stall_seconds_max: No newer staged step for so long ends the attempt; None: not watched.
-        grace_seconds: Time between asking the ranks to end and mpirun to end them.
-        kill_seconds: Time between that and SIGKILL.
-        hosts_seconds_max: How long to wait for enough hosts.
-        look_seconds_max: How long to wait for the fleet's answer before a verdict.
+        ranks: Number of trainers that are wanted.
+        ranks_min: Smallest number of trainers to start with.
+        crashes_max: The run ends after this many equal crashes in a row without progress.
+        restarts_max: The run ends after this many restarts in a row without progress, whatever the cause.
+        silent_seconds_max: Time without a sign of life, beyond the stager's own deadline, after which a rank is lost.
+        lost_seconds_max: Time that the others may go on after a process of the job has died; none if it was killed
+            before all had joined.
+        stall_seconds_max: Time without a newly staged step after which the attempt is ended; None: no limit.
+        grace_seconds: Time from asking the ranks to end until mpirun is asked to end them.
+        kill_seconds: Time from asking mpirun until SIGKILL.
+        hosts_seconds_max: Time to wait for enough hosts.
+        look_seconds_max: Time to wait for the fleet's answer before a verdict.
     """
 
     ranks: int
@@ -40,10 +40,10 @@ class Limits:
 
 
 class Patience:
-    """Counts attempts that brought nothing.
+    """Counts attempts without progress.
 
     Attributes:
-        restarts: Attempts in a row that ended without progress; the first that follows progress is counted as well.
+        restarts: Attempts in a row that ended without progress, and the one before them that made progress.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -52,7 +52,7 @@ class Patience:
         self._mark = ""
 
     def last_word(self, verdict: Verdict, *, progressed: bool) -> Verdict | None:
-        """Count an attempt; the verdict to end with, if the run is not to be started again."""
+        """Count an attempt. Returns the verdict to end the run with, or None if the job is to be restarted."""
         if progressed:
             self.restarts = self._same = 0
         self.restarts += 1
@@ -63,7 +63,7 @@ class Patience:
 
     def _why(self, verdict: Verdict, progressed: bool) -> str:
         if verdict.cause is Cause.CRASHED and verdict.hopeless and not progressed:
-            return "a setting or the state is wrong; starting it again cannot help"
+            return "a setting or the state is wrong, and a restart cannot help"
         if verdict.cause is Cause.CRASHED and self._same >= self._limits.crashes_max:
             return f"the same crash {self._same} times in a row without a newer checkpoint: a bug, not a preemption"
         if self.restarts <= self._limits.restarts_max:

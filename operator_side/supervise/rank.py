@@ -1,12 +1,12 @@
-"""`python -m operator_side.supervise.rank ROLE COMMAND …`: runs one process of the job and says how it began and ended.
+"""`python -m operator_side.supervise.rank ROLE COMMAND …`: runs one process of the job, reports its beginning and end.
 
-    mpirun ── daemon ── this ── COMMAND        a line on stderr, which mpirun carries to the supervisor (report.py)
+    mpirun ── daemon ── this ── COMMAND        a line on stderr, which mpirun passes to the supervisor (job_output)
 
-With ULFM mpirun ends with 0 though a rank was killed, and never says which; without, it says only the first. So each
-process has one of these around it. SIGURG, which mpirun hands on to all processes of the job and which nobody else
-minds, means: the job is to end; a trainer then gets SIGTERM, the stager goes on until the trainers have left.
+With ULFM mpirun ends with 0 although a rank was killed, and never says which; without ULFM it names only the first. So
+each process of the job has this program around it. SIGURG, which mpirun passes on to all processes of the job and which
+has no other effect, asks the job to end: a trainer then gets SIGTERM, the stager goes on until the trainers have left.
 
-Only the standard library: this runs in front of every rank.
+It imports only the standard library, because it runs before every rank.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from collections.abc import Sequence
 from holdfast.supervised import own_rank, say
 from operator_side.supervise.leash import tie
 
-__all__ = ["STAGER", "TRAINER"]
-
 TRAINER, STAGER = "trainer", "stager"
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell has them
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes] | int:
-    """The process, or the exit code that a shell would give because there is none."""
+    """The process; or, if it cannot be started, the exit code that a shell would give."""
     try:
         # Safe: this process has one thread, and the function only makes one system call.
         return subprocess.Popen(command, preexec_fn=tie)  # noqa: PLW1509
@@ -35,12 +33,14 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes] | int:
         code = _NOT_FOUND
     except OSError:
         code = _NOT_EXECUTABLE
-    sys.stderr.write(f"holdfast run: {command[0]}: cannot be started here\n")
+    sys.stderr.write(
+        f"holdfast run: {command[0]}: this command cannot be started on {os.uname().nodename}; check its path\n"
+    )
     return code
 
 
 def main() -> None:
-    """Run the command; end as it did."""
+    """Run the command, and end with its status."""
     role, command = sys.argv[1], sys.argv[2:]
     rank = own_rank()
     tie()
@@ -55,7 +55,7 @@ def main() -> None:
             started.terminate()
 
     signal.signal(signal.SIGURG, end)
-    # mpirun gives these to the whole process group, so the command has them already.
+    # mpirun sends these to the whole process group, so the command gets them as well.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     say("began", rank=rank, host=os.uname().nodename, pid=started.pid)

@@ -1,6 +1,6 @@
-"""What is known of the attempt that runs: who began, who ended how, who is silent, which hosts are gone.
+"""What is known of the running attempt: which processes began, ended or are silent, and which hosts are gone.
 
-A host is held as gone when it was missing in two looks, one after the other: one ssh that failed ends no attempt.
+A host counts as gone when two looks in a row missed it: a single failed ssh ends no attempt.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from operator_side.supervise.verdict import Death, Evidence
 
 @dataclass(slots=True)
 class RunRecord:
-    """See the module.
+    """The running attempt.
 
     Attributes:
-        number: Of the attempt.
-        ranks: Its trainers; the stager's rank is this number.
-        hosts: Those it was placed on; None: all of it is here.
-        begun_at: When it was launched.
+        number: Number of the attempt.
+        ranks: Number of trainers; the stager has this number as its rank.
+        hosts: Hosts of the attempt; None: everything runs on this machine.
+        begun_at: When the attempt was launched.
         began: Host of each process that has begun, by rank.
-        met: Ranks and stager have met.
-        restored: Ranks that have their state back.
-        stepped: Ranks that have taken their first step.
-        deaths: Of processes that said how they ended.
+        met: Whether all ranks and the stager have joined.
+        restored: Ranks that have restored their state.
+        stepped: Ranks that have done their first step.
+        deaths: Processes that reported how they ended.
         silent_since: Ranks that the stager does not hear, and since when.
-        noticed: Hosts that had a notice.
-        missed: Hosts that were missing in the last look.
-        gone: Hosts that were missing in two looks, one after the other.
-        given_up: Why the supervisor ends it; empty while it does not.
+        noticed: Hosts with a preemption notice.
+        missed: Hosts that the last look missed.
+        gone: Hosts that two looks in a row missed.
+        given_up: Why the supervisor ends the attempt; empty while it does not.
         first_death_at: When the first process was lost, or the stager ended.
-        progressed: It has staged a newer step than there ever was. `progress_at`: when, the last time.
-        mpirun_status: How mpirun ended.
+        progressed: Whether the attempt has staged a step newer than any before.
+        progress_at: When it last did.
+        mpirun_status: Exit status of mpirun.
     """
 
     number: int
@@ -56,18 +57,17 @@ class RunRecord:
     mpirun_status: int = 0
 
     def name(self, rank: int) -> str:
-        """For messages."""
         return "the stager" if rank == self.ranks else f"rank {rank}"
 
     def is_last(self, reached: set[int], rank: int) -> bool:
-        """Note that a trainer has come so far; whether it was the last that was still to come."""
+        """Add a trainer to `reached`. Returns whether it was the last one."""
         if rank in reached or not 0 <= rank < self.ranks:
             return False
         reached.add(rank)
         return len(reached) == self.ranks
 
     def looked(self, hosts: tuple[Host, ...] | None) -> bool:
-        """Note what the fleet has; whether a host of ours was missed that was there before."""
+        """Note a look at the fleet. Returns whether it missed a host of this attempt that is not known to be gone."""
         if hosts is None or self.hosts is None:
             return False
         ours = {host.name for host in self.hosts}
@@ -78,32 +78,30 @@ class RunRecord:
         return not missed <= self.gone
 
     def waits_for_the_lost(self) -> bool:
-        """Whether mpirun, told to end, only waits for hosts that do not answer.
-
-        It hands on nothing more from any other host; the stager is here, and the last to be heard of.
-        """
+        """Whether mpirun, which was asked to end, only waits for hosts that do not answer."""
+        # The stager ends last, and is here. After its end mpirun passes on nothing more from the hosts that are left.
         ended = {death.rank for death in self.deaths}
         lost = {rank for rank, host in self.began.items() if rank in self.silent_since or host in self.gone}
         return self.ranks in ended and not lost <= ended
 
     def reason_to_end(self, limits: Limits, now: float) -> str:
-        """Why it cannot go on; empty if it can."""
-        # Who was killed before all had met leaves the others waiting for it in MPI, with nothing to end well.
+        """Why the attempt cannot go on; empty if it can."""
+        # If a rank was killed before all had joined, the others wait for it in MPI for ever, and have nothing to save.
         hopeless = not self.met and any(death.from_outside for death in self.deaths)
         patience = 0.0 if hopeless else limits.lost_seconds_max
         if self.first_death_at is not None and now >= self.first_death_at + patience:
             rank = next(d.rank for d in self.deaths if d.status or d.rank == self.ranks)
-            return f"{self.name(rank)} has ended: the others cannot go on without it, and were ended"
+            return f"{self.name(rank)} has ended, and the other processes cannot go on without it; they are ended"
         for rank, since in self.silent_since.items():
             if now >= since + limits.silent_seconds_max:
-                return f"rank {rank} on {self.began.get(rank, 'a host')} is silent: stopped, cut off, or gone"
+                where = self.began.get(rank, "a host")
+                return f"rank {rank} on {where} gives no sign of life: it is stopped, cut off, or gone"
         last = max(self.begun_at, self.progress_at)
         if limits.stall_seconds_max is not None and now >= last + limits.stall_seconds_max:
-            return f"stalled: no newer step was staged for {limits.stall_seconds_max:g} s"
+            return f"training has stalled: no newer step was staged for {limits.stall_seconds_max:g} s"
         return ""
 
     def evidence(self, *, stopping: bool) -> Evidence:
-        """For the verdict."""
         return Evidence(
             self.ranks,
             self.mpirun_status,

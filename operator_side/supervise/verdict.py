@@ -1,17 +1,16 @@
-"""Why an attempt ended: told from evidence, so that a preemption is answered with a relaunch and a bug with a message.
+"""Why an attempt ended, by the evidence: a preemption leads to a restart, a bug to a message.
 
     evidence                                                verdict
     every trainer ended with 0                              done
     a host of the attempt is gone, or had a notice          preempted
-    a process was killed by a signal from outside           killed       (a preemption without a word, no memory)
-    the stager, or mpirun itself, is gone                   killed
-    silent or no step for too long, and ended by us         lost
+    a process was killed by a signal from outside           killed       (an unannounced preemption, out of memory)
+    the stager, or mpirun itself, was killed                killed
+    silent, or no step for too long, and ended by us        lost
     a process ended with a code or a fault of its own       crashed      exit code, exception, tail of its log
     no process ever began                                   unlaunched
 
-The order matters. Where one rank is killed, the others end with exceptions about their broken connections; and a host
-that vanished says nothing at all, while the ranks that are left crash. So what comes from outside wins over what a
-process says of itself.
+The order matters. When one rank is killed, the others end with exceptions about broken connections; and a host that
+vanished reports nothing, while the ranks of the other hosts crash. So causes from outside come before crashes.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ INTERRUPTED = 130
 
 
 class Cause(StrEnum):
-    """What ended an attempt."""
-
     DONE = "done"
     STOPPED = "stopped"
     PREEMPTED = "preempted"
@@ -43,13 +40,13 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How one process of the job ended, in the order in which it was heard.
+    """How one process of the job ended.
 
     Attributes:
         rank: Its rank in the whole job; the stager's is the number of trainers.
-        status: Exit code, or the signal's number below zero.
-        exception: The exception that its log ends with, such as `ValueError`; empty if none.
-        by_us: It was said after this supervisor had begun to end the attempt.
+        status: Exit code, or minus the number of the signal.
+        exception: The exception at the end of its log, such as `ValueError`; empty if there is none.
+        by_us: Whether the supervisor had already begun to end the attempt.
     """
 
     rank: int
@@ -59,12 +56,12 @@ class Death:
 
     @property
     def from_outside(self) -> bool:
-        """Killed by a signal that a program does not bring on itself."""
+        """Whether a signal killed it that a program does not cause by itself."""
         return self.status < 0 and -self.status not in _OWN_FAULTS and not self.by_us
 
     @property
     def own_fault(self) -> bool:
-        """Ended badly, by what it did itself."""
+        """Whether it failed by itself."""
         return (self.status > 0 or (self.status < 0 and -self.status in _OWN_FAULTS)) and not self.by_us
 
 
@@ -73,14 +70,14 @@ class Evidence:
     """All that is known when mpirun has ended.
 
     Attributes:
-        ranks: How many trainers there were.
-        mpirun_status: Its exit code, or the signal's number below zero.
+        ranks: Number of trainers.
+        mpirun_status: Exit code of mpirun, or minus the number of the signal.
         began: Host of each process that began, by rank.
-        deaths: Of the processes that said how they ended.
-        gone: Hosts of this attempt that are no longer there.
-        noticed: Hosts of this attempt that had a notice.
-        given_up: Why this supervisor ended the attempt; empty if it did not.
-        stopping: It was told to stop.
+        deaths: Processes that reported how they ended, in this order.
+        gone: Hosts of this attempt that are gone.
+        noticed: Hosts of this attempt with a preemption notice.
+        given_up: Why the supervisor ended the attempt; empty if it did not.
+        stopping: Whether the supervisor was told to stop.
     """
 
     ranks: int
@@ -95,16 +92,16 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why, for people; and what tells whether the same has happened again.
+    """Why an attempt ended.
 
     Attributes:
-        cause: What ended the attempt.
-        message: One sentence.
-        mark: Equal for two attempts that ended the same way.
+        cause: What ended it.
+        message: The reason in one sentence, for people.
+        mark: Equal for two attempts that ended in the same way.
         rank: The process whose log says more, or None.
-        exit_code: What the command ends with if this was the last attempt.
+        exit_code: Exit code of the command if this was the last attempt.
         exception: The exception of that process; empty if none is known.
-        hopeless: Trying the same again cannot help: a person must change a setting first.
+        hopeless: Whether a restart cannot help before a person has changed something.
     """
 
     cause: Cause
@@ -117,17 +114,19 @@ class Verdict:
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The verdict. Pure."""
     ended = {death.rank: death for death in evidence.deaths}
     if all(rank in ended and ended[rank].status == 0 for rank in range(evidence.ranks)):
-        return Verdict(Cause.DONE, "every rank has ended well", "done", exit_code=0)
+        return Verdict(Cause.DONE, "every rank has ended with exit code 0", "done", exit_code=0)
     if evidence.stopping:
         return Verdict(
-            Cause.STOPPED, "ended because this supervisor was told to stop", "stopped", exit_code=INTERRUPTED
+            Cause.STOPPED,
+            "the job was ended because this command was told to end",
+            "stopped",
+            exit_code=INTERRUPTED,
         )
     for reason, hosts in (
         ("is gone", evidence.gone),
-        ("had a notice that it will be taken", evidence.noticed),
+        ("had a notice that it will be taken away", evidence.noticed),
     ):
         if hosts:
             names = ", ".join(sorted(hosts))
@@ -151,7 +150,7 @@ def _given_up(evidence: Evidence) -> Verdict | None:
     if not evidence.given_up:
         return None
     crash = _crashed(evidence)
-    if crash is not None:  # it had ended badly before we made an end of the rest
+    if crash is not None:  # it had crashed before the supervisor ended the other processes
         return crash
     return Verdict(Cause.LOST, evidence.given_up, f"lost {evidence.given_up.split(':')[0]}", None, 9)
 
@@ -183,11 +182,11 @@ def _crashed(evidence: Evidence) -> Verdict | None:
 
 def _silent_end(evidence: Evidence) -> Verdict:
     if not evidence.began:
-        how = f"mpirun ended with {evidence.mpirun_status} before any process had begun"
+        how = f"mpirun ended with status {evidence.mpirun_status} before any process had begun"
         return Verdict(Cause.UNLAUNCHED, how, "unlaunched", None, 9)
     unheard = sorted(set(range(evidence.ranks)) - {death.rank for death in evidence.deaths})
     who = ", ".join(_who(rank, evidence) for rank in unheard) or "a rank"
-    how = f"mpirun ended with {evidence.mpirun_status}, and nothing was heard of the end of {who}"
+    how = f"mpirun ended with status {evidence.mpirun_status}, and the end of {who} was not reported"
     return Verdict(Cause.LOST, how, "lost unheard", None, 9)
 
 

@@ -184,7 +184,7 @@ def test_silence_ends_it_unless_it_is_over_in_time() -> None:
     story.tell(RankSilence(1)).tell(ClockTick(), seconds=30)
     assert story.of(Terminate)
     story.end(status=-9)
-    assert "rank 1 on h1 is silent" in story.of(Note)[-2].message
+    assert "rank 1 on h1 gives no sign of life" in story.of(Note)[-2].message
 
 
 def test_what_we_end_ourselves_was_not_killed_from_outside() -> None:

@@ -1,0 +1,127 @@
+"""The processes of the job: one attempt at a time, its output, and the folder for MPI's shared memory.
+
+launch ─► mpirun ── output ─► a log file for each process, reports for the core ─► swept when it has ended
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.supervised import ATTEMPT_VARIABLE
+from operator_side.supervise.attempt import Attempt
+from operator_side.supervise.flusher import Segments
+from operator_side.supervise.job_output import Output, Report
+from operator_side.supervise.supervisor_messages import Launch
+from operator_side.supervise.verdict import Verdict
+
+_log = logging.getLogger("holdfast.run")
+
+
+class RunFiles(NamedTuple):
+    """Where a supervised run keeps its files, all on this machine, which is not taken away.
+
+    Attributes:
+        ring: Runtime directory of the run, which the supervisor keeps for the next attempt.
+        logs: `status.jsonl`, with a line for each decision, and a folder for each attempt.
+        events: The event log that stager and flusher write.
+    """
+
+    ring: Path
+    logs: Path
+    events: Path
+
+
+class JobProcesses:
+    """Starts an attempt, hears it, ends it. Main thread: the kernel ties processes to the thread that starts them.
+
+    Args:
+        command: Makes the mpirun line of an attempt.
+        environment: For mpirun.
+        files: Where the log files go, and where the ring is.
+        relay: Called with (stream, text) for each line of the job.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[Launch], Sequence[str]],
+        environment: Mapping[str, str],
+        files: RunFiles,
+        relay: Callable[[str, str], None],
+    ) -> None:
+        self._command, self._environment = command, environment
+        self._logs, self._relay = files.logs, relay
+        self._segments = Segments(files.ring)
+        self._attempt: Attempt | None = None
+        self._output: Output | None = None  # kept after the attempt, for its last words
+
+    def launch(self, launch: Launch) -> None:
+        directory = self._logs / f"attempt-{launch.attempt:03d}"
+        self._output = Output(directory, launch.ranks, self._relay)
+        environment = {**self._environment, ATTEMPT_VARIABLE: str(launch.attempt)}
+        if launch.hosts is None:
+            environment = self._segments.make(environment)
+        self._attempt = Attempt(self._command(launch), environment)
+
+    def wait(self, seconds: float) -> None:
+        """Until there is output, or until this time has passed."""
+        if self._attempt is None:
+            time.sleep(seconds)
+            return
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._attempt.output, selectors.EVENT_READ)
+            if selector.select(seconds) and self._attempt.poll() is not None:
+                time.sleep(0)  # the pipe of an mpirun that has ended is always readable
+
+    def hear(self) -> tuple[list[Report], int | None]:
+        """What the processes have reported, and the exit status of mpirun if it has just ended."""
+        attempt, output = self._attempt, self._output
+        if attempt is None or output is None:
+            return [], None
+        status = attempt.poll()  # before the last read, so that its last words are read
+        reports = _read(attempt, output)
+        if status is None:
+            return reports, None
+        left = attempt.sweep()
+        if left:
+            _log.error("processes %s of the job were killed and have not ended; look at them with ps", left)
+        reports += [*_read(attempt, output), *output.feed(b"")]
+        attempt.close()
+        output.close()
+        self._segments.remove()
+        self._attempt = None
+        return reports, status
+
+    def terminate(self, *, gently: bool) -> None:
+        """Ask the trainers to end, or else mpirun."""
+        if self._attempt is not None:
+            self._attempt.ask() if gently else self._attempt.terminate()
+
+    def kill(self) -> None:
+        if self._attempt is not None:
+            self._attempt.kill()
+
+    def close(self) -> None:
+        """Kill what still runs, and remove the folder for shared memory."""
+        if self._attempt is not None:
+            self._attempt.kill()
+            self._attempt.sweep()
+            self._attempt.close()
+        self._segments.remove()
+
+    def last_words(self, verdict: Verdict) -> list[str]:
+        """The end of the log that says most about this verdict, and the path of the whole log."""
+        if self._output is None:
+            return []
+        return [*self._output.tail(verdict.rank), f"[the whole log: {self._output.path(verdict.rank)}]"]
+
+
+def _read(attempt: Attempt, output: Output) -> list[Report]:
+    reports: list[Report] = []
+    while data := attempt.read():
+        reports += output.feed(data)
+    return reports
