@@ -1,8 +1,8 @@
-"""The few EC2 calls that a cluster needs, behind an interface, so that refusals can be tested without an account.
+"""The EC2 calls that a cluster needs, behind an interface, so that refusals can be tested without an account.
 
-Every call that makes something carries a ClientToken, so that the same call again gives the same machines. Refusals for
-want of room are answers here (`FleetAnswer.codes`), because there is something else to ask for; all else is an error
-that says what to mend.
+Every call that makes something carries a ClientToken, so that repeating it gives the same machines. A refusal for lack
+of capacity is an answer (`FleetAnswer.codes`), because something else can be asked for; any other refusal is an error
+that says what to fix.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Node:
     """A machine of the cluster.
 
     Attributes:
-        state: EC2's word: `pending`, `running`, `shutting-down`, `terminated`, …
+        state: State in EC2: `pending`, `running`, `shutting-down`, `terminated`, …
         address: Private address; empty while there is none.
-        is_spot: Not on demand.
-        reason: EC2's state reason, such as `Server.SpotInstanceTermination`.
+        is_spot: Whether it is a spot instance; otherwise it is on demand.
+        reason: State reason in EC2, such as `Server.SpotInstanceTermination`.
     """
 
     id: str
@@ -45,13 +45,13 @@ class Node:
 
     @property
     def is_live(self) -> bool:
-        """It runs or is about to: it costs money and may be used."""
+        """Whether it runs or starts: it costs money, and may be used."""
         return self.state in {"pending", "running"}
 
 
 @dataclass(frozen=True, slots=True)
 class FleetAnswer:
-    """What came of a request: machines, or the codes of why not."""
+    """The answer to a request: machines, or the error codes of the refusal."""
 
     ids: tuple[str, ...] = ()
     codes: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class FleetAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Newest spot price of a type in a zone, US dollars per hour."""
+    """The newest spot price of an instance type in a zone, in US dollars per hour."""
 
     type: str
     zone: str
@@ -68,24 +68,24 @@ class Price:
 
 
 class Cloud(Protocol):
-    """What `raising` needs of EC2."""
+    """The part of EC2 that `raising` needs."""
 
     def nodes(self, marks: Mapping[str, str]) -> tuple[Node, ...]:
-        """Every machine with all these tags, terminated ones included as long as EC2 still shows them."""
+        """Every machine with all these tags, including terminated ones that EC2 still lists."""
 
     def check_templates(self) -> None:
-        """Raises ConfigError if a launch template, its version, or its image is not there."""
+        """Raise ConfigError if a launch template, its version, or its image does not exist."""
 
     def create_trainers(
         self, order: Order, tags: Mapping[str, str], token: str, price_max: float | None
     ) -> FleetAnswer:
-        """All machines of the order, or none."""
+        """Start all machines of the order, or none."""
 
     def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
-        """One machine on demand."""
+        """Start one on-demand machine."""
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """End these; those that are gone already are no error."""
+        """End these machines. Machines that no longer exist are not an error."""
 
     def leftovers(self, marks: Mapping[str, str]) -> tuple[str, ...]:
         """Ids of volumes, network interfaces and open spot requests with these tags."""
@@ -95,10 +95,10 @@ class Cloud(Protocol):
 
 
 class Ec2:
-    """The real one.
+    """EC2 itself.
 
     Args:
-        file: Where, and which launch templates.
+        file: Region and launch templates.
         client: A boto3 EC2 client; None makes one from the environment.
     """
 
@@ -107,13 +107,11 @@ class Ec2:
         self._client = client if client is not None else _client(file.region)
 
     def nodes(self, marks: Mapping[str, str]) -> tuple[Node, ...]:
-        """See `Cloud`."""
         filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in marks.items()]
         pages = self._pages("describe_instances", "Reservations", Filters=filters)
         return tuple(_node(instance) for group in pages for instance in group["Instances"])
 
     def check_templates(self) -> None:
-        """See `Cloud`."""
         for name, template in (
             ("trainer", self._file.trainer_launch_template),
             ("stager", self._file.stager_launch_template),
@@ -130,19 +128,18 @@ class Ec2:
                 else {}
             )
             image = data.get("ImageId", "")
-            if image.startswith("ami-"):  # resolve:ssm:… is looked up by EC2 itself
+            if image.startswith("ami-"):  # EC2 itself resolves resolve:ssm:…
                 images = self._call("describe_images", f"image {image} of {template.id}", ImageIds=[image])
                 if not images["Images"]:
                     raise ConfigError(
                         f"image {image} of the {name}'s launch template {template.id}: not found in "
                         f"{self._file.region}; "
-                        "`terraform apply` with an image that is there"
+                        "run `terraform apply` with an image that exists there"
                     )
 
     def create_trainers(
         self, order: Order, tags: Mapping[str, str], token: str, price_max: float | None
     ) -> FleetAnswer:
-        """See `Cloud`."""
         spot = order.nodes - order.on_demand
         same = {"SingleInstanceType": True, "SingleAvailabilityZone": True}
         template = _template(self._file.trainer_launch_template)
@@ -190,7 +187,6 @@ class Ec2:
         return FleetAnswer(ids)
 
     def create_stager(self, subnet: str, tags: Mapping[str, str], token: str) -> FleetAnswer:
-        """See `Cloud`."""
         said = self._refusable(
             "run_instances",
             "the stager",
@@ -206,7 +202,6 @@ class Ec2:
         return FleetAnswer(tuple(instance["InstanceId"] for instance in said["Instances"]))
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """See `Cloud`."""
         if not ids:
             return
         try:
@@ -216,7 +211,6 @@ class Ec2:
                 raise
 
     def leftovers(self, marks: Mapping[str, str]) -> tuple[str, ...]:
-        """See `Cloud`."""
         filters = [{"Name": f"tag:{name}", "Values": [value]} for name, value in marks.items()]
         volumes = self._pages("describe_volumes", "Volumes", Filters=filters)
         interfaces = self._pages("describe_network_interfaces", "NetworkInterfaces", Filters=filters)
@@ -228,14 +222,13 @@ class Ec2:
         )
 
     def spot_prices(self, types: Sequence[str]) -> tuple[Price, ...]:
-        """See `Cloud`."""
         found: dict[tuple[str, str], tuple[datetime, float]] = {}
         history = self._pages(
             "describe_spot_price_history",
             "SpotPriceHistory",
             InstanceTypes=list(types),
             ProductDescriptions=["Linux/UNIX"],
-            StartTime=datetime.now(UTC),  # gives for each type and zone the price that holds now
+            StartTime=datetime.now(UTC),  # gives the current price for each type and zone
         )
         for item in history:
             key = (item["InstanceType"], item["AvailabilityZone"])
@@ -256,7 +249,7 @@ class Ec2:
             token = {"NextToken": said["NextToken"]}
 
     def _refusable(self, operation: str, what: str, **arguments: Any) -> Any:
-        """The answer; or an `FleetAnswer` with the code, where something else may be asked for."""
+        """The answer of EC2; or a `FleetAnswer` with the code of a refusal for lack of capacity."""
         try:
             return self._call(operation, what, **arguments)
         except (ConfigError, PeerLost) as error:
@@ -282,7 +275,9 @@ class Ec2:
                 f"({error})"
             ) from error
         except (exceptions.EndpointConnectionError, exceptions.ConnectTimeoutError) as error:
-            raise PeerLost(f"EC2 in {region} cannot be reached: {error}; is the region right?") from error
+            raise PeerLost(
+                f"EC2 in {region} cannot be reached: {error}; check the region and the network"
+            ) from error
         except exceptions.ClientError as error:
             raise _explained(error, what, region) from error
         except exceptions.BotoCoreError as error:
@@ -300,23 +295,27 @@ def _explained(error: Any, what: str, region: str) -> ConfigError | PeerLost:
         "ExpiredToken",
         "RequestExpired",
     }:
-        return ConfigError(f"{where}; the credentials are wrong or too old, or this machine's clock is")
+        return ConfigError(f"{where}; the credentials are wrong or expired, or this machine's clock is wrong")
     if code in {"UnauthorizedOperation", "AccessDenied", "AccessDeniedException"}:
-        return ConfigError(f"{where}; the operator's role of infra/modules has the rights that this needs")
+        return ConfigError(
+            f"{where}; use the operator's role of infra/modules, which has the needed permissions"
+        )
     if code == "OptInRequired":
-        return ConfigError(f"{where}; the account does not use this region: is it the right one?")
+        return ConfigError(
+            f"{where}; this region is not enabled for the account; enable it, or use another region"
+        )
     if "LaunchTemplate" in code or code.startswith(
         ("InvalidAMIID", "InvalidSubnetID", "InvalidGroup", "InvalidPlacementGroup")
     ):
-        return ConfigError(f"{where}; `terraform apply`, then `terraform output -json` again")
+        return ConfigError(f"{where}; run `terraform apply`, then `terraform output -json` again")
     if code == "IdempotentParameterMismatch":
-        return ConfigError(f"{where}; `holdfast cluster down`, then up again")
+        return ConfigError(f"{where}; run `holdfast cluster down`, then `holdfast cluster up` again")
     if (
         error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400) >= 500
         or "LimitExceeded" in code
         or "Throttl" in code
     ):
-        return PeerLost(f"{where}; run the same line again later: it goes on where this one stopped")
+        return PeerLost(f"{where}; run the same command again later: it continues from here")
     return ConfigError(where)
 
 
@@ -326,7 +325,7 @@ def _client(region: str) -> Any:
     from botocore.exceptions import BotoCoreError
 
     try:
-        # ClientTokens make a call that is repeated harmless, so boto3 may retry.
+        # boto3 may retry, since a ClientToken makes the repetition of a call harmless.
         settings = Config(retries={"mode": "standard", "total_max_attempts": 6}, user_agent_extra="holdfast")
         session: Any = boto3.session.Session()
         return session.client("ec2", region_name=region, config=settings)

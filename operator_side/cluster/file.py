@@ -14,7 +14,7 @@ _Text = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Template(BaseModel):
-    """A launch template, and which version of it."""
+    """A version of a launch template."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", coerce_numbers_to_str=True)
 
@@ -23,15 +23,15 @@ class Template(BaseModel):
 
 
 class ClusterFile(BaseModel):
-    """Where a cluster is to stand, and what marks its machines.
+    """The place of a cluster, its launch templates, and the tags of its machines.
 
     Attributes:
-        region, availability_zone, subnet_id: Where the launch templates are meant for.
-        security_group_ids, placement_group: Already in the launch templates; for people.
-        trainer_launch_template, stager_launch_template: What to start.
-        bucket, run_prefix, store_url: Where the run's checkpoints go.
-        project, run_id: Every machine of the run carries both as tags.
-        tags: More tags.
+        region, availability_zone, subnet_id: Place for which the launch templates were made.
+        security_group_ids, placement_group: Part of the launch templates; here for people.
+        trainer_launch_template, stager_launch_template: Templates of the machines to start.
+        bucket, run_prefix, store_url: Store of the run's checkpoints.
+        project, run_id: Tags of every machine of the run.
+        tags: Further tags.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -55,23 +55,25 @@ class ClusterFile(BaseModel):
         """Read `terraform output -json`, or the plain values.
 
         Raises:
-            ConfigError: It cannot be read, or a value is missing or not what it should be; each is named.
+            ConfigError: The file cannot be read, or values in it are missing or wrong; the message names each.
         """
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{path}: cannot be read: {error}; make it with `terraform output -json > {path.name}`"
+                f"{path}: this file cannot be read: {error}; make it with `terraform output -json > {path.name}`"
             ) from error
         if not isinstance(document, dict):
-            raise ConfigError(f"{path}: expected the object that `terraform output -json` prints")
+            raise ConfigError(
+                f"{path}: expected the object that `terraform output -json` prints, got a {type(document).__name__}"
+            )
         try:
             return cls.model_validate({name: _value(value) for name, value in document.items()})
         except ValidationError as error:
             lines = [
                 f"{path}: {'.'.join(map(str, detail['loc']))}: expected {detail['msg']}, got {detail['input']!r}"
                 if detail["type"] != "missing"
-                else f"{path}: {'.'.join(map(str, detail['loc']))}: missing; is this the output of infra/examples?"
+                else f"{path}: {'.'.join(map(str, detail['loc']))}: missing; use the output of infra/examples"
                 for detail in error.errors(include_url=False)
             ]
             raise ConfigError("\n".join(lines)) from None

@@ -1,4 +1,4 @@
-"""The trainers of a cluster as hosts of `holdfast run`: who is there is what EC2 says, not what a connection does."""
+"""The trainers of a cluster as hosts of `holdfast run`: EC2 tells which ones run, no connection is tried."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _log = logging.getLogger("holdfast.cluster")
 
 
 class Ec2Fleet:
-    """Hosts are running trainers; lost ones are asked for anew in the same zone.
+    """The running trainers as hosts. Lost trainers are replaced in the same zone.
 
     Args:
-        file: What Terraform made. `cluster`, `cloud`: see raising.py.
-        slots: Ranks on each.
-        wish: What `up` was asked for, to replace lost ones; None: they are not replaced.
+        file: The outputs of Terraform.
+        cluster: Asks EC2 for replacements.
+        cloud: EC2.
+        slots: Number of ranks on each trainer.
+        wish: What `up` was asked for, to replace lost trainers; None: they are not replaced.
+        budget: Limit of the price of all machines.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Ec2Fleet:
         self.name = f"EC2 in {file.region}"
 
     def look(self) -> tuple[Host, ...]:
-        """Running trainers, the oldest first. One that is shutting down is gone."""
+        """The running trainers, the oldest first. A trainer that is shutting down counts as gone."""
         nodes = [
             n
             for n in self._cloud.nodes(self._file.marks)
@@ -49,20 +52,20 @@ class Ec2Fleet:
         return tuple(Host(n.address, self._slots) for n in sorted(nodes, key=lambda n: (n.launched, n.id)))
 
     def replace(self, wanted: int) -> None:
-        """Ask for what is missing. That there is no capacity, or no budget, is said, and asked for again later."""
+        """Ask for the missing trainers. Without capacity or budget this logs a warning; a later call tries again."""
         if self._wish is None or wanted <= 0:
             return
         try:
             made = self._cluster.replace(self._wish, self._budget)
         except (BusyError, ConfigError) as error:
-            _log.warning("lost trainers are not replaced yet: %s", error)
+            _log.warning("lost trainers are not replaced yet, and holdfast will try again: %s", error)
             return
         if made:
-            _log.warning("asked for %d trainers in place of lost ones: %s", len(made), ", ".join(made))
+            _log.warning("started %d trainers in place of lost ones: %s", len(made), ", ".join(made))
 
 
 def state_path(file: ClusterFile) -> Path:
-    """Where `up` writes its generation down."""
+    """The file in which `up` records its generation."""
     import platformdirs
 
     name = "".join(c if c.isalnum() or c in "._-" else "_" for c in f"{file.project}-{file.run_id}")
@@ -70,7 +73,7 @@ def state_path(file: ClusterFile) -> Path:
 
 
 def settings_path(file: ClusterFile) -> Path:
-    """Where `up` writes down what it was asked for, so that `holdfast run --cluster` can replace what is lost."""
+    """The file in which `up` records its arguments, so that `holdfast run --cluster` can replace lost trainers."""
     return state_path(file).with_suffix(".wish.json")
 
 
@@ -78,7 +81,7 @@ def fleet_of(path: Path) -> Ec2Fleet:
     """The fleet of `holdfast run --cluster FILE`.
 
     Raises:
-        ConfigError: The file is not what Terraform puts out.
+        ConfigError: The file is not an output of Terraform.
     """
     file = ClusterFile.load(path)
     cloud = Ec2(file)
@@ -98,7 +101,7 @@ def fleet_of(path: Path) -> Ec2Fleet:
         )
     except FileNotFoundError:
         _log.warning(
-            "no `holdfast cluster up` was run from here: one rank a node, and lost nodes are not replaced"
+            "`holdfast cluster up` was not run here: one rank runs on each node, and lost nodes are not replaced"
         )
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(

@@ -4,10 +4,10 @@
     spot quota:                                                      one node fewer ─► one node on demand ─► give up
     vCPU quota:                                                      one node fewer, none on demand ─► give up
     price:         other instance types ─► the next subnet ──────────────────────────────────────────────► give up
-    all else:      a person must mend it
+    all else:      a person must fix it
 
-Nodes are given up one by one, because each is a tenth of the training or less; and on-demand nodes come last, because
-they cost several times as much. Every way down the ladder ends.
+The number of nodes falls one by one, since each is a small part of the training. On-demand nodes come last, since they
+cost several times as much. Every path down the ladder ends.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ TRANSIENT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class FleetWish:
-    """What is wanted, and what would do.
+    """The wanted cluster, and what to accept instead.
 
     Attributes:
         types: Instance types to choose from.
-        more_types: Those that would do as well.
-        subnets: Subnets, the best first; each is one zone.
-        nodes: Training nodes.
-        nodes_min: At least so many.
-        on_demand_max: At most so many of them on demand.
+        subnets: Subnets, the best first; each is in one zone.
+        nodes: Number of training nodes.
+        nodes_min: Smallest number of training nodes to accept.
+        more_types: Further instance types to accept.
+        on_demand_max: Largest number of on-demand nodes to accept.
     """
 
     types: tuple[str, ...]
@@ -76,14 +76,13 @@ class Order:
 
 
 def first_order(wish: FleetWish) -> Order:
-    """The best that could be had."""
     return Order(wish.types, wish.subnets[0], wish.nodes)
 
 
 def next_order(wish: FleetWish, order: Order, codes: Collection[str]) -> Order | None:
-    """What to ask for after `order` was refused with these error codes; None: give up.
+    """The next request after `order` was refused with these error codes; None: give up.
 
-    Of several codes the one that leaves least room decides: a quota is the same whatever type is asked for.
+    The most restrictive of several codes decides: a quota holds for every type and place.
     """
     known = set(codes)
     if known - CAPACITY - SPOT_QUOTA - VCPU_QUOTA - PRICE:

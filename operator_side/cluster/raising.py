@@ -1,12 +1,12 @@
-"""Raise a cluster, say how it stands, take it down: each step found out from the tags of what is there.
+"""Start, show and end a cluster. Each step finds the machines of the run by their tags.
 
-    up      in use? ─► templates there? ─► price ─► trainers (all or none) ─► stager, in their zone ─► running
-    status  nodes by role, what they cost, what was taken
+    up      in use? ─► templates exist? ─► price ─► trainers (all or none) ─► stager, in their zone ─► running
+    status  nodes by role, what they cost, which were taken away
     down    terminate by tag ─► wait ─► look for anything with the tags
 
-`up` may be killed at any instruction and run again. Before the first call that costs money it writes its generation
-down, from which every ClientToken comes: the same call again gives the same machines. And before each call it looks by
-tag for what an earlier one made, because tokens are forgotten after a while and tags are not.
+`up` may be killed at any point and run again. Before the first call that costs money it records its generation, from
+which every ClientToken comes, so that repeating a call gives the same machines. EC2 forgets tokens after a while, but
+not tags; so before each call `up` also looks by tag for machines that an earlier call made.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _TOKEN_CHARACTERS = 48  # EC2 takes 64
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What the cluster may cost.
+    """What the cluster may cost, in US dollars per hour.
 
     Attributes:
-        per_hour: US dollars per hour, stager included; None: no limit.
-        stager_per_hour: The stager's price; EC2 does not tell it.
-        on_demand_per_hour: That of a trainer on demand.
+        per_hour: Largest price of all machines, including the stager; None: no limit.
+        stager_per_hour: Price of the stager, which EC2 does not tell.
+        on_demand_per_hour: Price of one on-demand trainer; None: not known.
     """
 
     per_hour: float | None = None
@@ -50,11 +50,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What stands after `up`.
+    """The cluster after `up`.
 
     Attributes:
-        generation: Of these machines.
-        made: Ids of those that this call made; the others were there.
+        generation: Generation of these machines.
+        made: Ids of the machines that this call made; the others existed before.
     """
 
     generation: str
@@ -65,11 +65,11 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a cluster stands.
+    """The cluster at this moment.
 
     Attributes:
-        per_hour: US dollars per hour at the newest spot prices; None where a price is not known.
-        taken: Nodes that EC2 took back.
+        taken: Nodes that EC2 took away.
+        per_hour: Price in US dollars per hour at the newest spot prices; None if a price is not known.
     """
 
     trainers: tuple[Node, ...]
@@ -79,13 +79,14 @@ class Standing:
 
 
 class Cluster:
-    """One run's machines.
+    """The machines of one run.
 
     Args:
-        file: What Terraform made.
+        file: The outputs of Terraform.
         cloud: EC2.
-        state: File for the generation that is being raised.
-        clock: Unix seconds. `sleep`: waits.
+        state: File that records the generation of an unfinished `up`.
+        clock: Unix seconds.
+        sleep: Waits for some seconds.
     """
 
     def __init__(
@@ -103,11 +104,11 @@ class Cluster:
     # -- up --------------------------------------------------------------------------------------------------------
 
     def up(self, wish: FleetWish, budget: Budget, *, seconds_max: float = 600.0) -> Raised:
-        """Raise what is missing; nothing if all is there.
+        """Start the missing machines.
 
         Raises:
-            ConfigError: Something a person must mend: credentials, templates, budget, quota.
-            BusyError: No capacity, whatever was asked for; no machine is left running because of it.
+            ConfigError: A person must fix something: credentials, templates, budget, quota.
+            BusyError: EC2 has no capacity for any request; no trainer of this call is left running.
             FencedError: Another cluster writes to this run's prefix.
             PeerLost: EC2 does not answer, or machines do not start.
         """
@@ -127,8 +128,8 @@ class Cluster:
             )
             if not answer.ids:
                 raise BusyError(
-                    f"no stager: {', '.join(answer.codes)}: {answer.message}; the {len(trainers)} trainers run, and "
-                    "cost: run the same line again, or `holdfast cluster down`"
+                    f"the stager was not started: {', '.join(answer.codes)}: {answer.message}; the {len(trainers)} "
+                    "trainers run and cost money: run the same command again, or `holdfast cluster down`"
                 )
             made += answer.ids
         wanted = [*made, *(node.id for node in trainers)]
@@ -138,7 +139,7 @@ class Cluster:
         return Raised(generation, trainers, self._live(STAGE)[0], tuple(made))
 
     def replace(self, wish: FleetWish, budget: Budget) -> tuple[str, ...]:
-        """Ask for trainers that are missing, in the zone of those that are there. Gives the ids of the new ones."""
+        """Start the missing trainers in the zone of the running ones. Returns the ids of the new trainers."""
         live = self._live(TRAIN)
         if len(live) >= wish.nodes:
             return ()
@@ -165,22 +166,21 @@ class Cluster:
             answer = self._cloud.create_trainers(order, self._tags(TRAIN, generation), token, price_max)
             if len(answer.ids) >= order.nodes:
                 return list(answer.ids)
-            if answer.ids:  # not what all or nothing means; nothing is kept that nobody asked for
+            if answer.ids:  # EC2 broke all-or-nothing: end the part that it started
                 self._cloud.terminate(answer.ids)
             codes = ", ".join(answer.codes)
             refused.append(
-                f"{order.nodes} nodes, {order.on_demand} on demand, of {'|'.join(order.types)}, {order.subnet}: {codes}"
+                f"{order.nodes} nodes ({order.on_demand} on demand) of {'|'.join(order.types)}, {order.subnet}: {codes}"
             )
-            _log.warning("%s %s", refused[-1], answer.message)
+            _log.warning("EC2 refused %s: %s", refused[-1], answer.message)
             order = next_order(missing, order, answer.codes)
         raise BusyError(
-            "no capacity for this cluster, and nothing was started:\n  "
+            "there is no capacity for this cluster, and nothing was started:\n  "
             + "\n  ".join(refused)
-            + "\nname more --types, another --subnet, a lower --nodes-min, an --on-demand-max, raise the quota, or wait"
+            + "\ngive --more-types, another --subnet, a lower --nodes-min or a higher --on-demand-max; or wait"
         )
 
     def _refuse_foreign(self) -> None:
-        """Nobody else may write where this run's checkpoints go."""
         others = [
             node
             for node in self._cloud.nodes({"Store": self._file.store_url})
@@ -191,14 +191,14 @@ class Cluster:
                 f"{n.id} of run {n.tags.get('RunId')} ({n.tags.get('Project')})" for n in others[:5]
             )
             raise FencedError(
-                f"{self._file.store_url} is in use by another cluster: {names}; take it down, or use another prefix"
+                f"{self._file.store_url} is in use by another cluster: {names}; end that cluster, or use another prefix"
             )
 
     def _price_max(self, order: Order, budget: Budget, live: Sequence[Node]) -> float | None:
-        """What the spot nodes of this order may cost an hour; None: no limit.
+        """Largest price of the spot nodes of this order, per hour; None: no limit.
 
         Raises:
-            ConfigError: The cheapest type costs more, or a price that matters is not known.
+            ConfigError: The cheapest type costs more, or a price is not known.
         """
         if budget.per_hour is None:
             return None
@@ -206,7 +206,7 @@ class Cluster:
         if order.on_demand:
             if budget.on_demand_per_hour is None:
                 raise ConfigError(
-                    "--budget-per-hour with --on-demand-max needs --on-demand-price: EC2 does not tell it"
+                    "--budget-per-hour and --on-demand-max need --on-demand-price, since EC2 does not tell this price"
                 )
             left -= order.on_demand * budget.on_demand_per_hour
         spot = order.nodes - order.on_demand
@@ -215,19 +215,22 @@ class Cluster:
             prices = [p.per_hour for p in self._cloud.spot_prices(order.types) if zone in {None, p.zone}]
             if not prices:
                 raise ConfigError(
-                    f"no spot price for {', '.join(order.types)} in {zone or self._file.region}: wrong --types?"
+                    f"EC2 has no spot price for {', '.join(order.types)} in {zone or self._file.region}; check --types"
                 )
             if spot * min(prices) > left + _CENT:
                 raise ConfigError(
                     f"{spot} spot nodes cost at least {spot * min(prices):.2f} USD per hour now, and {left:.2f} of the "
-                    f"budget of {budget.per_hour:.2f} is left; fewer --nodes, other --types, or a higher budget"
+                    f"budget of {budget.per_hour:.2f} is left; give fewer --nodes, other --types, or a higher budget"
                 )
         elif left < 0:
-            raise ConfigError(f"the on-demand nodes alone cost {-left:.2f} USD per hour more than the budget")
+            raise ConfigError(
+                f"the on-demand nodes alone cost {-left:.2f} USD per hour more than the budget; "
+                "raise --budget-per-hour, or lower --on-demand-max"
+            )
         return max(left, 0.0)
 
     def _await(self, role: str, ids: Sequence[str], seconds_max: float) -> tuple[Node, ...]:
-        """Until these run. What was made is not seen at once by those who look for it."""
+        """Wait until these machines run. EC2 does not list a new machine at once."""
         deadline = self._clock() + seconds_max
         while True:
             nodes = {node.id: node for node in self._cloud.nodes(self._file.marks) if node.role == role}
@@ -235,20 +238,20 @@ class Cluster:
             if ended:
                 raise PeerLost(
                     f"{', '.join(f'{i} ({nodes[i].reason or nodes[i].state})' for i in ended)} ended while starting; "
-                    "run the same line again"
+                    "run the same command again"
                 )
             if all(i in nodes and nodes[i].state == "running" for i in ids):
                 return tuple(node for node in nodes.values() if node.is_live)
             if self._clock() > deadline:
                 raise PeerLost(
-                    f"{', '.join(ids)}: not running after {seconds_max:g} s; run the same line again, or down"
+                    f"{', '.join(ids)}: not running after {seconds_max:g} s; run the same command again, or "
+                    "`holdfast cluster down`"
                 )
             self._sleep(_POLL_SECONDS)
 
     # -- status ----------------------------------------------------------------------------------------------------
 
     def standing(self, budget: Budget) -> Standing:
-        """How it stands now."""
         nodes = self._cloud.nodes(self._file.marks)
         live = [node for node in nodes if node.is_live]
         trainers = tuple(n for n in live if n.role == TRAIN)
@@ -273,23 +276,25 @@ class Cluster:
         }
         unknown = {(n.type, n.zone) for n in spot} - prices.keys()
         if unknown:
-            raise ConfigError(f"no spot price is known for {sorted(unknown)}")
+            raise ConfigError(
+                f"EC2 has no spot price for {sorted(unknown)}, so the price of the cluster is not known"
+            )
         return sum(prices[n.type, n.zone] for n in spot)
 
     # -- down ------------------------------------------------------------------------------------------------------
 
     def down(self, *, seconds_max: float = 600.0) -> tuple[str, ...]:
-        """Terminate every machine with the run's tags, whatever state it is in. Gives the ids of what was ended.
+        """Terminate every machine with the run's tags, whatever its state. Returns the ids of the machines.
 
         Raises:
-            PeerLost: Something with the tags is left after `seconds_max`; it is named.
+            PeerLost: Something with the tags is left after `seconds_max`; the message names it.
         """
         deadline = self._clock() + seconds_max
         ended: dict[str, None] = {}
         while True:
             left = [n.id for n in self._cloud.nodes(self._file.marks) if n.state != "terminated"]
             fresh = [i for i in left if i not in ended]
-            if fresh:  # also those that an `up` elsewhere makes meanwhile
+            if fresh:  # new ones may come from an `up` that runs elsewhere
                 self._cloud.terminate(fresh)
                 ended.update(dict.fromkeys(fresh))
             rest = (*left, *self._cloud.leftovers(self._file.marks)) if not left else tuple(left)
@@ -298,9 +303,9 @@ class Cluster:
                 return tuple(ended)
             if self._clock() > deadline:
                 raise PeerLost(
-                    f"still there with Project={self._file.project}, RunId={self._file.run_id}: {', '.join(rest)}; "
-                    "run "
-                    "the same line again, or look at them in the EC2 console"
+                    f"after {seconds_max:g} s there is still something with Project={self._file.project}, "
+                    f"RunId={self._file.run_id}: {', '.join(rest)}; run the same command again, or look at it in the "
+                    "EC2 console"
                 )
             self._sleep(_POLL_SECONDS)
 
@@ -311,11 +316,11 @@ class Cluster:
         return tuple(sorted(nodes, key=lambda node: (node.launched, node.id)))
 
     def _seen(self, role: str, generation: str) -> int:
-        """How many there ever were: after a loss the next call is another one, after an interruption the same."""
+        """How many machines this generation has had: the token changes after a loss, but not after an interruption."""
         return sum(n.role == role and n.generation == generation for n in self._cloud.nodes(self._file.marks))
 
     def _generation(self) -> str:
-        """That of the live machines, that of an interrupted `up`, or a new one, written down before it is used."""
+        """The generation of the live machines, of an interrupted `up`, or a new one, recorded before it is used."""
         live = [n.generation for n in self._cloud.nodes(self._file.marks) if n.is_live and n.generation]
         if live:
             return max(live)

@@ -130,8 +130,8 @@ def test_strange_codes_in_an_answer_are_no_lack_of_capacity(stub: Any) -> None:
     ("raised", "error", "words"),
     [
         (NoCredentialsError(), ConfigError, "no AWS credentials"),
-        (EndpointConnectionError(endpoint_url="https://ec2.xx-nowhere-1"), PeerLost, "is the region right"),
-        (ClientError({"Error": {"Code": "ExpiredToken"}}, "x"), ConfigError, "too old"),
+        (EndpointConnectionError(endpoint_url="https://ec2.xx-nowhere-1"), PeerLost, "check the region"),
+        (ClientError({"Error": {"Code": "ExpiredToken"}}, "x"), ConfigError, "wrong or expired"),
     ],
 )
 def test_what_comes_before_any_answer(raised: Exception, error: type[Exception], words: str) -> None:

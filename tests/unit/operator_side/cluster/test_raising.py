@@ -228,7 +228,7 @@ def test_down_names_what_is_left(tmp_path: Path, what: str) -> None:
     made.up(WISH, FREE)
     cloud.stubborn = what == "instance"
     cloud.rest = ("vol-77",) if what == "volume" else ()
-    with pytest.raises(PeerLost, match="still there with Project") as said:
+    with pytest.raises(PeerLost, match="still something with Project") as said:
         made.down(seconds_max=30)
     assert ("vol-77" if what == "volume" else "i-00000000") in str(said.value)
 
