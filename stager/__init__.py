@@ -7,7 +7,7 @@ command    `holdfast stager`                 service   the loop, from the first 
 trainer_desk   what is heard of the ranks    flusher_desk   what is heard of the flusher, and the next one taken
 actions    events to the session, and what it says carried out
 trainers   who is there, and last heard      payloads  on their way into slots    fetches   out of them, for a restore
-notices    a machine's end, as all ranks' step         paces    the interval, likewise
+notices    preemption notices    interval_agreement    the interval: both, one step of all ranks
 refusal    a start that fails is told to every trainer
 flusher_process, flusher_line, replay    finds or starts the flusher; holds the line to it; tells the next one all
 inheritance, segments    what earlier jobs have left: in the ring, and of Open MPI in shared memory

@@ -1,4 +1,4 @@
-"""What the stager does about notices: between the ranks' messages and the emergency's decisions.
+"""Preemption notices at the stager: ranks' messages in, the decisions of holdfast/notices/decider.py carried out.
 
 NOTICE, AT, OFFER, DECLINE ─┐                ┌─► SAVE_AT to every rank
 staged, declined, failed ───┼─► Emergency ───┼─► one clear log line
@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.config import StagerConfig
-from holdfast.notices.decider import Call, Emergency
-from holdfast.notices.emergency_wire import hear
-from holdfast.notices.messages import carry_out
+from holdfast.notices.decider import Emergency
+from holdfast.notices.messages import Effect, carry_out
 from holdfast.notices.worth import InFlight
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Frame, Kind
@@ -57,15 +56,15 @@ class Notices:
         Raises:
             ProtocolError: The message does not hold what it should.
         """
-        machine = self._trainers.on_machine_of(rank)
-        self._do(hear(self._emergency, rank, self._trainers.name(rank), frame, self._clock(), machine))
+        name, machine = self._trainers.name(rank), self._trainers.on_machine_of(rank)
+        self._do(self._emergency.hear(rank, name, frame, self._clock(), machine))
 
     def offered(self, step: int) -> None:
         """A rank has offered or declined this step."""
         self._emergency.offered(step)
 
     def staged(self, step: int, nbytes: int, seconds: float) -> None:
-        """A checkpoint is staged, so long after its first offer."""
+        """A checkpoint was staged, `seconds` after its first offer."""
         self._do(self._emergency.staged(step, nbytes, seconds, self._clock()))
 
     def ended(self, step: int, reason: str) -> None:
@@ -80,6 +79,6 @@ class Notices:
         """Look at the deadlines."""
         self._do(self._emergency.tick(self._clock()))
 
-    def _do(self, calls: Sequence[Call]) -> None:
+    def _do(self, effects: Sequence[Effect]) -> None:
         tell_all = self._trainers.send_all
-        carry_out(calls, Kind.SAVE_AT, tell_all, self._events, attempt=self._attempt(), log=_log)
+        carry_out(effects, Kind.SAVE_AT, tell_all, self._events, attempt=self._attempt(), log=_log)

@@ -2,7 +2,7 @@
 
     HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
     OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE ─► Round
-    NOTICE, AT ─► Notices      WISH, HERE ─► Paces      FETCH ─► Fetches         BEAT: it was heard
+    NOTICE, AT ─► Notices      WISH, HERE ─► IntervalDesk      FETCH ─► Fetches         BEAT: it was heard
     BYE, dead, broke the protocol ─► it has left: everybody here hears of it
 
 After one wrong message of a rank the next cannot be trusted: it is told why, and is heard no more.
@@ -27,7 +27,7 @@ from stager.actions import Actions
 from stager.fetches import Fetches
 from stager.flusher_line import FlusherLine
 from stager.inheritance import Inheritance
-from stager.interval import Paces
+from stager.interval_agreement import IntervalDesk
 from stager.notices import Notices
 from stager.payloads import Payloads
 from stager.session.session_messages import (
@@ -84,7 +84,7 @@ class TrainerDesk:
         self._payloads, self._notices, self._actions = payloads, notices, actions
         self._events, self._clock = events, clock
         self._round = Round(port.ranks, config.offer_seconds_max)
-        self._paces = Paces(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)
+        self._interval = IntervalDesk(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)
         self._fetches = Fetches(port, line)
         self._inheritance = Inheritance(config.start_seconds_max / 2, clock=clock)  # the ranks wait, too
         self._unwelcomed: set[int] = set()
@@ -109,7 +109,7 @@ class TrainerDesk:
     def tick(self, now: float) -> None:
         """Look at the deadlines, and at who is silent."""
         self._notices.tick()
-        self._paces.tick()
+        self._interval.tick()
         self._answer(self._round.overdue(now))
         self._greet()
         self._beat()
@@ -148,7 +148,7 @@ class TrainerDesk:
             if frame.kind in {Kind.NOTICE, Kind.AT}:
                 self._notices.hear(rank, frame)
             elif frame.kind in {Kind.WISH, Kind.HERE}:
-                self._paces.hear(rank, frame)
+                self._interval.hear(rank, frame)
             elif frame.kind is Kind.FETCH:
                 self._fetches.hear(rank, frame)
             elif frame.kind is not Kind.BEAT:  # it was heard, which is all that says
@@ -233,7 +233,7 @@ class TrainerDesk:
             )
             self._events.emit("rank_silent", {"silent_rank": rank, "name": name, "seconds": seconds})
             self._actions.take(RankSilent(rank, name, seconds))
-            self._paces.silent(f"{name} has been silent")
+            self._interval.silent(f"{name} has been silent")
 
     def _broke_protocol(self, rank: int, error: ProtocolError) -> None:
         """Tell the rank why, and hear no more of it: after one wrong message the next cannot be trusted."""
@@ -252,7 +252,7 @@ class TrainerDesk:
             _log.error("%s; what it had not sent is given up, the rest goes on", reason)
             self._events.emit("rank_lost", {"lost_rank": rank, "reason": reason})
         self._notices.left(rank, reason)  # first: what the session gives up for it is then not tried again
-        self._paces.left(reason, lost=loud)
+        self._interval.left(reason, lost=loud)
         self._actions.take(RankLost(rank, reason))
         self._answer(self._round.lost(reason))
 

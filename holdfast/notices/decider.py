@@ -1,90 +1,51 @@
-"""How all ranks come to save one step after a notice, without a collective: the stager proposes, every rank answers.
+"""How all ranks come to save one step after a notice: what is proposed, why, and what it comes to.
 
-    NOTICE ─► PROPOSING ── every rank is before the step ──► APPOINTED ── staged ─────────► over: said
-                ▲  └─ a rank has passed it: a later one ─┐       │
-                └────────────────────────────────────────┘       └─ declined, failed: planned anew, a later step
-    a rank does not answer, is lost, or too many tries ─► over: said, and no rank waits for anything
+    NOTICE ─► agreeing (step_agreement.py) ── every rank has promised the step ──► APPOINTED ── staged ──► over: said
+                ▲                                                                     │
+                └────────────── declined or failed: planned anew, a later step ───────┘
+    no agreement, or a rank is lost ─► over: said, and no rank waits for anything
 
-Events in, actions out; no clock, no MPI. Rules:
-1. A rank promises a step by answering that it has not passed it; it then waits at that step for the stager's word, and
-   so either all ranks act at the step or none. That matters: a first save agrees on a layout, and waits for all.
-2. A proposal is answered by the rank's link, not by its training: it takes milliseconds, and `answer_seconds_max` is
-   for processes that are stopped.
-3. The first proposal is step 0, which only ranks that have not begun can promise: it asks where everybody is.
-4. A second notice joins the first while that one is open; the earlier deadline and the graver kind hold. For some
-   seconds after, the step that was staged is that of the second one, too: machines that are taken at the same time
-   hear of it at different looks of their watches.
+Events in, effects out; no clock, no MPI. The decider is the stager, or in a job without one rank 0.
+- All ranks must act at the step or none: a first save agrees on a layout, and waits for all ranks.
+- A second notice joins the first while the first is open; the earlier deadline and the graver kind hold. For some
+  seconds after, the step that was staged is that of the second one, too: machines that are taken at the same time
+  hear of it at different looks of their watches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
+from holdfast.notices.messages import Effect, EventLine, StepAnswer
 from holdfast.notices.notice import Notice, NoticeKind, Terms
-from holdfast.notices.sparing import Spares
+from holdfast.notices.sparing import Ability, Spares
+from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
 from holdfast.notices.worth import Choice, Decision, InFlight, Measures, Outlook, decide
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
 
 _TRIES_MAX = 12  # the margin doubles, so the last ones are thousands of steps ahead
 _SAVES_MAX = 6
-_MARGIN_SECONDS = 0.1  # ranks and stager look at their messages every few milliseconds when nothing goes on
-_MARGIN_STEPS_MAX = 100_000
+# Ranks and stager look at their messages every few milliseconds when nothing goes on.
+_MARGIN = Margin(seconds=0.1, steps_min=1, steps_max=100_000, steps_unmeasured=1)
 _JOIN_SECONDS = 10.0  # two looks of a watch
 _NO_DEADLINE_SECONDS_MAX = 600.0  # for the ranks to come to the step
 
 
-class Word(Enum):
-    """What SAVE_AT says about its step; the value travels in `flags`."""
-
-    PROPOSED = 0
-    APPOINTED = 1
-    CALLED_OFF = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Appoint:
-    """Send SAVE_AT to every rank. `body`: see docs/wire.md."""
-
-    word: Word
-    step: int
-    number: int
-    body: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """Log it, and write the event. `loud`: something was not saved."""
-
-    event: str
-    text: str
-    fields: Mapping[str, Any]
-    loud: bool = False
-
-
-Call = Appoint | Said
-
-
-class _Phase(Enum):
-    IDLE = "idle"
-    PROPOSING = "proposing"
-    APPOINTED = "appointed"
-
-
 class Emergency:
-    """See the module. Every method takes `now`, seconds of a clock that only goes forward, and gives what to do.
+    """See the module. `now`: seconds of a clock that only goes forward. Every method that takes it gives what to do.
 
     Args:
         ranks: Training ranks.
-        in_flight: What is on its way to the stager, oldest first; asked for at each decision.
+        in_flight: Gives the checkpoints that are on their way to the stager, oldest first; asked at each decision.
         answer_seconds_max: How long a rank's answer is waited for.
         safe: What a checkpoint is once it outlives its ranks, for people.
         rebalance_seconds: For how long the interval is shorter after a rebalance. `rebalance_factor`: how much.
 
     Attributes:
-        spares: Told by whoever hears notices and answers; without that nobody is spared.
+        measures: How long checkpoints took. `spares`: which ranks may be spared.
     """
 
     def __init__(
@@ -97,39 +58,55 @@ class Emergency:
         rebalance_seconds: float = 1800.0,
         rebalance_factor: int = 4,
     ) -> None:
-        self._ranks, self._in_flight = ranks, in_flight
-        self._answer_seconds_max, self._safe = answer_seconds_max, safe
+        self._in_flight, self._answer_seconds_max, self._safe = in_flight, answer_seconds_max, safe
         self._rebalance_seconds, self._rebalance_factor = rebalance_seconds, rebalance_factor
         self.measures, self.spares = Measures(), Spares(ranks)
-        self._phase = _Phase.IDLE
+        self._agreement = StepAgreement(
+            ranks, _MARGIN, tries_max=_TRIES_MAX, answer_seconds_max=answer_seconds_max
+        )
         self._notice: Notice | None = None
         self._deadline: float | None = None
         self._name = ""
-        self._number = self._tries = self._saves = self._step = 0
+        self._decision: Decision | None = None
+        self._appointed_at: float | None = None  # None: no checkpoint of an appointed step is waited for
         self._saving: int | None = None  # the step that was really offered
-        self._asked_at = self._appointed_at = 0.0
+        self._saves = 0
         self._again_at: float | None = None  # when ranks that have not answered are asked again
-        self._answers: dict[int, int] = {}
-        self._step_seconds: dict[int, float] = {}
         self._staged_step = -1
         # The last step that was saved for a notice, when it was staged, and of which kind the notice was.
         self._served: tuple[int, float, NoticeKind] | None = None
         self._lost: dict[int, str] = {}
-        self._decision: Decision | None = None
 
     @property
     def open(self) -> bool:
         """Whether a notice is being dealt with."""
-        return self._phase is not _Phase.IDLE
+        return self._agreement.open or self._appointed_at is not None
 
-    # -- what happens --------------------------------------------------------------------------------------------
+    # -- messages of ranks ---------------------------------------------------------------------------------------
+
+    def hear(
+        self, rank: int, name: str, frame: Frame, now: float, machine: Collection[int] = ()
+    ) -> list[Effect]:
+        """A rank's NOTICE or AT. `name`: who the rank is, for people; `machine`: ranks known to run on its machine.
+
+        Raises:
+            ProtocolError: The message does not hold what it should.
+        """
+        if frame.kind is Kind.NOTICE:
+            notice = Notice.from_json(wire.json_body(frame))
+            if notice.kind is NoticeKind.TERMINATE:
+                self.spares.go({rank, *machine} if notice.of_machine else {rank})
+            return self.noticed(rank, notice, notice.seconds_left(), name, now)
+        answer = StepAnswer.from_frame(frame)
+        self.spares.can(rank, Ability.from_json(answer.body))
+        return self.answered(rank, answer, now)
 
     def noticed(
         self, rank: int, notice: Notice, seconds_left: float | None, name: str, now: float
-    ) -> list[Call]:
-        """A rank was told. `name`: who it is, for people."""
+    ) -> list[Effect]:
+        """A rank was told of `notice`. `name`: who the rank is, for people."""
         deadline = None if seconds_left is None else now + seconds_left
-        said = Said(
+        said = EventLine(
             "notice",
             f"{name} was told: {notice.sentence()}",
             {**notice.to_json(), "told_rank": rank, "name": name},
@@ -143,8 +120,7 @@ class Emergency:
                 self._notice, self._name = replace(notice, rank=rank, kind=kind), name
             if earlier:
                 self._deadline = deadline
-                if self._phase is _Phase.PROPOSING:
-                    self._decision = None  # it was made for another deadline
+                self._agreement.decide_anew()  # the decision was made for another deadline
             return [said]
         if self._served is not None:
             step, at, kind = self._served
@@ -152,49 +128,41 @@ class Emergency:
                 text = f"{said.text}; step {step}, {self._safe} {now - at:.1f} s ago, is that of this notice, too"
                 return [replace(said, text=text)]
         self._notice, self._name, self._deadline = replace(notice, rank=rank), name, deadline
-        self._tries = self._saves = 0
-        self._decision = self._again_at = None
+        self._saves, self._again_at = 0, None
         if self._lost:
             return [said, *self._over(f"no checkpoint can be whole: {'; '.join(self._lost.values())}", now)]
-        return [said, self._propose(0, now)]
+        return [said, self._agreement.begin(now)]
 
-    def at(
-        self, rank: int, number: int, next_step: int, step_seconds: float | None, now: float
-    ) -> list[Call]:
-        """A rank has answered proposal `number`: the step after its last one, and how long steps take."""
-        if self._phase is not _Phase.PROPOSING or number != self._number:
-            return []  # it was called off meanwhile
-        self._answers[rank] = next_step
-        if step_seconds is not None:
-            self._step_seconds[rank] = step_seconds
-        if len(self._answers) < self._ranks:
-            return []
-        newest = max(self._answers.values())
-        if newest <= self._step and self._decision is not None:
-            return self._appoint(now)
-        if self._tries >= _TRIES_MAX:
-            return self._over(f"the ranks had passed each of {self._tries} steps that were proposed", now)
-        first = self._decision is None
-        self._decision = decide(self._outlook(newest, now))
-        margin = self._margin(self._decision.wait_seconds, 0 if first else self._tries - 1)
-        return [self._propose(newest + margin, now)]
+    def answered(self, rank: int, answer: StepAnswer, now: float) -> list[Effect]:
+        """A rank has answered a proposal."""
+        agreement = self._agreement
+        match agreement.answered(rank, answer):
+            case Answers.INCOMPLETE:
+                return []
+            case Answers.PROMISED:
+                return self._appoint(now)
+            case Answers.EXHAUSTED:
+                return self._over(agreement.exhausted, now)
+            case Answers.PASSED:
+                self._decision = decide(self._outlook(agreement.foremost, now))
+                return [agreement.propose_later(now, wait_seconds=self._decision.wait_seconds)]
 
     def offered(self, step: int) -> None:
         """A rank has offered or declined `step`: the first one not below the appointed step is what was meant."""
-        if self._phase is _Phase.APPOINTED and self._saving is None and step >= self._step:
+        if self._appointed_at is not None and self._saving is None and step >= self._agreement.step:
             self._saving = step
 
-    def staged(self, step: int, nbytes: int, seconds: float, now: float) -> list[Call]:
-        """A checkpoint is staged, so long after its first offer."""
+    def staged(self, step: int, nbytes: int, seconds: float, now: float) -> list[Effect]:
+        """A checkpoint was staged, `seconds` after its first offer."""
         self.measures.staged(nbytes, seconds)
         self._staged_step = max(self._staged_step, step)
-        if self._phase is not _Phase.APPOINTED or self._saving is None or step < self._saving:
+        if self._appointed_at is None or self._saving is None or step < self._saving:
             return []
         left = self._left(now)
         when = "" if left is None else f", {left:.1f} s before the deadline"
         if left is not None and left < 0:
             when = f", {-left:.1f} s after the deadline"
-        said = Said(
+        said = EventLine(
             "emergency_staged",
             f"the checkpoint of step {step}, saved because {self._name} was told of {self._kind()}, "
             f"is {self._safe}{when}",
@@ -202,144 +170,115 @@ class Emergency:
         )
         assert self._notice is not None
         self._served = (step, now, self._notice.kind)
-        self._phase = _Phase.IDLE
+        self._appointed_at = None
         return [said]
 
-    def ended(self, step: int, reason: str, now: float) -> list[Call]:
+    def ended(self, step: int, reason: str, now: float) -> list[Effect]:
         """A checkpoint was declined or has failed."""
-        if self._phase is not _Phase.APPOINTED or step != self._saving:
+        if self._appointed_at is None or step != self._saving:
             return []
         self._saves += 1
         if self._lost or self._saves >= _SAVES_MAX:
             return self._over(f"step {step} was not saved: {reason}", now)
-        self._decision = None
-        return [self._propose(step, now)]  # nobody can save it any more: it asks where they are
+        self._appointed_at = None
+        return [self._agreement.ask(step, now)]  # no rank can save this step any more
 
-    def rank_left(self, rank: int, reason: str, now: float) -> list[Call]:
+    def rank_left(self, rank: int, reason: str, now: float) -> list[Effect]:
         """A rank is dead, dropped, or has said good-bye."""
         self._lost[rank] = reason
-        if self._phase is not _Phase.PROPOSING and not (
-            self._phase is _Phase.APPOINTED and self._saving is None
-        ):
-            return []  # what is under way may still become staged
+        if not self.open or (self._appointed_at is not None and self._saving is not None):
+            return []  # a checkpoint that is under way may still become staged
         return self._over(f"no checkpoint can be whole: {reason}", now)
 
-    def tick(self, now: float) -> list[Call]:
+    def tick(self, now: float) -> list[Effect]:
         """Time has passed."""
-        if self._phase is _Phase.PROPOSING and now - self._asked_at > self._answer_seconds_max:
-            missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in self._answers)
-            # It may be starting still, or be stopped for a while.
-            self._again_at = now + self._answer_seconds_max
-            return self._over(
-                f"rank {missing} did not answer within {self._answer_seconds_max:g} s; it is stopped or cut off",
-                now,
-            )
-        if self._phase is _Phase.IDLE and self._again_at is not None and now >= self._again_at:
+        overdue, left = self._agreement.overdue(now), self._left(now)
+        if overdue:
+            self._again_at = (
+                now + self._answer_seconds_max
+            )  # that rank may be starting still, or be stopped for a while
+            return self._over(f"{overdue}; it is stopped or cut off", now)
+        if not self.open and self._again_at is not None and now >= self._again_at:
             self._again_at = None
-            left = self._left(now)
-            if left is not None and left > 0 and not self._lost:
-                self._tries, self._decision = 0, None
-                return [self._propose(0, now)]
-        if self._phase is _Phase.APPOINTED:
-            left = self._left(now)
-            waited = now - self._appointed_at
-            if (left is not None and left < -self._answer_seconds_max) or (
-                left is None and waited > _NO_DEADLINE_SECONDS_MAX
-            ):
-                return self._over(
-                    f"step {self._saving if self._saving is not None else self._step} was not {self._safe} by then",
-                    now,
-                )
+            return [self._agreement.begin(now)] if left is not None and left > 0 and not self._lost else []
+        if self._appointed_at is None:
+            return []
+        waited = now - self._appointed_at
+        if waited > _NO_DEADLINE_SECONDS_MAX if left is None else left < -self._answer_seconds_max:
+            step = self._agreement.step if self._saving is None else self._saving
+            return self._over(f"step {step} was not {self._safe} by then", now)
         return []
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _propose(self, step: int, now: float) -> Appoint:
-        self._phase = _Phase.PROPOSING
-        self._number += 1
-        self._tries += 1
-        self._step, self._asked_at = step, now
-        self._answers = {}
-        self._saving = None
-        return Appoint(Word.PROPOSED, step, self._number)
-
-    def _appoint(self, now: float) -> list[Call]:
+    def _appoint(self, now: float) -> list[Effect]:
         assert self._notice is not None
         assert self._decision is not None
         decision, take = self._decision, self._decision.choice is Choice.TAKE
+        step, tries = self._agreement.step, self._agreement.tries
         factor, until_step = 1, 0
         if self._notice.kind is NoticeKind.REBALANCE and self._rebalance_factor > 1:
-            longest = max(self._step_seconds.values(), default=0.0)
-            steps = min(_MARGIN_STEPS_MAX, math.ceil(self._rebalance_seconds / max(longest, 1e-3)))
-            factor, until_step = self._rebalance_factor, self._step + steps
+            longest = self._agreement.slowest_step_seconds or 0.0
+            steps = min(_MARGIN.steps_max, math.ceil(self._rebalance_seconds / max(longest, 1e-3)))
+            factor, until_step = self._rebalance_factor, step + steps
         if take and self._notice.kind is NoticeKind.TERMINATE:
             self._spare(now)
         sparing = self.spares.in_force
         terms = Terms(take, decision.reason, self._notice, factor, until_step, sparing)
-        appoint = Appoint(Word.APPOINTED, self._step, self._number, terms.to_json())
         does = {
-            Choice.TAKE: f"step {self._step} is saved",
+            Choice.TAKE: f"step {step} is saved",
             Choice.FINISH: "no new checkpoint is begun",
             Choice.SKIP: "nothing can be saved",
         }
-        said = Said(
+        said = EventLine(
             "emergency",
             f"because {self._name} was told of {self._kind()}: {does[decision.choice]} ({decision.reason})",
             {
                 "choice": decision.choice.value,
-                "at_step": self._step,
+                "at_step": step,
                 "reason": decision.reason,
                 "seconds_left": self._left(now),
                 "needed_seconds": decision.needed_seconds,
-                "tries": self._tries,
+                "tries": tries,
                 "told": self._name,
                 "spared": list(sparing.ranks),
             },
             loud=decision.choice is Choice.SKIP,
         )
-        self._appointed_at, self._saving = now, None
-        self._phase = _Phase.APPOINTED if take else _Phase.IDLE
-        return [appoint, said]
+        self._appointed_at, self._saving = (now if take else None), None
+        return [self._agreement.appoint(terms.to_json()), said]
 
     def _spare(self, now: float) -> None:
-        """From the step that is saved now on, ranks that go send what they alone have, if there is time to plan it."""
+        """Spare the ranks whose machines go from this step on, if there is time for another layout."""
         wanted = self.spares.wanted
         if wanted == self.spares.in_force:
             return
-        outlook = self._outlook(self._step, now)
+        outlook = self._outlook(self._agreement.step, now)
         if outlook.staged_seconds is not None:
             outlook = replace(outlook, staged_seconds=outlook.staged_seconds * self.spares.growth(wanted))
         if decide(replace(outlook, plan_seconds=self.spares.plan_seconds(wanted))).choice is Choice.TAKE:
             self.spares.in_force = wanted
 
-    def _over(self, why: str, now: float) -> list[Call]:
-        waiting, self._phase = self._phase is _Phase.PROPOSING, _Phase.IDLE
+    def _over(self, why: str, now: float) -> list[Effect]:
+        self._appointed_at = None
         step = f"step {self._staged_step}" if self._staged_step >= 0 else "nothing"
         kept = f"{step} is {self._safe}"
         text = f"no checkpoint was taken after {self._name} was told of {self._kind()}: {why}; {kept}"
         fields = {"reason": why, "seconds_left": self._left(now), "told": self._name}
-        said = Said("emergency_failed", text, fields, loud=True)
-        # What was appointed stays so: some ranks may have saved, and the others must not then leave it out.
-        return [Appoint(Word.CALLED_OFF, self._step, self._number), said] if waiting else [said]
+        said = EventLine("emergency_failed", text, fields, loud=True)
+        # An appointed step stays appointed: some ranks may have saved it, and the others must not then leave it out.
+        return [self._agreement.call_off(), said] if self._agreement.open else [said]
 
     def _outlook(self, next_step: int, now: float) -> Outlook:
         return Outlook(
             seconds_left=self._left(now),
             staged_seconds=self.measures.staged_seconds(),
             in_flight=tuple(self._in_flight()),
-            step_seconds=max(self._step_seconds.values(), default=None),
+            step_seconds=self._agreement.slowest_step_seconds,
             next_step=next_step,
             staged_step=self._staged_step,
             safe=self._safe,
         )
-
-    def _margin(self, wait_seconds: float, doubled: int) -> int:
-        """How many steps ahead all ranks surely are not when they hear of it, and what is in flight has gone."""
-        quickest = min(self._step_seconds.values(), default=0.0)
-        if quickest <= 0:
-            return min(_MARGIN_STEPS_MAX, 1 << doubled)
-        wanted = math.ceil((_MARGIN_SECONDS * (1 << doubled) + wait_seconds) / quickest)
-        return max(1, min(_MARGIN_STEPS_MAX, wanted))
 
     def _left(self, now: float) -> float | None:
         return None if self._deadline is None else self._deadline - now

@@ -1,19 +1,119 @@
-"""What notices and intervals have the one who decides do: tell all ranks, or log it and write the event."""
+"""What travels while ranks agree on a step, and what the deciding process does besides: log lines and events.
+
+    decider ── SAVE_AT or SAVE_EVERY: Announcement ──► every rank
+            ◄────────────── AT or HERE: StepAnswer ──┘
+
+The bytes are described in docs/wire.md. Bodies are input from outside: one with a wrong field is a `ProtocolError`.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
-from holdfast.notices.decider import Appoint, Said
+from holdfast.errors import ProtocolError
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Kind
-from holdfast.wire.pace import Announce
+from holdfast.wire.frames import Frame, Kind
+
+_STEP_SECONDS_MAX = 1e6
+
+
+class StepWord(Enum):
+    """What an announcement says about its step; the value travels in `flags`."""
+
+    PROPOSED = 0
+    APPOINTED = 1
+    CALLED_OFF = 2
+    LOOSE = 3  # only in SAVE_EVERY
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """The decider's message to every rank. `number`: of the proposal; `body`: what is appointed."""
+
+    word: StepWord
+    step: int
+    number: int
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_frame(self, kind: Kind, *, attempt: int) -> bytes:
+        body = wire.to_json(self.body)
+        return wire.encode(
+            kind, attempt=attempt, step=self.step, flags=self.word.value, arg=self.number, body=body
+        )
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> Announcement:
+        """Read a SAVE_AT or a SAVE_EVERY.
+
+        Raises:
+            ProtocolError: The frame does not hold what it should.
+        """
+        last = StepWord.LOOSE if frame.kind is Kind.SAVE_EVERY else StepWord.CALLED_OFF
+        if not 0 <= frame.flags <= last.value:
+            raise ProtocolError(f"{frame.kind.name}: flags {frame.flags}, expected 0 to {last.value}")
+        return cls(StepWord(frame.flags), frame.step, frame.arg, wire.json_body(frame))
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """A rank's answer to a proposal.
+
+    Attributes:
+        number: Of the proposal.
+        next_step: The step after the last one that this rank has reached.
+        step_seconds: How long a step takes; None: not known yet.
+        body: Further fields.
+    """
+
+    number: int
+    next_step: int
+    step_seconds: float | None = None
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_frame(self, kind: Kind, *, attempt: int) -> bytes:
+        seconds = {} if self.step_seconds is None else {"step_seconds": self.step_seconds}
+        body = wire.to_json({**self.body, **seconds})
+        return wire.encode(kind, attempt=attempt, step=self.next_step, arg=self.number, body=body)
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> StepAnswer:
+        """Read an AT or a HERE; who uses them checks the further fields.
+
+        Raises:
+            ProtocolError: The frame does not hold what it should.
+        """
+        body = wire.json_body(frame)
+        seconds = body.get("step_seconds")
+        if seconds is not None and not (
+            type(seconds) in {int, float} and math.isfinite(seconds) and 0 <= seconds < _STEP_SECONDS_MAX
+        ):
+            raise ProtocolError(
+                f"{frame.kind.name}: step_seconds is {seconds!r:.80}, expected a number of seconds"
+            )
+        return cls(frame.arg, frame.step, None if seconds is None else float(seconds), body)
+
+
+@dataclass(frozen=True, slots=True)
+class EventLine:
+    """A log line that is an event, too. `loud`: a checkpoint is lost, or a person must act."""
+
+    event: str
+    text: str
+    fields: Mapping[str, Any]
+    loud: bool = False
+
+
+Effect = Announcement | EventLine
 
 
 def carry_out(
-    calls: Sequence[Appoint | Announce | Said],
+    effects: Sequence[Effect],
     kind: Kind,
     tell_all: Callable[[bytes], None],
     events: EventLog,
@@ -21,15 +121,10 @@ def carry_out(
     attempt: int,
     log: logging.Logger,
 ) -> None:
-    """Do `calls` in order; what goes to the ranks goes as `kind`. The thread of who decides."""
-    for call in calls:
-        if isinstance(call, Said):
-            log.log(logging.ERROR if call.loud else logging.WARNING, "%s", call.text)
-            events.emit(call.event, dict(call.fields))
-            continue
-        body = wire.to_json(call.body)
-        tell_all(
-            wire.encode(
-                kind, attempt=attempt, step=call.step, flags=call.word.value, arg=call.number, body=body
-            )
-        )
+    """Send, log and write `effects` in their order; announcements go as `kind`. The decider's thread."""
+    for effect in effects:
+        if isinstance(effect, EventLine):
+            log.log(logging.ERROR if effect.loud else logging.WARNING, "%s", effect.text)
+            events.emit(effect.event, dict(effect.fields))
+        else:
+            tell_all(effect.to_frame(kind, attempt=attempt))

@@ -106,8 +106,8 @@ class Frame:
         attempt: Fencing epoch of the run; 0 before WELCOME.
         step: Training step of the checkpoint it is about.
         chunk: Chunk of the image.
-        flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: what is said of the step (`Word`,
-            `holdfast.wire.pace.PaceWord`). FETCH and FETCHED: what is asked for (`holdfast.ring.remains.Asked`).
+        flags: SENT: CRC-32 of the payload. SAVE_AT, SAVE_EVERY: `holdfast.notices.messages.StepWord`. FETCH and
+            FETCHED: what is asked for (`holdfast.ring.remains.Asked`).
         arg: CREDIT: slot. SENT: payload bytes. DECLINE: pickle bytes needed. SAVE_AT, AT, SAVE_EVERY, HERE: number of
             the proposal. FETCH: attempt of the checkpoint. FETCHED: 1 if it is there. SEALED, SKIPPED, COMPLETE, VOID:
             number of the tier. ROOM: bytes.

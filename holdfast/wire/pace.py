@@ -1,16 +1,15 @@
-"""A pace: how often all ranks save, and what is said of it between them and the stager.
+"""A pace: how often all ranks save, and what travels about it.
 
-    rank 0 ── WISH: Wish ──► stager: stager/retiming.py ── SAVE_EVERY: PaceWord, Pace ──► every rank
-                                                      ◄───────────────── HERE ──────────────────────┘
+    rank 0 ── WISH: Wish ──► stager/interval_agreement.py ── SAVE_EVERY: Pace ──► every rank
+                                                          ◄───────── HERE ──────────┘
 
-Bodies are input from outside: whatever is not what it should be is a `ProtocolError`.
+Bodies are input from outside: one with a wrong field is a `ProtocolError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.errors import ProtocolError
@@ -18,15 +17,6 @@ from holdfast.errors import ProtocolError
 EVERY_MAX = 1_000_000
 _STEP_MAX = 2**61  # a step and an interval after it still fit into a message
 _CHARACTERS_MAX = 1000
-
-
-class PaceWord(Enum):
-    """What SAVE_EVERY says; the value travels in `flags`."""
-
-    PROPOSED = 0
-    APPOINTED = 1
-    CALLED_OFF = 2
-    LOOSE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +87,3 @@ def _check(kind: str, name: str, value: object, least: int, most: int) -> None:
         raise ProtocolError(
             f"{kind}: {name} is {value!r:.80}, expected a whole number from {least} to {most}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Send SAVE_EVERY to every rank. `body`: see docs/wire.md."""
-
-    word: PaceWord
-    step: int
-    number: int
-    body: Mapping[str, Any] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.layout import Layout
+from holdfast.notices.messages import Announcement, StepAnswer
 from holdfast.notices.notice import Notice
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
@@ -29,14 +30,12 @@ from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, peer_error
 from holdfast.wire.pace import Wish
-from trainer_side.link.hearing import hear_pace
 from trainer_side.link.outbox import Outbox, StagerSilence
 from trainer_side.link.outgoing import Outgoing, SendPlan, StagerPort
 from trainer_side.link.pauses import Pauses
 from trainer_side.link.questions import Questions
 from trainer_side.link.schedule import Schedule
 from trainer_side.notice.appointments import Appointments
-from trainer_side.notice.hearing import hear_appointment
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
@@ -362,9 +361,10 @@ class Link:
             case Kind.DECLINED | Kind.STAGED | Kind.DURABLE | Kind.FAILED:
                 self._outbox.judged(frame)
             case Kind.SAVE_AT:
-                self._reply(hear_appointment(frame, self.appointments))
+                self._reply(frame, Kind.AT, self.appointments.heard(Announcement.from_frame(frame)))
             case Kind.SAVE_EVERY:
-                self._reply(hear_pace(frame, self.schedule, self.appointments.step_seconds))
+                seconds = self.appointments.step_seconds
+                self._reply(frame, Kind.HERE, self.schedule.heard(Announcement.from_frame(frame), seconds))
             case Kind.FETCHED:
                 self._questions.fetched(frame)
             case Kind.RESERVED:
@@ -377,6 +377,6 @@ class Link:
             case _:
                 raise ProtocolError(f"rank {self.rank}: the stager sent {frame.kind.name}, which it must not")
 
-    def _reply(self, message: bytes | None) -> None:
-        if message is not None:
-            self._port.send(message)
+    def _reply(self, frame: Frame, kind: Kind, answer: StepAnswer | None) -> None:
+        if answer is not None:
+            self._port.send(answer.to_frame(kind, attempt=frame.attempt))

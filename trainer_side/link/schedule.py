@@ -4,25 +4,25 @@
        │ appointed at step S
        ▼
     PACED      at `first` and every `every`-th after it, until another pace is appointed
-       │ the stager is lost, or says that somebody may have heard something else
+       │ the stager is lost, or says that a rank may have heard something else
        ▼
     LOOSE      at multiples of the power of two that is not below `every`
 
-A rank that has promised a step waits there for the stager's word, as in trainer_side/notice/appointments.py; so all
-ranks change at one step or none does. Only a stager that dies while it says so can leave ranks with different paces.
-They are LOOSE then, and powers of two divide each other: whatever each has heard, all of them save at the multiples of
-the greatest. STARTING is of the same kind, so that who never was paced fits in.
+A rank that has promised a step waits there for the stager's word (trainer_side/notice/promises.py), so all ranks change
+at one step or none does. Only a stager that dies between two sends can leave ranks with different paces. They are LOOSE
+then, and powers of two divide each other: whatever each has heard, all of them save at the multiples of the greatest.
+STARTING is of the same kind, so a rank that never was paced fits in.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
-from typing import Any, NamedTuple
 
-from holdfast.wire.pace import EVERY_MAX, Pace, PaceWord
+from holdfast.notices.messages import Announcement, StepAnswer, StepWord
+from holdfast.wire.pace import EVERY_MAX, Pace
+from trainer_side.notice.promises import StepPromises
 
 FIRST_EVERY = 16  # so many iterations are measured before the first checkpoint
 _START_EVERY_MAX = 1024
@@ -36,43 +36,20 @@ class SchedulePhase(Enum):
     LOOSE = "loose"
 
 
-class Reply(NamedTuple):
-    """What is said to the stager. `refusal`: empty if nothing is refused."""
-
-    next_step: int
-    refusal: str = ""
-
-
-class _Promise(NamedTuple):
-    """What the stager has not decided yet."""
-
-    step: int
-    number: int
-
-
-class _Appointed(NamedTuple):
-    """What holds from a step on that training has not come to yet."""
-
-    step: int
-    pace: Pace
-
-
 class Schedule:
     """See the module.
 
     Args:
         auto: False: the script's own interval holds, and every proposal is refused.
-        wait_seconds_max: How long a promised step is waited for; the stager is lost then.
+        wait_seconds_max: How long training waits at a promised step; the stager is lost then.
+
+    Attributes:
+        promises: Which step is promised or appointed.
     """
 
     def __init__(self, *, auto: bool, wait_seconds_max: float) -> None:
-        self._auto, self._wait_seconds_max = auto, wait_seconds_max
-        self._changed = threading.Condition()
-        self._promise: _Promise | None = None
-        self._appointed: list[
-            _Appointed
-        ] = []  # steps ascending: another one may follow before the first is reached
-        self._last_step = -1
+        self._auto = auto
+        self.promises: StepPromises[Pace] = StepPromises(wait_seconds_max)
         self._phase = SchedulePhase.STARTING
         self._pace = Pace(0, FIRST_EVERY)  # STARTING: `first` counts the steps that are done; LOOSE: 0
         self._begun = False
@@ -88,7 +65,7 @@ class Schedule:
         return self._pace.every
 
     def choose(self, *, auto: bool) -> None:
-        """Say whether it decides. Training thread, before the first step."""
+        """As `auto` of the constructor. Training thread, before the first step."""
         self._auto = auto
 
     def reach(self, step: int, shorten: Callable[[int], int] = lambda every: every) -> bool:
@@ -98,54 +75,44 @@ class Schedule:
             step: Not below the one before.
             shorten: The interval for now, from the usual one: shorter for a while after a notice.
         """
-        with self._changed:
+        with self.promises.lock:
             if not self._begun:
                 self._begun = True
                 if self._phase is SchedulePhase.STARTING:
                     self._pace = Pace(_multiple(step + FIRST_EVERY, FIRST_EVERY), FIRST_EVERY)
-            self._last_step = max(self._last_step, step)
-            self._await(step)
-            while self._appointed and step >= self._appointed[0].step:
-                self._pace, self._phase = self._appointed.pop(0).pace, SchedulePhase.PACED
+            due = self.promises.reach(step)
+            if due:
+                self._pace, self._phase = due[-1], SchedulePhase.PACED
             return self._is_time(step, shorten(self._pace.every))
 
-    def heard(self, word: PaceWord, step: int, number: int, body: Mapping[str, Any]) -> Reply | None:
-        """The stager has said something of `step`. Link's thread.
+    def heard(self, said: Announcement, step_seconds: float | None = None) -> StepAnswer | None:
+        """A SAVE_EVERY has come; the answer, if there is one. Link's thread.
 
-        Returns:
-            What to answer; None: nothing.
+        Args:
+            said: The announcement.
+            step_seconds: How long a step takes, for the answer.
 
         Raises:
             ProtocolError: The body does not hold what it should.
         """
-        pace = Pace.from_json(body) if word is PaceWord.APPOINTED else None
-        with self._changed:
-            promise, reply = self._promise, None
+        pace = Pace.from_json(said.body) if said.word is StepWord.APPOINTED else None
+        with self.promises.lock:
+            here = StepAnswer(said.number, self.promises.last_step + 1, step_seconds)
             if not self._auto:
-                mine = 'it saves at its own steps, not by every="auto"'
-                reply = Reply(self._last_step + 1, mine) if word is PaceWord.PROPOSED else None
-            elif word is PaceWord.PROPOSED:
-                self._promise = None if step <= self._last_step else _Promise(step, number)
-                reply = Reply(self._last_step + 1)
-            elif pace is not None:
-                if promise is not None and promise.number == number:
-                    self._promise = None
-                    self._appointed.append(_Appointed(promise.step, pace))
-                else:
-                    reply = Reply(self._last_step + 1, f"it waited in vain at step {step}, and trains on")
-            else:
-                self._promise = None
-                if word is PaceWord.LOOSE:
-                    self._loosen()
-            self._changed.notify_all()
-            return reply
+                mine = {"refusal": 'it saves at its own steps, not by every="auto"'}
+                return replace(here, body=mine) if said.word is StepWord.PROPOSED else None
+            kept = self.promises.heard(said, pace)
+            if said.word is StepWord.LOOSE:
+                self._loosen()
+            if said.word is StepWord.PROPOSED:
+                return here
+            vain = {"refusal": f"it waited in vain at step {said.step}, and trains on"}
+            return None if kept else replace(here, body=vain)
 
     def end(self) -> None:
         """Nothing more is heard: the stager is lost, or the job is over. Any thread."""
-        with self._changed:
-            self._promise = None
+        with self.promises.lock:
             self._loosen()
-            self._changed.notify_all()
 
     def _is_time(self, step: int, every: int) -> bool:
         """The lock is held."""
@@ -161,20 +128,9 @@ class Schedule:
         self._pace = Pace(_multiple(done + 1, longer), longer)
         return True
 
-    def _await(self, step: int) -> None:
-        """Until the promise is kept or withdrawn. The lock is held."""
-        deadline = time.monotonic() + self._wait_seconds_max
-        while self._promise is not None and step >= self._promise.step:
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._changed.wait(left):
-                self._promise = (
-                    None  # if it is said to hold after all, this rank refuses, and all are made LOOSE
-                )
-                return
-
     def _loosen(self) -> None:
-        """The lock is held. Who was never paced stays as it is: what others may hold has its steps among those."""
-        self._appointed.clear()
+        """The lock is held. A rank that never was paced stays as it is: it shares steps with every LOOSE one."""
+        self.promises.end(forget_appointed=True)
         if self._phase is SchedulePhase.PACED:
             self._phase = SchedulePhase.LOOSE
             self._pace = Pace(0, 1 << (min(self._pace.every, EVERY_MAX) - 1).bit_length())

@@ -5,9 +5,9 @@ begun here, sealed or skipped anywhere, ───┼─► Emergency ──┼�
 complete, void ── in the farthest tier     │               └─► event log
 ranks that are dead or have ended, ticks ──┘
 
-The decisions are those of a stager, `decider.py`. What is staged there is here complete in the *farthest*
-tier: that takes longest, and outlives most. What the ranks agree on lasts as long as this rank: its own machine may be
-the one that goes, and it lives through its notice; if it dies in the middle, the ranks' promises end with it.
+The decisions are those of a stager (holdfast/notices/decider.py). A step counts as safe when it is complete in the
+*farthest* tier: that takes longest, and outlives most. Rank 0's own machine may be the one that goes: rank 0 mostly
+lives through its notice; if it dies in the middle, the ranks' promises end with it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from holdfast.errors import ProtocolError
-from holdfast.notices.decider import Call, Emergency
-from holdfast.notices.emergency_wire import hear
-from holdfast.notices.messages import carry_out
+from holdfast.notices.decider import Emergency
+from holdfast.notices.messages import Effect, carry_out
 from holdfast.notices.worth import InFlight
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
@@ -40,14 +39,14 @@ def farthest(tiers: Sequence[Tier]) -> int:
 class Chair:
     """See the module. The council's thread of rank 0, but for `began`.
 
-    What its methods return are the bodies of messages to all ranks, this one included, in their order.
+    Its methods return the bodies of messages to all ranks, this one included, in their order.
 
     Args:
         ranks: Training ranks.
         tier: Number of the farthest tier.
         safe: What a checkpoint is once it is complete there, for people.
         attempt: Of this job.
-        fraction: How much of a step this rank has written to that tier, 0 to 1.
+        fraction: Gives the share of a step that this rank has written to that tier, 0 to 1.
         events: Event log of this rank.
         clock: Seconds that only go forward.
     """
@@ -82,7 +81,7 @@ class Chair:
         try:
             who = wire.json_body(frame).get("who")  # NOTICE: the rank, for people
             name = who if isinstance(who, str) else f"rank {rank}"
-            return self._do(hear(self._emergency, rank, name, frame, self._clock()))
+            return self._do(self._emergency.hear(rank, name, frame, self._clock()))
         except ProtocolError as error:
             _log.error(
                 "leaving out what rank %d said of a notice, so the notice may lead to no checkpoint: %s",
@@ -121,7 +120,7 @@ class Chair:
             begun = sorted((order, at) for order, (at, _) in self._begun.items())
         return [InFlight(order[1], self._fraction(order), now - at) for order, at in begun]
 
-    def _do(self, calls: Sequence[Call]) -> list[bytes]:
+    def _do(self, effects: Sequence[Effect]) -> list[bytes]:
         messages: list[bytes] = []
-        carry_out(calls, Kind.SAVE_AT, messages.append, self._events, attempt=self._attempt, log=_log)
+        carry_out(effects, Kind.SAVE_AT, messages.append, self._events, attempt=self._attempt, log=_log)
         return messages

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.notices.messages import Announcement
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Agreement, Frame, Kind, peer_error
 from trainer_side.notice.appointments import Appointments
-from trainer_side.notice.hearing import hear_appointment
 from trainer_side.tiers.tally import Order, StepVerdict
 
 _log = logging.getLogger("holdfast.trainer.council")
@@ -132,8 +132,9 @@ class CouncilMember:
 
     def _hear_appointment(self, frame: Frame, appointments: Appointments) -> bytes | None:
         try:
-            return hear_appointment(frame, appointments)
+            answer = appointments.heard(Announcement.from_frame(frame))
         except ProtocolError as error:
             _log.error("rank %d: leaves out a step to save after a notice: %s", self._rank, error)
             appointments.end()  # otherwise training would wait at a step that it has promised
             return None
+        return None if answer is None else answer.to_frame(Kind.AT, attempt=frame.attempt)

@@ -17,14 +17,14 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes
-from holdfast.notices.decider import Word
+from holdfast.notices.messages import Announcement, StepWord
 from holdfast.notices.notice import Notice, NoticeKind, Terms
 from holdfast.notices.sparing import NO_LIMIT, Sparing
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Agreement, Proposal
-from holdfast.wire.pace import PaceWord, Wish
+from holdfast.wire.pace import Wish
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.link.no_stager import NoStager
@@ -78,8 +78,8 @@ class FakeLink:
 
     def appoint(self, step: int, terms: Terms) -> None:
         """As the stager does, once every rank has promised the step."""
-        assert self.appointments.heard(Word.PROPOSED, step, step, {}) is not None
-        self.appointments.heard(Word.APPOINTED, step, step, terms.to_json())
+        assert self.appointments.heard(Announcement(StepWord.PROPOSED, step, step)) is not None
+        self.appointments.heard(Announcement(StepWord.APPOINTED, step, step, terms.to_json()))
 
     def agree(self, proposal: Proposal) -> Agreement:
         return Agreement(2 * proposal.pickle_bytes + 4096, {})
@@ -320,8 +320,8 @@ def test_auto_saves_where_the_schedule_says_and_at_the_appointed_step(link: Fake
     rank = Rank(link, every="auto")
     link.appoint(20, Terms(True, "there is time", Notice(NoticeKind.REBALANCE, None, "aws"), 4, 40))
     assert steps_begun(rank, range(70)) == [15, 20, 23, 31, 63]
-    link.schedule.heard(PaceWord.PROPOSED, 71, 1, {})
-    link.schedule.heard(PaceWord.APPOINTED, 71, 1, {"first": 73, "every": 10})
+    link.schedule.heard(Announcement(StepWord.PROPOSED, 71, 1))
+    link.schedule.heard(Announcement(StepWord.APPOINTED, 71, 1, {"first": 73, "every": 10}))
     assert steps_begun(rank, range(70, 100)) == [73, 83, 93]
 
 

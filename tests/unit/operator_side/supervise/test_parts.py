@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.notices.decider import Emergency, Said
+from holdfast.notices.decider import Emergency
+from holdfast.notices.messages import EventLine
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.supervised import MARK
 from operator_side.supervise.hosts import Host, HostFile, Slurm, place
@@ -137,7 +138,7 @@ def _notice(kind: NoticeKind) -> dict[str, object]:
     """The line that the stager writes when rank 1 has told it of a notice."""
     emergency = Emergency(2, tuple)
     said = emergency.noticed(1, Notice(kind, None, "aws", "a test"), 60.0, "rank 1 on host spot-1", 0.0)[0]
-    assert isinstance(said, Said)
+    assert isinstance(said, EventLine)
     return {"event": said.event, "role": "stager", **said.fields}
 
 

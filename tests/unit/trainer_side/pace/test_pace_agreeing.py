@@ -1,129 +1,20 @@
-"""The stager's retiming and the ranks' schedules, in every order in which messages, steps and deaths may come."""
+"""What intervals add to the agreement on a step: paces, refusals, and ranks that may have heard different ones.
+
+The agreement itself: tests/unit/trainer_side/notice/test_step_agreement.py.
+"""
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Sequence
-from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError
-from holdfast.notices.decider import Said
-from holdfast.wire.pace import Announce, Pace, PaceWord, Wish
-from stager.retiming import Retiming, Saying
-from trainer_side.link.schedule import Reply, Schedule, SchedulePhase
-
-WHY = "every n steps: because"
-
-
-class Rank:
-    def __init__(self, *, auto: bool = True) -> None:
-        self.schedule = Schedule(auto=auto, wait_seconds_max=0.0)
-        self.inbox: deque[Announce] = deque()
-        self.answers: deque[tuple[int, Reply]] = deque()
-        self.step = -1
-        self.saved: list[int] = []
-        self.cut = False
-
-    def hear(self) -> None:
-        said = self.inbox.popleft()
-        if self.cut:
-            return
-        reply = self.schedule.heard(said.word, said.step, said.number, said.body)
-        if reply is not None:
-            self.answers.append((said.number, reply))
-
-    def lose(self) -> None:
-        """Its link gives the stager up."""
-        self.cut = True
-        self.inbox.clear()
-        self.answers.clear()
-        self.schedule.end()
-
-    @property
-    def waits(self) -> bool:
-        """Whether training would stand still in its next `reach`; the test has one thread."""
-        promise = self.schedule._promise
-        return promise is not None and self.step + 1 >= promise.step
-
-    def train(self, *, gives_up: bool = False) -> None:
-        if self.waits and not gives_up:
-            return
-        self.step += 1
-        if self.schedule.reach(self.step):
-            self.saved.append(self.step)
-
-
-class Job:
-    """Ranks and a stager whose messages are delivered when the test says so."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = [Rank() for _ in range(ranks)]
-        self.retiming = Retiming(ranks, answer_seconds_max=10.0)
-        self.said: list[Said] = []
-        self.now = 0.0
-        self.dead = False
-        self.dies_after: int | None = None  # so many more messages leave the stager, then it is dead
-
-    def do(self, calls: Sequence[Saying]) -> None:
-        for call in calls:
-            if isinstance(call, Said):
-                self.said.append(call)
-                continue
-            for rank in self.ranks:
-                if self.dies_after is not None:
-                    self.dead = self.dead or self.dies_after == 0
-                    self.dies_after = max(0, self.dies_after - 1)
-                if not self.dead:
-                    rank.inbox.append(call)
-
-    def wish(self, every: int) -> None:
-        if not self.dead:
-            self.do(self.retiming.wished(Wish(every, self.ranks[0].step, WHY), self.now))
-
-    def answer(self, index: int) -> None:
-        number, reply = self.ranks[index].answers.popleft()
-        if self.dead:
-            return
-        if reply.refusal:
-            self.do(self.retiming.refused(index, number, reply.refusal))
-        else:
-            self.do(self.retiming.here(index, number, reply.next_step, 0.1, self.now))
-
-    def settle(self) -> None:
-        """Deliver all that is on its way, until every rank has come to what is appointed."""
-        for _ in range(10_000):
-            for index, rank in enumerate(self.ranks):
-                while rank.inbox:
-                    rank.hear()
-                while rank.answers:
-                    self.answer(index)
-            if self.dead:
-                for rank in self.ranks:
-                    if not rank.cut:
-                        rank.lose()
-            due = [rank for rank in self.ranks if rank.schedule._promise or rank.schedule._appointed]
-            if not due and not any(rank.inbox or rank.answers for rank in self.ranks):
-                return
-            for rank in due:
-                rank.train()
-        raise AssertionError("the ranks come to no end")
-
-    def abreast(self, steps: int) -> int:
-        """Train on until all are at the same step, `steps` above the first one; returns the step they began at."""
-        begin = max(rank.step for rank in self.ranks)
-        for rank in self.ranks:
-            while rank.step < begin + steps:
-                rank.train()
-        return begin
-
-    def events(self) -> list[str]:
-        return [said.event for said in self.said]
-
+from holdfast.notices.messages import Announcement, Effect
+from holdfast.wire.pace import Wish
+from tests.unit.trainer_side.agreeing import APPOINTED, PROPOSED, IntervalJob, IntervalRank
+from trainer_side.link.schedule import Schedule, SchedulePhase
 
 _USUAL = ("hear", "hear", "answer", "answer", "train", "train", "wish")
 _WRONG = ("give up", "silent", "late", "lose")
@@ -143,7 +34,7 @@ def moves_of(seed: int, *, wrong: float = 0.0) -> list[tuple[str, int, int]]:
     ]
 
 
-def play(job: Job, moves: Sequence[tuple[str, int, int]]) -> None:
+def play(job: IntervalJob, moves: Sequence[tuple[str, int, int]]) -> None:
     for move, who, much in moves:
         index = who % len(job.ranks)
         rank = job.ranks[index]
@@ -163,143 +54,27 @@ def play(job: Job, moves: Sequence[tuple[str, int, int]]) -> None:
                 go_wrong(job, move, index)
 
 
-def go_wrong(job: Job, move: str, index: int) -> None:
-    rank, calls = job.ranks[index], list[Saying]()
+def go_wrong(job: IntervalJob, move: str, index: int) -> None:
+    rank, effects = job.ranks[index], list[Effect]()
     match move:
         case "give up":
-            rank.train(gives_up=True)
+            rank.give_up()
         case "silent":
-            calls = job.retiming.doubtful(f"rank {index} is silent")
+            effects = job.interval.doubtful(f"rank {index} is silent")
         case "late":
             job.now += 11
-            calls = job.retiming.tick(job.now)
+            effects = job.interval.tick(job.now)
         case "lose" if not rank.cut:
             rank.lose()
-            calls = job.retiming.left(f"rank {index} is lost", lost=True)
+            effects = job.interval.left(f"rank {index} is lost", lost=True)
     if not job.dead:
-        job.do(calls)
-
-
-@settings(max_examples=200, deadline=None)
-@given(ranks=st.integers(1, 4), seed=st.integers(0, 2**32))
-def test_all_ranks_save_the_same_steps_whatever_comes_first(ranks: int, seed: int) -> None:
-    """As long as nobody is lost: not one step differs, at any moment."""
-    job = Job(ranks)
-    moves = moves_of(seed)
-    play(job, moves)
-    job.settle()
-    job.abreast(200)
-    first = job.ranks[0]
-    for rank in job.ranks:
-        assert rank.saved == first.saved
-        assert (rank.schedule.phase, rank.schedule.every) == (first.schedule.phase, first.schedule.every)
-    if any(move == "wish" for move, _, _ in moves) and "interval_kept" not in job.events():
-        assert first.schedule.phase is SchedulePhase.PACED
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    ranks=st.integers(2, 4),
-    seed=st.integers(0, 2**32),
-    wrong=st.sampled_from([0.0, 0.01, 0.05]),
-    dies_after=st.none() | st.integers(0, 60),
-)
-def test_whoever_is_lost_the_ranks_save_steps_in_common(
-    ranks: int, seed: int, wrong: float, dies_after: int | None
-) -> None:
-    """A stager that dies between two messages, links that end, promises that are given up: they end up at multiples
-    of powers of two, or all at the same pace, so there are always steps that all of them save.
-    """
-    job = Job(ranks)
-    job.dies_after = dies_after
-    with patch("trainer_side.link.schedule._START_EVERY_MAX", 128):
-        play(job, moves_of(seed, wrong=wrong))
-        if job.retiming.open:
-            play(job, [("late", 0, 0)])
-        job.settle()
-        begin = job.abreast(4 * 128)
-    saved = [{step for step in rank.saved if step > begin} for rank in job.ranks]
-    if all(rank.schedule.phase is SchedulePhase.PACED for rank in job.ranks):
-        assert all(steps == saved[0] for steps in saved)
-    else:
-        assert not any(rank.schedule.phase is SchedulePhase.PACED for rank in job.ranks)
-    common = set.intersection(*saved)
-    if not all(rank.schedule.phase is SchedulePhase.PACED for rank in job.ranks):
-        # Intervals up to 90 become 128 at most, and who was never paced comes to 128 by itself.
-        assert common >= {step for step in range(begin + 256, begin + 512) if (step + 1) % 128 == 0}
-    assert common
-
-
-def test_the_first_checkpoints_need_no_word() -> None:
-    job = Job(2)
-    job.abreast(4100)
-    for rank in job.ranks:
-        assert [step + 1 for step in rank.saved] == [16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
-
-
-def test_a_job_that_goes_on_begins_there() -> None:
-    schedule = Schedule(auto=True, wait_seconds_max=1)
-    saved = [step + 1 for step in range(1000, 3000) if schedule.reach(step)]
-    assert saved == [1024, 1056, 1088, 1152, 1280, 1536, 2048]
-
-
-def test_a_wish_holds_from_one_step_on_and_counts_from_the_last_save() -> None:
-    job = Job(2)
-    job.abreast(20)
-    job.wish(41)
-    job.settle()
-    (said,) = job.said
-    at = said.fields["at_step"]
-    assert said.text == f"from step {at} on {WHY}"
-    assert job.ranks[0].schedule._pace == Pace(19 + 41, 41)
-    job.abreast(200)
-    assert job.ranks[0].saved == job.ranks[1].saved == [15, 60, 101, 142, 183, 224]
-
-
-def test_a_shorter_one_that_is_overdue_begins_at_its_step() -> None:
-    job = Job(1)
-    job.abreast(700)
-    job.wish(3)
-    job.settle()
-    first = job.said[0].fields["first_step"]
-    assert first == job.said[0].fields["at_step"]
-    job.abreast(10)
-    assert job.ranks[0].saved[-4:] == [first, first + 3, first + 6, first + 9]
-
-
-def test_the_last_of_several_wishes_holds() -> None:
-    job = Job(2)
-    job.abreast(5)
-    for every in (10, 20, 30):
-        job.wish(every)
-    job.settle()
-    assert [rank.schedule.every for rank in job.ranks] == [30, 30]
-    assert job.events() == ["interval"]
-    job.wish(30)
-    assert not job.retiming.open
-
-
-def test_another_interval_that_follows_before_the_first_is_reached_loses_none() -> None:
-    job = Job(2)
-    job.abreast(20)
-    job.wish(10)
-    for _ in range(2):
-        for index, rank in enumerate(job.ranks):
-            rank.hear()
-            job.answer(index)
-    job.wish(30)  # appointed is the other one, and no rank has come to its step
-    job.settle()
-    first, second = job.said
-    assert first.fields["every"] == 10
-    assert second.fields["at_step"] > first.fields["at_step"]
-    assert [rank.schedule.every for rank in job.ranks] == [30, 30]
-    assert job.ranks[0].saved == job.ranks[1].saved
+        job.do(effects)
 
 
 def test_a_notice_shortens_it_for_a_while() -> None:
     schedule = Schedule(auto=True, wait_seconds_max=1)
-    schedule.heard(PaceWord.PROPOSED, 5, 1, {})
-    schedule.heard(PaceWord.APPOINTED, 5, 1, {"first": 8, "every": 8})
+    schedule.heard(Announcement(PROPOSED, 5, 1))
+    schedule.heard(Announcement(APPOINTED, 5, 1, {"first": 8, "every": 8}))
     saved = [step for step in range(21) if schedule.reach(step)]
     saved += [step for step in range(21, 40) if schedule.reach(step, lambda n: n // 4)]
     saved += [step for step in range(40, 60) if schedule.reach(step)]
@@ -310,8 +85,8 @@ def test_a_notice_shortens_it_for_a_while() -> None:
 
 
 def test_a_rank_with_another_interval_refuses_and_all_stay_as_they_are() -> None:
-    job = Job(3)
-    job.ranks[1] = Rank(auto=False)
+    job = IntervalJob(3)
+    job.ranks[1] = IntervalRank(auto=False)
     job.abreast(20)
     job.wish(10)
     job.settle()
@@ -320,45 +95,14 @@ def test_a_rank_with_another_interval_refuses_and_all_stay_as_they_are() -> None
     assert "rank 1: it saves at its own steps" in job.said[0].text
     assert job.ranks[0].schedule.phase is SchedulePhase.STARTING
     job.wish(20)
-    assert not job.retiming.open
-
-
-def test_ranks_that_race_past_every_step_are_given_up() -> None:
-    job = Job(2)
-    job.wish(10)
-    for _ in range(30):
-        for index, rank in enumerate(job.ranks):
-            while rank.inbox:
-                if rank.inbox[0].word is PaceWord.PROPOSED:
-                    for _ in range(3000):  # before it hears of the step
-                        rank.train()
-                rank.hear()
-            while rank.answers:
-                job.answer(index)
-    assert job.events() == ["interval_kept"]
-    assert not job.retiming.open
-
-
-def test_who_does_not_answer_ends_the_try_and_the_next_wish_begins_anew() -> None:
-    job = Job(2)
-    job.wish(10)
-    job.ranks[0].hear()
-    job.answer(0)
-    job.now = 10.5
-    job.do(job.retiming.tick(job.now))
-    assert "rank 1 did not answer within 10 s" in job.said[0].text
-    job.settle()
-    job.wish(12)
-    job.settle()
-    assert job.events() == ["interval_kept", "interval"]
-    assert [rank.schedule.every for rank in job.ranks] == [12, 12]
+    assert not job.interval.open
 
 
 def test_a_good_bye_is_no_reason_to_go_other_ways() -> None:
-    job = Job(2)
+    job = IntervalJob(2)
     job.wish(10)
     job.settle()
-    job.do(job.retiming.left("rank 1 has left", lost=False))
+    job.do(job.interval.left("rank 1 has left", lost=False))
     job.settle()
     assert job.events() == ["interval"]
     assert job.ranks[0].schedule.phase is SchedulePhase.PACED
@@ -379,7 +123,7 @@ def test_a_good_bye_is_no_reason_to_go_other_ways() -> None:
 )
 def test_a_body_that_is_none_is_refused(body: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="SAVE_EVERY"):
-        Schedule(auto=True, wait_seconds_max=1).heard(PaceWord.APPOINTED, 3, 1, body)
+        Schedule(auto=True, wait_seconds_max=1).heard(Announcement(APPOINTED, 3, 1, body))
 
 
 @pytest.mark.parametrize(

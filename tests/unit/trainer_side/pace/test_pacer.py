@@ -10,8 +10,9 @@ import torch
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
+from holdfast.notices.messages import Announcement, StepWord
 from holdfast.telemetry.events import EventLog
-from holdfast.wire.pace import PaceWord, Wish
+from holdfast.wire.pace import Wish
 from trainer_side.link.schedule import Schedule
 from trainer_side.pace.pacer import Pacer, chosen
 
@@ -53,10 +54,9 @@ class Rank:
     def appoint(self) -> None:
         """As the stager does with the newest wish."""
         wish, step = self.wishes[-1], self.step + 1
-        self.schedule.heard(PaceWord.PROPOSED, step, step, {})
-        self.schedule.heard(
-            PaceWord.APPOINTED, step, step, {"first": wish.after + wish.every, "every": wish.every}
-        )
+        self.schedule.heard(Announcement(StepWord.PROPOSED, step, step))
+        pace = {"first": wish.after + wish.every, "every": wish.every}
+        self.schedule.heard(Announcement(StepWord.APPOINTED, step, step, pace))
 
     def written(self, event: str) -> list[dict[str, object]]:
         lines = [json.loads(line) for line in self.path.read_text().splitlines()]

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from holdfast.errors import PeerLost
-from holdfast.notices.decider import Word as Says
+from holdfast.notices.messages import Announcement, StepWord
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
@@ -64,10 +64,10 @@ class Bench:
 
     def appoint(self, frames: list[Frame]) -> Frame:
         """All ranks are at step 10, and answer until something is appointed."""
-        while (frame := frames[-1]).flags == Says.PROPOSED.value:
+        while (frame := frames[-1]).flags == StepWord.PROPOSED.value:
             for rank in range(self.ranks):
                 frames = self.answer(rank, frame.arg, 10)
-        assert frame.flags == Says.APPOINTED.value
+        assert frame.flags == StepWord.APPOINTED.value
         return frame
 
     def keep(self, step: int, tier: int = FAR) -> None:
@@ -143,9 +143,9 @@ def test_a_step_that_is_void_is_taken_later_and_a_rank_that_left_ends_it(bench: 
     bench.chair.began(FAR, (3, first), 1000)
     bench.chair.told(FAR, (3, first))
     again = bench.frames(bench.chair.judged(StepVerdict(FAR, (3, first), complete=False, why="rank 1: busy")))
-    assert [frame.flags for frame in again] == [Says.PROPOSED.value]
+    assert [frame.flags for frame in again] == [StepWord.PROPOSED.value]
     (called_off,) = bench.frames(bench.chair.left(1, "is dead"))
-    assert called_off.flags == Says.CALLED_OFF.value
+    assert called_off.flags == StepWord.CALLED_OFF.value
     (failed,) = bench.events("emergency_failed")
     assert failed["reason"] == "no checkpoint can be whole: rank 1 is dead"
 
@@ -155,7 +155,7 @@ def test_a_rank_that_does_not_answer_ends_it_by_name(bench: Bench) -> None:
     bench.answer(0, proposed.arg, 10)
     bench.now = 10.5
     (called_off,) = bench.frames(bench.chair.tick())
-    assert called_off.flags == Says.CALLED_OFF.value
+    assert called_off.flags == StepWord.CALLED_OFF.value
     assert "rank 1 did not answer within 10 s" in bench.events("emergency_failed")[0]["reason"]
 
 
@@ -262,13 +262,12 @@ class Rank:
     @property
     def waits(self) -> bool:
         """Whether training would stand still in its next `reach`; the test has one thread."""
-        promise = self.appointments._promise
-        return promise is not None and self.step + 1 >= promise.step
+        return self.appointments.promises.waits_at(self.step + 1)
 
     @property
     def is_due(self) -> bool:
         """Whether something is proposed or appointed that this rank has not come to."""
-        return self.appointments._promise is not None or bool(self.appointments._held)
+        return self.appointments.promises.pending
 
     def train(self) -> None:
         if self.waits:
@@ -466,7 +465,7 @@ def test_a_step_that_makes_no_sense_is_left_out_and_nobody_waits_for_it(
 ) -> None:
     world = World(1, tmp_path / "events", ranks=2)
     rank = world.ranks[1]
-    rank.appointments.heard(Says.PROPOSED, 0, 1, {})
+    rank.appointments.heard(Announcement(StepWord.PROPOSED, 0, 1))
     assert rank.waits
     for message in (
         wire.encode(Kind.SAVE_AT),

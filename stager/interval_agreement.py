@@ -1,0 +1,188 @@
+"""How all ranks come to another interval at the same step: rank 0 wishes, the stager proposes, every rank answers.
+
+    WISH ─► agreeing (holdfast/notices/step_agreement.py) ── every rank has promised the step ──► from that step on
+    a rank refuses, is lost, does not answer, or too many tries ─► called off: the interval stays as it was
+    a rank is lost, silent, or does not keep its promise ────────► loose: trainer_side/link/schedule.py
+
+Nothing here is urgent, so a step is proposed far enough ahead that no rank is ever seen waiting, and any doubt ends
+the try: the next wish comes with the next checkpoint. A pace that is appointed is never called off; only another pace
+can follow it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from holdfast.errors import ProtocolError
+from holdfast.notices.messages import Announcement, Effect, EventLine, StepAnswer, StepWord, carry_out
+from holdfast.notices.step_agreement import Answers, Margin, StepAgreement
+from holdfast.telemetry.events import EventLog
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
+from holdfast.wire.pace import Pace, Wish
+from stager.trainers import Trainers
+
+_log = logging.getLogger("holdfast.stager")
+
+_TRIES_MAX = 10
+_MARGIN = Margin(seconds=0.5, steps_min=2, steps_max=10_000, steps_unmeasured=8)
+_REASON_CHARACTERS = 300
+
+
+class IntervalAgreement:
+    """Events in, effects out; see the module. `now`: seconds of a clock that only goes forward.
+
+    Args:
+        ranks: Training ranks.
+        answer_seconds_max: How long a rank's answer is waited for.
+    """
+
+    def __init__(self, ranks: int, *, answer_seconds_max: float = 10.0) -> None:
+        self._agreement = StepAgreement(
+            ranks, _MARGIN, tries_max=_TRIES_MAX, answer_seconds_max=answer_seconds_max
+        )
+        self._wish = Wish(1, -1, "")  # counts while the agreement is open
+        self._pace: Pace | None = None  # what all ranks have promised to keep, by proposal `_appointed`
+        self._appointed, self._appointed_step = 0, -1
+        self._refused = ""  # why no interval can be agreed on in this job
+
+    @property
+    def open(self) -> bool:
+        """Whether ranks may be waiting for a word."""
+        return self._agreement.open
+
+    def wished(self, wish: Wish, now: float) -> list[Effect]:
+        """Rank 0 has computed another interval."""
+        if self._refused or (self._pace is not None and self._pace.every == wish.every and not self.open):
+            return []  # rank 0 has not come to the step that is appointed
+        self._wish = wish  # if a step is proposed already: it says the interval only when it is appointed
+        return [] if self.open else [self._agreement.begin(now)]
+
+    def answered(self, rank: int, answer: StepAnswer, now: float) -> list[Effect]:
+        """A rank has answered a proposal, and refuses nothing."""
+        match self._agreement.answered(rank, answer):
+            case Answers.INCOMPLETE:
+                return []
+            case Answers.PROMISED:
+                return self._appoint(self._wish)
+            case Answers.EXHAUSTED:
+                return self._call_off(self._agreement.exhausted)
+            case Answers.PASSED:
+                # Above the appointed step: a rank that has not come to that one yet takes up both, in this order.
+                return [self._agreement.propose_later(now, above=self._appointed_step)]
+
+    def refused(self, rank: int, number: int, reason: str) -> list[Effect]:
+        """A rank does not change its interval: it has another one from its script, or has given up its promise."""
+        if self.open and number == self._agreement.number:
+            self._refused = f"rank {rank}: {reason}"
+            return self._call_off(f"{self._refused}; give all ranks of a job the same `every`", loud=True)
+        return self.doubtful(f"rank {rank}: {reason}") if number == self._appointed else []
+
+    def doubtful(self, reason: str) -> list[Effect]:
+        """Nobody knows what a rank has heard: it is silent, dead or dropped, or has given up its promise."""
+        return [*self._give_up(reason), *self._loosen(reason)]
+
+    def left(self, reason: str, *, lost: bool) -> list[Effect]:
+        """Nothing more comes from a rank. `lost`: it has not said good-bye."""
+        self._refused = self._refused or reason
+        return self.doubtful(reason) if lost else self._give_up(reason)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed."""
+        overdue = self._agreement.overdue(now)
+        return self._call_off(overdue) if overdue else []
+
+    def _appoint(self, wish: Wish) -> list[Effect]:
+        step, before = self._agreement.step, None if self._pace is None else self._pace.every
+        self._pace = Pace(max(step, wish.after + wish.every), wish.every)
+        self._appointed, self._appointed_step = self._agreement.number, step
+        fields = {
+            "at_step": step,
+            "first_step": self._pace.first,
+            "every": wish.every,
+            "every_before": before,
+            "why": wish.why,
+        }
+        said = EventLine("interval", f"from step {step} on {wish.why}", fields)
+        return [self._agreement.appoint(self._pace.to_json()), said]
+
+    def _give_up(self, why: str) -> list[Effect]:
+        return self._call_off(why) if self.open else []
+
+    def _call_off(self, why: str, *, loud: bool = False) -> list[Effect]:
+        every = self._wish.every
+        text = f"the interval stays as it is ({every} steps were wanted): {why}"
+        said = EventLine("interval_kept", text, {"reason": why, "every": every}, loud=loud)
+        return [self._agreement.call_off(), said]
+
+    def _loosen(self, why: str) -> list[Effect]:
+        """Send every rank that holds a pace to the interval that has steps in common with those of all others."""
+        if self._pace is None:
+            return []
+        self._pace = None
+        text = f"the ranks may have heard different intervals ({why}): they go on at powers of two"
+        loose = Announcement(StepWord.LOOSE, self._agreement.step, self._agreement.number)
+        return [loose, EventLine("interval_loose", text, {"reason": why})]
+
+
+class IntervalDesk:
+    """WISH and HERE of the ranks, losses and ticks to the agreement; its effects to the ranks, log and events.
+
+    The loop's thread.
+
+    Args:
+        trainers: The ranks.
+        events: Event log.
+        attempt: Gives the job's attempt now.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        trainers: Trainers,
+        events: EventLog,
+        *,
+        attempt: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._trainers, self._events, self._clock, self._attempt = trainers, events, clock, attempt
+        self._agreement = IntervalAgreement(trainers.ranks)
+
+    def hear(self, rank: int, frame: Frame) -> None:
+        """WISH or HERE of a rank.
+
+        Raises:
+            ProtocolError: The message does not hold what it should.
+        """
+        if frame.kind is Kind.WISH:
+            body = wire.json_body(frame)
+            if rank != 0:
+                raise ProtocolError(f"WISH from rank {rank}; only rank 0 measures")
+            self._do(self._agreement.wished(Wish.from_json(body), self._clock()))
+            return
+        answer = StepAnswer.from_frame(frame)
+        refusal = answer.body.get("refusal", "")
+        if not isinstance(refusal, str):
+            raise ProtocolError(f"HERE: refusal is {refusal!r:.80}, expected a text")
+        if refusal:
+            self._do(self._agreement.refused(rank, answer.number, refusal[:_REASON_CHARACTERS]))
+        else:
+            self._do(self._agreement.answered(rank, answer, self._clock()))
+
+    def silent(self, reason: str) -> None:
+        """Nobody knows what a rank has heard, for now."""
+        self._do(self._agreement.doubtful(reason))
+
+    def left(self, reason: str, *, lost: bool) -> None:
+        """Nothing more comes from a rank. `lost`: it has not said good-bye."""
+        self._do(self._agreement.left(reason, lost=lost))
+
+    def tick(self) -> None:
+        """Look at the deadline."""
+        self._do(self._agreement.tick(self._clock()))
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        tell_all = self._trainers.send_all
+        carry_out(effects, Kind.SAVE_EVERY, tell_all, self._events, attempt=self._attempt(), log=_log)

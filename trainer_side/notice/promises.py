@@ -1,0 +1,105 @@
+"""How all ranks come to do something at the same step, without a collective: a rank's side.
+
+    link's thread      heard(proposed 40) ─► not passed: promised
+                       heard(appointed 40) ─► it holds          heard(called off) ─► the promise ends
+    training thread    reach(39) ─► nothing     reach(40) ─► waits until it holds, or the promise ends ─► what is due
+
+The decider's side is holdfast/notices/step_agreement.py. A rank that has promised a step waits there for the decider's
+word, which is mostly there long before. What is appointed holds whatever is proposed after it: another rank may have
+come there before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Generic, NamedTuple, TypeVar
+
+from holdfast.notices.messages import Announcement, StepWord
+
+Agreed = TypeVar("Agreed")
+
+
+class _Promise(NamedTuple):
+    """Not to go past `step` without the decider's word. `number`: of the proposal."""
+
+    step: int
+    number: int
+
+
+class StepPromises(Generic[Agreed]):
+    """See the module.
+
+    Args:
+        wait_seconds_max: How long training waits at a promised step; the decider is lost then.
+
+    Attributes:
+        lock: Held by each method; the user's own state is guarded by it, too.
+        last_step: The last step that training has done; -1: none.
+    """
+
+    def __init__(self, wait_seconds_max: float) -> None:
+        self._wait_seconds_max = wait_seconds_max
+        self.lock = threading.Condition()
+        self.last_step = -1
+        self._promise: _Promise | None = None
+        self._appointed: list[tuple[int, Agreed]] = []  # each due at the first step that is not below
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step is promised, or appointed and not reached yet."""
+        return self._promise is not None or bool(self._appointed)
+
+    def waits_at(self, step: int) -> bool:
+        """Whether training would wait at `step` for the decider's word."""
+        return self._promise is not None and step >= self._promise.step
+
+    def heard(self, said: Announcement, agreed: Agreed | None = None) -> bool:
+        """Take an announcement. Link's thread.
+
+        Args:
+            said: The announcement.
+            agreed: What its body says, if a step is appointed.
+
+        Returns:
+            False if a step is appointed and this rank has passed it without a word: it had given its promise up.
+        """
+        with self.lock:
+            self.lock.notify_all()
+            if said.word is StepWord.PROPOSED:
+                passed = said.step <= self.last_step
+                self._promise = None if passed else _Promise(said.step, said.number)
+            elif said.word is StepWord.LOOSE:
+                self._promise = None
+            elif said.word is StepWord.CALLED_OFF:
+                if self._promise is not None and self._promise.number == said.number:
+                    self._promise = None
+            elif self._promise != (said.step, said.number) or agreed is None:
+                return False
+            else:
+                self._promise = None
+                self._appointed.append((said.step, agreed))
+            return True
+
+    def reach(self, step: int) -> list[Agreed]:
+        """Training has done `step`; what is due now, in the order in which it was appointed. Training thread."""
+        with self.lock:
+            self.last_step = max(self.last_step, step)
+            if not self.pending:
+                return []
+            deadline = time.monotonic() + self._wait_seconds_max
+            while self.waits_at(step):
+                left = deadline - time.monotonic()
+                if left <= 0 or not self.lock.wait(left):
+                    self._promise = None
+            due = [agreed for at, agreed in self._appointed if step >= at]
+            self._appointed = [(at, agreed) for at, agreed in self._appointed if step < at]
+            return due
+
+    def end(self, *, forget_appointed: bool = False) -> None:
+        """The decider says nothing more: training waits for it no longer. Any thread."""
+        with self.lock:
+            self._promise = None
+            if forget_appointed:
+                self._appointed.clear()
+            self.lock.notify_all()
