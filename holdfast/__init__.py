@@ -12,9 +12,10 @@ on the node    ring, journal   chunks in shared memory            ipc, runtime  
                keeper     `holdfast run` wants the ring to stay
 in the store   storage/   POSIX, S3, fsspec    manifest, sealed, publish   what makes a checkpoint exist
                claim      one writer           catalog, verify    which there are, and are they good
-notices        notice, emergency, emergency_plan, emergency_wire, saying   all ranks save one step before a machine goes
+one step       notices/   step_agreement, messages   all ranks act at one step
+               decider, notice, worth     one checkpoint of all ranks before a machine goes
                sparing    which ranks then send only what they alone have
-how often      policy/    what to advise          pace, retiming   all ranks change at one step
+how often      policy/    what to advise          pace   what travels about it
 for everybody  config, errors, events, faultpoint       causes, metrics, metrics_page   why not, counted, served
 people         cli, commands/, doctor/, launch, supervise/ (`holdfast run`), cluster/ (machines on AWS)
 """

@@ -68,7 +68,9 @@ class NoticeRank(AgreeingRank):
     def reach(self) -> None:
         before = self.appointments.notice
         due = self.appointments.reach(self.step)
-        assert (self.appointments.notice is not before) == (due is not None), "it changes at the same step on all"
+        assert (self.appointments.notice is not before) == (due is not None), (
+            "it changes at the same step on all"
+        )
         if due is not None:
             self.acted.append((self.step, due.save))
 

@@ -151,12 +151,12 @@ def test_a_lost_rank_ends_it_and_no_other_waits(user: User) -> None:
     job.begin(0)
     job.deliver()
     job.ranks[0].hear()
-    assert job.ranks[0].promises.pending
+    assert job.ranks[0].promises.waits_at(1_000_000)
     job.lose_rank(1, "rank 1 is dead")
     assert job.events()[-1] == job.given_up
     assert "rank 1 is dead" in job.said[-1].text
     job.ranks[0].hear()
-    assert not job.ranks[0].promises.pending
+    assert not job.ranks[0].promises.waits_at(1_000_000)
     job.begin(0)
     assert not job.decider.open
     job.settle()
