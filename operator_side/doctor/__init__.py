@@ -1,10 +1,10 @@
-"""Looks at a machine before money is spent on it: what a run needs, tried out for real, and what to mend.
+"""Checks a machine before a run, by trial, and says what to fix.
 
-    Plan ─► checks: {machine,store_checks}.py, and the roles' own (entry-point group `holdfast.checks`)
-                └─► Finding: ok · warn · fail · skipped, what was seen, what to do
+    CheckPlan ─► checks: machine, other_hosts, store_checks, and those of the roles (entry points `holdfast.checks`)
+                     └─► Finding: ok · warn · fail · skipped, what was seen, what to do
 
-A check is a function of the plan that yields findings. It must clean up after itself and end: each wait in it has a
-limit. A check that raises becomes a finding that failed; it never hides the others.
+A check is a function of the plan that yields findings. It removes what it made, and each wait in it has a limit. An
+exception in a check becomes a finding that failed; the other checks still run.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Check = Callable[[CheckPlan], Iterable[Finding]]
 
 
 def examine(plan: CheckPlan) -> Iterator[Finding]:
-    """Run every check there is, one after the other, and give each finding as soon as it is known."""
+    """Run every check, one after the other, and yield each finding as soon as it is known."""
     for check in _checks():
         try:
             yield from check(plan)
         except HoldfastError as error:
-            yield Finding(_name(check), CheckState.FAIL, str(error), "see the message")
+            yield Finding(_name(check), CheckState.FAIL, str(error), "fix what the message names")
         except Exception as error:  # noqa: BLE001 - a check that breaks must not hide what the others find
             yield Finding(
                 _name(check),
                 CheckState.FAIL,
-                f"the check itself broke: {type(error).__name__}: {error}",
-                "report this",
+                f"a bug in this check: {type(error).__name__}: {error}",
+                "report it; the other checks are not affected",
             )
 
 
@@ -58,7 +58,7 @@ def _not_installed(name: str, error: ImportError) -> Check:
             name,
             CheckState.SKIPPED,
             f"{error.name or error} is not installed here",
-            f"if this machine is to train or to stage: pip install 'holdfast[{name}]'",
+            f"if this machine is for the {name}: pip install 'holdfast[{name}]'",
         )
 
     return check

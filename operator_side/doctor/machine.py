@@ -1,4 +1,4 @@
-"""What the machine itself must have: Python, memory for the ring, descriptors, a clock, a network."""
+"""Checks of the machine: Python, memory for the ring, open files, clock, network."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ _MIB = 1 << 20
 
 
 def python(_: CheckPlan) -> Iterator[Finding]:
-    """Version of Python, of holdfast and of the machine."""
     seen = f"holdfast {__version__}, Python {platform.python_version()}, {platform.system()} {platform.release()}"
     old = sys.version_info < _PYTHON_MIN
     yield Finding(
-        "python", CheckState.FAIL if old else CheckState.OK, seen, "needs Python 3.11 or newer" if old else ""
+        "python",
+        CheckState.FAIL if old else CheckState.OK,
+        seen,
+        "install Python 3.11 or newer" if old else "",
     )
     cores = len(os.sched_getaffinity(0))
     few = cores < 2
@@ -39,12 +41,12 @@ def python(_: CheckPlan) -> Iterator[Finding]:
         "cores",
         CheckState.WARN if few else CheckState.OK,
         f"{cores} usable cores",
-        "stager and flusher on one core wait for each other; use a machine with two or more" if few else "",
+        "use a machine with two or more cores: on one, stager and flusher wait for each other" if few else "",
     )
 
 
 def shared_memory(plan: CheckPlan) -> Iterator[Finding]:
-    """Whether the ring fits into memory at `runtime_dir`, that it is ours alone, and how fast it is."""
+    """Check that the ring fits into `runtime_dir`, that the directory is private, and how fast its memory is."""
     base = plan.runtime_dir
     probe = base / f"doctor-{os.getpid()}"
     try:
@@ -54,7 +56,7 @@ def shared_memory(plan: CheckPlan) -> Iterator[Finding]:
             "ring directory",
             CheckState.FAIL,
             f"{base}: {error}",
-            "remove it, or set runtime_dir to a directory of yours",
+            "remove this directory, or set runtime_dir to a directory of your own",
         )
         return
     try:
@@ -74,7 +76,7 @@ def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
         f"{base} is on {kind}",
         ""
         if in_memory
-        else "a ring on a disk is slow: set runtime_dir to a directory in memory, such as /dev/shm",
+        else "set runtime_dir to a directory in memory, such as /dev/shm: a ring on a disk is slow",
     )
     found = os.statvfs(base)
     free_bytes = found.f_bavail * found.f_frsize
@@ -83,10 +85,10 @@ def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
     yield Finding(
         "ring room",
         CheckState.OK if enough else CheckState.FAIL,
-        f"{free_bytes / _MIB:,.0f} MiB free in {base}, the ring takes {needed_bytes / _MIB:,.0f} MiB",
+        f"{free_bytes / _MIB:,.0f} MiB are free in {base}, and the ring takes {needed_bytes / _MIB:,.0f} MiB",
         ""
         if enough
-        else "lower ring_bytes, or make it larger: mount -o remount,size=... /dev/shm; in a container: --shm-size",
+        else "lower ring_bytes, or enlarge it: mount -o remount,size=... /dev/shm; in a container: --shm-size",
     )
     available_bytes = _available_memory_bytes()
     if available_bytes is not None and in_memory:
@@ -94,15 +96,15 @@ def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
         yield Finding(
             "memory",
             CheckState.OK if enough else CheckState.FAIL,
-            f"{available_bytes / _MIB:,.0f} MiB of memory available, the ring takes {needed_bytes / _MIB:,.0f} MiB",
+            f"{available_bytes / _MIB:,.0f} MiB of memory available, and the ring takes {needed_bytes / _MIB:,.0f} MiB",
             ""
             if enough
-            else "lower ring_bytes, or take a machine with more memory: the ring is never swapped gladly",
+            else "lower ring_bytes, or use a machine with more memory: a ring that is swapped out is slow",
         )
 
 
 def _touch(directory: Path) -> Finding:
-    """First touch is what a naive checkpoint pays each time; the ring pays it once, at its start."""
+    # The first touch of memory is slow. The ring pays it once, at its start; a plain checkpoint pays it each time.
     path = directory / "touch"
     try:
         with path.open("wb") as file:
@@ -111,7 +113,10 @@ def _touch(directory: Path) -> Finding:
             seconds = time.perf_counter() - began
     except OSError as error:
         return Finding(
-            "ring memory", CheckState.FAIL, f"{directory}: {error.strerror}", "see ring room above"
+            "ring memory",
+            CheckState.FAIL,
+            f"{directory}: {error.strerror}",
+            "make room for the ring, as under `ring room`",
         )
     finally:
         path.unlink(missing_ok=True)
@@ -119,14 +124,14 @@ def _touch(directory: Path) -> Finding:
 
 
 def _stale_rings(base: Path) -> Iterator[Finding]:
-    """A ring whose flusher is gone may hold staged checkpoints: worth telling, never worth deleting here."""
+    # Such a ring may hold staged checkpoints, so it is reported and never deleted here.
     for journal in sorted(base.glob("*/journal")):
         if not _is_served(journal.parent):
             yield Finding(
                 "left ring",
                 CheckState.WARN,
-                f"{journal.parent} holds the ring of a flusher that is gone",
-                "start `holdfast flusher --store URL` for its run: it publishes what is staged and removes the ring",
+                f"{journal.parent} has a ring whose flusher is gone",
+                "run `holdfast flusher --store URL` for its run: it publishes staged checkpoints and removes the ring",
             )
 
 
@@ -144,19 +149,19 @@ def _is_served(directory: Path) -> bool:
 
 
 def limits(_: CheckPlan) -> Iterator[Finding]:
-    """Open files: each connection to the store and each rank takes some."""
+    # Each connection to the store and each rank takes some open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _DESCRIPTORS_MIN
     yield Finding(
         "open files",
         CheckState.OK if enough else CheckState.WARN,
-        f"limit {soft} (hard {hard})",
-        "" if enough else f"raise it: ulimit -n {_DESCRIPTORS_MIN}",
+        f"at most {soft} open files (hard limit {hard})",
+        "" if enough else f"raise the limit: ulimit -n {_DESCRIPTORS_MIN}",
     )
 
 
 def clock(_: CheckPlan) -> Iterator[Finding]:
-    """Whether the wall clock runs with the monotonic one. The store's own clock is looked at with the store."""
+    """Check that the wall clock and the monotonic clock run alike."""
     before = _wall_clock_ahead_seconds()
     time.sleep(_CLOCK_SECONDS)
     drift_seconds = abs(_wall_clock_ahead_seconds() - before)
@@ -164,15 +169,15 @@ def clock(_: CheckPlan) -> Iterator[Finding]:
     yield Finding(
         "clock",
         CheckState.OK if steady_clock else CheckState.WARN,
-        f"wall clock moved {drift_seconds * 1000:.1f} ms against the monotonic clock in {_CLOCK_SECONDS:g} s",
+        f"the wall clock moved {drift_seconds * 1000:.1f} ms against the monotonic clock in {_CLOCK_SECONDS:g} s",
         ""
         if steady_clock
-        else "something sets the clock in jumps: look at chrony or ntpd; times in records are off",
+        else "check chrony or ntpd: something sets the clock in jumps, so times in records are wrong",
     )
 
 
 def _wall_clock_ahead_seconds() -> float:
-    """Of the monotonic clock: of several looks the shortest, since a busy machine may do else between two clocks."""
+    # Of several readings the fastest counts: a busy machine may pause between reading the two clocks.
     looks = []
     for _ in range(_CLOCK_LOOKS):
         steady, wall = time.monotonic(), time.time()
@@ -181,7 +186,7 @@ def _wall_clock_ahead_seconds() -> float:
 
 
 def network(_: CheckPlan) -> Iterator[Finding]:
-    """What the interfaces say of themselves; what MPI makes of them is measured by the stager's check."""
+    """Check the nominal speed of each interface. The stager's check measures what MPI reaches."""
     seen = False
     for interface in sorted(Path("/sys/class/net").glob("*")):
         if interface.name == "lo" or _read(interface / "operstate") != "up":
@@ -193,19 +198,22 @@ def network(_: CheckPlan) -> Iterator[Finding]:
         yield Finding(
             f"network {interface.name}",
             CheckState.WARN if slow else CheckState.OK,
-            (f"{int(speed) / 1000:g} Gbit/s" if known else "says no speed") + f", MTU {mtu}",
-            "a slice of gigabytes takes seconds through it: take an instance with 10 Gbit/s or more"
+            (f"{int(speed) / 1000:g} Gbit/s" if known else "speed not known") + f", MTU {mtu}",
+            "use an instance with 10 Gbit/s or more: a slice of gigabytes takes seconds through this interface"
             if slow
             else "",
         )
     if not seen:
         yield Finding(
-            "network", CheckState.SKIPPED, "no interface but loopback is up", "fine for one machine"
+            "network",
+            CheckState.SKIPPED,
+            "only the loopback interface is up",
+            "nothing to do for a job on one machine",
         )
 
 
 def _file_system(path: Path) -> str:
-    """Its type, by the longest mount point above it."""
+    """Type of the file system, from the longest mount point above the path."""
     best, kind = "", "unknown"
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, found, *_ = line.split(" ")
@@ -226,5 +234,5 @@ def _available_memory_bytes() -> int | None:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # speed of an interface that has none
+    except OSError:  # the interface has no speed
         return ""

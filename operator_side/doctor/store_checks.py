@@ -1,9 +1,9 @@
-"""Whether the store does all that a flusher will ask of it, by doing it: small files, a big one in parts, taking back.
+"""Checks by trial that the store does what a flusher needs: small files, a large file in parts, an aborted upload.
 
     check ─► begin, one part, abort ─► begin, all parts, publish ─► read back, compare ─► delete
-    directory: O_DIRECT, sync, free room        bucket: its clock against ours
+    directory: O_DIRECT, sync, free room        bucket: its clock
 
-Everything is written inside the run's own `.holdfast/`, and removed. A run that is being written is not disturbed.
+The checks write only into the run's own `.holdfast/`, and remove it again. They do not disturb a run that is written.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MIB = 1 << 20
 
 
 def examine_store(plan: CheckPlan) -> Iterator[Finding]:
-    """Rights, bytes, speed and clock of the store that the plan names."""
+    """Check permissions, bytes, speed and clock of the store of the plan."""
     if plan.store is None:
         yield Finding(
             "store",
             CheckState.SKIPPED,
-            "no store was named",
-            "holdfast doctor --store URL looks at it as well",
+            "no store was given",
+            "give --store URL to check it, too",
         )
         return
     store = open_store(plan.store)
@@ -46,7 +46,7 @@ def examine_store(plan: CheckPlan) -> Iterator[Finding]:
     was_there = root is None or root.exists()
     try:
         store.check(write=True)
-        yield Finding("store", CheckState.OK, f"{store.url}: lists, writes, reads and deletes")
+        yield Finding("store", CheckState.OK, f"{store.url}: listing, writing, reading and deleting work")
         yield from _big_file(store)
         yield _exclusive(store)
         if root is not None:
@@ -54,9 +54,7 @@ def examine_store(plan: CheckPlan) -> Iterator[Finding]:
         else:
             yield from _bucket_clock(store)
     except HoldfastError as error:
-        yield Finding(
-            "store", CheckState.FAIL, str(error), "mend what the message names, then run this again"
-        )
+        yield Finding("store", CheckState.FAIL, str(error), "fix what the message names, then run this again")
     finally:
         if root is not None and not was_there:
             _remove_empty(root)
@@ -74,7 +72,7 @@ def _big_file(store: Store) -> Iterator[Finding]:
         given_up.write_part(0, *_part(given_up, chunk, crc))
     finally:
         given_up.abort()
-    yield Finding("store abort", CheckState.OK, "an upload that was begun is taken back whole")
+    yield Finding("store abort", CheckState.OK, "an upload can be aborted, and leaves nothing")
     upload = _begin(store, name)
     try:
         began = time.perf_counter()
@@ -92,7 +90,7 @@ def _big_file(store: Store) -> Iterator[Finding]:
             store.read_into(name, index * _CHUNK_BYTES, back)
             if crc32(back) != crc:
                 raise DamageError(
-                    f"{store.url}: gave back other bytes than were written, in a file of {_PARTS} parts"
+                    f"{store.url}: a file of {_PARTS} parts came back with other bytes than were written; do not use it"
                 )
         read_seconds = time.perf_counter() - began
     finally:
@@ -101,8 +99,8 @@ def _big_file(store: Store) -> Iterator[Finding]:
     yield Finding(
         "store parts",
         CheckState.OK,
-        f"{nbytes // _MIB} MiB in parts of {upload.part_bytes // _MIB} MiB: written and published at "
-        f"{nbytes / seconds / 1e6:,.0f} MB/s, read back at {nbytes / read_seconds / 1e6:,.0f} MB/s, one at a time",
+        f"{nbytes // _MIB} MiB in parts of {upload.part_bytes // _MIB} MiB, one after the other: written at "
+        f"{nbytes / seconds / 1e6:,.0f} MB/s, read back at {nbytes / read_seconds / 1e6:,.0f} MB/s",
     )
 
 
@@ -131,8 +129,8 @@ def _exclusive(store: Store) -> Finding:
     return Finding(
         "store exclusive",
         CheckState.OK if kept else CheckState.WARN,
-        "a file that is there is not created again" if kept else "a file that is there was created again",
-        "" if kept else "two jobs on one run are then told apart by reading back only; start one at a time",
+        "an existing file is not created again" if kept else "an existing file was created again",
+        "" if kept else "start one job at a time: this store does not keep two jobs of one run apart",
     )
 
 
@@ -152,8 +150,8 @@ def _directory(root: Path, plan: CheckPlan) -> Iterator[Finding]:
     yield Finding(
         "store room",
         CheckState.OK if enough else CheckState.WARN,
-        f"{free_bytes / _MIB:,.0f} MiB free in {root}",
-        "" if enough else "keep_last + 1 checkpoints must fit; lower keep_last or take a larger disk",
+        f"{free_bytes / _MIB:,.0f} MiB are free in {root}",
+        "" if enough else "lower keep_last or use a larger disk: keep_last + 1 checkpoints must fit",
     )
 
 
@@ -164,10 +162,10 @@ def _direct(path: Path) -> Finding:
         return Finding(
             "store direct",
             CheckState.WARN,
-            f"no O_DIRECT ({error.strerror})",
-            "checkpoints go through the page cache there: slower, and it takes memory from the training",
+            f"O_DIRECT does not work ({error.strerror})",
+            "use another file system: here checkpoints go through the page cache, which is slower and takes memory",
         )
-    return Finding("store direct", CheckState.OK, "takes O_DIRECT")
+    return Finding("store direct", CheckState.OK, "O_DIRECT works")
 
 
 def _sync(path: Path) -> Finding:
@@ -182,12 +180,12 @@ def _sync(path: Path) -> Finding:
         "store sync",
         CheckState.WARN if slow else CheckState.OK,
         f"a synced write takes {seconds * 1000:.1f} ms",
-        "each checkpoint waits for several of them: look at what else uses this disk" if slow else "",
+        "find out what else uses this disk: each checkpoint waits for several synced writes" if slow else "",
     )
 
 
 def _bucket_clock(store: Store) -> Iterator[Finding]:
-    """S3 refuses signatures of another time; what it thinks the time is stands in every answer."""
+    # S3 refuses requests with a wrong time, and tells its own time in every answer.
     inner: Any = getattr(store, "inner", store)
     client, bucket = getattr(inner, "client", None), getattr(inner, "bucket", None)
     if client is None or bucket is None:
@@ -205,11 +203,11 @@ def _clock_finding(whose: str, skew_seconds: float) -> Finding:
         f"{whose} is {skew_seconds:.1f} s away from this machine's clock",
         ""
         if near
-        else "set this machine's clock (chrony, ntpd): S3 refuses requests that are 15 minutes off",
+        else "set this machine's clock (chrony, ntpd): S3 refuses requests with a time that is wrong by 15 minutes",
     )
 
 
 def _remove_empty(root: Path) -> None:
     for directory in (root / ".holdfast" / "tmp", root / ".holdfast", root):
-        with contextlib.suppress(OSError):  # not empty: somebody has begun to use it
+        with contextlib.suppress(OSError):  # not empty: a run has begun to use it
             directory.rmdir()

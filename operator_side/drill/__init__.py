@@ -1,4 +1,4 @@
-"""`holdfast drill`: a user's own script under `holdfast run`, killed at random points, and what came of it.
+"""`holdfast drill`: kills a user's own script under `holdfast run` at random points, and checks how it resumes.
 
     play ── reference run ──► plan (pure): which kill, after which step
       │  └─ drilled run: job ── diary, events, status ──► sequence (pure) ── strike, tell ──► job: SIGKILL, SIGTERM

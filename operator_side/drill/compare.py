@@ -1,7 +1,7 @@
-"""Two checkpoints of the same step: are they the same state, and if not, which names differ?
+"""Compares the checkpoints of two runs step by step, and names the values that differ.
 
-The manifests' CRCs decide for tensors; nothing large is read. Only where a `PerRank` value or the plain values differ
-are their bytes read, to name what it is.
+Tensors are compared by the CRCs in the manifests, so nothing large is read. Only `PerRank` values and plain values that
+differ are read, to name the difference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CRC = "CRC "
 
 
 class Difference(NamedTuple):
-    """One thing that is not the same: its name, and what it was and became; of tensors the CRC-32."""
+    """A value that differs: its name, and the two values (for a tensor, the CRC-32)."""
 
     path: str
     was: str
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """One published file beside the reference's of the same step."""
+    """The comparison of a file with the reference's file of the same step."""
 
     step: int
     attempt: int
@@ -43,12 +43,14 @@ class Compared(NamedTuple):
 
 
 def constants(files: Sequence[Compared], before_step: int) -> set[str]:
-    """Names that never change within a run, and differ between the two: a generator of random numbers that is
-    neither seeded nor used, a time of start. That they are what they were after each kill is all that can be asked.
+    """Names of values that never change within a run, but differ between the runs.
+
+    Examples are a random generator that is neither seeded nor used, and a time of start. Such a value is correct if
+    no kill has changed it.
 
     Args:
-        files: All that were compared.
-        before_step: The first kill came after this step; one of the files must not be later.
+        files: All comparisons.
+        before_step: The step after which the first kill came; at least one file must be from before it.
     """
     if not any(one.step <= before_step for one in files):
         return set()
@@ -60,10 +62,11 @@ def constants(files: Sequence[Compared], before_step: int) -> set[str]:
 
 
 def compare(reference: Store, drilled: Store) -> list[Compared]:
-    """Every file of the drilled run whose step the reference has too, in the order of steps.
+    """Compare every file of the drilled run whose step the reference has, in the order of steps.
 
     Raises:
-        StoreError: A store failed. DamageError: A file cannot be read.
+        StoreError: A store failed.
+        DamageError: A file cannot be read.
     """
     expected = {item.step: item.manifest for item in Catalog(reference).list() if item.manifest is not None}
     found = []
@@ -80,7 +83,6 @@ def compare(reference: Store, drilled: Store) -> list[Compared]:
 
 
 def differences(first: Store, want: Manifest, second: Store, got: Manifest) -> Iterator[Difference]:
-    """What is not the same in two checkpoints."""
     ours, theirs = ({tensor.path: tensor for tensor in one.tensors} for one in (want, got))
     for path in dict.fromkeys([*ours, *theirs]):
         one, other = ours.get(path), theirs.get(path)
@@ -109,7 +111,7 @@ def _of_tensor(
         was = inside(_read(first, want, want.entries[one.entry]))
         became = inside(_read(second, got, got.entries[other.entry]))
         if was is not None and became is not None:
-            yield from _unequal(f"{path}/", was, became)  # equal values in other bytes are the same state
+            yield from _unequal(f"{path}/", was, became)  # other bytes of equal values are the same state
             return
     crcs = (f"{_CRC}{_size_and_crc(*pair)[1]}" for pair in ((want, one), (got, other)))
     yield Difference(path, *crcs)

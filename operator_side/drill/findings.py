@@ -1,4 +1,4 @@
-"""What a drill has shown of each kill, told from what was written down. Pure.
+"""What a drill has shown of each kill, from the logs of the run. Pure.
 
 diary   the last step before the kill, and which samples the loops got      events   what was staged before it
 status  lost ─► ended ─► launched ─► joined ─► restored ─► training         compare  the files after it
@@ -20,7 +20,7 @@ _NAMED_MAX = 5
 
 
 class Struck(NamedTuple):
-    """A kill as it came: when, and which events had answered its notice."""
+    """A kill: when its notice was sent, and when it came."""
 
     kill: Kill
     told_at: float | None
@@ -29,19 +29,20 @@ class Struck(NamedTuple):
 
 @dataclass
 class KillFinding:
-    """Of one kill.
+    """The result of one kill.
 
     Attributes:
-        kill: Which.
-        last_step: Done last before it, by the rank that had come furthest.
-        resumed_from: Step of the checkpoint that training went on from; -1: from the beginning; None: it did not.
-        staged_step: The newest that was staged before.
-        lost_steps: Done, and done again. `lost_seconds`: what they had taken.
-        phases: Seconds from the kill to each mark of the way back (`lost_seconds`, …), and `seconds` in all.
-        notice: What became of the notice; empty without one.
-        compared: Steps of files that were compared with the reference's, from here to the next kill. `unequal`: those
-            that differ.
-        wrong: What did not hold.
+        kill: The kill.
+        last_step: Last step before the kill, of the rank that was furthest.
+        resumed_from: Step of the checkpoint from which training resumed; -1: the beginning; None: it did not resume.
+        staged_step: Newest step that was staged before the kill.
+        lost_steps: Number of steps that were done again.
+        lost_seconds: Seconds that these steps had taken before the kill.
+        phases: Seconds from the kill to each mark of the resumption (`lost_seconds`, …), and `seconds` in all.
+        notice: What came of the notice; empty if there was none.
+        compared: Steps whose files were compared with the reference, until the next kill.
+        unequal: Steps among them that differ.
+        wrong: Descriptions of what failed.
     """
 
     kill: Kill
@@ -58,17 +59,17 @@ class KillFinding:
 
     @property
     def exact(self) -> bool | None:
-        """Whether the files after it are the reference's; None: there were none to compare."""
+        """Whether the files after the kill equal the reference; None: there were none to compare."""
         return None if not self.compared else not self.unequal
 
 
 class Samples(NamedTuple):
-    """Of all ranks, over the steps that count; None where the script's data was not seen.
+    """Numbers of samples of all ranks, over the steps that count.
 
     Attributes:
-        trained: So many in the reference.
-        skipped: Of them the drilled run left out.
-        repeated: It trained on so many more often than the reference.
+        trained: Samples in the reference run.
+        skipped: Samples that the drilled run left out.
+        repeated: Samples that the drilled run trained on more often than the reference.
     """
 
     trained: int
@@ -79,7 +80,6 @@ class Samples(NamedTuple):
 def examine(
     struck: Sequence[Struck], *, diary: Lines, events: Lines, status: Lines, files: Iterable[Compared]
 ) -> list[KillFinding]:
-    """One finding for each kill that came."""
     findings = []
     for index, one in enumerate(struck):
         following = struck[index + 1].at if index + 1 < len(struck) else float("inf")
@@ -90,7 +90,7 @@ def examine(
         finding.staged_step = max((int(line["step"]) for line in staged), default=-1)
         _way_back(finding, one, [line for line in status if one.at <= line["time"] < following])
         if finding.resumed_from is None:
-            finding.wrong.append("training did not go on after it")
+            finding.wrong.append("training did not resume after the kill")
         else:
             _lost(finding, one, before)
         if one.told_at is not None:
@@ -136,32 +136,31 @@ def _lost(finding: KillFinding, struck: Struck, before: Lines) -> None:
         finding.lost_seconds = round(max(0.0, struck.at - min(done, default=struck.at)), 3)
     if resumed < finding.staged_step:
         finding.wrong.append(
-            f"step {finding.staged_step} was staged before it, and step {resumed} was resumed from"
+            f"step {finding.staged_step} was staged before the kill, but training resumed from step {resumed}"
         )
 
 
 def _notice(finding: KillFinding, events: Lines) -> None:
     said = {line["event"]: line for line in reversed(events) if line.get("role") == "stager"}
     if "notice" not in said:
-        finding.notice = "not heard"
+        finding.notice = "it did not reach holdfast"
         finding.wrong.append(
-            "the notice was not heard: SIGTERM to a rank must reach holdfast (`watch` set in the script, or another "
-            "handler taking it?)"
+            "the notice did not reach holdfast: `watch` is set without sigterm, or another handler takes SIGTERM"
         )
     elif "emergency_staged" in said:
-        finding.notice = f"step {said['emergency_staged'].get('saved_step')} saved because of it"
+        finding.notice = f"step {said['emergency_staged'].get('saved_step')} was saved because of it"
     else:
         reason = next(
             (str(said[name].get("reason")) for name in ("emergency_failed", "emergency") if name in said),
-            "no answer",
+            "holdfast gave no answer",
         )
         finding.notice = f"nothing was saved: {reason}"
         if said.get("emergency", {}).get("choice") != "finish":
-            finding.wrong.append(f"the notice brought no checkpoint: {reason}")
+            finding.wrong.append(f"the notice led to no checkpoint: {reason}")
 
 
 def _place(findings: Sequence[KillFinding], files: Iterable[Compared]) -> None:
-    """Each file belongs to the last kill whose resumption it follows."""
+    """Assign each file to the last kill before it."""
     for one in files:
         after = [
             f
@@ -176,21 +175,25 @@ def _place(findings: Sequence[KillFinding], files: Iterable[Compared]) -> None:
             finding.unequal.append(one.step)
             if len(finding.unequal) == 1:
                 finding.wrong.append(
-                    f"step {one.step} differs from the undisturbed run's: {shortened(one.differs)}"
+                    f"the checkpoint of step {one.step} differs from the undisturbed run: {shortened(one.differs)}"
                 )
     for finding in findings:
         if len(finding.unequal) > 1:
-            finding.wrong.append(f"{len(finding.unequal)} of {len(finding.compared)} files after it differ")
+            finding.wrong.append(
+                f"{len(finding.unequal)} of {len(finding.compared)} checkpoints after the kill differ"
+            )
 
 
 def shortened(names: Sequence[Difference]) -> str:
-    """The first few."""
     more = f", and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
     return ", ".join(str(name) for name in names[:_NAMED_MAX]) + more
 
 
 def samples(reference: Lines, drilled: Lines) -> Samples | None:
-    """What the loops got, over the steps that count: those up to the one that the next attempt went on from."""
+    """Compare the samples of the two runs, over the steps up to the one from which the next attempt resumed.
+
+    None: the script's data was not seen.
+    """
     want, got = (_each(Counter(_counted(diary))) for diary in (reference, drilled))
     if not want and not got:
         return None
@@ -213,7 +216,7 @@ def _counted(diary: Lines) -> list[_Span]:
                 epoch, place, count, length = line["samples"]
                 waiting.append((epoch, place, count, length))
             elif "step" in line:
-                if first:  # what an earlier attempt did from here on does not count
+                if first:  # later steps of an earlier attempt do not count
                     steps = {step: spans for step, spans in steps.items() if step < line["step"]}
                 steps[line["step"]], waiting, first = waiting, [], False
         found += [span for spans in steps.values() for span in spans]
@@ -221,7 +224,7 @@ def _counted(diary: Lines) -> list[_Span]:
 
 
 def _each(spans: Counter[_Span]) -> Counter[tuple[int, int]]:
-    """Every single sample: its epoch, and its place in the epoch's order."""
+    """Count each sample, by its epoch and its place in the epoch's order."""
     found: Counter[tuple[int, int]] = Counter()
     for (epoch, place, count, length), times in spans.items():
         for one in range(place, place + count):

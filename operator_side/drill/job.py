@@ -1,9 +1,9 @@
-"""One `holdfast run` of a drill: a process of its own, with a store, logs and a diary that nobody else uses.
+"""One `holdfast run` of a drill: a process with a store, logs and a diary of its own.
 
     Run ── starts ─► holdfast run ─► mpirun ─► ranks, stager        strike, tell: signals to those processes alone
      └─ follows ◄── diary.jsonl (ranks) · events.jsonl (ranks, stager, flusher) · status.jsonl (supervisor)
 
-All processes are on this machine. They are found below our own `holdfast run`, or by what its ranks wrote down.
+All processes are on this machine. They are children of this `holdfast run`, or ranks named in its diary.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from operator_side.supervise.supervisor import environment_of_job
 
 _END_SECONDS = 60.0
 _PARENT_FIELD = 1  # of /proc/PID/stat, counted from behind the command's name
-# The stores, notices and tiers of the user's own run, and what another job has left: not for a drill.
+# A drill must not touch the store, logs and tiers of the user's own run.
 _LEFT_OUT = ("HOLDFAST_STORE", "HOLDFAST_EVENTS", "HOLDFAST_TIERS", "HOLDFAST_METRICS_PORT")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is run.
+    """The job of a drill.
 
     Attributes:
-        command: The user's.
-        ranks: Training ranks.
-        options: More for `holdfast run`.
-        notice_seconds: What the ranks are to take a notice's time for.
+        command: Command of the user's script.
+        ranks: Number of training ranks.
+        options: Further options for `holdfast run`.
+        notice_seconds: Time from a notice to the kill, as told to the ranks.
     """
 
     command: Sequence[str]
@@ -50,11 +50,11 @@ class Setup:
 
 
 class DrillRun:
-    """A context manager: at its end nothing of it runs.
+    """A running `holdfast run`. On leaving the context, none of its processes runs any more.
 
     Args:
-        setup: What is run.
-        folder: Made, for store, logs and diary.
+        setup: The job.
+        folder: New folder for store, logs and diary.
     """
 
     def __init__(self, setup: Setup, folder: Path) -> None:
@@ -72,7 +72,7 @@ class DrillRun:
             DIARY_VARIABLE: str(self.logs / "diary.jsonl"),
         }
         kept = {name: value for name, value in environment_of_job().items() if name not in _LEFT_OUT}
-        # Tied to this process: a drill that is killed leaves no job behind.
+        # The leash ties the job to this process, so that a killed drill leaves no job behind.
         leash = [sys.executable, "-m", "operator_side.supervise.leash", str(os.getpid())]
         line = [
             *leash,
@@ -104,7 +104,7 @@ class DrillRun:
         self._output.close()
 
     def look(self) -> tuple[bool, Mapping[str, list[dict[str, Any]]]]:
-        """Whether it has ended, and what was said since the last look: `diary`, `events`, `status`."""
+        """Whether the run has ended, and the new lines of `diary`, `events` and `status`."""
         ended = self._process.poll() is not None  # before reading, so that no last line is missed
         new: dict[str, list[dict[str, Any]]] = {}
         for name, follower in self._follow.items():
@@ -116,15 +116,15 @@ class DrillRun:
 
     @property
     def exit_code(self) -> int | None:
-        """Of `holdfast run`."""
+        """Exit code of `holdfast run`; None while it runs."""
         return self._process.poll()
 
     def tell(self, kill: Kill) -> bool:
-        """SIGTERM to the kill's rank; whether there was one."""
+        """Send SIGTERM to the rank of the kill. Returns whether there was one."""
         return self._signal(self._rank(kill.rank), signal.SIGTERM)
 
     def strike(self, kill: Kill) -> bool:
-        """SIGKILL; whether there was somebody to kill."""
+        """Send SIGKILL. Returns whether there was a process to kill."""
         match kill.target:
             case KillTarget.RANK:
                 return self._signal(self._rank(kill.rank), signal.SIGKILL)
@@ -136,7 +136,7 @@ class DrillRun:
                 return self._signal(self._mpirun(), signal.SIGKILL)
 
     def last_words(self, lines: int = 25) -> str:
-        """The end of what it has said."""
+        """The last lines of its output."""
         text = (self.folder / "output.log").read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
@@ -174,11 +174,7 @@ class DrillRun:
 
 
 def wait_until(deadline: float) -> None:
-    """A short rest.
-
-    Raises:
-        PeerLost: The time is over.
-    """
+    """Sleep for a moment. Raises `PeerLost` after the deadline."""
     if time.monotonic() > deadline:
-        raise PeerLost("drill: its time is over (--seconds-max); give it more, or the script fewer steps")
+        raise PeerLost("the drill took longer than --seconds-max; raise it, or give the script fewer steps")
     time.sleep(0.01)

@@ -1,8 +1,8 @@
-"""Which kill comes when: drawn from a seed, over what the reference run was seen to do. Pure.
+"""Draws the kills from a seed, between the checkpoints of the reference run. Pure.
 
 reference's checkpoints   ──3────────7────────11────────15──     a kill lies between two of them,
-plan                            ▲5        ▲9                     no two in the same place: each one has a
-                            one rank    the stager               checkpoint behind it that can be compared
+plan                            ▲5        ▲9                     no two in the same gap: after each one
+                            one rank    the stager               there is a checkpoint to compare
 
 Sequence: stepped, trains, answered, tick ─► Tell (a notice), Strike (SIGKILL)      one at a time
 """
@@ -20,11 +20,9 @@ from holdfast.errors import ConfigError
 
 
 class KillTarget(StrEnum):
-    """Who is killed."""
-
     RANK = "one rank"
     RANKS = "all ranks"
-    STAGER = "stager and ranks"  # alone, a short script would be over before it is missed
+    STAGER = "stager and ranks"  # a short script ends before it notices the loss of the stager alone
     MPIRUN = "mpirun"
 
 
@@ -33,12 +31,12 @@ class Kill:
     """One kill.
 
     Attributes:
-        number: From 1.
-        target: Who.
-        notice: The rank is told first, and gets SIGKILL when it was answered, or its time is over.
-        rank: Which, where it is one.
-        after_step: It comes after this step, at the earliest.
-        part: And so much of a step later, below 1.
+        number: Number of the kill, from 1.
+        target: The processes that are killed.
+        notice: Whether the rank gets a notice first, and SIGKILL when the notice was answered or its time is over.
+        rank: The rank that is killed, if it is one rank.
+        after_step: The kill comes after this step.
+        part: Share of a step, below 1, by which it comes later.
     """
 
     number: int
@@ -50,31 +48,30 @@ class Kill:
 
     @property
     def what(self) -> str:
-        """For people."""
         who = f"rank {self.rank}" if self.target is KillTarget.RANK else self.target.value
         return f"notice, then {who}" if self.notice else who
 
 
 def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[int]) -> list[Kill]:
-    """Draw the kills; the same from the same arguments.
+    """Draw the kills. The same arguments give the same kills.
 
     Args:
-        seed: What they are drawn from.
-        kills: How many.
-        ways: `notice`, `none`, or `both`: in turn.
-        ranks: Training ranks.
-        checkpoints: Steps that the reference saved.
+        seed: Seed of the random choice.
+        kills: Number of kills.
+        ways: `notice`, `none`, or `both` in turn.
+        ranks: Number of training ranks.
+        checkpoints: Steps that the reference run saved.
 
     Raises:
         ConfigError: The run has too few checkpoints.
     """
-    random_ = random.Random(seed)  # noqa: S311 - drawn to be repeated
+    random_ = random.Random(seed)  # noqa: S311 - has to be repeatable
     gaps = list(itertools.pairwise(sorted(set(checkpoints))))
     if len(gaps) < kills:
         raise ConfigError(
-            f"--kills {kills}: the run saves {len(gaps) + bool(checkpoints)} checkpoints, expected {kills + 1} or "
-            "more: each kill needs one before it and one behind it. Let it train for more steps, save more "
-            "often, or give fewer --kills"
+            f"--kills {kills}: expected a run with {kills + 1} checkpoints or more, got "
+            f"{len(gaps) + bool(checkpoints)}: each kill needs one before and one after it. Train for more steps, save "
+            "more often, or give fewer --kills"
         )
     chosen = sorted(random_.sample(range(len(gaps)), kills))
     turn = random_.randrange(2)
@@ -83,7 +80,7 @@ def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[in
     for number, gap in enumerate(chosen, 1):
         notice = ways == "notice" or (ways == "both" and (number + turn) % 2 == 0)
         if not notice and not bare:
-            bare = random_.sample(list(KillTarget), len(KillTarget))  # each kind once, before one comes again
+            bare = random_.sample(list(KillTarget), len(KillTarget))  # each target once before one repeats
         target = KillTarget.RANK if notice else bare.pop()
         first, following = gaps[gap]
         step = random_.randrange(first, max(first + 1, following - 1))
@@ -92,29 +89,29 @@ def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[in
 
 
 class GiveNotice(NamedTuple):
-    """Send SIGTERM to the kill's rank: the notice."""
+    """Send SIGTERM to the rank of the kill, as a notice."""
 
     kill: Kill
 
 
 class Strike(NamedTuple):
-    """SIGKILL, now."""
+    """Send SIGKILL now."""
 
     kill: Kill
 
 
 class Sequence:
-    """Gives each kill when its time has come: an event in, an action or None out. The clock is handed in.
+    """Says when each kill is due. The clock is handed in.
 
     Args:
-        kills: In their order.
-        notice_seconds: How long after a notice the rank is killed, if nothing answers it.
+        kills: The kills, in their order.
+        notice_seconds: Seconds from a notice to the kill, if holdfast does not answer the notice earlier.
     """
 
     def __init__(self, kills: Listed[Kill], *, notice_seconds: float) -> None:
         self._left = list(kills)
         self._notice_seconds = notice_seconds
-        self._trains = False  # every rank has taken its first step since the last kill
+        self._trains = False  # every rank has done its first step since the last kill
         self._step, self._stepped_at = -1, 0.0
         self._step_seconds = 0.0
         self._told_at: float | None = None
@@ -122,25 +119,25 @@ class Sequence:
 
     @property
     def left(self) -> list[Kill]:
-        """What has not come yet."""
+        """The kills that have not come yet."""
         return list(self._left)
 
     def trains(self) -> None:
-        """Every rank of an attempt has taken its first step."""
+        """Note that every rank of an attempt has done its first step."""
         self._trains = True
 
     def stepped(self, step: int, at: float) -> None:
-        """A step is done."""
+        """Note that a step is done."""
         if step == self._step + 1:
             self._step_seconds = max(0.0, at - self._stepped_at)
         self._step, self._stepped_at = step, at
 
     def answered(self) -> None:
-        """What became of the notice is known."""
+        """Note that holdfast has answered the notice."""
         self._answered = self._told_at is not None
 
     def tick(self, now: float) -> GiveNotice | Strike | None:
-        """What is due."""
+        """The action that is due now; None: nothing."""
         if not self._left or not self._trains:
             return None
         kill = self._left[0]

@@ -1,6 +1,6 @@
-"""The drill as it is played: the script once undisturbed, once killed; then both are compared.
+"""Plays a drill: runs the script once undisturbed and once with kills, and compares the two runs.
 
-The folder is the drill's own. It has `reference/` and `drilled/`, each with a store, logs and what the job has said.
+The folder of a drill has `reference/` and `drilled/`, each with a store, logs and the output of the job.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _ANSWERS = {"emergency_staged", "emergency_failed"}
 
 @dataclass
 class DrillOutcome:
-    """What came of it.
+    """The result of a drill.
 
     Attributes:
         planned: The kills that were drawn.
-        findings: Of each kill that came.
-        files: Every file that was compared.
-        before: Steps before the first kill that differ already: the script itself is not deterministic.
-        constant: Names that differ between the runs, and never changed within either.
-        samples: See there; None: not seen.
-        wrong: What did not hold, of the whole.
+        findings: One for each kill that came.
+        files: Every comparison of files.
+        before: Files from before the first kill that differ: the script itself is not deterministic.
+        constant: Names of values that differ between the runs, but never change within a run.
+        samples: Comparison of the samples; None: they were not seen.
+        wrong: Failures that belong to no single kill.
     """
 
     planned: list[Kill]
@@ -46,16 +46,11 @@ class DrillOutcome:
 
     @property
     def passed(self) -> bool:
-        """Whether everything held."""
         return not self.wrong and not any(finding.wrong for finding in self.findings)
 
 
 def check_folder(folder: Path) -> None:
-    """A folder for a drill: a new or an empty one.
-
-    Raises:
-        ConfigError: Something is in it.
-    """
+    """Raise `ConfigError` unless the folder is new or empty."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             f"--dir {folder}: expected a directory for the drill alone, got a file; name another one"
@@ -78,60 +73,63 @@ def play(
     seconds_max: float,
     say: Callable[[str], None],
 ) -> DrillOutcome:
-    """Play it.
+    """Play a drill.
 
     Args:
-        setup: What is run.
-        folder: See `check_folder`.
-        kills: How many.
+        setup: The job.
+        folder: New or empty folder.
+        kills: Number of kills.
         ways: `notice`, `none` or `both`.
-        seed: See `plan`.
-        seconds_max: For all of it.
-        say: Told of each thing as it happens.
+        seed: Seed of the random choice of kills.
+        seconds_max: Seconds that the whole drill may take.
+        say: Called with a line of text for each thing that happens.
 
     Raises:
         ConfigError: The script cannot be drilled: it fails by itself, or saves too seldom.
-        PeerLost: Its time was over, or the job did not answer.
+        PeerLost: The drill took too long, or the job did not answer.
     """
     check_folder(folder)
     deadline = time.monotonic() + seconds_max
-    say("reference: the script, undisturbed")
+    say("running the script undisturbed, as the reference")
     with DrillRun(setup, folder / "reference") as reference:
         while not reference.look()[0]:
             wait_until(deadline)
-        _succeeded(reference, "undisturbed, under `holdfast run`, it")
+        _succeeded(reference)
     steps = [line["step"] for line in reference.said["diary"] if "step" in line]
     if not steps:
         raise ConfigError(
-            "the script never calls Checkpointer.step(), by which a drill knows where training is; call it after "
+            "the script never calls Checkpointer.step(), which tells a drill how far training is; call it after "
             "each step (docs/drill.md)"
         )
     saved = [item.step for item in Catalog(open_store(str(reference.store))).list() if not item.fault]
     outcome = DrillOutcome(plan(seed, kills, ways, ranks=setup.ranks, checkpoints=saved))
-    say(f"reference: {len(set(steps))} steps, {len(saved)} checkpoints; now {kills} kills")
+    say(f"the reference did {len(set(steps))} steps and saved {len(saved)} checkpoints; now {kills} kills")
     with DrillRun(setup, folder / "drilled") as drilled:
         struck = disturb(drilled, outcome.planned, setup.notice_seconds, deadline, say)
     if drilled.exit_code != 0:
         outcome.wrong.append(
-            f"the killed run ended with exit code {drilled.exit_code}: {drilled.last_words(3)}"
+            f"the run with kills ended with exit code {drilled.exit_code}: {drilled.last_words(3)}"
         )
     outcome.files = compare(open_store(str(reference.store)), open_store(str(drilled.store)))
     _judge(outcome, struck, reference, drilled)
     return outcome
 
 
-def _succeeded(run: DrillRun, who: str) -> None:
+def _succeeded(run: DrillRun) -> None:
     if run.exit_code:
-        raise ConfigError(f"{who} ended with exit code {run.exit_code}; it said:\n{run.last_words()}")
+        raise ConfigError(
+            f"the script failed without any kill, with exit code {run.exit_code}; fix it first. Its last output:\n"
+            f"{run.last_words()}"
+        )
 
 
 def disturb(
     run: DrillRun, kills: list[Kill], notice_seconds: float, deadline: float, say: Callable[[str], None]
 ) -> list[Struck]:
-    """Follow a run to its end, and kill it as planned. What came, in order.
+    """Follow a run to its end and kill it as planned. Returns the kills that came, in order.
 
     Raises:
-        PeerLost: The time was over, or there was nobody to kill.
+        PeerLost: The drill took too long, or there was no process to kill.
     """
     sequence = Sequence(kills, notice_seconds=notice_seconds)
     struck: list[Struck] = []
@@ -161,7 +159,7 @@ def disturb(
                     f"kill {kill.number}: SIGKILL to {kill.target if not kill.notice else f'rank {kill.rank}'}"
                 )
                 if not run.strike(kill) and told_at is None:
-                    raise PeerLost(f"drill: kill {kill.number}: {kill.what} was not found on this machine")
+                    raise PeerLost(f"kill {kill.number}: no process of {kill.what} was found on this machine")
                 struck.append(Struck(kill, told_at, at))
                 told_at = None
         wait_until(deadline)
@@ -190,17 +188,17 @@ def _judge(outcome: DrillOutcome, struck: list[Struck], reference: DrillRun, dri
         files=[one for one in outcome.files if one.step > first],
     )
     for kill in outcome.planned[len(struck) :]:
-        outcome.wrong.append(f"kill {kill.number} ({kill.what}) never came: the run had ended before")
+        outcome.wrong.append(f"kill {kill.number} ({kill.what}) never came: the run had already ended")
     for finding in outcome.findings:
         if finding.exact is None:
             finding.wrong.append(
-                "no file after it could be compared: the reference saved none of these steps"
+                "no checkpoint after the kill could be compared: the reference saved none of these steps"
             )
     if outcome.before:
         one = outcome.before[0]
         outcome.wrong.append(
-            f"two runs of this script differ before any kill, at step {one.step}: {shortened(one.differs)}. It is not "
-            "deterministic by itself, so nothing can be said of its resuming"
+            f"two runs of this script differ before any kill, at step {one.step}: {shortened(one.differs)}. The "
+            "script is not deterministic, so the drill cannot tell whether it resumes exactly"
         )
     outcome.samples = samples(reference.said["diary"], drilled.said["diary"])
     if outcome.samples is not None and (outcome.samples.skipped or outcome.samples.repeated):

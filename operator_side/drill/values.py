@@ -1,9 +1,8 @@
-"""What a portable file holds beside its tensors, by path, without torch: for comparing two of them.
+"""Reads the values of a checkpoint file besides its tensors, by path and without torch, to compare two files.
 
     data.pkl ─► Unpickler that knows no class ─► tree of plain values and `Made` ─► {"scheduler/last_epoch": "12", …}
 
-Nothing of the pickle is ever run: each class and function it names becomes an inert `Made`, which keeps what it was
-called with.
+No code named in the pickle is ever run: each class and function becomes an inert `Made`, which keeps its arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _ZIP = b"PK\x03\x04"
 
 
 class Made:
-    """Stands for whatever a pickle makes: what it is called, and what it was made of."""
+    """Stands for an object in a pickle: the name of its class, and its arguments."""
 
     name = ""
 
@@ -34,7 +33,7 @@ class Made:
         pass
 
     def __call__(self, *arguments: Any) -> Made:
-        """A pickle may call what another call has made."""
+        # A pickle may call the result of another call.
         return Made(self, *arguments)
 
     def __setstate__(self, state: Any) -> None:
@@ -44,11 +43,9 @@ class Made:
         self.__dict__["items"].append((key, value))
 
     def append(self, value: Any) -> None:
-        """For list-like classes."""
         self.__dict__["items"].append(value)
 
     def extend(self, values: Any) -> None:
-        """The same."""
         self.__dict__["items"].extend(values)
 
 
@@ -61,10 +58,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def values_of(pickled: bytes, *, source: str) -> dict[str, str]:
-    """The plain values of a data.pkl, by path; of tensors what they are, without their bytes.
+    """The values of a data.pkl by path. Tensors are described without their bytes.
 
     Raises:
-        DamageError: It is no pickle.
+        DamageError: The file is not a pickle.
     """
     try:
         tree = _Unpickler(io.BytesIO(pickled)).load()
@@ -74,7 +71,7 @@ def values_of(pickled: bytes, *, source: str) -> dict[str, str]:
 
 
 def inside(blob: bytes) -> dict[str, str] | None:
-    """What a `PerRank` value, kept as a tensor of bytes, holds: plain values, storages; None if it is none."""
+    """The values in a `PerRank` value, which a checkpoint keeps as a tensor of bytes; None if it is not one."""
     size = int.from_bytes(blob[:_LENGTH_BYTES], "little")
     body = blob[_LENGTH_BYTES : _LENGTH_BYTES + size]
     if not body.startswith(_ZIP) or len(body) != size:
@@ -89,13 +86,13 @@ def inside(blob: bytes) -> dict[str, str] | None:
                 if name.startswith("data/")
             }
             return dict(_leaves("", tree, storages))
-    except Exception:  # noqa: BLE001 - then it is compared as the bytes that it is
+    except Exception:  # noqa: BLE001 - not a PerRank value, so it is compared as the bytes that it is
         return None
 
 
 def _leaves(path: str, value: Any, storages: dict[str, str] | None = None) -> Iterator[tuple[str, str]]:
     if isinstance(value, tuple) and value[:1] == ("storage",) and storages is not None:
-        yield path, f"storage of CRC {storages.get(str(value[2]))}"  # named by the tensor that holds it
+        yield path, f"storage of CRC {storages.get(str(value[2]))}"  # the path is that of its tensor
         return
     parts: list[tuple[str, Any]]
     if isinstance(value, dict):
@@ -105,7 +102,7 @@ def _leaves(path: str, value: Any, storages: dict[str, str] | None = None) -> It
     elif isinstance(value, Made):
         yield f"{path}()", value.name
         kept = value.__dict__
-        if value.name.startswith("torch._utils._rebuild"):  # a tensor: its path, not the way it is made
+        if value.name.startswith("torch._utils._rebuild"):  # a tensor: one line for all its arguments
             yield path, "; ".join(text for _, text in _leaves("", list(kept["arguments"]), storages))
             return
         items = kept["items"]

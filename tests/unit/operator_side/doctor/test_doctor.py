@@ -64,7 +64,7 @@ def test_too_little_shared_memory_is_named_with_both_figures(small_memory: Path)
     found = by_check(machine.shared_memory(CheckPlan(None, small_memory / "runtime", 64 * MIB, MIB)))
     assert found["ring directory"].state is CheckState.OK
     assert found["ring room"].state is CheckState.FAIL
-    assert "8 MiB free" in found["ring room"].seen
+    assert "8 MiB are free" in found["ring room"].seen
     assert "80 MiB" in found["ring room"].seen
     assert "--shm-size" in found["ring room"].fix
     assert found["ring memory"].state is CheckState.FAIL, "64 MiB cannot be touched in 8"

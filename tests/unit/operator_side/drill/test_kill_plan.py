@@ -32,7 +32,7 @@ def test_each_kind_comes_once_before_one_comes_again() -> None:
 
 
 def test_a_run_with_too_few_checkpoints_is_refused() -> None:
-    with pytest.raises(ConfigError, match="saves 6 checkpoints, expected 7 or more"):
+    with pytest.raises(ConfigError, match="expected a run with 7 checkpoints or more, got 6"):
         plan(0, 6, "none", ranks=2, checkpoints=CHECKPOINTS)
 
 
