@@ -28,7 +28,6 @@ from flusher.steps import (
     FreeSlots,
     Job,
     JobFailed,
-    Key,
     Opened,
     PartWritten,
     Published,
@@ -42,8 +41,9 @@ from flusher.workers import Inbox, Workers
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import State
-from holdfast.ring.ring import Ring, SlotRecord, SlotState
+from holdfast.image.manifest import Key, State
+from holdfast.ring.journal import SlotRecord, SlotState
+from holdfast.ring.ring import Ring
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 

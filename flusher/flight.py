@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flusher.steps import Begin, ChunkFull, Key, Resume
+from flusher.steps import Begin, ChunkFull, Resume
 from holdfast.crc import combine_all
 from holdfast.errors import HoldfastError
 from holdfast.image.index import LayoutIndex
+from holdfast.image.manifest import Key
 
 
 @dataclass(slots=True)

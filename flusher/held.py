@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flusher.steps import Key
 from holdfast.errors import StoreError
+from holdfast.image.manifest import Key
 from holdfast.telemetry.events import EventLog
 
 _log = logging.getLogger("holdfast.flusher")

@@ -23,7 +23,6 @@ from flusher.progress import Head, Progress, progress_path
 from flusher.steps import (
     Event,
     Job,
-    Key,
     Open,
     Opened,
     PartWritten,
@@ -41,7 +40,7 @@ from holdfast.errors import DamageError, ProtocolError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.chunks import patch_chunk, verify_chunk
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Manifest, manifest_name, step_file_name
+from holdfast.image.manifest import Key, Manifest, manifest_name, step_file_name
 from holdfast.ring.ring import Ring
 from holdfast.store.base import Store, Upload
 

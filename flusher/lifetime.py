@@ -23,7 +23,6 @@ from flusher.listener import DurableStep
 from flusher.progress import Progress
 from flusher.recovery import recorded, remove_orphans, settle
 from flusher.service import FlusherService
-from flusher.steps import Key
 from flusher.tenure import Instance, Tenure
 from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
@@ -31,6 +30,7 @@ from holdfast.checkpoints.slice_sets import is_slice_upload
 from holdfast.config import FlusherConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.manifest import Key
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.ring.ring import Ring

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flusher.jobs import Jobs
-from flusher.steps import Key
 from flusher.upkeep import ReadBack
 from flusher.workers import Inbox, Workers
 from holdfast.errors import HoldfastError, PeerLost
-from holdfast.image.manifest import Manifest
+from holdfast.image.manifest import Key, Manifest
 
 
 class FlushListener(Protocol):

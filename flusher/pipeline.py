@@ -32,7 +32,6 @@ from flusher.steps import (
     Event,
     FreeSlots,
     JobFailed,
-    Key,
     Open,
     Opened,
     PartWritten,
@@ -47,6 +46,7 @@ from flusher.steps import (
 )
 from holdfast.crc import combine_all
 from holdfast.errors import BusyError, ConfigError, HoldfastError, ProtocolError, StoreError
+from holdfast.image.manifest import Key
 
 
 class Pipeline:

@@ -19,9 +19,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flusher.steps import Key, Resume
+from flusher.steps import Resume
 from holdfast.crc import crc32
 from holdfast.errors import ProtocolError, StoreError
+from holdfast.image.manifest import Key
 from holdfast.ring.directory import open_private_file
 
 _BYTES_MAX = 1 << 30

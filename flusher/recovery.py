@@ -15,10 +15,10 @@ from collections.abc import Collection
 
 from flusher.engine import Engine
 from flusher.progress import Progress, progress_path
-from flusher.steps import Key
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreMissing
-from holdfast.image.manifest import is_manifest_name, manifest_name
-from holdfast.ring.ring import CheckpointRecord, Ring, SlotRecord, SlotState
+from holdfast.image.manifest import Key, is_manifest_name, manifest_name
+from holdfast.ring.journal import SlotRecord, SlotState
+from holdfast.ring.ring import CheckpointRecord, Ring
 from holdfast.store.base import Store
 
 _log = logging.getLogger("holdfast.flusher")

@@ -23,12 +23,12 @@ from flusher.engine import Engine
 from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
 from flusher.stager_desk import StagerDesk
-from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
 from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
+from holdfast.image.manifest import Key
 from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
 from holdfast.ring.wanted import is_kept

@@ -16,14 +16,14 @@ import os
 
 from flusher.engine import Engine
 from flusher.listener import DurableStep
-from flusher.steps import Key
 from flusher.upkeep import ReadBack
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.faultpoint import Point, reach
-from holdfast.image.manifest import State
+from holdfast.image.manifest import Key, State
 from holdfast.ring import doorbell as ipc
 from holdfast.ring.doorbell import Channel, Message
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 
 _log = logging.getLogger("holdfast.flusher")
 _TEXT_CHARACTERS_MAX = 4000  # a message must fit its packet, whatever an error says

@@ -6,33 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
+from holdfast.image.chunks import Source
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import Key
-from holdfast.ring.ring import Source
-
-__all__ = [
-    "Aborted",
-    "Action",
-    "Begin",
-    "ChunkFull",
-    "Discard",
-    "Event",
-    "FreeSlots",
-    "JobFailed",
-    "Key",
-    "Open",
-    "Opened",
-    "PartWritten",
-    "Patch",
-    "Patched",
-    "Publish",
-    "Published",
-    "Resume",
-    "Staged",
-    "Verified",
-    "Verify",
-    "WritePart",
-]
 
 
 @dataclass(frozen=True, slots=True)

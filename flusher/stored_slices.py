@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from flusher.steps import Key
 from flusher.tenure import Tenure
 from holdfast.checkpoints.assembly import assemble
 from holdfast.checkpoints.catalog import Catalog
@@ -27,7 +26,7 @@ from holdfast.checkpoints.slice_sets import (
     sweep_uploads,
 )
 from holdfast.errors import BusyError, DamageError
-from holdfast.image.manifest import Manifest
+from holdfast.image.manifest import Key, Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 

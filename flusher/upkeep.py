@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 from flusher.retention import StoredStep, to_remove
-from flusher.steps import Key
 from flusher.stored_slices import Slices
 from flusher.tenure import Tenure
 from flusher.workers import Inbox, Workers
 from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
-from holdfast.image.manifest import Manifest, State, is_manifest_name, manifest_name
+from holdfast.image.manifest import Key, Manifest, State, is_manifest_name, manifest_name
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 

@@ -14,7 +14,8 @@ import logging
 from typing import Any
 
 from holdfast.errors import PeerLost, ProtocolError
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from stager.actions import Actions
 from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher

@@ -109,3 +109,126 @@ def test_every_source_file_says_what_it_owns() -> None:
         path.name for path in sources() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert silent == []
+
+
+# -- the size of hands -------------------------------------------------------------------------------------------
+
+COLLABORATORS_MAX = 7
+# Who takes more, and why. To be empty.
+LARGE_HANDS: dict[str, str] = {
+    "flusher/engine.py:Engine": "to be cut",
+    "flusher/service.py:FlusherService": "to be cut",
+    "flusher/upkeep.py:Upkeep": "to be cut",
+    "holdfast/checkpoints/assembly.py:publish_image": "to be cut",
+    "holdfast/checkpoints/publish.py:build_manifest": "to be cut",
+    "holdfast/store/s3_upload.py:S3Upload": "to be cut",
+    "operator_side/report/pictures.py:series": "to be cut",
+    "operator_side/simulate/study.py:total_times": "to be cut",
+    "operator_side/status/picture.py:compose": "to be cut",
+    "operator_side/supervise/supervisor.py:Supervisor": "is being split",
+    "stager/trainer_desk.py:TrainerDesk": "to be cut",
+}
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many parameters a caller may give: all but `self`; also those that have a default."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return len(named) - (bool(named) and named[0].arg in ("self", "cls"))
+
+
+def hands(path: Path) -> Iterator[tuple[str, int]]:
+    """Every constructor and every public function of a file, with its parameters.
+
+    A dataclass or a named tuple is not among them, because its constructor is not written by hand: it is a value, or a
+    group with a name, and groups are how others come to take less. Nor is a command: its parameters are its options.
+    """
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    yield node.name, parameters(method)
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            is_command = any("click.command" in ast.unparse(one) for one in node.decorator_list)
+            if not is_command:
+                yield node.name, parameters(node)
+
+
+def test_hands_are_counted(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text(
+        "class A:\n    def __init__(self, a, /, b, *, c=1, **more): ...\n"
+        "def f(a, b): ...\ndef _g(a): ...\n@click.command('h')\n@click.option('--a')\ndef h(a): ...\n"
+    )
+    assert list(hands(source)) == [("A", 3), ("f", 2)]
+
+
+def test_nobody_takes_more_than_seven_collaborators() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{name}": count
+        for path in sources()
+        for name, count in hands(path)
+        if count > COLLABORATORS_MAX
+    }
+    assert sorted(found) == sorted(LARGE_HANDS), "too many, or an exception that nobody needs any more"
+
+
+# -- names -------------------------------------------------------------------------------------------------------
+
+# File names that several packages have, and why.
+SHARED_FILES = {
+    "__init__.py": "Python's",
+    "__main__.py": "Python's: what `python -m` runs",
+    "checks.py": "each side's part of `holdfast doctor`, under one entry-point group",
+    "command.py": "each role's command, under one entry-point group",
+    "mpi.py": "the one file of a package that starts MPI; see above",
+    "service.py": "the loop of each role that is a process of its own",
+    "hearing.py": "two users of one agreement; to be one file",
+    "interval.py": "the policy, and the stager's use of it",
+}
+# Class names that several files have, and why.
+SHARED_CLASSES = {
+    "HoldfastCallback": "public: each framework's callback has the name that its users look for",
+    "_Promise": "two users of one agreement; to be one class",
+}
+
+
+def shared(names: Iterator[tuple[str, Path]]) -> dict[str, list[str]]:
+    """Names that stand in more than one file, with the files."""
+    found: dict[str, list[str]] = {}
+    for name, path in names:
+        found.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def test_a_file_name_stands_for_one_thing() -> None:
+    found = shared((path.name, path) for path in sources())
+    assert sorted(found) == sorted(SHARED_FILES), found
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    found = shared(
+        (node.name, path)
+        for path in sources()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert sorted(found) == sorted(SHARED_CLASSES), found
+
+
+PUBLIC = ("trainer_side/__init__.py", "trainer_side/frameworks/", "holdfast/errors.py", "holdfast/config.py")
+
+
+def test_only_public_modules_list_what_they_offer() -> None:
+    found = [
+        str(path.relative_to(ROOT))
+        for path in sources()
+        if any(
+            isinstance(target, ast.Name) and target.id == "__all__"
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            for target in getattr(node, "targets", [])
+        )
+    ]
+    assert [name for name in found if not name.startswith(PUBLIC)] == []

@@ -33,16 +33,16 @@ from trainer_side.joining import join, open_tier_set
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.open_sources import open_watch
 from trainer_side.pace.pacer import Pacer, chosen, open_pacer
-from trainer_side.restore import restore as restoring
+from trainer_side.restore.candidate import Restored
+from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.save.areas import Areas
 from trainer_side.save.copier import Copier
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.places import Room
 from trainer_side.save.planner import Planner
+from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver
 from trainer_side.transfer import TransferState
-
-__all__ = ["Checkpointer", "Stats"]
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -110,34 +110,11 @@ class Checkpointer:
             self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
         self._areas = Areas()
         self._engine = CopyEngine(device_bytes_max=self._config.device_bytes_max)
-        room = Room(
-            self._areas,
-            self._engine,
-            self._copier,
-            link=self._link,
-            tiers=self._tiers,
-            ledger=self._ledger,
-            config=self._config,
-        )
-        planner = Planner(
-            self._state,
-            room,
-            link=self._link,
-            tiers=self._tiers,
-            config=self._config,
-            events=self._events,
-        )
-        self._saver = Saver(
-            self._state,
-            planner,
-            room,
-            self._copier,
-            link=self._link,
-            tiers=self._tiers,
-            ledger=self._ledger,
-            events=self._events,
-        )
-        self.restored: restoring.Restored | None = None
+        context = RankContext(self._config, self._link, self._tiers, self._ledger, self._events)
+        room = Room(self._areas, self._engine, self._copier, context)
+        planner = Planner(self._state, room, context)
+        self._saver = Saver(self._state, planner, room, self._copier, context)
+        self.restored: Restored | None = None
         self._closed = self._stepped = False
         self._watching = open_watch(self._config, self._link.notice, rank=self._link.rank)
         diary.note("begins", True)
@@ -201,17 +178,19 @@ class Checkpointer:
                 f"may_lack: expected names of the state ({', '.join(self._state)}), got {may_lack!r}"
             )
         store = open_store(self._link.store_url)
-        self.restored = restoring.restore(
+        self.restored = restore(
             self._state,
             store,
             self._link.peers,
             events=self._events,
             tiers=self._tiers.tiers,
             fetch=self._link.fetch,
-            step=step,
-            seconds_max=self._config.restore_seconds_max,
-            without_store=self._config.restore_without_store,
-            may_lack=may_lack,
+            options=RestoreOptions(
+                step=step,
+                seconds_max=self._config.restore_seconds_max,
+                without_store=self._config.restore_without_store,
+                may_lack=frozenset(may_lack),
+            ),
         )
         if self.restored is not None:
             self._tiers.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)

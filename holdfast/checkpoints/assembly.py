@@ -25,13 +25,12 @@ from holdfast.checkpoints.slice_sets import LoadedSet
 from holdfast.crc import combine, combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreMissing
 from holdfast.faultpoint import Point, reach
-from holdfast.image.chunks import patch_chunk, verify_chunk
+from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key, Manifest, manifest_name
 from holdfast.image.slices import SliceFrame, frames_of
 from holdfast.ring.pages import direct_window
-from holdfast.ring.ring import Source
 from holdfast.store.base import Store
 
 _log = logging.getLogger("holdfast.assembly")

@@ -7,25 +7,3 @@
 It lies in the leaf because two need the same answer: the trainer, which acts on it (trainer_side/pace), and `holdfast
 simulate`, which tries it out. Sources and what was rejected: docs/design/020-simulation.md.
 """
-
-from __future__ import annotations
-
-from holdfast.policy.advice import Advice, Hazard, advice_at, advise
-from holdfast.policy.cost import Cost, best_in_flight
-from holdfast.policy.governor import Change, Governor
-from holdfast.policy.interval import best_interval, daly_seconds, least_interval, young_seconds
-
-__all__ = [
-    "Advice",
-    "Change",
-    "Cost",
-    "Governor",
-    "Hazard",
-    "advice_at",
-    "advise",
-    "best_in_flight",
-    "best_interval",
-    "daly_seconds",
-    "least_interval",
-    "young_seconds",
-]

@@ -27,23 +27,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import ConfigError, ProtocolError
-from holdfast.image.chunks import Source
 from holdfast.image.layout import Layout
 from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
 from holdfast.ring.journal import Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
 from holdfast.sealed import seal, unseal
-
-__all__ = [
-    "CheckpointRecord",
-    "Ring",
-    "SlotRecord",
-    "SlotState",
-    "Source",
-    "checkpoint_names",
-    "read_checkpoint",
-    "read_side_file",
-]
 
 _log = logging.getLogger("holdfast.ring")
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{1,19})-(\d{1,19})\.json")

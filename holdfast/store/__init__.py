@@ -17,9 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import ConfigError
-from holdfast.store.base import ObjectInfo, Store, Upload
-
-__all__ = ["ObjectInfo", "Store", "Upload", "normalise_url", "open_store", "parts_at_once"]
+from holdfast.store.base import Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//|(?=.*://))")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,62}")

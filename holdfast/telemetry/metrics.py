@@ -30,7 +30,8 @@ from prometheus_client.registry import Collector
 from holdfast import __version__
 from holdfast.checkpoints.publish import stall_seconds_of
 from holdfast.errors import ProtocolError
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from holdfast.telemetry.causes import cause_in
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a time beside each counter, which nobody here asks for

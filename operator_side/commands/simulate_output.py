@@ -11,7 +11,7 @@ from rich.console import Console
 
 from holdfast.command.output import plain, table
 from holdfast.errors import ConfigError
-from holdfast.policy import Advice
+from holdfast.policy.advice import Advice
 from operator_side.simulate.strategy import HOUR_US
 from operator_side.simulate.study import Spread, Total
 from operator_side.simulate.study_plan import Replayed, StudyPlan

@@ -13,29 +13,6 @@ from holdfast.command.output import plain, seconds, size
 from holdfast.telemetry.rows import CheckpointRow
 from holdfast.telemetry.told import cut
 
-__all__ = [
-    "ROWS_MAX",
-    "Html",
-    "brief",
-    "clock",
-    "dollars",
-    "join",
-    "keys",
-    "moment",
-    "plain",
-    "plural",
-    "rate",
-    "said",
-    "section",
-    "share",
-    "size",
-    "stands_out",
-    "table",
-    "tag",
-    "thin",
-]
-
-
 _VOID = frozenset({"meta", "link", "br"})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from holdfast.command.output import size
 from holdfast.telemetry.rows import CheckpointRow, RankTimes
 from operator_side.report.facts import RunFacts
 from operator_side.report.markup import (
@@ -15,7 +16,6 @@ from operator_side.report.markup import (
     plural,
     said,
     section,
-    size,
     stands_out,
     table,
     tag,

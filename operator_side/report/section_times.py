@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.command.output import size
 from holdfast.telemetry.rows import CheckpointRow
 from operator_side.report.facts import RunFacts, ring_bytes, spread_of
-from operator_side.report.markup import Html, brief, keys, rate, section, size, table, tag, thin
+from operator_side.report.markup import Html, brief, keys, rate, section, table, tag, thin
 from operator_side.report.pictures import Series, bins, histogram, series, thinned
 
 _DOTS_MAX = 300

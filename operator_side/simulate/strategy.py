@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from holdfast.policy import Cost
+from holdfast.policy.cost import Cost
 
 SECOND_US = 1_000_000
 HOUR_US = 3600 * SECOND_US

@@ -13,7 +13,8 @@ from typing import Any
 
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import ConfigError
-from holdfast.policy import Advice, Hazard, advise, best_in_flight
+from holdfast.policy.advice import Advice, Hazard, advise
+from holdfast.policy.cost import best_in_flight
 from operator_side.simulate.profiles import Measured, TrainingProfile
 from operator_side.simulate.scale import (
     STAGERS_SOURCE,

@@ -10,7 +10,8 @@ from typing import NamedTuple, cast
 import fsspec
 import pytest
 
-from holdfast.store import Store, open_store
+from holdfast.store import open_store
+from holdfast.store.base import Store
 from holdfast.store.retrying import Retrying
 from tests.support.s3_place import S3Place, plain_client
 

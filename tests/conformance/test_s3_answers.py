@@ -13,7 +13,7 @@ from botocore.exceptions import ReadTimeoutError
 
 from holdfast.crc import crc32
 from holdfast.errors import StoreError, StoreMissing
-from holdfast.store import Store, Upload
+from holdfast.store.base import Store, Upload
 from holdfast.store.retrying import RetryBudget, Retrying
 from holdfast.store.s3 import S3Store
 from holdfast.store.s3_client import crc_header

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.store import ObjectInfo, Store, Upload
+from holdfast.store.base import ObjectInfo, Store, Upload
 from tests.conformance.conftest import Backend
 
 _CHUNK_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.ring.ring import SlotState
+from holdfast.ring.journal import SlotState
 from tests.faults.failing_disk import Calls, Disk
 from tests.faults.flushing import FaultedFlusher, image_of, wait_until
 from tests.support.flushers import watched

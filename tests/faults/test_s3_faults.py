@@ -20,7 +20,7 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import HoldfastError
 from holdfast.image.manifest import State
-from holdfast.ring.ring import SlotState
+from holdfast.ring.journal import SlotState
 from holdfast.store import open_store
 from holdfast.store.retrying import RetryBudget, Retrying
 from tests.faults.flushing import FaultedFlusher, image_of, original, wait_until

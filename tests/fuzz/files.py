@@ -18,7 +18,8 @@ from holdfast.image.manifest import EntryRecord, Manifest
 from tests.support.checkpoints import entry_records, manifest_of
 from tests.support.memory_store import MemoryStore
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.restore import Restored, restore
+from trainer_side.restore.candidate import Restored
+from trainer_side.restore.restore import RestoreOptions, restore
 
 __all__ = ["SEED", "file_with_pickle", "live_state", "manifest_for", "put", "restore_bytes", "torch_pickle"]
 
@@ -95,4 +96,10 @@ def restore_bytes(image: bytes, state: dict[str, Any] | None = None) -> Restored
         return None
     store = MemoryStore()
     put(store, image)
-    return restore(live_state() if state is None else state, store, LonePeers(), events=None, threads=1)
+    return restore(
+        live_state() if state is None else state,
+        store,
+        LonePeers(),
+        events=None,
+        options=RestoreOptions(threads=1),
+    )

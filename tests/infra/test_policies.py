@@ -17,7 +17,8 @@ from botocore.exceptions import ClientError
 
 from holdfast.checkpoints.slice_sets import SliceName, find_sets
 from holdfast.errors import HoldfastError, StoreError
-from holdfast.store import Store, open_store
+from holdfast.store import open_store
+from holdfast.store.base import Store
 from tests.infra.iam import decide, lacking_resources, statements, unknown_to_aws
 from tests.infra.rendered import Rendered
 from tests.support.images import made_up

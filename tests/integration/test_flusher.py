@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from holdfast.checkpoints.claim import Claim, Identity
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from holdfast.ring.wanted import RingKeeper
 from holdfast.store import open_store
 from holdfast.store.posix_reuse import writes_in_place

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from holdfast.ring.directory import runtime_directory
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from tests.integration.jobs import hot
 from tests.support.cluster import Cluster, wait_until
 from tests.support.job import REPOSITORY

@@ -20,7 +20,8 @@ import pytest
 from holdfast import faultpoint
 from holdfast.config import StagerConfig
 from holdfast.ring.directory import runtime_directory
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from tests.integration.jobs import last_call, transfer
 from tests.support.cluster import assert_nothing_left, wait_until
 from tests.support.events import read_events

@@ -15,7 +15,8 @@ import zlib
 from pathlib import Path
 
 from holdfast.image.manifest import manifest_name, step_file_name
-from holdfast.store import Store, open_store
+from holdfast.store import open_store
+from holdfast.store.base import Store
 from tests.support.checkpoints import manifest_of, zip_image
 
 CHUNK_BYTES = 1 << 20

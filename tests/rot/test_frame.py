@@ -6,11 +6,12 @@ from collections import Counter
 
 import pytest
 
-from flusher.steps import Key, Verify
+from flusher.steps import Verify
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, ProtocolError
 from holdfast.image.chunks import Source, verify_chunk
 from holdfast.image.index import LayoutIndex
+from holdfast.image.manifest import Key
 from holdfast.wire.frames import (
     HEADER_BYTES,
     Agreement,

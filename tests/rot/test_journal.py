@@ -15,10 +15,10 @@ import pytest
 
 from flusher.engine import Engine
 from flusher.recovery import settle, take_up
-from flusher.steps import Key
 from holdfast.errors import HoldfastError, ProtocolError
-from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES
-from holdfast.ring.ring import CheckpointRecord, Ring, SlotRecord, SlotState
+from holdfast.image.manifest import Key
+from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SlotRecord, SlotState
+from holdfast.ring.ring import CheckpointRecord, Ring
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import made_up
 

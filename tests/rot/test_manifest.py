@@ -14,7 +14,7 @@ from holdfast.store.posix import PosixStore
 from tests.rot.flips import COUNT, flips
 from tests.support.restoring import publish
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.restore import restore
+from trainer_side.restore.restore import RestoreOptions, restore
 
 
 def _values(seed: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_every_flip_is_damage_and_restore_takes_the_step_before(
         weight = torch.zeros(500)
         state = {"weight": weight, "step": 0}
         caplog.clear()
-        restored = restore(state, store, LonePeers(), events=None, threads=1)
+        restored = restore(state, store, LonePeers(), events=None, options=RestoreOptions(threads=1))
         assert restored is not None
         assert (restored.step, restored.values) == (3, {"step": 3})
         assert torch.equal(weight, _values(3))

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError
-from holdfast.ring.ring import SlotState
+from holdfast.ring.journal import SlotState
 from holdfast.store.posix import PosixStore
 from tests.rot.flips import flips
 from tests.support.images import Image, from_torch_file

@@ -17,15 +17,15 @@ import torch
 
 from flusher.engine import Engine
 from flusher.listener import DurableStep
-from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError, HoldfastError
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import State, manifest_name
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.image.manifest import Key, State, manifest_name
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from holdfast.telemetry.events import EventLog
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import Image, from_torch_file, made_up

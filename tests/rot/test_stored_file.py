@@ -23,7 +23,8 @@ from tests.rot.flips import COUNT, Flip, flips
 from tests.support.cluster import same
 from tests.support.restoring import Ranks, publish
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore.restore import Restored, restore
+from trainer_side.restore.candidate import Restored
+from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.state.per_rank import PerRank, encode
 
 OLDER, NEWER = 7, 8
@@ -176,7 +177,9 @@ def _restore_past(run: _Run, flip: Flip, ranks: int) -> None:
     states = [_live() for _ in range(ranks)]
 
     def one(peers: Any) -> Restored | None:
-        return restore(states[peers.rank], PosixStore(run.root), peers, events=None, threads=1)
+        return restore(
+            states[peers.rank], PosixStore(run.root), peers, events=None, options=RestoreOptions(threads=1)
+        )
 
     outcomes = [one(LonePeers())] if ranks == 1 else Ranks(ranks).run(one)
     assert len(outcomes) == ranks

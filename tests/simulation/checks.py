@@ -20,12 +20,13 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from flusher.progress import Head, _whole_lines, progress_path
-from flusher.steps import Key as FlushKey
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import HoldfastError
+from holdfast.image.manifest import Key as FlushKey
 from holdfast.image.manifest import Manifest, State, is_manifest_name
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from stager.session.checkpoint import Phase
 from tests.simulation.hot import check_remains
 from tests.simulation.images import image

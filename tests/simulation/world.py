@@ -30,7 +30,8 @@ from holdfast.checkpoints.claim import Claim, Identity
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
 from holdfast.image.slices import area_bytes, frames_of
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from holdfast.store.retrying import RetryBudget, Retrying
 from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog

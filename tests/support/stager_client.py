@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.ring.doorbell import SOCKET_NAME, Message, connect
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from tests.support.events import read_events
 from tests.support.images import Image
 

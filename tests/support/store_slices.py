@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from holdfast.image.slices import frames_of
 from holdfast.store.base import Store
 from tests.support.images import Image
-from trainer_side.tiers.store_tier import StoreSliceWriter, StoreTier
+from trainer_side.tiers.store_tier import StoreTier
+from trainer_side.tiers.store_writer import StoreSliceWriter
 
 RUN = "run"
 

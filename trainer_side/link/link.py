@@ -70,13 +70,12 @@ class Link:
         rank: int,
         ranks: int,
         peers: MpiPeers | None = None,
-        events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port, self._clock = port, clock
         self.welcome, self.rank, self.ranks = welcome, rank, ranks
         self._peers = peers
-        self.events = events or EventLog(None, role="trainer", rank=rank)
+        self.events = EventLog(None, role="trainer", rank=rank)
         self.problem: HoldfastError | None = None
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)
         self.schedule = Schedule(auto=False, wait_seconds_max=config.stager_seconds_max)

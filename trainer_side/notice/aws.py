@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from holdfast.notices.notice import Notice, NoticeKind
 from trainer_side.notice.http import HttpAnswer, Server, json_object, unix_time
-from trainer_side.notice.source import Notice, NoticeKind, SourceError
+from trainer_side.notice.source import SourceError
 
 _ENDPOINT = "http://169.254.169.254"
 _ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"

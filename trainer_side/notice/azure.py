@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from holdfast.notices.notice import Notice, NoticeKind
 from trainer_side.notice.http import Server, json_object, unix_time
-from trainer_side.notice.source import Notice, NoticeKind, SourceError
+from trainer_side.notice.source import SourceError
 
 _URL = "http://169.254.169.254"
 _URL_VARIABLE = "HOLDFAST_AZURE_METADATA_URL"

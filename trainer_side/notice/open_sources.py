@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 
 from holdfast.config import TrainerConfig
+from holdfast.notices.notice import Notice
 from trainer_side.notice.aws import Aws
 from trainer_side.notice.azure import Azure
 from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.signals import Signal
-from trainer_side.notice.source import Notice, NoticeSource, SourceError
+from trainer_side.notice.source import NoticeSource, SourceError
 from trainer_side.notice.watch import NoticeWatch, asks_for_machine
 
 _log = logging.getLogger("holdfast.trainer.watch")

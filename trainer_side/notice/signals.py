@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from trainer_side.notice.source import Notice, NoticeKind
+from holdfast.notices.notice import Notice, NoticeKind
 
 
 class Signal:

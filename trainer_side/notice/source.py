@@ -11,9 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from holdfast.errors import HoldfastError
-from holdfast.notices.notice import Notice, NoticeKind
-
-__all__ = ["Notice", "NoticeKind", "NoticeSource", "SourceError"]
+from holdfast.notices.notice import Notice
 
 
 class SourceError(HoldfastError):

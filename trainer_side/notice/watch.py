@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
-from trainer_side.notice.source import Notice, NoticeSource, SourceError
+from holdfast.notices.notice import Notice
+from trainer_side.notice.source import NoticeSource, SourceError
 
 _log = logging.getLogger("holdfast.trainer.watch")
 

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
-from holdfast.policy import Governor, Hazard
+from holdfast.policy.advice import Hazard
+from holdfast.policy.governor import Governor
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.pace import Wish
 from trainer_side.link.schedule import Schedule, SchedulePhase

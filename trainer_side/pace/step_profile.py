@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from holdfast.errors import StateError
-from holdfast.policy import Cost
+from holdfast.policy.cost import Cost
 
 _ITERATIONS = 64
 _ITERATIONS_MIN = 5

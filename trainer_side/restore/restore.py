@@ -17,7 +17,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
@@ -31,7 +32,26 @@ from trainer_side.restore.inventory import Shelf, find
 from trainer_side.restore.ring_slices import Fetch, look
 from trainer_side.tiers.tier import Tier
 
-__all__ = ["Restored", "restore"]
+
+@dataclass(frozen=True)
+class RestoreOptions:
+    """Which checkpoint is wanted, and how long and how hard to look for it.
+
+    Attributes:
+        step: Only this step, and no other one if it is damaged.
+        seconds_max: For reading one checkpoint, and again for its exchange. Of what a tier or the ring is asked for it
+            has a tenth to bring; then it counts as hanging, and the next source is asked.
+        without_store: Where the store does not answer, take the newest that the tiers have, although the store may
+            hold a newer one.
+        may_lack: Names of the state that the checkpoint need not have; they then stay as they are.
+        threads: Requests in flight from this rank.
+    """
+
+    step: int | None = None
+    seconds_max: float = 600
+    without_store: bool = False
+    may_lack: frozenset[str] = frozenset()
+    threads: int = 4
 
 
 def restore(
@@ -42,11 +62,7 @@ def restore(
     events: EventLog | None,
     tiers: Sequence[Tier] = (),
     fetch: Fetch | None = None,
-    threads: int = 4,
-    step: int | None = None,
-    seconds_max: float = 600,
-    without_store: bool = False,
-    may_lack: Collection[str] = (),
+    options: RestoreOptions = RestoreOptions(),
 ) -> Restored | None:
     """Load the newest good checkpoint into the objects of `state`. Collective; training thread.
 
@@ -57,13 +73,7 @@ def restore(
         events: Where to tell of it.
         tiers: Of this rank; the ranks need not have the same ones.
         fetch: Asks the stager for what its ring still has; None without a stager.
-        threads: Requests in flight from this rank.
-        step: Only this step, and no other one if it is damaged.
-        seconds_max: For reading one checkpoint, and again for its exchange. Of what a tier or the ring is asked for it
-            has a tenth to bring; then it counts as hanging, and the next source is asked.
-        without_store: Where the store does not answer, take the newest that the tiers have, although the store may
-            hold a newer one.
-        may_lack: Names of `state` that the checkpoint need not have; they then stay as they are.
+        options: Which checkpoint is wanted, and how long to look for it.
 
     Returns:
         None on a new run: there is no checkpoint at all, and `state` is as it was. So it is when there are only slices
@@ -72,20 +82,23 @@ def restore(
     Raises:
         DamageError: There are checkpoints and none is good; names each with its reason.
         StateError: The checkpoint does not fit the state: names, shapes, or what an object's `load_state_dict` refused.
-        StoreMissing: There is no such `step`.
+        StoreMissing: There is no checkpoint of `options.step`.
         StoreError: The store failed or was too slow.
         PeerLost: A rank is gone.
     """
     begun = time.monotonic()
     held = look(fetch, peers)  # before the store: what becomes durable meanwhile is seen here or there
+    seconds_max, step = options.seconds_max, options.step
     shelf, silent = Shelf.look(store, peers, seconds_max=seconds_max)
     ring = held.known(shelf.stored, peers)
     found = find([*tiers, ring], peers, seconds_max=seconds_max * HANGING_SHARE)
-    job = RestoreJob(state, store, peers, events, found, shelf, threads, seconds_max, frozenset(may_lack))
+    job = RestoreJob(
+        state, store, peers, events, found, shelf, options.threads, seconds_max, options.may_lack
+    )
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     listed: Sequence[Candidate | Passed] = candidates(found.holders, shelf.stored)
     if silent is not None:
-        _go_without(job, silent, listed, without_store=without_store)
+        _go_without(job, silent, listed, without_store=options.without_store)
     if step is not None:
         listed = _only(listed, step, store)
     seconds = {"catalog": time.monotonic() - begun}
@@ -131,7 +144,7 @@ def _go_without(
             "may hold a newer one. To go on from it all the same, set restore_without_store = true"
         ) from silent
     job.tell(
-        [f"THE STORE DOES NOT ANSWER: {silent}"], f"going on from {newest.name}, the newest of the tiers"
+        [f"the store does not answer: {silent}"], f"going on from {newest.name}, the newest of the tiers"
     )
 
 

@@ -16,20 +16,17 @@ from typing import Any
 
 import torch
 
-from holdfast.config import TrainerConfig
 from holdfast.errors import StateError
 from holdfast.telemetry.causes import DeclineCause, Reason
-from trainer_side.ledger import Ledger
-from trainer_side.link.to_stager import ToStager
 from trainer_side.save.areas import Areas, AreaUse
 from trainer_side.save.copier import Copier
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import SlicePlan
+from trainer_side.save.rank_context import RankContext
 from trainer_side.save.staging import Staging
 from trainer_side.state.skeleton import Skeleton
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.tier import SliceWriter
-from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import Transfer, TransferState
 
 _LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has declined the step
@@ -63,10 +60,7 @@ class Room:
         areas: For as long as this object; empty.
         engine: Copies into them.
         copier: May still be busy with an area.
-        link: To the stager; its `answer` ends a wait.
-        tiers: The local tiers, if there are any.
-        ledger: Counts the waits.
-        config: How long to wait for what.
+        context: How long to wait for what; has the local tiers, and the link, whose `answer` ends a wait.
     """
 
     def __init__(
@@ -74,14 +68,11 @@ class Room:
         areas: Areas,
         engine: CopyEngine,
         copier: Copier,
-        *,
-        link: ToStager,
-        tiers: TierSet,
-        ledger: Ledger,
-        config: TrainerConfig,
+        context: RankContext,
     ) -> None:
         self._areas, self._engine, self._copier = areas, engine, copier
-        self._link, self._tiers, self._ledger, self._config = link, tiers, ledger, config
+        self._link, self._tiers = context.link, context.tiers
+        self._ledger, self._config = context.ledger, context.config
 
     # -- for a plan ----------------------------------------------------------------------------------------------
 

@@ -16,22 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import REPLICATED
 from holdfast.image.replicas import watched
 from holdfast.notices.sparing import NOBODY
 from holdfast.telemetry.causes import DeclineCause
-from holdfast.telemetry.events import EventLog
 from holdfast.wire.frames import Proposal
-from trainer_side.link.to_stager import ToStager
 from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.places import NoRoom, Room
+from trainer_side.save.rank_context import RankContext
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import classify
-from trainer_side.tiers.tier_set import TierSet
 
 _CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
 
@@ -57,25 +54,19 @@ class Planner:
     Args:
         state: As the script gave it.
         room: Is cleared before a new plan, and furnished for it.
-        link: Who this rank is; hears of new layouts.
-        tiers: Their council agrees with the other ranks. With local tiers these agree among themselves: the same way
-            before and after the stager is lost.
-        config: Limits of areas; whether replicas are compared.
-        events: Event log.
+        context: Limits of areas; who this rank is. The council of its tiers agrees with the other ranks; with local
+            tiers these agree among themselves, the same way before and after the stager is lost.
     """
 
     def __init__(
         self,
         state: Mapping[str, Any],
         room: Room,
-        *,
-        link: ToStager,
-        tiers: TierSet,
-        config: TrainerConfig,
-        events: EventLog,
+        context: RankContext,
     ) -> None:
-        self._state, self._room, self._link, self._tiers = state, room, link, tiers
-        self._config, self._events = config, events
+        self._state, self._room = state, room
+        self._link, self._tiers = context.link, context.tiers
+        self._config, self._events = context.config, context.events
         self._plan: SavePlan | None = None
         self._sparing = NOBODY  # of the plan
         self._pickle_reserve_bytes = 0

@@ -31,17 +31,14 @@ import torch
 from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.faultpoint import Point, reach
 from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
-from holdfast.telemetry.events import EventLog
-from trainer_side.ledger import Ledger
-from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.places import NoRoom, Room, StepPlace
 from trainer_side.save.planner import Planner, SavePlan
+from trainer_side.save.rank_context import RankContext
 from trainer_side.state.skeleton import Capture, Outgrown
 from trainer_side.state.survey import StorageSource
 from trainer_side.state.tree import collect
-from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import Transfer
 
 
@@ -74,10 +71,7 @@ class Saver:
         planner: Knows what of it is copied, and where to.
         room: Has areas and slots.
         copier: Copies behind the gate.
-        link: Takes steps to the stager.
-        tiers: Takes them into local tiers, if there are any.
-        ledger: Counts what became of them.
-        events: Event log.
+        context: Takes the steps to the stager and into local tiers, and counts them.
     """
 
     def __init__(
@@ -86,14 +80,11 @@ class Saver:
         planner: Planner,
         room: Room,
         copier: Copier,
-        *,
-        link: ToStager,
-        tiers: TierSet,
-        ledger: Ledger,
-        events: EventLog,
+        context: RankContext,
     ) -> None:
         self._state, self._planner, self._room, self._copier = state, planner, room, copier
-        self._link, self._tiers, self._ledger, self._events = link, tiers, ledger, events
+        self._link, self._tiers = context.link, context.tiers
+        self._ledger, self._events = context.ledger, context.events
         self._warned = ""
 
     def save(self, step: int) -> bool:

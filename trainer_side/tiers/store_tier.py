@@ -34,8 +34,6 @@ from trainer_side.tiers.store_shelf import SliceShelf
 from trainer_side.tiers.store_writer import Layouts, StoreSliceWriter
 from trainer_side.tiers.tier import Kept, Nearness
 
-__all__ = ["StoreSliceWriter", "StoreTier"]
-
 _log = logging.getLogger("holdfast.trainer")
 _READERS = 8  # each seal is one small request
 

@@ -18,7 +18,7 @@ from holdfast.errors import StoreError
 from tests.integration.jobs.tiers import model, tier_of
 from tests.support.restoring import CountingStore
 from trainer_side.ranks.mpi import World
-from trainer_side.restore.restore import restore
+from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.kept_slices import take_inventory
 
@@ -31,7 +31,14 @@ def main() -> None:
     peers = World.join().peers()
     tier, store, live = tier_of(tiers, run, peers.rank), CountingStore(run), model(0)
     state = {"model": live, "own": PerRank({"rank": -1})}
-    restored = restore(state, store, peers, events=None, tiers=[tier], seconds_max=RESTORE_SECONDS_MAX)
+    restored = restore(
+        state,
+        store,
+        peers,
+        events=None,
+        tiers=[tier],
+        options=RestoreOptions(seconds_max=RESTORE_SECONDS_MAX),
+    )
     assert restored is not None
     if peers.rank == 0:
         (Path(os.environ["FAILING_CALLS"]) / "pread").write_text("0 0 -1")

@@ -16,13 +16,13 @@ from flusher import held as held_module
 from flusher.engine import Engine
 from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
-from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
 from flusher.workers import Inbox
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
-from holdfast.image.manifest import Manifest, State, manifest_name
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.image.manifest import Key, Manifest, State, manifest_name
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from holdfast.telemetry.events import EventLog
 from tests.support.images import Image, from_torch_file, made_up
 from tests.support.memory_store import MemoryStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flusher.held import Later
-from flusher.steps import Key
+from holdfast.image.manifest import Key
 
 ONE, OTHER = Key(1, 1), Key(1, 2)
 

@@ -21,7 +21,6 @@ from flusher.steps import (
     Event,
     FreeSlots,
     JobFailed,
-    Key,
     Open,
     Opened,
     PartWritten,
@@ -36,9 +35,9 @@ from flusher.steps import (
     WritePart,
 )
 from holdfast.errors import ConfigError, DamageError, HoldfastError, PeerLost, ProtocolError, StoreError
-from holdfast.image.chunks import patch_chunk, verify_chunk
+from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
-from holdfast.ring.ring import Source
+from holdfast.image.manifest import Key
 from tests.support.images import Image, made_up
 
 CHUNK_BYTES = 4096

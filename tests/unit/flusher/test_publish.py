@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from flusher.steps import Key, Publish
+from flusher.steps import Publish
 from holdfast.checkpoints.publish import Times, build_manifest, choose_name, saved_at_unix
 from holdfast.errors import BusyError
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import Manifest, State
+from holdfast.image.manifest import Key, Manifest, State
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 

@@ -18,7 +18,8 @@ from flusher.upkeep import Upkeep
 from flusher.workers import Inbox
 from holdfast.config import FlusherConfig
 from holdfast.ring.doorbell import SOCKET_NAME, VERSION, Channel, Listener, Message, connect
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from holdfast.telemetry.events import EventLog
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore

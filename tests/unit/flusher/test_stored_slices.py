@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from flusher.steps import Key
 from flusher.stored_slices import Slices
 from flusher.tenure import Tenure
 from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.slice_sets import SliceName, find_sets
 from holdfast.errors import FencedError, StoreError
-from holdfast.image.manifest import Manifest
+from holdfast.image.manifest import Key, Manifest
 from holdfast.store.base import ObjectInfo
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flusher.steps import Key
 from flusher.tenure import Tenure
 from flusher.upkeep import Pruned, ReadBack, Upkeep
 from flusher.workers import Inbox
-from holdfast.image.manifest import Manifest, State, manifest_name
+from holdfast.image.manifest import Key, Manifest, State, manifest_name
 from holdfast.store.posix import PosixStore
 from tests.support.restoring import publish
 

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import SlotState
+from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from stager.flusher_process import log_path

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.crc import crc32
 from holdfast.errors import PeerLost
-from holdfast.ring.ring import SlotState
+from holdfast.ring.journal import SlotState
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from stager import flusher_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.ring.ring import SlotState
+from holdfast.ring.journal import SlotState
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from tests.unit.stager.bench import LAYOUT, Bench

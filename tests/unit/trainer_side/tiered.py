@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers
 from tests.support.slices import Checkpoint, checkpoint
-from trainer_side.restore.restore import Restored, restore
+from trainer_side.restore.candidate import Restored
+from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.tier import Tier
 
@@ -39,7 +40,12 @@ def saved(step: int, *, ranks: int = 2, attempt: int = 1, size: int = 20_000, jo
 
 
 def bring_back(
-    store: CountingStore | None, tiers: Sequence[Sequence[Tier]], *, size: int = 20_000, **options: Any
+    store: CountingStore | None,
+    tiers: Sequence[Sequence[Tier]],
+    *,
+    size: int = 20_000,
+    fetch: Any = None,
+    **options: Any,
 ) -> tuple[list[Restored | None], list[Vector]]:
     """Restore on as many ranks as there are lists of tiers; what each says, and its tensor."""
     targets = [Vector(0.0, size) for _ in tiers]
@@ -47,7 +53,8 @@ def bring_back(
 
     def work(peers: ThreadPeers) -> Restored | None:
         state = {"model": targets[peers.rank], "y": torch.zeros(7, dtype=torch.int64), "own": own[peers.rank]}
-        return restore(state, store, peers, events=None, tiers=tiers[peers.rank], **options)
+        mine, wanted = tiers[peers.rank], RestoreOptions(**options)
+        return restore(state, store, peers, events=None, tiers=mine, fetch=fetch, options=wanted)
 
     outcomes: list[Restored | None] = [None] * len(tiers)
 

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.policy import Cost, Hazard, advise
+from holdfast.policy.advice import Hazard, advise
+from holdfast.policy.cost import Cost
 
 _COST = Cost(iteration_seconds=0.5, stall_seconds=0.2, staged_seconds=3.0, durable_seconds=9.0)
 

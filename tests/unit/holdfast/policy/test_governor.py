@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.policy import Cost, Governor, Hazard
+from holdfast.policy.advice import Hazard
+from holdfast.policy.cost import Cost
+from holdfast.policy.governor import Governor
 
 
 def cost(durable: float, *, iteration: float = 1.0, stall: float = 0.01) -> Cost:

@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.policy import Cost, best_in_flight, best_interval, daly_seconds, least_interval, young_seconds
-from holdfast.policy.interval import slowdown
+from holdfast.policy.cost import Cost, best_in_flight
+from holdfast.policy.interval import best_interval, daly_seconds, least_interval, slowdown, young_seconds
 
 _EVERY_MAX = 400
 

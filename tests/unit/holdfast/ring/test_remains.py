@@ -10,8 +10,9 @@ import pytest
 
 from holdfast.errors import ProtocolError
 from holdfast.ring import remains
+from holdfast.ring.journal import SlotState
 from holdfast.ring.remains import held_in, read_held, tell_held
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.ring import Ring
 
 
 @pytest.fixture

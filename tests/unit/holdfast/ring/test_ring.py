@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigError, ProtocolError
 from holdfast.image.layout import SOURCES_MAX, Entry, Layout
 from holdfast.ring.directory import runtime_directory
-from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES
-from holdfast.ring.ring import Ring, SlotState
+from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SlotState
+from holdfast.ring.ring import Ring
 
 CHUNK_BYTES = 8192
 RING_CHUNKS = 4

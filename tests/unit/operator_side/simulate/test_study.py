@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.policy import Hazard, advise
+from holdfast.policy.advice import Hazard, advise
 from operator_side.simulate.profiles import (
     MEASURED,
     Measured,

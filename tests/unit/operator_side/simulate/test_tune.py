@@ -11,7 +11,8 @@ import pytest
 
 from holdfast.command import cli
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
-from holdfast.policy import Cost, Hazard, advise
+from holdfast.policy.advice import Hazard, advise
+from holdfast.policy.cost import Cost
 from tests.unit.operator_side.simulate.test_traces import COUNTS
 
 _MEASURED = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from flusher.progress import Head, Progress, progress_path
-from flusher.steps import Key
 from holdfast.errors import ProtocolError
 from holdfast.image.layout import Layout
+from holdfast.image.manifest import Key
 from holdfast.ring.ring import Ring
 from operator_side.status.ring_files import RingFiles
 

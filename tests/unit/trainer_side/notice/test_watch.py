@@ -13,9 +13,10 @@ import pytest
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
+from holdfast.notices.notice import Notice, NoticeKind
 from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN, FakeMetadata
 from trainer_side.notice.open_sources import open_watch
-from trainer_side.notice.source import Notice, NoticeKind, SourceError
+from trainer_side.notice.source import SourceError
 from trainer_side.notice.watch import NoticeWatch, asks_for_machine
 
 _SECONDS_MAX = 60.0

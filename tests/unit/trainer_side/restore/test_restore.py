@@ -23,7 +23,8 @@ from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore import exchange as received
 from trainer_side.restore import reading
-from trainer_side.restore.restore import Restored, restore
+from trainer_side.restore.candidate import Restored
+from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.state.per_rank import PerRank, encode, reserve_bytes
 from trainer_side.state.rng import RngState
 from trainer_side.state.tree import tensor_paths
@@ -94,7 +95,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 def bring_back(run: Run | Mapping[str, Any], root: Path, **options: Any) -> Restored:
     state = run.state if isinstance(run, Run) else run
-    restored = restore(state, CountingStore(root), LonePeers(), events=None, **options)
+    restored = restore(
+        state, CountingStore(root), LonePeers(), events=None, options=RestoreOptions(**options)
+    )
     assert restored is not None
     return restored
 
@@ -370,7 +373,7 @@ def test_memory_beside_the_tensors_is_one_window_for_each_reader(
     publish(tmp_path, 5, {"x": torch.arange(500_000)}, chunk_bytes=1 << 20)
     store = CountingStore(tmp_path, request_bytes=1 << 17)
     target = torch.zeros(500_000, dtype=torch.int64)
-    restore({"x": target}, store, LonePeers(), events=None, threads=threads)
+    restore({"x": target}, store, LonePeers(), events=None, options=RestoreOptions(threads=threads))
     assert torch.equal(target, torch.arange(500_000))
     assert 1 <= len(taken) <= threads
     assert set(taken) == {1 << 17}
@@ -792,7 +795,13 @@ def test_a_store_that_hangs_ends_at_the_deadline(tmp_path: Path) -> None:
     store.before_read = hang
     try:
         with pytest.raises(StoreError, match="slow or hanging"):
-            restore({"x": torch.zeros(9000)}, store, LonePeers(), events=None, seconds_max=1.0)
+            restore(
+                {"x": torch.zeros(9000)},
+                store,
+                LonePeers(),
+                events=None,
+                options=RestoreOptions(seconds_max=1.0),
+            )
     finally:
         release.set()
     assert threads_of_reading
@@ -821,7 +830,9 @@ def test_a_reader_that_is_still_under_way_does_not_write_over_the_next_candidate
     try:
         if hanging:
             with pytest.raises(StoreError, match="slow or hanging"):
-                restore({"x": target}, store, LonePeers(), events=None, seconds_max=2.0)
+                restore(
+                    {"x": target}, store, LonePeers(), events=None, options=RestoreOptions(seconds_max=2.0)
+                )
         else:
             restored = restore({"x": target}, store, LonePeers(), events=None)
             assert restored is not None

@@ -187,7 +187,7 @@ def test_a_store_that_hangs_is_one_that_does_not_answer(
         bring_back(store, tiers, seconds_max=0.6)
     results, targets = bring_back(store, tiers, seconds_max=0.6, without_store=True)
     assert_step(results, targets, 5)
-    assert "THE STORE DOES NOT ANSWER" in caplog.text
+    assert "the store does not answer" in caplog.text
 
 
 def test_the_newest_attempt_of_a_store_that_hangs(tmp_path: Path, hanging: Hanging) -> None:

@@ -16,8 +16,9 @@ from tests.support.slices import DictTier, checkpoint
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same
 from tests.unit.trainer_side.tiered import Vector, assert_step, bring_back, saved
 from trainer_side.ranks.peers import LonePeers
+from trainer_side.restore.candidate import Restored
 from trainer_side.restore.inventory import newest_attempt
-from trainer_side.restore.restore import Restored, restore
+from trainer_side.restore.restore import restore
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.tier import Nearness, Tier
 
@@ -218,7 +219,7 @@ def test_a_store_that_does_not_answer_is_believed_to_hold_something_newer(
     with pytest.raises(StoreError, match=r"(?s)no route.*step 5 \(attempt 1\) whole.*restore_without_store"):
         bring_back(store, tiers)
     assert_step(*bring_back(store, tiers, without_store=True), 5)
-    assert "THE STORE DOES NOT ANSWER" in caplog.text
+    assert "the store does not answer" in caplog.text
     for own in ([], [DictTier().put(saved(5), 0)]):
         with pytest.raises(StoreError, match="no route"):
             bring_back(store, [own, []], without_store=True)

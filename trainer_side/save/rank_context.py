@@ -1,0 +1,30 @@
+"""What every part of a save works with on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.config import TrainerConfig
+from holdfast.telemetry.events import EventLog
+from trainer_side.ledger import Ledger
+from trainer_side.link.to_stager import ToStager
+from trainer_side.tiers.tier_set import TierSet
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Made once by the `Checkpointer`, and handed to all that take part in a save.
+
+    Attributes:
+        config: Settings.
+        link: Takes steps to the stager, and says who this rank is.
+        tiers: The local tiers of this rank, if there are any.
+        ledger: Counts what became of the steps.
+        events: Event log.
+    """
+
+    config: TrainerConfig
+    link: ToStager
+    tiers: TierSet
+    ledger: Ledger
+    events: EventLog
