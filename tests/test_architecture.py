@@ -125,7 +125,6 @@ LARGE_HANDS: dict[str, str] = {
     "operator_side/report/pictures.py:series": "to be cut",
     "operator_side/simulate/study.py:total_times": "to be cut",
     "operator_side/status/picture.py:compose": "to be cut",
-    "operator_side/supervise/supervisor.py:Supervisor": "is being split",
     "stager/trainer_desk.py:TrainerDesk": "to be cut",
 }
 

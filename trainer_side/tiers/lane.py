@@ -4,8 +4,8 @@
     verdicts  complete(7) ─► the tier; held back while somebody still reads a slot of step 7 or older
 
 A tier that refuses a write loses that step, not the training: the lane logs each reason once, and the step is counted
-and told to the council. Where a slot is the staging area itself (strategy D), nothing may give it back to the tier before
-the link and the other lanes have let go of it: the next step would be copied over bytes that are being read.
+and told to the council. Where a slot is the staging area itself (strategy D), nothing may give it back to the tier
+before the link and the other lanes have let go of it: the next step would be copied over bytes that are being read.
 
 A call of the tier that does not return in time means that its device hangs: the lane gives up every step on its way
 there, releases their areas, and the tier takes nothing until that call has returned. The bytes that the call still
