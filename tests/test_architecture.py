@@ -184,13 +184,10 @@ SHARED_FILES = {
     "command.py": "each role's command, under one entry-point group",
     "mpi.py": "the one file of a package that starts MPI; see above",
     "service.py": "the loop of each role that is a process of its own",
-    "hearing.py": "two users of one agreement; to be one file",
-    "interval.py": "the policy, and the stager's use of it",
 }
 # Class names that several files have, and why.
 SHARED_CLASSES = {
     "HoldfastCallback": "public: each framework's callback has the name that its users look for",
-    "_Promise": "two users of one agreement; to be one class",
 }
 
 
