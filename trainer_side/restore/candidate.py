@@ -49,7 +49,8 @@ class Restored:
         sources: What this rank has read from which tier (by its name), or from the store (by its URL).
         mended: What was damaged or gone in a tier, and was read from elsewhere; of all ranks.
         skipped: Newer checkpoints that were not used, each with the reason.
-        values: Plain values of the state by name: they cannot be set in place.
+        values: Plain values of the state by name. Lists and dictionaries have been filled in place; numbers, texts and
+            tuples cannot be, so the script takes them from here.
         whole_in: Where all of it lies, as far as was seen: tiers by name, the store by its URL. The same on every rank.
     """
 
@@ -249,6 +250,14 @@ class Trial:
                 parts.append(f"rank {rank} {nbytes} bytes from {tier} in {seconds:.3g} s")
         name = self._candidate.name
         if self._peers.rank == 0:
+            took = sum(self._seconds.values())
+            # A warning, so that a script without logging of its own shows it: that a job began anew is worth a line.
+            _log.warning(
+                "resumed from step %d, attempt %d, in %.1f s",
+                self._candidate.step,
+                self._candidate.attempt,
+                took,
+            )
             _log.info("restored %s: %s", name, "; ".join(parts) or "no rank has read a byte")
         if self._job.events is None:
             return

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from holdfast.errors import StateError
+from trainer_side.restore.in_place import differs, refill
+from trainer_side.restore.mismatch import of_another_object
 from trainer_side.restore.structure import once
 from trainer_side.state.per_rank import PerRank, decode
 from trainer_side.state.rng import RngState
@@ -90,6 +92,14 @@ def check(
         raise StateError(
             f"{', '.join(map(repr, mute))}: has state_dict(), but no load_state_dict() to restore it with"
         )
+    others = [
+        of_another_object(name, state[name], part, tree[name]) for name, part in live.items() if name in tree
+    ]
+    if any(others):
+        raise StateError(
+            f"step {step}: {_few([other for other in others if other])}; hand over the object that was saved, or "
+            "give the new one another name and restore with may_lack; nothing was loaded"
+        )
     extra = [name for name in tree if name not in state]
     if extra:
         _log.warning(
@@ -134,7 +144,8 @@ def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks:
     """Load every name of `state` that the tree has. Training thread.
 
     Returns:
-        The plain values, which cannot be set in place.
+        The plain values. Lists and dictionaries of the state have got their saved content in place; numbers, texts and
+        tuples cannot be changed in place, and those that differ are named in the log.
 
     Raises:
         StateError: An object's `load_state_dict` refused; names it. Objects before it are loaded already.
@@ -151,7 +162,18 @@ def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks:
         elif _loadable(value):
             _load_object(name, value, tree[name])
         else:
-            values[name] = tree[name]
+            values[name] = value if refill(value, tree[name]) else tree[name]
+    stale = [
+        name for name, value in values.items() if value is not state[name] and differs(state[name], value)
+    ]
+    if stale:
+        _log.warning(
+            "not restored, because the script holds plain values that cannot be changed in place: %s; take each from "
+            "`checkpointer.restored.values`, or the next checkpoint saves the script's value over it",
+            _few(
+                [f"{name} is {state[name]!r:.40}, the checkpoint has {values[name]!r:.40}" for name in stale]
+            ),
+        )
     return values
 
 

@@ -674,6 +674,7 @@ def test_short_missing_and_bad_files_are_passed_over_each_with_its_reason(
     for number, reason in zip((5, 4, 3, 2, 1), restored.skipped, strict=True):
         assert f"step-00000000{number}" in reason
     said = [record.getMessage() for record in caplog.records if record.name == "holdfast.restore"]
+    assert said.pop().startswith("resumed from step ")
     assert ["trying step 1 (attempt 1) instead" in text for text in said] == [True] * 4 + [False]
     assert "trying step 0 (attempt 1) instead" in said[4]
 

@@ -1,0 +1,109 @@
+"""Plain containers of the state get their saved content; what cannot is said; another object's state is named."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import StateError
+from tests.unit.trainer_side.restore.test_restore import bring_back, publish
+from trainer_side.restore.in_place import refill
+
+
+def test_containers_of_the_script_get_what_was_saved_inside_themselves(tmp_path: Path) -> None:
+    publish(
+        tmp_path, 3, {"losses": [3.0, 2.0], "best": {"step": 2, "by": {"rank": [1]}}, "seen": Counter(a=2)}
+    )
+    losses: list[float] = []
+    best: dict[str, Any] = {"step": 0, "by": {"rank": []}, "old": True}
+    inner, seen = best["by"], Counter(b=1)
+    bring_back({"losses": losses, "best": best, "seen": seen}, tmp_path)
+    assert losses == [3.0, 2.0]
+    assert best == {"step": 2, "by": {"rank": [1]}}
+    assert best["by"] is inner
+    assert seen == Counter(a=2)
+
+
+def test_a_tensor_in_a_container_is_filled_where_it_lies() -> None:
+    weight = torch.zeros(3)
+    shadow: dict[str, Any] = {"weight": weight, "other": torch.zeros(2)}
+    assert refill(shadow, {"weight": torch.ones(3), "other": torch.ones(4)})
+    assert weight.tolist() == [1.0, 1.0, 1.0]
+    assert shadow["weight"] is weight
+    assert shadow["other"].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("live", "saved"), [([1], {"a": 1}), ({"a": 1}, [1]), (1, 2), ((1,), (2,)), ("a", "b"), ([1], (1,))]
+)
+def test_what_is_of_another_kind_stays_as_it_is(live: Any, saved: Any) -> None:
+    before = repr(live)
+    assert not refill(live, saved)
+    assert repr(live) == before
+
+
+def test_a_queue_keeps_its_bound() -> None:
+    live: deque[int] = deque([1], maxlen=2)
+    assert refill(live, deque([7, 8, 9]))
+    assert list(live) == [8, 9]
+
+
+def test_a_number_that_cannot_come_back_is_named_with_both_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(tmp_path, 3, {"epoch": 7, "run": "tea"})
+    with caplog.at_level(logging.WARNING):
+        restored = bring_back({"epoch": 0, "run": "tea"}, tmp_path)
+    (said,) = [record.getMessage() for record in caplog.records if "plain values" in record.getMessage()]
+    assert "epoch is 0, the checkpoint has 7" in said
+    assert "run" not in said.partition("epoch")[2]
+    assert restored.values == {"epoch": 7, "run": "tea"}
+
+
+def test_a_resume_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    publish(tmp_path, 39, {"losses": [1.0]})
+    with caplog.at_level(logging.WARNING):
+        bring_back({"losses": []}, tmp_path)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("resumed from step 39, attempt 1, in ")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_a_model_that_was_saved_inside_a_wrapper_is_named(tmp_path: Path, prefix: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    publish(tmp_path, 3, {"model": {prefix + key: value for key, value in model.state_dict().items()}})
+    with pytest.raises(
+        StateError, match=rf"saved from inside .*names begin with '{prefix}'.*nothing was loaded"
+    ):
+        bring_back({"model": model}, tmp_path)
+
+
+def test_a_model_that_is_wrapped_now_is_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    publish(tmp_path, 3, {"model": model.state_dict()})
+    wrapped = torch.nn.Module()
+    wrapped.module = model
+    with pytest.raises(StateError, match="saved without DistributedDataParallel"):
+        bring_back({"model": wrapped}, tmp_path)
+
+
+def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    publish(tmp_path, 3, {"optimizer": torch.optim.SGD([weight], lr=0.1, momentum=0.9).state_dict()})
+    with pytest.raises(StateError, match=r"another optimizer, with .*momentum.*; this AdamW has .*betas"):
+        bring_back({"optimizer": torch.optim.AdamW([weight])}, tmp_path)
+
+
+def test_a_scheduler_s_marks_are_no_other_optimizer(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    saved = torch.optim.AdamW([weight])
+    torch.optim.lr_scheduler.OneCycleLR(saved, max_lr=1.0, total_steps=10)
+    document = saved.state_dict()
+    document["param_groups"][0].pop("maximize")  # an older torch that did not know it
+    publish(tmp_path, 3, {"optimizer": document})
+    bring_back({"optimizer": torch.optim.AdamW([weight])}, tmp_path)
