@@ -1,12 +1,13 @@
-"""Which slot the next slice goes into, and which slices must stay: a pure core, without bytes and without a clock.
+"""The slot of the next slice, and the slices that must stay: a pure core, without bytes and without a clock.
 
     FREE ─ begin ─► WRITING ─ sealed ─► SEALED ─ begin of a later step ─► WRITING …
       ▲                │                   │
       └─── release ────┘                   kept while it is pending, or the newest that is complete
 
 The order of steps is that of PCcheck (ASPLOS 2025, listing 1): a counter, here `(attempt, step)`. A slice that is ready
-after a newer step is complete gives its own slot back. What differs: PCcheck frees the older slot as soon as the newer
-checkpoint of this process is written; here only when every rank has it, since one rank's slice alone restores nothing.
+after a newer step is complete gives its own slot back. PCcheck frees the older slot as soon as the newer checkpoint of
+this process is written. Here the older slot is freed only when every rank has the newer step, since the slice of one
+rank alone restores nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Order = tuple[int, int]  # (attempt, step)
 
 
 class SlotEntry(NamedTuple):
-    """What a sealed slot holds. `complete`: every rank is known to have sealed that step."""
+    """The slice in a sealed slot. `complete`: every rank is known to have sealed that step."""
 
     order: Order
     complete: bool = False
@@ -38,7 +39,7 @@ class _Slot:
     state: _State = _State.FREE
     order: Order = (0, 0)
     complete: bool = False
-    found: bool = False  # sealed by an earlier process: whether all ranks did so may never be known
+    found: bool = False  # sealed by an earlier process: nobody may ever know whether all ranks did so
     void: bool = False
 
 
@@ -46,8 +47,8 @@ class FileSlots:
     """The slots of one slot file. Not thread-safe.
 
     Args:
-        count: How many there are; at least 2.
-        found: What an earlier process has sealed: slot → entry.
+        count: Number of slots; at least 2.
+        found: Slices that an earlier process has sealed: slot → entry.
     """
 
     def __init__(self, count: int, found: Mapping[int, SlotEntry] | None = None) -> None:
@@ -63,9 +64,9 @@ class FileSlots:
                 self._complete = max(self._complete, entry.order)
 
     def begin(self, order: Order) -> int | None:
-        """A slot for this step, which belongs to it from now on; None if there is none, or a newer step is complete.
+        """Take a slot for this step; None if there is none, or a newer step is complete.
 
-        A free one first; then what was given up; then the oldest slice that need not be kept.
+        A free slot comes first; then one whose slice was given up; then that of the oldest slice that need not stay.
         """
         if order <= self._complete or any(
             slot.order == order and slot.state is not _State.FREE and not slot.void for slot in self._slots
@@ -84,23 +85,23 @@ class FileSlots:
         return number
 
     def is_wanted(self, number: int) -> bool:
-        """Whether the slice that is being written there is still of use: not void, and no newer step is complete."""
+        """Whether the slice that is being written to this slot is of use: not void, and no newer step is complete."""
         slot = self._slots[number]
         return slot.state is _State.WRITING and not slot.void and slot.order > self._complete
 
     def sealed(self, number: int) -> None:
-        """The slice that was being written there is now whole."""
+        """The slice that was being written to this slot is now whole."""
         slot = self._slots[number]
         assert slot.state is _State.WRITING, f"slot {number} is not being written"
         slot.state = _State.SEALED
 
     def release(self, number: int) -> None:
-        """What was being written there is given up."""
+        """The slice that was being written to this slot is given up."""
         assert self._slots[number].state is _State.WRITING, f"slot {number} is not being written"
         self._slots[number] = _Slot()
 
     def complete(self, order: Order) -> bool:
-        """Every rank has sealed this step. True if it is here, sealed, and was not known to be complete."""
+        """Every rank has sealed this step. Returns whether it is sealed here and was not known to be complete."""
         self._complete = max(self._complete, order)
         here = False
         for slot in self._slots:
@@ -115,7 +116,7 @@ class FileSlots:
                 slot.void = True
 
     def table(self) -> list[SlotEntry | None]:
-        """Per slot what it holds, for the commit record: void slices are left out."""
+        """The slices in all slots, for the commit record; void slices are left out."""
         return [
             SlotEntry(slot.order, slot.complete) if slot.state is _State.SEALED and not slot.void else None
             for slot in self._slots
@@ -124,8 +125,9 @@ class FileSlots:
     def _protected(self) -> set[int]:
         """Sealed slices that must stay.
 
-        The newest complete one; and each of this process that may yet become complete. Where no complete one is known,
-        the newest that was found: after a kill it may be just that. What was found never holds all slots for good.
+        These are the newest complete slice, and each slice of this process that may yet become complete. Where no
+        complete one is known, the newest slice that was found takes its place: after a kill it may be the complete one.
+        Found slices never hold all slots for good.
         """
         sealed = [
             (slot.order, number)

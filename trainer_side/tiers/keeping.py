@@ -1,9 +1,9 @@
-"""One step on its way into this rank's tiers: what they read, and how far each of them is.
+"""One step on its way into this rank's tiers: the area that they read, and how far each of them is.
 
     area (being filled) ── is_ready(frame) ─► sum, once for all tiers ─► each lane writes it ─► … ─► seal
                                                                               └── or gives it up
 
-The area is read until `released`: then every lane has sealed its slice, or given it up.
+Lanes read the area until `released` is set: then every lane has sealed its slice, or given it up.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class TierPart:
     """One tier's share of a keeping. The lane's lock guards it.
 
     Attributes:
-        keeping: What it is a part of.
+        keeping: The whole.
         writer: The slot.
         unwritten: Frames that no thread has taken yet, in their order.
-        busy: Threads that are at work on it.
+        busy: Number of threads at work on it.
         given_up: Why it is not sealed; None while it may be.
-        sealing: A thread seals it.
-        orphaned: It is over for this lane; whatever the tier still does with it counts no more.
+        sealing: Whether a thread seals it.
+        orphaned: Whether the lane is done with it, although the tier may still be at work on it.
         begun_at: When its first frame was ready.
-        written_bytes: Given to the tier so far.
+        written_bytes: Bytes given to the tier so far.
     """
 
     def __init__(self, keeping: Keeping, writer: SliceWriter) -> None:
@@ -53,16 +53,16 @@ class Keeping:
 
     Attributes:
         order: (attempt, step).
-        frames: Of this rank's slice.
-        area: Where they lie.
-        record: Times and bytes, as the transfer's.
+        frames: The frames of this rank's slice.
+        area: The memory that holds them; None before `keep`, and when nobody reads it any more.
+        record: Times and bytes, like those of the transfer.
         writers: Tier → slot.
         layout_digest: Of the layout that the frames are of.
         job: Name of the job, for the seal.
-        source_is_slot: The tier whose slot the area itself is; -1: none.
-        link_released: The link reads nothing of the area any more; set too where there is no link.
-        released: No tier reads the area any more.
-        kept_in: Tiers that have sealed it, by number. `lost_in`: those that gave it up, with the reason.
+        source_is_slot: The tier whose slot is the area; -1: none.
+        link_released: Set when the link reads the area no more, and where there is no link.
+        released: Set when no tier reads the area any more.
+        kept_in: Tiers that have sealed it, by number. `lost_in`: tiers that gave it up, with the reason.
     """
 
     order: tuple[int, int]
@@ -86,12 +86,11 @@ class Keeping:
 
     @property
     def step(self) -> int:
-        """Which step."""
         return self.order[1]
 
     @property
     def is_wanted(self) -> bool:
-        """Whether some tier may still seal it: it is worth copying."""
+        """Whether it is worth copying: some tier may still seal it."""
         return not self.cancelled.is_set() and not self.released.is_set()
 
     def is_read_beside(self, tier: int) -> bool:
@@ -101,13 +100,13 @@ class Keeping:
         return not (others_over and self.link_released.is_set())
 
     def cancel(self, reason: Reason) -> None:
-        """Its bytes will never be complete: every lane gives it up. Any thread."""
+        """Have every lane give it up: its bytes will never be complete. Any thread."""
         if not self.cancelled.is_set():
             self.cancel_reason = reason
             self.cancelled.set()
 
     def sum(self, frame: int) -> int:
-        """CRC-32 of a frame that is ready: computed by who comes first, the others wait for it."""
+        """CRC-32 of a frame that is ready. The first thread computes it, the others wait."""
         with self._guard:
             guard = self._frame_guards.setdefault(frame, threading.Lock())
         with guard:
@@ -121,7 +120,7 @@ class Keeping:
             return self._sums[frame]
 
     def over_in(self, tier: int, reason: Reason | None = None) -> None:
-        """A tier reads the area no more: it has sealed it, or given it up for this reason."""
+        """A tier reads the area no more: it has sealed its slice, or given it up for this reason."""
         with self._guard:
             if reason is not None:
                 self.lost_in[tier] = reason

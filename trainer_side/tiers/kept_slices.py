@@ -1,8 +1,8 @@
-"""What the tiers of all ranks hold when a job begins: which steps are complete in which tier, and the newest attempt.
+"""The steps that the tiers of all ranks hold when a job begins: complete or not, in each tier, and the newest attempt.
 
     every rank: tier.kept() ─► told to all ─► the same picture on every rank
 
-Collective; main thread, before the first step. Slices of fewer or more ranks than now count as well.
+This is collective, in the main thread, before the first step. Slices of fewer or more ranks than now count as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer_side.tiers.tier import Keeps
 
 
-_SECONDS_MAX = 60.0  # where nobody says how long a tier may take
+_SECONDS_MAX = 60.0
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Inventory:
     """The same on every rank.
 
     Attributes:
-        newest_attempt: Of any slice in any tier; 0 of none.
-        complete: Per tier, steps of which a slice of every rank was found, newest first.
-        partial: Per tier, steps of which some slice is missing, newest first.
+        newest_attempt: The newest attempt of any slice in any tier; 0 if there is no slice.
+        complete: For each tier the steps of which every rank's slice was found, newest first.
+        partial: For each tier the steps of which a slice is missing, newest first.
     """
 
     newest_attempt: int
@@ -42,18 +42,18 @@ class Inventory:
 
 
 def ask_kept(tier: Keeps, seconds_max: float) -> list[Kept]:
-    """What a tier keeps, if it says so in time.
+    """The slices that a tier keeps, if it answers in time.
 
     Raises:
-        StoreError: It hangs.
-        HoldfastError: What it said.
+        StoreError: The tier hangs.
+        HoldfastError: The error of the tier.
     """
     try:
         return within(tier.kept, seconds_max, name="holdfast-tier-kept")
     except TimeoutError:
         raise StoreError(
-            f"{tier.name} hangs: what it keeps has not come for {seconds_max:g} s; see what the kernel says of the "
-            "device (dmesg), mount it anew, or take it out of tiers"
+            f"{tier.name} hangs: it has not listed its slices within {seconds_max:g} s; look at the kernel's messages "
+            "about the device (dmesg), mount it anew, or take it out of tiers"
         ) from None
 
 
@@ -68,13 +68,13 @@ def take_inventory(
 
     Args:
         peers: The ranks.
-        tiers: Of this rank.
-        error: Why it has none, if they could not be opened: then it is raised on every rank.
-        seconds_max: How long a tier may take to say what it keeps.
+        tiers: The tiers of this rank.
+        error: Why the tiers of this rank could not be opened; it is raised on every rank.
+        seconds_max: How long a tier may take to list its slices.
 
     Raises:
-        ConfigError: The ranks' tiers differ; or what a tier said, on every rank.
-        StoreError: A device failed or hangs; on every rank.
+        ConfigError: On every rank: the ranks' tiers differ, or a tier is not usable.
+        StoreError: On every rank: a device failed or hangs.
         PeerLost: A rank is gone.
     """
     said = [json.loads(text) for text in gather(peers, _mine(tiers, error, seconds_max))]

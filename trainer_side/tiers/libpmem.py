@@ -38,11 +38,11 @@ class Libpmem:
         self._drain.restype = None
 
     def copy_past_caches(self, to: int, source: int, nbytes: int) -> None:
-        """Copy by non-temporal stores, and wait for them: only the thread that made them can do that."""
+        """Copy by non-temporal stores, and wait for them: only the thread that made the stores can do that."""
         self._memcpy(to, source, nbytes, _NONTEMPORAL)
 
     def persist(self, address: int, nbytes: int) -> None:
-        """Write back what the caches hold of it, and wait."""
+        """Write these bytes back from the caches, and wait."""
         self._persist(address, nbytes)
 
     def drain(self) -> None:
@@ -52,7 +52,7 @@ class Libpmem:
 
 @lru_cache(maxsize=1)
 def load() -> Libpmem | None:
-    """The library, or None where there is none, or too old a one."""
+    """The library; None where there is none, or where it is too old."""
     try:
         library = ctypes.CDLL(_NAME)
         library.pmem_check_version.argtypes = (ctypes.c_uint, ctypes.c_uint)

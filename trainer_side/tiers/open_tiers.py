@@ -1,4 +1,4 @@
-"""From what people set to a tier.
+"""From the setting `tiers` to a tier.
 
 memory  memory:/dir     /dev/shm, or another tmpfs: survives the process, not the machine
 pm:/dir                 a DAX file system on persistent memory
@@ -30,17 +30,17 @@ _ALLOWED = "memory, memory:/dir, pm:/dir, nvme:/dir, file:/dir or store"
 
 
 def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: int | None = None) -> Tier:
-    """The tier that `spec` names. Touches nothing before `prepare` or `kept`.
+    """The tier that `spec` names. Nothing on disk is touched before `prepare` or `kept`.
 
     Args:
-        spec: A kind, and after a colon the directory; `memory` alone has one of its own.
-        run_url: Of the run.
+        spec: A kind, and after a colon the directory; `memory` alone has a directory of its own.
+        run_url: The URL of the run.
         slots: How many slices a rank keeps room for: one, and one for each checkpoint in flight. At least 2; None:
-            `prepare` measures the device for a second, and takes what suits it.
+            `prepare` measures the device for a second, and takes a number that suits it.
         writers: How many threads write at once; None: measured in the same way. In memory it is one.
 
     Raises:
-        ConfigError: `spec` is none of these; the message says what is allowed.
+        ConfigError: `spec` names no tier; the message lists the kinds.
     """
     kind, colon, directory = spec.partition(":")
     if kind not in {*_MEDIA, Nearness.STORE}:
@@ -59,7 +59,7 @@ def open_tier(spec: str, run_url: str, *, slots: int | None = SLOTS, writers: in
     else:
         place = TierDirectory(Path(directory), run_url)
     if nearness is Nearness.MEMORY:
-        # Its slices are copied there by whoever makes them; and a slot more costs memory, whatever is measured.
+        # The copy engine itself puts slices there, and each slot costs memory, whatever is measured.
         slots, writers = slots if slots is not None else SLOTS, writers if writers is not None else 1
     return SlotTier(spec, nearness, place, _MEDIA[nearness], slots=slots, writers=writers)
 

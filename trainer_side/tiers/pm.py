@@ -2,10 +2,10 @@
 
     DAX, and libpmem         MAP_SYNC; copies by libpmem, durable when `write` returns; flush: nothing is left to do
     no DAX, or no libpmem    an ordinary mapping; flush: msync
-    PMEM_IS_PMEM_FORCE=1     as the first, whatever the file system: a stand-in for measuring, and `how` says so
+    PMEM_IS_PMEM_FORCE=1     like the first on any file system: a stand-in for measuring, and `how` says so
 
-MAP_SYNC is not asked for without libpmem: pages mapped so are not marked dirty, and msync would leave in the caches
-what only libpmem can write back.
+MAP_SYNC needs libpmem: pages that are mapped with it are not marked dirty, so msync would leave bytes in the caches
+that only libpmem can write back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORCE = "PMEM_IS_PMEM_FORCE"  # PMDK's own variable
 
 
 class PmFile(MappedFile):
-    """See `Medium`. `how` says which of the three ways it is.
+    """As `Medium`. `how` names the one of the three ways that it uses.
 
     Args:
         path: A file that exists, with all of its room reserved.
@@ -43,7 +43,7 @@ class PmFile(MappedFile):
         self._how = ""
         super().__init__(path)
         if self._pmem is not None:
-            # Written to once, now: the first store to each page would otherwise come in the middle of a checkpoint.
+            # Each page is written to once, now: its first store would otherwise come in the middle of a checkpoint.
             with contextlib.suppress(OSError):  # a kernel before 5.14
                 self._map.madvise(_MADV_POPULATE_WRITE)
 
@@ -76,16 +76,15 @@ class PmFile(MappedFile):
 
     @property
     def how(self) -> str:
-        """See `Medium`."""
         return self._how
 
     @property
     def copy(self) -> Copy | None:
-        """See `Medium`. Past the caches with libpmem, and durable on return."""
+        # With libpmem it goes past the caches, and is durable on return.
         return ctypes.memmove if self._pmem is None else self._pmem.copy
 
     def write(self, offset: int, view: memoryview) -> None:
-        """See `Medium`. With libpmem durable on return, also for what was put into `memory` in another way."""
+        # With libpmem this is durable on return, also for bytes that were put into `memory` in another way.
         if self._pmem is None:
             super().write(offset, view)
             return
@@ -96,7 +95,6 @@ class PmFile(MappedFile):
             self._pmem.copy_past_caches(place, source, view.nbytes)
 
     def flush(self) -> None:
-        """See `Medium`."""
         if self._pmem is not None:
             self._pmem.drain()
             return

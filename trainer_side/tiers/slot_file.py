@@ -1,10 +1,10 @@
-"""The slot file of one rank and one layout: what is sealed in it, and how that changes without ever being half true.
+"""The slot file of one rank and one layout: which slots are sealed, and how that changes without a half-true state.
 
     write ─► seal written ─► flush ─► the other sector, sequence + 1 ─► flush        a slice exists
     begin ─► the other sector without it, sequence + 1 ─► flush ─► write             a slot is written to again
 
-One of the two sectors is always whole and durable; only the other one is written. What a failed flush leaves is not
-known: the sector that it wrote may count or not, so its slots are taken to be named by it, and it is written once more.
+One of the two sectors is always whole and durable; only the other one is written. After a failed flush nobody knows
+whether the sector that it wrote counts. So the file takes its slots for named by that sector, and writes it once more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from trainer_side.tiers.slot_format import (
 )
 
 Table = tuple[Commitment | None, ...]  # per slot
-Read = Callable[[int, int], bytes]  # (offset, bytes) → what is there; shorter at the end of the file
+Read = Callable[[int, int], bytes]  # (offset, bytes) → the bytes there; fewer at the end of the file
 
 
 def first_pages(superblock: Superblock, layout: Layout) -> bytes:
-    """All of a new file before its slots: no slot holds anything."""
+    """The beginning of a new file, up to its slots. No slot holds anything."""
     empty = CommitSector(1, (None,) * superblock.slots).to_bytes()
     return superblock.to_bytes() + empty + bytes(PAGE_BYTES) + layout.to_bytes()
 
@@ -46,20 +46,20 @@ def read_sectors(read: Read, superblock: Superblock) -> list[CommitSector | None
 def read_layout(
     read: Read, superblock: Superblock, known: MutableMapping[str, Layout], *, source: str
 ) -> Layout:
-    """The layout that lies in the file; one of `known` (by digest) is not parsed again, but its bytes are checked.
+    """The layout in the file. If `known` has its digest, the bytes are checked but not parsed again.
 
     Raises:
-        DamageError: It is not what was written.
-        ProtocolError: It is not readable.
+        DamageError: The bytes are not those that were written.
+        ProtocolError: The layout is not readable.
     """
     packed = read(superblock.layout_offset, superblock.layout_bytes)
     if len(packed) != superblock.layout_bytes or crc32(packed) != superblock.layout_crc32:
-        raise DamageError(f"{source}: the layout in it is altered or cut short")
+        raise DamageError(f"{source}: the layout in the file is altered or cut short")
     if superblock.layout_digest in known:
         return known[superblock.layout_digest]
     layout = Layout.from_bytes(packed)
     if layout.digest != superblock.layout_digest or layout.ranks != superblock.ranks:
-        raise DamageError(f"{source}: the layout in it is another than its superblock names")
+        raise DamageError(f"{source}: the layout in the file is not the one that its superblock names")
     known[layout.digest] = layout
     return layout
 
@@ -70,11 +70,14 @@ def read_seal(
     """The seal of a slot that the record names.
 
     Raises:
-        DamageError: It is not the one that was committed, or of something else than this file holds.
+        DamageError: The seal is not the one that was committed, or it is of another rank, step or layout.
     """
     source = f"{source} slot {slot}"
     if commitment.seal_bytes > superblock.seal_room_bytes:
-        raise DamageError(f"{source}: a seal of {commitment.seal_bytes} bytes has no room in it")
+        raise DamageError(
+            f"{source}: the record names a seal of {commitment.seal_bytes} bytes, the slot has room for "
+            f"{superblock.seal_room_bytes}"
+        )
     data = read(superblock.seal_offset(slot), commitment.seal_bytes)
     if len(data) != commitment.seal_bytes or crc32(data) != commitment.seal_crc32:
         raise DamageError(f"{source}: the seal is not the one that was committed; the slice is not used")
@@ -93,8 +96,8 @@ class SlotFile:
 
     Args:
         medium: The file.
-        superblock: What it says it is; checked before.
-        source: Its path, for messages.
+        superblock: The superblock of the file; checked already.
+        source: The path of the file, for messages.
 
     Raises:
         DamageError: No commit sector is whole.
@@ -106,26 +109,28 @@ class SlotFile:
         sectors = read_sectors(medium.read, superblock)
         current = newest(sectors)
         if current is None:
-            raise DamageError(f"{source}: neither commit sector is whole; what its slots hold is not known")
+            raise DamageError(
+                f"{source}: neither commit sector is whole, so nobody knows what its slots hold"
+            )
         sector = sectors[current]
         assert sector is not None
         self._current, self._sequence = current, sector.sequence
         self._committed: Table = sector.slots
         self._doubtful: list[Table] = []
         self._failed_flushes = 0
-        # What an earlier process wrote last may never have been flushed. The other sector is written next: so this one
-        # must be durable by then, and to be sure, it is written once more as it is.
+        # The last write of an earlier process may never have been flushed. The other sector is written next, so this
+        # one must be durable by then: it is written once more as it is.
         self._write_page(SECTOR_OFFSETS[current], sector.to_bytes())
         self.flush()
 
     @property
     def committed(self) -> Table:
-        """Per slot what the durable record names."""
+        """The slices that the durable record names, per slot."""
         return self._committed
 
     @property
     def failed_flushes(self) -> int:
-        """How often a flush has failed: what was written before the last one may be lost, whoever is told."""
+        """How often a flush has failed. Bytes that any thread wrote before the last failure may be lost."""
         return self._failed_flushes
 
     def names(self, slot: int) -> bool:
@@ -141,24 +146,25 @@ class SlotFile:
         self.medium.write(self.superblock.slot_offset(slot) + offset, view)
 
     def write_seal(self, slot: int, seal: SliceSeal) -> Commitment:
-        """Put a seal behind its slice; it means nothing until it is committed.
+        """Put a seal behind its slice; the seal means nothing until it is committed.
 
         Raises:
-            StoreError: It has no room, or the device refused.
+            StoreError: The slot has no room for the seal, or the device refused.
         """
         data = seal.to_bytes()
         if len(data) > self.superblock.seal_room_bytes:
-            # The record is for people; a slice without it is worth all, and it without a slice nothing.
+            # The record is for people: a slice without a record can be restored, a record without a slice cannot.
             data = seal.model_copy(update={"record": {}}).to_bytes()
         if len(data) > self.superblock.seal_room_bytes:
             raise StoreError(
-                f"{self.source}: a seal of {len(data)} bytes, room is for {self.superblock.seal_room_bytes}"
+                f"{self.source}: the seal has {len(data)} bytes, the slot has room for "
+                f"{self.superblock.seal_room_bytes}"
             )
         self._write_page(self.superblock.seal_offset(slot), data)
         return Commitment(seal.attempt, seal.step, False, len(data), crc32(data))
 
     def flush(self) -> None:
-        """All that was written is durable.
+        """Make every byte that was written durable.
 
         Raises:
             StoreError: The device refused.
@@ -170,10 +176,10 @@ class SlotFile:
             raise
 
     def commit(self, table: Table) -> None:
-        """From now on these slots hold sealed slices, and no others. What they name must be durable.
+        """From now on these slots hold sealed slices, and no others. Slices and seals must be durable already.
 
         Raises:
-            StoreError: The device refused; whether it counts is not known then.
+            StoreError: The device refused; nobody knows then whether the record counts.
         """
         target = 1 - self._current
         self._sequence += 1
@@ -185,11 +191,10 @@ class SlotFile:
         self._doubtful = []
 
     def close(self) -> None:
-        """Let go of the file."""
         self.medium.close()
 
     def _write_page(self, offset: int, data: bytes) -> None:
-        """Whole pages of our own: aligned memory, for media that go past the page cache."""
+        # Whole pages of aligned memory, for media that go past the page cache.
         with mmap.mmap(-1, max(PAGE_BYTES, whole_pages(len(data)))) as pages:
             pages[: len(data)] = data
             with memoryview(pages) as view:

@@ -1,10 +1,10 @@
-"""The slot files of one rank: found again, made anew beside what cannot be used, removed when they are of no more use.
+"""The slot files of one rank: found again, made beside a damaged one, and removed when a newer step is complete.
 
-    open     the file of this layout: the one that is there; else measured, room reserved, made whole, then named
-    remove   files of earlier layouts and of ranks that are gone, once every rank has a newer step
+    open           the file of this layout, if there is one; else measured, room reserved, made whole, then named
+    remove_older   files of earlier layouts and of ranks that are gone, once every rank has a newer step
 
-What is not what it should be is never changed: it is named in the log, and a fresh file is made beside it; what belongs
-to another run is refused. `open` and `remove` belong to who holds the rank's lock.
+A damaged file is never changed: the log names it, and a fresh file is made beside it. A file of another run is refused.
+Only the holder of the rank's lock may call `open` and `remove_older`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer_side.tiers.tier_directory import RankLock, TierDirectory
 from trainer_side.tiers.tier_profile import SCRATCH_BYTES, TierProfile, measure
 
 _log = logging.getLogger("holdfast.trainer")
-_BESIDE_MAX = 100  # damaged files of one name; somebody should have looked by then
+_BESIDE_MAX = 100  # damaged files of one name: somebody should have looked by then
 _WRITERS_TRIED = (1, 2, 4)
 _IN_FLIGHT_TRIED = (1, 2, 3)  # slots take room: one more than are in flight
 
@@ -39,11 +39,11 @@ class SlotFiles:
     """See the module.
 
     Args:
-        name: Of the tier, for messages.
-        place: Where they lie.
-        medium: Opens one.
-        slots: How many each has; None: measured when it is made.
-        writers: How many threads write at once; None: measured when it is made.
+        name: Name of the tier, for messages.
+        place: The directory of the files.
+        medium: Opens a file.
+        slots: How many slots each file has; None: measured when the file is made.
+        writers: How many threads write at once; None: measured when the file is made.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SlotFiles:
         """The slot file for this layout.
 
         Raises:
-            ConfigError: No room, not ours, of another run.
+            ConfigError: There is no room, or the file is not ours or of another run.
             StoreError: The device refused.
         """
         choices = (
@@ -85,7 +85,7 @@ class SlotFiles:
     def remove_older(
         self, opened: OpenSlots, order: tuple[int, int], layouts: dict[str, Layout]
     ) -> list[Path]:
-        """Every rank has sealed `order`: what holds only older steps, and no living process writes to, goes."""
+        """Every rank has sealed `order`: remove files that hold only older steps and have no living writer."""
         removed = []
         for path, rank in self._place.slot_paths():
             if str(path) == opened.file.source:
@@ -106,7 +106,7 @@ class SlotFiles:
                     lock.release()
         if removed:
             _log.info(
-                "tier %s: removed slices of earlier layouts: %s", self._name, ", ".join(map(str, removed))
+                "tier %s: removed slot files of earlier layouts: %s", self._name, ", ".join(map(str, removed))
             )
             with translated("remove", self._place.directory):
                 sync_directory(self._place.directory)
@@ -123,12 +123,12 @@ class SlotFiles:
             try:
                 found = examine(path, self._place, rank, layouts)
                 if found.superblock.layout_digest != layout.digest or found.superblock.slots != slots:
-                    raise DamageError(f"{path}: it is of another layout than its name says")
+                    raise DamageError(f"{path}: holds another layout than its name says")
                 return self._attach(path, found, layout)
             except (DamageError, ProtocolError) as error:
                 _log.warning(
-                    "tier %s: %s. The file is left as it is, and another one is used beside it; remove it when nothing "
-                    "of it is wanted",
+                    "tier %s: %s. The file is left as it is, and another one is used beside it; remove the damaged one "
+                    "when you need nothing of it",
                     self._name,
                     error,
                 )
@@ -194,7 +194,7 @@ class SlotFiles:
             path.lstat().st_size for path, rank in self._place.slot_paths() if rank == superblock.rank
         )
         held = (
-            f"; {earlier} bytes there hold this rank's slices of an earlier layout, which stay until a step of the new "
+            f"; {earlier} bytes in it hold this rank's slices of an earlier layout, which stay until a step of the new "
             "one is complete"
             if earlier
             else ""
@@ -207,7 +207,7 @@ class SlotFiles:
         )
 
     def _measured(self, layout: Layout, rank: int) -> TierProfile:
-        """What suits the device; by hand, as set; for a small slice, or with no room to measure in, the least."""
+        """Slots and writers that suit the device, unless they are set; the least for a small slice or a full device."""
         least = TierProfile((self._slots or SLOTS_MIN) - 1, self._writers or 1)
         if (self._slots is not None and self._writers is not None) or (
             area_bytes(layout, rank) < SCRATCH_BYTES

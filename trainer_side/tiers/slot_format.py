@@ -1,14 +1,14 @@
-"""The slot file, byte by byte: what memory, PM, NVMe and file tiers have in common (docs/format.md, section 7).
+"""The bytes of the slot file that memory, PM, NVMe and file tiers use (docs/format.md, section 7).
 
-    0        superblock          what this file is, and where all else lies; written once
+    0        superblock          identity of the file, and where everything else lies; written once
     4096     commit sector A  ┐  which slots hold a sealed slice; written in turn, each with its own CRC
     8192     commit sector B  ┘
     12288    layout              Layout.to_bytes(): tensor → entry → offset, bytes; apart from the tensors
     …        slot 0              the rank's area (`frames_of`), then the seal of it
     …        slot 1 …            all of the same size
 
-Everything is little-endian, and a place is an offset in the file: never a pointer of a process. A reader takes the
-valid sector with the highest sequence; a torn one has no valid CRC, and the other then tells what was before.
+Every number is little-endian, and every place is an offset in the file, never a pointer of a process. A reader takes
+the valid sector with the highest sequence. A torn sector has no valid CRC; the other sector then has the state before.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ _SECTOR_MAGIC = b"holdfCMT"
 _SUPER = struct.Struct("<8sIIIII32s32sQQQQQIH")
 _SECTOR = struct.Struct("<8sQI")  # magic, sequence, slots
 _ENTRY = struct.Struct("<IIQQI")  # flags, seal bytes, attempt, step, seal CRC
-_CRC = struct.Struct("<I")  # of all before it, in the last bytes of the page
+_CRC = struct.Struct("<I")  # of all bytes before it, at the end of the page
 _NAME_BYTES_MAX = 1024
 _SEALED, _COMPLETE = 1, 2
 _LAYOUT_OFFSET = 3 * PAGE_BYTES
-_HUGE_BYTES = 2 << 20  # slots that hold some of them begin on one: DAX and tmpfs map them by huge pages then
+_HUGE_BYTES = 2 << 20  # large slots begin on such a boundary: DAX and tmpfs then map them by huge pages
 _SEAL_FIXED_BYTES, _SEAL_FRAME_BYTES = 16 << 10, 12  # a record for people; `4294967295,`
 _FILE_BYTES_MAX = 1 << 62
 
 
 class UnknownVersionError(ProtocolError):
-    """A slot file, but of a version that this one does not read."""
+    """A slot file of a version that this holdfast does not read."""
 
 
 def whole_pages(nbytes: int) -> int:
-    """`nbytes` rounded up to pages."""
+    """Round `nbytes` up to pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 @dataclass(frozen=True)
 class Superblock:
-    """What a slot file is, and where everything lies in it.
+    """The identity of a slot file, and where everything lies in it.
 
     Attributes:
         run: Name of the run, for people. `run_digest`: SHA-256 of its URL.
-        rank: Whose slices. `ranks`: of how many.
-        slots: How many. `slot_bytes`: of each, seal included. `slots_offset`: of the first.
-        area_bytes: Of a slice; the seal lies behind it.
-        layout_digest: SHA-256. `layout_offset`, `layout_bytes`, `layout_crc32`: of its bytes in the file.
-        writers: How many threads write best here, as measured when the file was made; 0: not measured.
+        rank: The rank whose slices the file holds. `ranks`: the number of ranks.
+        slots: Number of slots. `slot_bytes`: size of a slot, seal included. `slots_offset`: where the first one begins.
+        area_bytes: Size of a slice; the seal lies behind it.
+        layout_digest: SHA-256 of the layout. `layout_offset`, `layout_bytes`, `layout_crc32`: of its bytes in the file.
+        writers: Threads that suit the device, as measured when the file was made; 0: not measured.
     """
 
     run: str
@@ -107,12 +107,11 @@ class Superblock:
 
     @property
     def file_bytes(self) -> int:
-        """Of the whole file."""
         return self.slots_offset + self.slots * self.slot_bytes
 
     @property
     def seal_room_bytes(self) -> int:
-        """How long a seal may be."""
+        """Largest size of a seal."""
         return self.slot_bytes - self.area_bytes
 
     def slot_offset(self, slot: int) -> int:
@@ -120,7 +119,7 @@ class Superblock:
         return self.slots_offset + slot * self.slot_bytes
 
     def seal_offset(self, slot: int) -> int:
-        """Where its seal begins."""
+        """Where the seal of a slot begins."""
         return self.slot_offset(slot) + self.area_bytes
 
     def to_bytes(self) -> bytes:
@@ -138,16 +137,16 @@ class Superblock:
         """Read what `to_bytes` wrote.
 
         Raises:
-            UnknownVersionError: A slot file of another version.
-            DamageError: No slot file, truncated or altered, or its parts contradict each other.
+            UnknownVersionError: The slot file has another version.
+            DamageError: This is no slot file, it is truncated or altered, or its parts contradict each other.
         """
         if len(page) != PAGE_BYTES or page[: len(_SUPER_MAGIC)] != _SUPER_MAGIC:
-            raise DamageError(f"{source}: no superblock of a slot file at its beginning")
+            raise DamageError(f"{source}: does not begin with the superblock of a slot file")
         version = _SUPER.unpack_from(page)[1]
         if version != VERSION:
-            raise UnknownVersionError(f"{source}: slot file version {version}, this one reads {VERSION}")
+            raise UnknownVersionError(f"{source}: slot file version {version}, this holdfast reads {VERSION}")
         if not _is_whole(page):
-            raise DamageError(f"{source}: the superblock is altered (its CRC-32 does not hold)")
+            raise DamageError(f"{source}: the superblock is altered (its CRC-32 does not match)")
         (_, _, rank, ranks, slots, writers, run_digest, layout_digest, *rest) = _SUPER.unpack_from(page)
         area, slot_bytes, slots_offset, layout_offset, layout_bytes, layout_crc32, name_bytes = rest
         found = cls(
@@ -185,7 +184,7 @@ class Superblock:
 
 
 class Commitment(NamedTuple):
-    """A sealed slot in a commit sector: its step, whether every rank is known to have it, and which bytes seal it."""
+    """A sealed slot in a commit sector. `complete`: every rank is known to have sealed the step."""
 
     attempt: int
     step: int
@@ -196,7 +195,7 @@ class Commitment(NamedTuple):
 
 @dataclass(frozen=True)
 class CommitSector:
-    """Which slots are sealed. `sequence`: the higher one counts. `slots`: per slot, None for one without a seal."""
+    """The sealed slots. `sequence`: the sector with the higher one counts. `slots`: None where a slot is not sealed."""
 
     sequence: int
     slots: tuple[Commitment | None, ...]
@@ -214,7 +213,7 @@ class CommitSector:
 
     @classmethod
     def from_bytes(cls, page: bytes, slots: int) -> CommitSector | None:
-        """Read what `to_bytes` wrote; None if it is torn, altered, or was never written."""
+        """Read what `to_bytes` wrote; None if the page is torn, altered, or was never written."""
         if len(page) != PAGE_BYTES or page[: len(_SECTOR_MAGIC)] != _SECTOR_MAGIC or not _is_whole(page):
             return None
         _, sequence, count = _SECTOR.unpack_from(page)
@@ -233,7 +232,7 @@ class CommitSector:
 
 
 def newest(sectors: Sequence[CommitSector | None]) -> int | None:
-    """Which of the sectors counts; None if none is valid."""
+    """The number of the sector that counts; None if none is valid."""
     valid = [(sector.sequence, number) for number, sector in enumerate(sectors) if sector is not None]
     return max(valid)[1] if valid else None
 

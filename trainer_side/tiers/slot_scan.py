@@ -1,10 +1,10 @@
-"""Reading slot files that somebody wrote: what is in a directory, and whether it is what it says.
+"""Reading the slot files in a directory, whoever wrote them.
 
-    examine     a file by its path: ours, whole, of this run, of the rank that its name says
-    scan        all sealed slices of a run in a directory; what is not readable is named, and left as it is
+    examine     one file: is it ours, whole, of this run and of the rank that its name says?
+    scan        all sealed slices of a run; the log names a file that is not readable, and the file stays as it is
 
-Nothing is locked, and nothing written: a file may have a living writer. What is read of a slot that is being written
-again has wrong CRCs, which the reader of the slices compares.
+This takes no lock and writes nothing: a file may have a living writer. Bytes of a slot that is being written again have
+wrong CRCs; the reader of the slices compares them.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 class Examined(NamedTuple):
-    """A slot file that is whole. `committed`: per slot what the record names."""
+    """A slot file that is whole. `committed`: the slices that the record names, per slot."""
 
     superblock: Superblock
     layout: Layout
     committed: tuple[Commitment | None, ...]
-    seals_missing: tuple[int, ...]  # named by the record, and not as they were committed
+    seals_missing: tuple[int, ...]  # slots that the record names and whose seal is damaged
     kept: tuple[Kept, ...]
 
 
 def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layout]) -> Examined:
-    """Read all of a slot file but its slices.
+    """Read everything in a slot file except the slices.
 
     Args:
-        path: Of the file.
-        place: Of the run that it should be of.
-        rank: That its name says.
-        layouts: By digest; those that are known already, and then also this one.
+        path: The path of the file.
+        place: The directory of the run that the file should belong to.
+        rank: The rank in the name of the file.
+        layouts: Known layouts, by digest; the layout of the file is added.
 
     Raises:
-        ConfigError: Not our file, or one of another run or rank.
-        DamageError, ProtocolError: Not a slot file that this version can read.
+        ConfigError: The file is not ours, or of another run or rank.
+        DamageError, ProtocolError: The file is no slot file that this version can read.
         StoreError: The device refused.
     """
     source = str(path)
@@ -60,13 +60,13 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
             superblock = Superblock.from_bytes(read(0, PAGE_BYTES), source=source)
             if superblock.run_digest != place.run_digest:
                 raise ConfigError(
-                    f"{path}: it is of another run ({superblock.run}), expected {place.run}; it is left as it is: "
-                    "move it away, or choose another directory"
+                    f"{path}: belongs to another run ({superblock.run}), expected {place.run}. The file is left as it "
+                    "is: move it away, or choose another directory"
                 )
             if superblock.rank != rank:
                 raise ConfigError(
-                    f"{path}: it is of rank {superblock.rank}; it is left as it is: give it its own name back, or move "
-                    "it away"
+                    f"{path}: holds slices of rank {superblock.rank}, its name says rank {rank}. The file is left as "
+                    "it is: give it its own name back, or move it away"
                 )
             file_bytes = os.fstat(file).st_size
             if file_bytes < superblock.file_bytes:
@@ -79,7 +79,7 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
             sector = None if current is None else sectors[current]
             if sector is None:
                 raise DamageError(
-                    f"{source}: neither commit sector is whole; what its slots hold is not known"
+                    f"{source}: neither commit sector is whole, so nobody knows what its slots hold"
                 )
             missing, kept = [], []
             for slot, commitment in enumerate(sector.slots):
@@ -98,14 +98,14 @@ def examine(path: Path, place: TierDirectory, rank: int, layouts: dict[str, Layo
 
 
 def scan(place: TierDirectory, layouts: dict[str, Layout]) -> list[tuple[Superblock, tuple[Kept, ...]]]:
-    """All readable slot files of a run, with what is sealed in them. What is not readable is named in the log."""
+    """All readable slot files of a run with their sealed slices. The log names a file that is not readable."""
     found = []
     for path, rank in place.slot_paths():
         try:
             examined = examine(path, place, rank, layouts)
         except HoldfastError as error:
             if path.exists():  # else its writer has just removed it
-                _log.warning("local tier: a file is passed over: %s", error)
+                _log.warning("local tier: leaving out a file: %s", error)
         else:
             found.append((examined.superblock, examined.kept))
     return found

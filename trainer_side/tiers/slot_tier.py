@@ -30,14 +30,14 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 class SlotTier:
-    """See `trainer_side.tiers.tier.Tier`.
+    """As `trainer_side.tiers.tier.Tier`.
 
     Args:
-        name: As people set it.
-        nearness: What it is made of.
-        place: Where its files lie.
+        name: The tier as it is set.
+        nearness: The kind of memory or device.
+        place: The directory of its files.
         medium: Opens a slot file.
-        slots: How many a file has; None: as many as suit the device.
+        slots: How many slots a file has; None: as many as suit the device.
         writers: How many threads write at once; None: as many as suit the device.
 
     Raises:
@@ -72,38 +72,33 @@ class SlotTier:
 
     @property
     def name(self) -> str:
-        """See `Tier`."""
         return self._name
 
     @property
     def nearness(self) -> Nearness:
-        """See `Tier`."""
         return self._nearness
 
     @property
     def how(self) -> str:
-        """See `Tier`."""
         if self._open is None:
             return "not prepared"
         return f"{self._open.file.medium.how}, {self.writers} writer{'s' if self.writers > 1 else ''}"
 
     @property
     def writers(self) -> int:
-        """See `Tier`."""
         measured = 1 if self._open is None else self._open.file.superblock.writers
         return self._writers if self._writers is not None else measured
 
     @property
     def slots(self) -> int:
-        """How many slices of this rank there is room for; 0 before `prepare`."""
+        """Number of slots for this rank; 0 before `prepare`."""
         return 0 if self._open is None else self._open.file.superblock.slots
 
     def prepare(self, layout: Layout, rank: int) -> None:
-        """See `Tier`."""
         with self._preparing:
             now = self._open
             if now is not None and now.rank != rank:
-                raise ConfigError(f"tier {self._name}: it is prepared for rank {now.rank}, got rank {rank}")
+                raise ConfigError(f"tier {self._name}: is prepared for rank {now.rank}, got rank {rank}")
             if now is not None and now.layout.digest == layout.digest:
                 return
             self._place.make()
@@ -122,26 +117,22 @@ class SlotTier:
             _log.info("tier %s: %s, %d slots in %s", self._name, self.how, self.slots, self._open.file.source)
 
     def begin(self, attempt: int, step: int) -> SlotWriter | None:
-        """See `Tier`."""
         return None if self._open is None else self._open.begin(attempt, step)
 
     def complete(self, attempt: int, step: int) -> None:
-        """See `Tier`."""
         opened = self._open
         try:
             if opened is not None and opened.complete((attempt, step)) and self._leftovers:
                 self._files.remove_older(opened, (attempt, step), self._layouts)
                 self._leftovers = False
         except StoreError as error:  # the slice is sealed, and the next seal meets the same device
-            _log.warning("tier %s: that step %d is complete could not be noted: %s", self._name, step, error)
+            _log.warning("tier %s: could not record that step %d is complete: %s", self._name, step, error)
 
     def void(self, attempt: int, step: int) -> None:
-        """See `Tier`."""
         if self._open is not None:
             self._open.void((attempt, step))
 
     def kept(self) -> list[Kept]:
-        """See `Tier`."""
         if not self._place.check():
             return []
         found: list[Kept] = []
@@ -152,14 +143,13 @@ class SlotTier:
         return sorted(found, key=lambda one: (one.seal.order, -one.seal.rank), reverse=True)
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
-        """See `Tier`."""
         superblock = self._superblocks.get(kept.place)
         if superblock is None:
-            raise StoreError(f"{kept.place}: not a slice that this tier has listed")
+            raise StoreError(f"{kept.place}: this tier has listed no slice there")
         what = f"{kept.place} slot {kept.slot}"
         if offset < 0 or offset + view.nbytes > superblock.area_bytes:
             raise DamageError(
-                f"{what}: bytes {offset} to {offset + view.nbytes} are asked for, the slice has {superblock.area_bytes}"
+                f"{what}: asked for bytes {offset} to {offset + view.nbytes}, the slice has {superblock.area_bytes}"
             )
         path = Path(kept.place)
         with translated("read", path):
@@ -168,7 +158,6 @@ class SlotTier:
             raise DamageError(f"{what}: cut short: {done} of {view.nbytes} bytes from {offset} on")
 
     def close(self) -> None:
-        """See `Tier`."""
         with self._preparing:
             opened, self._open = self._open, None
             if opened is not None:

@@ -1,10 +1,10 @@
 """One slice on its way into a slot, and the slot file with its core that all writers of one layout share.
 
     begin ─► [record without the slot] ─► write, write, … ─► seal ─► flush ─► record with it
-                       └ before the first byte: rule 2 of base.py
+                       └ before the first byte: rule 2 of tier.py
 
-Two locks: `core` for what is decided, never held while a device works, so that `begin` costs a training thread nothing;
-`record` for commits, one after the other.
+Two locks. `core` guards the decisions and is never held while a device works, so that `begin` costs a training thread
+nothing. `record` makes commits come one after the other.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from trainer_side.tiers.slot_format import Commitment
 
 
 class OpenSlots:
-    """A slot file that slices of one layout are being written to. Any thread.
+    """A slot file to which slices of one layout are written. Any thread.
 
     Args:
         file: The file; nobody else may use it.
-        layout: Of its slices. `rank`: whose. `run`: name of the run.
-        unsealable: Slots that the record names, with a seal that does not hold.
+        layout: Layout of the slices.
+        rank: The rank whose slices they are.
+        run: Name of the run.
+        unsealable: Slots that the record names and whose seal is damaged.
     """
 
     def __init__(
@@ -51,7 +53,6 @@ class OpenSlots:
         self._writers, self._retired = 0, False
 
     def begin(self, attempt: int, step: int) -> SlotWriter | None:
-        """See `Tier.begin`."""
         with self._core:
             slot = self._slots.begin((attempt, step))
             if slot is None:
@@ -61,19 +62,20 @@ class OpenSlots:
             reach(Point.SLOT_RECYCLED)
             writer = SlotWriter(self, slot, (attempt, step))
             if writer.memory is not None:
-                self.unseal(slot)  # from here on it is written to without our being asked
+                self.unseal(slot)  # from here on anybody may write to the memory
         except BaseException:
             self.give_back(slot)
             raise
         return writer
 
     def complete(self, order: Order) -> bool:
-        """Every rank has sealed it. True if it is sealed here, and this was not known; it is in the record then.
+        """Every rank has sealed this step. Returns whether it is sealed here and was not known to be complete.
 
-        Whoever comes after a kill and is told nothing must not take its slot.
+        The record then names it as complete: a job that comes after a kill, and is told nothing, must not take its
+        slot.
 
         Raises:
-            StoreError: The device refused; the next record will say it.
+            StoreError: The device refused; the next commit records it.
         """
         with self._core:
             news = self._slots.complete(order)
@@ -83,7 +85,7 @@ class OpenSlots:
         return news
 
     def void(self, order: Order) -> None:
-        """Some rank will never seal it."""
+        """Some rank will never seal this step."""
         with self._core:
             self._slots.void(order)
 
@@ -95,12 +97,12 @@ class OpenSlots:
                 reach(Point.SLOT_UNSEALED)
 
     def is_wanted(self, slot: int) -> bool:
-        """Whether the slice that is being written there is still of use."""
+        """Whether the slice that is being written to this slot is still of use."""
         with self._core:
             return self._slots.is_wanted(slot)
 
     def commit(self, slot: int, commitment: Commitment) -> None:
-        """The slice in this slot is durable, with its seal: name it."""
+        """Name the slice in this slot in the record. The slice and its seal are durable."""
         with self._record:
             self._seals[slot] = commitment
             self._commit(slot, SlotEntry((commitment.attempt, commitment.step)))
@@ -109,7 +111,7 @@ class OpenSlots:
                 self._leave()
 
     def give_back(self, slot: int) -> None:
-        """Nothing of what was written there counts."""
+        """Free the slot; its bytes mean nothing."""
         with self._core:
             self._slots.release(slot)
             self._leave()
@@ -140,7 +142,7 @@ class OpenSlots:
 
 
 class SlotWriter:
-    """See `trainer_side.tiers.tier.SliceWriter`. Got from `OpenSlots.begin`.
+    """As `trainer_side.tiers.tier.SliceWriter`. `OpenSlots.begin` gives one.
 
     Attributes:
         order: Attempt and step.
@@ -158,16 +160,13 @@ class SlotWriter:
 
     @property
     def memory(self) -> memoryview | None:
-        """See `SliceWriter`."""
         return self._memory
 
     @property
     def copy(self) -> Copy | None:
-        """See `SliceWriter`."""
         return self._slots.file.medium.copy
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
-        """See `SliceWriter`."""
         place = self._slots.frames[frame]
         if buffer.nbytes != place.padded_bytes:
             raise StoreError(
@@ -181,11 +180,10 @@ class SlotWriter:
             reach(Point.SLOT_WRITTEN)
 
     def seal(self, record: Mapping[str, Any]) -> bool:
-        """See `SliceWriter`."""
         with self._guard:
             if self._over or self._writing:
                 state = "is over already" if self._over else f"has {self._writing} frames on their way"
-                raise StoreError(f"{self._what}: it {state}, it cannot be sealed")
+                raise StoreError(f"{self._what} {state} and cannot be sealed")
             missing = [frame for frame in range(len(self._slots.frames)) if frame not in self._crcs]
             if missing:
                 raise StoreError(
@@ -203,7 +201,7 @@ class SlotWriter:
         return commitment is not None
 
     def abandon(self) -> None:
-        """See `SliceWriter`. What is being written at this moment is waited for by the slot, not by the caller."""
+        # The slot, not the caller, waits for a write that is going on.
         with self._guard:
             if self._over:
                 return
@@ -237,7 +235,7 @@ class SlotWriter:
         reach(Point.SLOT_FLUSHED)
         if slots.file.failed_flushes != self._failed_flushes:
             raise StoreError(
-                f"{self._what}: a flush of the file has failed since it was begun, and may have lost bytes of it"
+                f"{self._what}: a flush of the file has failed since the slice was begun, and may have lost bytes of it"
             )
         if not slots.is_wanted(self._slot):
             return None
@@ -255,7 +253,7 @@ class SlotWriter:
     def _entered(self, what: str) -> Iterator[None]:
         with self._guard:
             if self._over:
-                raise StoreError(f"{self._what}: it is over, {what} comes too late")
+                raise StoreError(f"{self._what} is over already, {what} comes too late")
             self._writing += 1
         try:
             yield

@@ -1,7 +1,7 @@
-"""Which slices of one rank lie in the store, and which of them may go: the slots of the store's tier.
+"""The slices of one rank in the store, and the ones among them that may go: the slots of the store as a tier.
 
-    take ─► being written, and what goes for it ─► make_room ─► sealed ─► complete, or void
-                                                     └► let_go: what was to go stays
+    take ─► being written; older slices go for it ─► make_room ─► sealed ─► complete, or void
+                                                       └► let_go: the older slices stay
 
 Names are never written twice, so a slot is only a count here. Any thread.
 """
@@ -25,7 +25,7 @@ class SliceShelf:
 
     Args:
         store: The run.
-        slots: How many there may be, what is being written included.
+        slots: How many slices there may be, with those that are being written.
     """
 
     def __init__(self, store: Store, slots: int) -> None:
@@ -33,14 +33,20 @@ class SliceShelf:
         self._lock = threading.Lock()
         self._sealed: dict[Key, set[SliceName]] = {}  # in the store
         self._digests: dict[Key, str] = {}  # of their layouts
-        self._writing: dict[Key, list[Key]] = {}  # and what goes for it
+        self._writing: dict[Key, list[Key]] = {}  # and the slices that go for it
         self._void: set[Key] = set()
-        self._completes: set[Key] = set()  # those that were found, and the newest
-        self._found: set[Key] | None = None  # what was there at first: of earlier jobs
-        self._forgotten: set[Key] = set()  # of these: complete in a listing, and not whole
+        self._completes: set[Key] = set()  # steps that were found complete, and the newest one
+        self._found: set[Key] | None = None  # steps that were there at first: of earlier jobs
+        self._forgotten: set[Key] = (
+            set()
+        )  # of these: steps that a listing called complete and that are not whole
 
     def note_found(self, rank: int, ranks: int) -> None:
-        """See what earlier jobs left: of rank `r` it belongs to rank `r` modulo `ranks`. Raises `StoreError`."""
+        """Look for slices of earlier jobs: those of rank `r` now belong to rank `r` modulo `ranks`.
+
+        Raises:
+            StoreError: The store failed.
+        """
         orders: set[Key] = set()
         for found in find_sets(self._store.list()):
             mine = {name for name in found.names() if name.rank % ranks == rank}
@@ -55,7 +61,7 @@ class SliceShelf:
         self._found = orders if self._found is None else self._found
 
     def take(self, key: Key) -> bool:
-        """A slot for this step; False while all are taken, or if a newer step is complete. Asks the store nothing."""
+        """Take a slot for this step, without a request. False: all are taken, or a newer step is complete."""
         with self._lock:
             if key in self._writing or (self._complete and key <= self._complete):
                 return False
@@ -69,25 +75,25 @@ class SliceShelf:
             return True
 
     def is_late(self, key: Key) -> bool:
-        """Whether this step is not wanted any more."""
+        """Whether this step is of no more use: it is void, or a newer step is complete."""
         with self._lock:
             return key in self._void or (self._complete is not None and key < self._complete)
 
     def sealed(self, name: SliceName, digest: str) -> None:
-        """Its seal is in the store."""
+        """The seal of this slice is in the store."""
         with self._lock:
             self._digests[name.order] = digest
             self._sealed.setdefault(name.order, set()).add(name)
             self._writing.pop(name.order, None)
 
     def let_go(self, key: Key) -> None:
-        """It will not be sealed: its slot is free."""
+        """This step will not be sealed: its slot is free."""
         with self._lock:
             self._writing.pop(key, None)
             self._void.discard(key)
 
     def complete(self, key: Key) -> None:
-        """Every rank has sealed it: this rank's slices of other layouts go. A failure is logged, and tried again."""
+        """Every rank has sealed this step: remove this rank's slices of other layouts. A failure is logged."""
         with self._lock:
             newest = max(key, self._complete or key)
             self._completes = {order for order in self._completes if order in (self._found or ())} | {
@@ -103,10 +109,10 @@ class SliceShelf:
         self.try_remove(old)
 
     def void(self, key: Key) -> None:
-        """Not every rank will seal it: this rank's slice goes, now or when it would be sealed.
+        """Not every rank will seal this step: this rank's slice goes, now or when it would be sealed.
 
-        Of a step that was found complete: it is not whole after all. It is protected no longer, and goes first, but not
-        before its place is needed.
+        A step that was found complete is not whole after all. It is protected no longer and goes first, but not before
+        its place is needed.
         """
         with self._lock:
             if key in self._completes:
@@ -120,14 +126,18 @@ class SliceShelf:
         self.try_remove(gone)
 
     def make_room(self, key: Key) -> None:
-        """Remove what goes for this step, before the first byte of it is sent. Raises `StoreError`."""
+        """Remove the slices that go for this step, before its first byte is sent.
+
+        Raises:
+            StoreError: The store failed.
+        """
         with self._lock:
             going = list(self._writing.get(key, ()))
         for old in going:
             self._remove(old)
 
     def try_remove(self, keys: list[Key]) -> None:
-        """Remove these slices; a failure is only logged, and tried again when a slot is needed."""
+        """Remove these slices; a failure is only logged, and retried when a slot is needed."""
         for key in keys:
             try:
                 self._remove(key)
@@ -136,11 +146,11 @@ class SliceShelf:
 
     @property
     def _complete(self) -> Key | None:
-        """The newest step that every rank has sealed. With the lock."""
+        """The newest step that every rank has sealed. The caller holds the lock."""
         return max(self._completes, default=None)
 
     def _remove(self, key: Key) -> None:
-        """The seal first: a slice without one is nothing, a seal without its slice would be a lie."""
+        # The seal first: a slice without a seal is nothing, a seal without its slice would be a lie.
         with self._lock:
             names = sorted(self._sealed.get(key, ()))
         for name in names:
@@ -152,24 +162,24 @@ class SliceShelf:
             self._digests.pop(key, None)
 
     def _going(self) -> set[Key]:
-        """What is to go for what is being written. With the lock."""
+        """The steps that go for those that are being written. The caller holds the lock."""
         return {old for going in self._writing.values() for old in going}
 
     def _spare(self, key: Key) -> list[Key]:
-        """What may go, in the order in which it goes. With the lock."""
+        """The steps that may go, the first to go first. The caller holds the lock."""
         newest = self._complete
         going = self._going()
         others = [old for old in sorted(self._sealed) if old not in (newest, key) and old not in going]
         forgotten = [old for old in others if old in self._forgotten]
         others = [old for old in others if old not in forgotten]
         older = [old for old in others if newest is not None and old < newest]
-        # What a job before this one did not complete it never will. If nothing is seen to be complete, the oldest is
-        # the likeliest to have been: so it goes last.
+        # A step that an earlier job did not complete will never be complete. If no step is known to be complete, the
+        # oldest is the likeliest to be: so it goes last.
         dead = [old for old in others if old not in older and old.attempt < key.attempt]
         return forgotten + older + (dead if newest is not None else dead[::-1])
 
     def _digest_of(self, found: SliceSet, names: set[SliceName]) -> str:
-        """Of which layout a set is; empty if none of its seals that are this rank's says so."""
+        """The layout digest of a slice set; empty if none of this rank's seals can be read."""
         for name in sorted(names):
             try:
                 return read_seal(self._store, name, found.seals[name.rank]).layout_digest

@@ -1,12 +1,12 @@
-"""The fallback tier: each rank writes its own slice to the run's store, as an object beside the checkpoints.
+"""The store as a tier, for ranks without a stager: each rank writes its slice as an object beside the checkpoints.
 
     begin ─► first write: an upload ─► parts, as frames come ─► layout ─► publish ─► seal        the slice exists
     begin(newer) ─► the oldest one's seal, then its slice, if the slots are taken and a newer step is complete
-    all ranks sealed ─► whoever writes the run next makes the portable file of it (holdfast/checkpoints/assembly.py)
+    all ranks sealed ─► the next writer of the run makes the portable file of it (holdfast/checkpoints/assembly.py)
 
-No two ranks touch the same object and no name is written twice, so nothing is agreed on and nobody is fenced: names
-carry attempt and step, and order is (attempt, step). Errors of the store are waited out within the store's own bounds;
-after that the slice does not exist. What a killed rank left is removed when a later attempt is at work.
+No two ranks touch the same object and no name is written twice, so the ranks need no agreement and no fencing: names
+carry attempt and step. The store retries its errors within its own bounds; after that the slice does not exist. Objects
+of a killed rank are removed when a later attempt is at work.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class StoreTier:
     Args:
         store: The run, with retries, as `open_store` gives it.
         run: Name of the run: the last part of its URL.
-        rank: This rank, until `prepare` says so again. What older jobs left of rank `r` belongs to rank `r` modulo the
-            number of ranks now.
+        rank: This rank, until `prepare` says so again. Slices that older jobs left of rank `r` belong to rank `r`
+            modulo the number of ranks now.
         slots: How many slices of this rank may be in the store, at least 2.
         writers: Threads that should call `write` at once; None: as suits the store.
         closes: Whether `close` closes the store.
 
     Raises:
-        ConfigError: Fewer than two slots: the newest complete step would have to go before the next is there.
+        ConfigError: Fewer than two slots: the newest complete step would have to go before the next one is there.
     """
 
     nearness = Nearness.STORE
@@ -80,17 +80,16 @@ class StoreTier:
 
     @property
     def how(self) -> str:
-        """Where to, and how many parts at once."""
         return f"objects in {self._store.url}/slices, {self.writers} writers"
 
     def prepare(self, layout: Layout, rank: int) -> None:
-        """See that the store takes writes, and what earlier jobs left of this rank. Removes nothing.
+        """See that the store takes writes, and find slices of earlier jobs. Removes nothing.
 
-        A store that is only slow or away for now is not waited for: `write` does that. What earlier jobs left then
-        stays until the next flusher removes it.
+        This does not wait for a store that is slow or away for now: `write` does that. Slices of earlier jobs then stay
+        until the next flusher removes them.
 
         Raises:
-            StoreError: The store does not take writes, and waiting does not mend that.
+            StoreError: The store does not take writes, and a retry does not mend that.
         """
         self._layout, self._rank = layout, rank
         try:
@@ -102,13 +101,14 @@ class StoreTier:
             if not error.retriable:
                 raise
             _log.warning(
-                "the store may not take this rank's slices yet, it is tried with the first: %s", error
+                "the store may not take this rank's slices yet; the first slice is tried all the same: %s",
+                error,
             )
 
     def begin(self, attempt: int, step: int) -> StoreSliceWriter | None:
-        """Room for this step; None while all slots are taken, or if a newer step is complete. Asks the store nothing.
+        """Take a slot for this step, without a request. None: all are taken, or a newer step is complete.
 
-        The oldest slice that need not be kept goes for it, when the first byte is written.
+        The oldest slice that need not stay goes when the first byte is written.
         """
         name = SliceName(attempt, step, self._rank, self._layout.ranks if self._layout else 1)
         if self._layout is None or not self._shelf.take(name.order):
@@ -118,15 +118,15 @@ class StoreTier:
         )
 
     def complete(self, attempt: int, step: int) -> None:
-        """Every rank has sealed it: this rank's slices of other layouts go. A failure is logged, and tried again."""
+        """Every rank has sealed this step: remove this rank's slices of other layouts. A failure is logged."""
         self._shelf.complete(Key(attempt, step))
 
     def void(self, attempt: int, step: int) -> None:
-        """Not every rank will seal it: this rank's slice goes, now or when it would be sealed."""
+        """Not every rank will seal this step: this rank's slice goes, now or when it would be sealed."""
         self._shelf.void(Key(attempt, step))
 
     def kept(self) -> list[Kept]:
-        """All sealed slices in the store, newest first. One that cannot be used is named in the log and left.
+        """All sealed slices in the store, newest first. The log names a slice that cannot be used; it is left out.
 
         Raises:
             StoreError: The store failed.
@@ -145,9 +145,9 @@ class StoreTier:
             try:
                 return self._kept(found, name, layout_of)
             except StoreMissing as error:
-                _log.info("%s: went while it was looked at: %s", name.slice, error)
+                _log.info("%s: was removed while this rank looked at it: %s", name.slice, error)
             except DamageError as error:
-                _log.warning("not used: %s", error)
+                _log.warning("a slice in the store is left out: %s", error)
             return None
 
         sets = find_sets(self._store.list())
@@ -161,14 +161,14 @@ class StoreTier:
 
         Raises:
             DamageError: The slice ends before.
-            StoreMissing: It is gone: it became a file meanwhile, which the catalog has, or a newer step is complete.
+            StoreMissing: The slice is gone: it became a file that the catalog has, or a newer step is complete.
             StoreError: The store failed.
         """
         seal = kept.seal
         self._store.read_into(SliceName(seal.attempt, seal.step, seal.rank, seal.ranks).slice, offset, view)
 
     def close(self) -> None:
-        """Give up the store's connections, if the store is this tier's own."""
+        """Close the store, if it is this tier's own."""
         close = getattr(self._store, "close", None)
         if self._closes and close is not None:
             close()
@@ -177,10 +177,12 @@ class StoreTier:
         seal = read_seal(self._store, name, found.seals[name.rank])
         place = f"{self._store.url}/{name.slice}"
         if seal.run != self._run:
-            raise DamageError(f"{place}: is of run {seal.run!r}, this one is {self._run!r}; it is left alone")
+            raise DamageError(
+                f"{place}: belongs to run {seal.run!r}, expected {self._run!r}; the slice is left alone"
+            )
         layout: Layout = layout_of(seal)
         seal.check_layout(layout, source=f"{self._store.url}/{name.seal}")
         expected, got = area_bytes(layout, name.rank), found.slices.get(name.rank, 0)
         if got != expected:
-            raise DamageError(f"{place}: {got} bytes, {expected} are sealed")
+            raise DamageError(f"{place}: has {got} bytes, the seal says {expected}")
         return Kept(seal, layout, place)

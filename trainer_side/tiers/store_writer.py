@@ -1,7 +1,7 @@
 """One rank's slice on its way into the store.
 
 first write ─► room is made ─► an upload ─► parts, as frames come ─► publish ─► layout ─► seal
-└► anything fails: all of it is taken back
+└► after any failure: everything that was sent is taken back
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class _Joined:
 class PartCutter:
     """Cuts frames into parts and sends each as soon as it is whole, in the thread that made it so.
 
-    Frames that come nearly in order keep a part or two of memory for each thread; in a wild order it may be up to the
+    Frames that come nearly in order take memory for a part or two for each thread; in a wild order it may be up to the
     whole slice.
 
     Args:
-        frames: Of the slice.
+        frames: The frames of the slice.
         part_bytes: Size of every part but the last.
-        send: Writes part `index` with these bytes and this CRC-32. Any thread; what it raises, `put` raises.
+        send: Writes part `index` with these bytes and this CRC-32. Any thread; its errors come out of `put`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PartCutter:
         self._lock = threading.Lock()
 
     def put(self, number: int, buffer: memoryview) -> None:
-        """Take one frame; its bytes are not needed any more when this returns. Raises what `send` raises."""
+        """Take one frame; its bytes are free again when this returns. Errors of `send` come out of it."""
         frame = self._frames[number]
         for part in self._parts(frame):
             begin, end = part * self._part_bytes, min((part + 1) * self._part_bytes, self._total_bytes)
@@ -78,7 +78,7 @@ class PartCutter:
     def _join(self, part: int, nbytes: int) -> _Joined:
         with self._lock:
             if part not in self._joined:
-                # Page-aligned, as direct writes want it; and given back as soon as it was sent.
+                # Page-aligned, as direct writes need it, and given back as soon as the part is sent.
                 self._joined[part] = _Joined(memoryview(mmap.mmap(-1, nbytes)), set(self._shared[part]))
             return self._joined[part]
 
@@ -94,7 +94,7 @@ _PART_BYTES = 8 << 20  # one request, and small enough to be held where frames s
 
 
 class Layouts:
-    """The layouts of this run's slices that are known to be in the store."""
+    """Puts each layout of this run's slices into the store, once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -118,10 +118,10 @@ class StoreSliceWriter:
 
     Args:
         store: The run. `run`: its name.
-        shelf: Has a slot for it.
-        layouts: Sees that the layout is there.
-        name: Whose slice of what.
-        layout: Of the image.
+        shelf: Has a slot for the slice.
+        layouts: Puts the layout into the store.
+        name: Rank, step and attempt of the slice.
+        layout: Layout of the image.
     """
 
     memory = None
@@ -140,10 +140,10 @@ class StoreSliceWriter:
         self._over = False
 
     def write(self, frame: int, buffer: memoryview, crc32: int) -> None:
-        """Put one frame in its place, once. What it shares a part of the upload with is joined here and sent with it.
+        """Put one frame in its place, once. Frames that share a part of the upload are joined and sent together.
 
         Raises:
-            StoreError: The store refused, for longer than it is waited for; or this frame was written before.
+            StoreError: The store refused for longer than its own bounds; or this frame was written before.
         """
         expected = self._frames[frame].padded_bytes
         if buffer.nbytes != expected:
@@ -158,7 +158,7 @@ class StoreSliceWriter:
         self._crcs[frame] = crc32
 
     def seal(self, record: Mapping[str, Any]) -> bool:
-        """Publish the slice, then its seal. False: it is not wanted any more, and nothing of it is left.
+        """Publish the slice, then its seal. False: the step is of no more use, and nothing of the slice is left.
 
         Raises:
             StoreError: A frame is missing, or the store refused; the slice does not exist then.
@@ -192,7 +192,7 @@ class StoreSliceWriter:
         return True
 
     def abandon(self) -> None:
-        """Take back what was sent. After `seal` it does nothing."""
+        """Take back everything that was sent. After `seal` it does nothing."""
         if self._over:
             return
         self._over = True
@@ -200,7 +200,11 @@ class StoreSliceWriter:
             if self._upload is not None:
                 self._upload.abort()
         except HoldfastError as error:
-            _log.warning("%s: what was sent of it stays for the next sweep: %s", self._name.slice, error)
+            _log.warning(
+                "%s: the bytes that were sent stay in the store until the next sweep: %s",
+                self._name.slice,
+                error,
+            )
         finally:
             self._shelf.let_go(self._name.order)
 
@@ -218,10 +222,10 @@ class StoreSliceWriter:
         )
 
     def _open(self) -> PartCutter:
-        """The upload, begun with the first frame: `begin` of the tier is called where training waits."""
+        # The upload begins with the first frame: training waits while `begin` of the tier is called.
         with self._opening:
             if self._over:
-                raise StoreError(f"{self._name.slice}: is over; begin anew")
+                raise StoreError(f"{self._name.slice}: the slice is over already; begin it anew")
             if self._cutter is None:
                 self._shelf.make_room(self._name.order)
                 nbytes = area_bytes(self._layout, self._name.rank)
@@ -239,7 +243,7 @@ class StoreSliceWriter:
             return self._cutter
 
     def _take_back(self) -> None:
-        """The slice may be there, and even its seal, whose answer was lost: neither may stay."""
+        # The slice may be there, and even its seal, if the answer was lost: neither may stay.
         upload, name, store = self._upload, self._name, self._store
         self._over = True
         try:

@@ -1,11 +1,11 @@
-"""Which steps every rank has sealed, as rank 0 decides it: a pure core, without messages and without threads.
+"""Rank 0 decides which steps every rank has sealed: a pure core, without messages and without threads.
 
     SEALED(tier, order) of every rank, of one layout ─────────────► COMPLETE, to all
     SKIPPED of one rank · another layout · too late · a newer one ─► VOID, to all
 
-It is decided for each tier by itself: what is complete in the memory of all machines does not help where only their
-disks are left. One decides, and once: no step is ever called complete to one rank and void to another, so that what a
-rank overwrites on the word COMPLETE is never the last step that all of them hold.
+Each tier is decided by itself: a step that is complete in the memory of all machines does not help where only their
+disks are left. One rank decides, and once: no step is ever complete to one rank and void to another. So a rank that
+overwrites older steps after COMPLETE never overwrites the last step that all ranks hold.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class _Ballot:
 
 
 class Tally:
-    """Rank 0's count. Not thread-safe.
+    """Counts the slices that are sealed. Not thread-safe.
 
     Args:
-        ranks: How many there are.
-        seconds_max: How long the last rank is waited for after the first.
-        open_max: Steps of one tier that may be undecided; beyond it the oldest is void. Bounds the memory.
+        ranks: Number of ranks.
+        seconds_max: How long to wait for the last rank after the first.
+        open_max: How many steps of one tier may be undecided, which bounds the memory; beyond it the oldest is void.
     """
 
     def __init__(self, ranks: int, *, seconds_max: float, open_max: int = 64) -> None:
@@ -65,11 +65,11 @@ class Tally:
 
     @property
     def undecided(self) -> int:
-        """How many ballots are open."""
+        """How many steps are undecided, over all tiers."""
         return len(self._open)
 
     def sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[StepVerdict]:
-        """Rank `rank` has sealed its slice, of the layout with this digest. Each rank says it once of each slice."""
+        """A rank has sealed its slice, of the layout with this digest. Each rank says so once for each slice."""
         if order <= self._newest.get(tier, (0, 0)):
             return [StepVerdict(tier, order, complete=False, why="a newer step is complete")]
         ballot = self._open.setdefault((tier, order), _Ballot(now, layout))
@@ -87,11 +87,11 @@ class Tally:
         return []
 
     def skipped(self, rank: int, tier: int, order: Order, why: str) -> list[StepVerdict]:
-        """Rank `rank` will never seal it."""
+        """A rank will never seal its slice."""
         return [self._void(tier, order, f"rank {rank}: {why}")]
 
     def lost(self, rank: int, why: str) -> list[StepVerdict]:
-        """Rank `rank` will seal nothing more: what it has not sealed by now is not complete any more."""
+        """A rank will seal nothing more: every step that it has not sealed by now is void."""
         self._lost[rank] = why
         return [
             self._void(tier, order, self._of_lost(ballot))
@@ -100,7 +100,7 @@ class Tally:
         ]
 
     def overdue(self, now: float) -> list[StepVerdict]:
-        """What some rank has not sealed in time."""
+        """Steps that some rank has not sealed in time."""
         found = []
         for (tier, order), ballot in list(self._open.items()):
             if now - ballot.since > self._seconds_max:
@@ -117,7 +117,7 @@ class Tally:
         return [StepVerdict(tier, order, complete=True), *(self._void(tier, other, why) for other in older)]
 
     def _void(self, tier: int, order: Order, why: str) -> StepVerdict:
-        # Not remembered: a rank that seals it later opens a ballot again, in which the ranks of this one never vote.
+        # A void step is forgotten: a rank that seals it later opens a new ballot, in which the other ranks never vote.
         self._open.pop((tier, order), None)
         return StepVerdict(tier, order, complete=False, why=why)
 
@@ -127,11 +127,11 @@ class Tally:
 
 
 class Muster:
-    """Rank 0's count. Not thread-safe.
+    """Counts the ranks that have prepared for the first layout. Not thread-safe.
 
     Args:
-        ranks: How many there are.
-        seconds_max: How long the last rank is waited for after the first.
+        ranks: Number of ranks.
+        seconds_max: How long to wait for the last rank after the first.
     """
 
     def __init__(self, ranks: int, seconds_max: float) -> None:
@@ -140,7 +140,7 @@ class Muster:
         self._begun_at = 0.0
 
     def ready(self, rank: int, code: str, text: str, now: float) -> bool | HoldfastError:
-        """Rank `rank` is ready, or (with a code) has refused. False: others are missing; True, or why not: for all."""
+        """A rank is ready, or has refused with an error code. Returns False while ranks are missing."""
         if not self._said:
             self._begun_at = now
         self._said[rank] = peer_error(code, f"rank {rank}: {text}") if code else None

@@ -6,16 +6,16 @@
       seal(...)               bytes durable, then the seal; only now the slice exists
     complete(order)           every rank has sealed that step: whatever is older may go
     void(order)               some rank will never seal that step: it may go
-    kept()                    sealed slices that are found here, of any rank and any attempt
+    kept()                    sealed slices in this tier, of any rank and any attempt
     read_into                 for restore
 
-Rules that every tier keeps, and the conformance suite tests (`tests/conformance/test_tier.py`):
+Every tier keeps these rules, and the conformance suite tests them (`tests/conformance/test_tier.py`):
 
-1. The newest step that is known to be complete is never touched, and at most `slots - 1` others are there beside it.
+1. The newest step that is known to be complete is never touched; beside it are at most `slots - 1` others.
 2. A slot that holds a sealed slice is unsealed, durably, before its first byte is written again.
 3. A kill or a loss of power at any point leaves every sealed slice that was not being recycled, whole, and never a mix.
 4. Where a newer step is complete, sealing an older one gives its slot back and says so.
-5. What belongs to another run, owner or version is left as it is, and named.
+5. A file of another run, owner or version is left as it is, and the log names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.image.slices import SliceSeal
 
 
 class Nearness(StrEnum):
-    """What a tier is made of; nearest first. Among equals, restore reads from the nearest."""
+    """Kinds of places, nearest first. Where several hold the same slice, restore reads from the nearest."""
 
     MEMORY = "memory"
     PM = "pm"
@@ -45,11 +45,11 @@ class Kept:
     """A sealed slice that was found in a tier.
 
     Attributes:
-        seal: What it says of itself.
-        layout: Of the image that it is a slice of; checked against the seal.
-        place: Where it lies, for people; and for the tier, to find it again.
-        slot: For the tier.
-        absent: Chunks whose frame is not there; none in a tier, where a sealed slice is whole.
+        seal: The seal of the slice.
+        layout: The layout of its image; checked against the seal.
+        place: Where the slice lies, for people, and for the tier to find it again.
+        slot: The slot of the slice, for the tier.
+        absent: Chunks whose frame is missing; none in a tier, where a sealed slice is whole.
     """
 
     seal: SliceSeal
@@ -64,19 +64,19 @@ class SliceWriter(Protocol):
 
     @property
     def memory(self) -> memoryview | None:
-        """The slot itself, where it can be written to as memory (`area_bytes` long, page-aligned); else None.
+        """The slot as writable memory (`area_bytes` long, page-aligned); None where it has none.
 
-        What lies there already need not be written: `write` of a frame whose buffer is a part of it copies nothing.
+        `write` of a frame whose buffer is a part of this memory copies nothing.
         """
         ...
 
     @property
     def copy(self) -> Callable[[int, int, int], object] | None:
-        """How bytes are best put into `memory`: (to address, from address, bytes), as `ctypes.memmove`; GIL given back.
+        """The best way to put bytes into `memory`: (to address, from address, bytes), like `ctypes.memmove`.
 
-        None where there is no memory. Bytes may be put there in any other way, too (a device's DMA, a store through
-        `memory`): `write` of their frame makes them durable all the same. With persistent memory this one stores past
-        the caches, and leaves `write` little to do.
+        It gives the GIL back. None where there is no memory. Bytes may come in any other way, too (DMA of a device, a
+        store through `memory`): `write` of their frame makes them durable all the same. With persistent memory this one
+        stores past the caches, and leaves `write` little to do.
         """
         ...
 
@@ -84,12 +84,12 @@ class SliceWriter(Protocol):
         """Put one frame in its place.
 
         Args:
-            frame: Its number in `frames_of(layout, rank)`.
-            buffer: Its bytes, `padded_bytes` of them, from page-aligned memory.
-            crc32: Of its first `nbytes`.
+            frame: The number of the frame in `frames_of(layout, rank)`.
+            buffer: The `padded_bytes` bytes of the frame, from page-aligned memory.
+            crc32: CRC-32 of the first `nbytes` of them.
 
         Raises:
-            StoreError: The device refused: which, why, what to do.
+            StoreError: The device refused; the message says which, why, and what to do.
         """
         ...
 
@@ -97,7 +97,7 @@ class SliceWriter(Protocol):
         """Make all frames durable, then commit. False: a newer step is complete already, and the slot is given back.
 
         Raises:
-            StoreError: As `write`; the slice does not exist then.
+            StoreError: The device refused; the slice does not exist then.
         """
         ...
 
@@ -111,7 +111,7 @@ class Tier(Protocol):
 
     @property
     def name(self) -> str:
-        """As people set it, such as `nvme:/mnt/nvme0`."""
+        """The tier as it is set, such as `nvme:/mnt/nvme0`."""
         ...
 
     @property
@@ -121,27 +121,27 @@ class Tier(Protocol):
 
     @property
     def how(self) -> str:
-        """Which way of writing it found and uses, in a few words (`O_DIRECT, 4 writers`; `libpmem, MAP_SYNC`)."""
+        """The way of writing that it uses, in a few words (`O_DIRECT, 4 writers`; `libpmem, MAP_SYNC`)."""
         ...
 
     @property
     def writers(self) -> int:
-        """How many threads should call `write` at once for the device to be busy."""
+        """How many threads should call `write` at once to keep the device busy."""
         ...
 
     def prepare(self, layout: Layout, rank: int) -> None:
-        """Make room for slices of this layout; those of other layouts stay until a step of this one is complete.
+        """Make room for slices of this layout. Slices of other layouts stay until a step of this one is complete.
 
         Raises:
-            ConfigError: Too small (needed, free, where), not ours, in use by a living process.
+            ConfigError: The tier is too small (needed, free, where), not ours, or in use by a living process.
             StoreError: The device refused.
         """
         ...
 
     def begin(self, attempt: int, step: int) -> SliceWriter | None:
-        """A free slot for this step; None if all are being written, or hold what must be kept.
+        """Take a slot for this step; None if every slot is being written or holds a slice that must stay.
 
-        Costs no time of the device but where the slot is memory: then its unsealing, a page.
+        This costs no time of the device, except where the slot is memory: then unsealing it writes a page.
 
         Raises:
             StoreError: The device refused.
@@ -149,23 +149,23 @@ class Tier(Protocol):
         ...
 
     def complete(self, attempt: int, step: int) -> None:
-        """Every rank has sealed it. May wait for the device: not for the training thread.
+        """Every rank has sealed this step. May wait for the device, so the training thread must not call it.
 
-        Also to be said of the step that was restored, where it came from this tier: it is the newest to be kept then.
-        What was found and is not named stays only while there is room. A device that refuses is named in the log.
+        The restored step is named here as well, if it came from this tier: it is then the newest to be kept. A slice
+        that was found and is not named stays only while there is room. The log names a device that refuses.
         """
         ...
 
     def void(self, attempt: int, step: int) -> None:
-        """Not every rank will seal it; or, of a step that was found: not every rank still has it."""
+        """Not every rank will seal this step; or not every rank still has a step that was found."""
         ...
 
     def kept(self) -> list[Kept]:
-        """All sealed slices of this run that are found here, of any rank, newest first. Bytes are not read."""
+        """All sealed slices of this run in this tier, of any rank, newest first. Reads seals, not slices."""
         ...
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
-        """Fill `view` with the slice's bytes from `offset` on. Any thread; unchecked: the caller compares CRCs.
+        """Fill `view` with the slice's bytes from `offset` on. Any thread; the caller compares CRCs.
 
         Raises:
             DamageError: The slice ends before.
@@ -174,12 +174,12 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of files and memory. What is sealed stays."""
+        """Let go of files and memory. Sealed slices stay."""
         ...
 
 
 class Keeps(Protocol):
-    """Something that keeps slices: a tier of this rank, or the stager's ring. As `trainer_side.tiers.tier.Tier`."""
+    """A place that keeps slices: a tier of this rank, or the stager's ring."""
 
     @property
     def name(self) -> str:
@@ -192,7 +192,7 @@ class Keeps(Protocol):
         ...
 
     def kept(self) -> list[Kept]:
-        """All slices that are found here."""
+        """All slices in this place."""
         ...
 
     def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
@@ -201,7 +201,7 @@ class Keeps(Protocol):
 
 
 class KeptSteps(Protocol):
-    """Where a rank counts what its tiers have done (`trainer_side.ledger.Ledger`)."""
+    """Counts what the tiers of a rank have done (`trainer_side.ledger.Ledger`)."""
 
     def kept(self, tier: str) -> None:
         """Count a slice that `tier` has sealed."""

@@ -1,12 +1,12 @@
-"""Where the slot files of one run lie, what they are called, and who may write them.
+"""The directory of the slot files of one run, their names, and the right to write them.
 
     <directory>/<run>-<8 hex of its URL>/                        0700, ours
         rank-00003.lock                                          held by the writer of rank 3; its pid, for people
         rank-00003-<8 hex of layout and slots>.slots             a slot file
         rank-00003-<8 hex of layout and slots>-2.slots           the same, beside one that was damaged
-        rank-00003-….slots.new                                   being made; it has no meaning
+        rank-00003-….slots.new                                   being made; it has no meaning yet
 
-The lock is the kernel's (`flock`): it ends with its holder, however that ends, so there is no stale one.
+The lock is the kernel's (`flock`): it ends with its holder in every case, so there is no stale lock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOCK_PAUSE_SECONDS = 0.02
 
 
 def run_digest(run_url: str) -> bytes:
-    """SHA-256 of the run's URL: equal for two spellings of it.
+    """SHA-256 of the run's URL; equal for two spellings of one URL.
 
     Raises:
         ConfigError: The URL is empty or malformed.
@@ -43,7 +43,7 @@ def run_digest(run_url: str) -> bytes:
 
 
 def run_name(run_url: str) -> str:
-    """The last part of the run's URL: what people call it.
+    """The last part of the run's URL, for people.
 
     Raises:
         ConfigError: The URL is empty or malformed.
@@ -62,9 +62,9 @@ class TierDirectory:
     """The directory of one run in a tier's directory.
 
     Args:
-        directory: Of the tier.
-        run_url: Of the run.
-        parents: Directories above it that may be made as well, for this user alone.
+        directory: The directory of the tier.
+        run_url: The URL of the run.
+        parents: How many directories above it may be made as well, for this user alone.
     """
 
     def __init__(self, directory: Path, run_url: str, *, parents: int = 0) -> None:
@@ -76,16 +76,16 @@ class TierDirectory:
         self.directory = self.base / f"{safe}-{self.run_digest.hex()[:_KEY_DIGITS]}"
 
     def make(self) -> None:
-        """Make the directory of the run, durably, or check that the one that is there is ours.
+        """Make the directory of the run, durably, or check that an existing one is ours.
 
         Raises:
-            ConfigError: It is not ours alone, or the tier's directory is missing or may not be written to.
+            ConfigError: The directory is not ours alone, or the tier's directory is missing or not writable.
         """
         if self._parents:
             self._make_parents()
         elif not self.base.parent.is_dir():
             raise ConfigError(
-                f"local tier: {self.base} is not there, and neither is {self.base.parent}; mount the device, or make it"
+                f"local tier: neither {self.base} nor {self.base.parent} exists; mount the device, or make a directory"
             )
         fresh = not self.directory.exists()
         try:
@@ -105,10 +105,10 @@ class TierDirectory:
             make_private_directory(directory, what="local tier", advice="choose another directory")
 
     def check(self) -> bool:
-        """Whether the directory of the run is there.
+        """Whether the directory of the run exists.
 
         Raises:
-            ConfigError: It is, and not ours alone.
+            ConfigError: The directory exists, and is not ours alone.
         """
         try:
             check_private_directory(self.directory, what="local tier", advice="choose another directory")
@@ -122,13 +122,13 @@ class TierDirectory:
         return True
 
     def slot_path(self, rank: int, layout_digest: str, slots: int, number: int = 1) -> Path:
-        """The name of a slot file; `number` above 1 where an earlier one may not be touched."""
+        """The name of a slot file; `number` is above 1 where an earlier file must stay as it is."""
         key = hashlib.sha256(f"{layout_digest} {slots}".encode()).hexdigest()[:_KEY_DIGITS]
         beside = f"-{number}" if number > 1 else ""
         return self.directory / f"rank-{rank:05}-{key}{beside}.slots"
 
     def slot_paths(self) -> list[SlotPath]:
-        """All slot files of the run that lie here, by name."""
+        """All slot files in this directory, by name."""
         found = []
         for entry in sorted(os.scandir(self.directory), key=lambda entry: entry.name):
             match = _SLOTS_NAME.fullmatch(entry.name)
@@ -137,7 +137,7 @@ class TierDirectory:
         return found
 
     def remove_unfinished(self, rank: int) -> None:
-        """Remove what a process that held this rank's lock had not finished making."""
+        """Remove files that an earlier holder of this rank's lock had not finished making."""
         with translated("remove", self.directory):
             for path in self.directory.glob(f"rank-{rank:05}*.slots.new"):
                 path.unlink(missing_ok=True)
@@ -147,13 +147,13 @@ class RankLock:
     """The right to write the slot files of one rank of a run.
 
     Args:
-        place: Of the run.
-        rank: Whose.
-        seconds_max: How long to wait for it: a process that was killed holds it until its memory is given back, and the
-            next one may be there before.
+        place: The directory of the run.
+        rank: The rank.
+        seconds_max: How long to wait for the lock: a process that was killed holds it until its memory is given back,
+            and the next process may be there before that.
 
     Raises:
-        ConfigError: A living process has it; names its pid.
+        ConfigError: A living process holds the lock; the message names its pid.
     """
 
     _held: ClassVar[weakref.WeakSet[RankLock]] = weakref.WeakSet()
@@ -183,7 +183,6 @@ class RankLock:
         RankLock._held.add(self)
 
     def release(self) -> None:
-        """Give it back."""
         RankLock._held.discard(self)
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -191,13 +190,13 @@ class RankLock:
 
     @classmethod
     def _forget(cls) -> None:
-        # A child (a data loader's worker) shares the lock with its parent, and would hold it when that is dead.
+        # A child (a data loader's worker) shares the lock with its parent, and would hold it after the parent's death.
         for lock in list(cls._held):
             lock.release()
 
 
 def _locked(fd: int, *, last: bool) -> bool:
-    """Try once. Raises `BlockingIOError` where it is the last time."""
+    """Try once. Raises `BlockingIOError` if it is the last time."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,10 +1,10 @@
-"""How many checkpoints in flight, and how many writers each, suit a device (PCcheck, ASPLOS 2025, section 3.4).
+"""The number of checkpoints in flight and of writers for each that suit a device (PCcheck, ASPLOS 2025, section 3.4).
 
     for N in flight, p writers each:   N slices are written at once, each flushed at its end: T_w seconds
     best: the least T_w / N; of those that are nearly as good, the fewest in flight, then the fewest writers
 
-Measured on a file of its own beside the slots, which has no name by then: a kill leaves nothing. Bounded in bytes and
-in seconds; the result is kept in the slot file. What is set by hand is not measured.
+The device is measured with a file of its own beside the slots, which has no name by then, so a kill leaves nothing. The
+measurement is bounded in bytes and in seconds, and its result is kept in the slot file. Settings are not measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from trainer_side.tiers.media import Medium
 
 SCRATCH_BYTES = 64 << 20
-_BLOCK_BYTES = 8 << 20  # what one write takes: like a frame, which is half a chunk or more
+_BLOCK_BYTES = 8 << 20  # the size of one write: like a frame, which is half a chunk or more
 _SECONDS_MAX = 1.0
 _NEARLY = 1.05
 
@@ -33,7 +33,7 @@ class TierProfile(NamedTuple):
 
 
 def choose(seconds: Mapping[TierProfile, float]) -> TierProfile:
-    """The best of what was measured: profile → seconds until all its slices were written."""
+    """The best profile, by the seconds until all its slices were written."""
     per_slice = {profile: elapsed / profile.in_flight for profile, elapsed in seconds.items()}
     good_enough = min(per_slice.values()) * _NEARLY
     return min(profile for profile, elapsed in per_slice.items() if elapsed <= good_enough)
@@ -46,13 +46,13 @@ def measure(
     clock: Callable[[], float] = time.monotonic,
     seconds_max: float = _SECONDS_MAX,
 ) -> TierProfile:
-    """Write with each candidate in turn, and choose. What there is no time for is left out; the first one never is.
+    """Write with each candidate in turn, and choose. The first one is always tried, the others while there is time.
 
     Args:
-        medium: Of `SCRATCH_BYTES`, all of which is written over.
-        candidates: What to try, in this order.
+        medium: A medium of `SCRATCH_BYTES`, all of which is written over.
+        candidates: The profiles to try, in this order.
         clock: Seconds.
-        seconds_max: After so long no further candidate is tried.
+        seconds_max: After this time no further candidate is tried.
 
     Raises:
         StoreError: The device refused.
@@ -61,7 +61,7 @@ def measure(
     with mmap.mmap(-1, _BLOCK_BYTES) as block:
         block[:] = os.urandom(1 << 20) * (_BLOCK_BYTES >> 20)  # a device may be quicker with zeros
         with memoryview(block) as view:
-            _write(medium, view, TierProfile(1, 1))  # first touch of the file and of what serves it
+            _write(medium, view, TierProfile(1, 1))  # first touch of the file, which takes longer
             begun = clock()
             for profile in candidates:
                 started = clock()

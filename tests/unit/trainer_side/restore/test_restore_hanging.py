@@ -148,7 +148,7 @@ def test_a_tier_that_does_not_say_what_it_keeps_is_left_out(
     results, targets = bring_back(store, tiers, seconds_max=SECONDS_MAX)
     assert_step(results, targets, 5)
     assert (
-        "rank 0: nvme:/dead cannot say what it keeps: nvme:/dead hangs: what it keeps has not come for 0.5 s"
+        "rank 0: nvme:/dead cannot say what it keeps: nvme:/dead hangs: it has not listed its slices within 0.5 s"
         in caplog.text
     )
 
@@ -159,7 +159,7 @@ def test_at_the_start_it_is_refused_on_every_rank_by_name(hanging: Hanging) -> N
     tiers: list[list[Tier]] = [[DictTier(name=hanging.name)], [hanging]]
     ranks = Ranks(2)
     _, errors = ranks.outcomes(lambda peers: take_inventory(peers, tiers[peers.rank], seconds_max=0.3))
-    said = "nvme:/dead hangs: what it keeps has not come for 0.3 s; see what the kernel says of the device"
+    said = "nvme:/dead hangs: it has not listed its slices within 0.3 s; look at the kernel's messages about the device"
     assert all(isinstance(error, StoreError) for error in errors)
     assert str(errors[0]).startswith(f"rank 1: {said}")
     assert str(errors[1]).startswith(said)

@@ -61,11 +61,11 @@ def changed(path: Path, offset: int, data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("offset", "data", "said"),
     [
-        (0, b"otherprg", "no superblock"),
-        (8, b"\7\0\0\0", "version 7, this one reads 1"),
+        (0, b"otherprg", "does not begin with the superblock"),
+        (8, b"\7\0\0\0", "version 7, this holdfast reads 1"),
         (20, b"\1", "altered"),
         (SECTOR_OFFSETS[0], b"\0" * 8192, "neither commit sector"),
-        (3 * 4096 + 5, b"\0\1\2\3", "layout in it is altered"),
+        (3 * 4096 + 5, b"\0\1\2\3", "layout in the file is altered"),
     ],
 )
 def test_a_damaged_file_is_named_and_kept_and_a_fresh_one_made_beside_it(
@@ -139,7 +139,10 @@ def test_a_file_of_another_run_is_refused_and_kept(directory: Path) -> None:
     tier = opened(directory)
     with pytest.raises(ConfigError) as caught:
         tier.prepare(image().layout, 0)
-    said = "it is of another run (run), expected kelp; it is left as it is: move it away, or choose another directory"
+    said = (
+        "belongs to another run (run), expected kelp. The file is left as it is: move it away, or choose another "
+        "directory"
+    )
     assert str(caught.value) == f"{ours}: {said}"
     assert tier.kept() == []
     assert ours.read_bytes() == before
@@ -154,7 +157,7 @@ def test_a_file_of_another_rank_is_refused_and_kept(directory: Path) -> None:
     tier.close()
     shutil.copyfile(theirs, ours)
     tier = opened(directory)
-    with pytest.raises(ConfigError, match=r"it is of rank 1"):
+    with pytest.raises(ConfigError, match="holds slices of rank 1, its name says rank 0"):
         tier.prepare(image().layout, 0)
     assert [kept.seal.rank for kept in tier.kept()] == [1]
 
@@ -228,7 +231,7 @@ def test_no_room_says_how_much_is_needed_and_where(directory: Path, monkeypatch:
     assert f"no room in {path.parent}" in text
     assert "rank 0 needs" in text
     assert "5000 are free" in text
-    assert f"{path.stat().st_size} bytes there hold this rank's slices of an earlier layout" in text
+    assert f"{path.stat().st_size} bytes in it hold this rank's slices of an earlier layout" in text
     assert not list(path.parent.glob("*.new"))
     monkeypatch.undo()
     tier.prepare(other.layout, 0)  # the failed one has left nothing, no lock either

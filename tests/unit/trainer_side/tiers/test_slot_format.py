@@ -71,7 +71,7 @@ def test_any_flipped_byte_of_a_superblock_is_seen(at: int, flip: int) -> None:
 def test_another_version_is_said_to_be_one() -> None:
     page = bytearray(_plan().to_bytes())
     page[8] = 9
-    with pytest.raises(UnknownVersionError, match="version 9, this one reads 1"):
+    with pytest.raises(UnknownVersionError, match="version 9, this holdfast reads 1"):
         Superblock.from_bytes(bytes(page), source="here")
 
 
