@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.costs import Costs
+from tests.support.hangs import Hangs
 from tests.support.moto_s3 import running_moto
 from tests.support.s3_place import S3Place, fresh_bucket, s3_environment
 from tests.support.swift import SwiftServer, install, running_swift
@@ -16,6 +18,17 @@ from tests.support.swift import SwiftServer, install, running_swift
 # An example may take as long as a busy machine makes it take.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The budget of a unit test; the Makefile has the number."""
+    parser.addoption("--unit-cpu-seconds-max", type=float, help="more CPU seconds fail a test of tests/unit")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count what each test costs; end what a hung one leaves."""
+    config.pluginmanager.register(Costs(config))
+    config.pluginmanager.register(Hangs())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ import pytest
 from tests.integration.jobs import drilled
 from tests.support.cluster import SMALL
 from tests.support.job import environment
+from tests.support.signals import interruptible
 
 pytestmark = [pytest.mark.mpi]
 SECONDS_MAX = 280.0
@@ -134,6 +135,7 @@ def test_a_drill_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
         [*line, "--", sys.executable, drilled.__file__, "6000", "10"],
         env=environment(runtime),
         stderr=subprocess.PIPE,
+        preexec_fn=interruptible,
     ) as process:
         diary = tmp_path / "drill" / "reference" / "logs" / "diary.jsonl"
         while process.poll() is None and not diary.exists():

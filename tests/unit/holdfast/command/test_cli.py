@@ -28,6 +28,7 @@ from holdfast.image.manifest import State
 from operator_side.commands.target import parse_target
 from tests.support.checkpoints import CHUNK_BYTES, add, add_small, manifest_of, small_image
 from tests.support.memory_store import MemoryStore
+from tests.support.signals import interruptible
 
 
 @pytest.fixture(autouse=True)
@@ -187,13 +188,16 @@ def test_ctrl_c_in_a_real_process_is_130(tmp_path: Path) -> None:
         "s.open_store = lambda url: (print('there', flush=True), open(url))[1]\n"
         "c.main(['ls', sys.argv[1]])"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(fifo)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"there\n"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(fifo)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=interruptible,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"there\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
     assert process.returncode == 130
     assert err.split() == [b"holdfast:", b"interrupted"]  # click ends the line of the ^C first
 

@@ -1,0 +1,113 @@
+"""What a test run costs: CPU seconds of each test, of the whole run, and what the host took away meanwhile.
+
+    each test: own CPU + CPU of children that ended ─► report ─► the slowest 25, and at most so many seconds for a unit test
+    each worker: all of its CPU ─► the sum, beside the wall clock and the host's steal
+
+CPU seconds and not those of the wall: a busy machine makes a test slow, and no test expensive. A child that outlives
+its test (a server of the whole session) counts in the sum only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_LISTED = 25
+_KEY = "cpu_seconds"
+_UNIT = "tests/unit/"
+
+
+class Costs:
+    """The plugin, in each worker and in the process that sums up."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._unit_seconds_max: float | None = config.getoption("unit_cpu_seconds_max")
+        self._began = time.monotonic()
+        self._steal_before = _steal_seconds()
+        self._of_workers = 0.0
+        self._tests: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Remember where the counter stood before the fixtures."""
+        item.stash[_BEFORE] = _cpu_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Iterator[pytest.TestReport]:
+        """A unit test over the budget fails; fixtures are not counted, since others may share them."""
+        report: pytest.TestReport = yield
+        now = _cpu_seconds()
+        spent, item.stash[_BEFORE] = now - item.stash[_BEFORE], now
+        report.user_properties.append((_KEY, spent))
+        limit = self._unit_seconds_max
+        if limit is not None and call.when == "call" and item.nodeid.startswith(_UNIT) and report.passed:
+            if spent > limit:
+                report.outcome = "failed"
+                report.longrepr = (
+                    f"{item.nodeid} took {spent:.1f} s of CPU, and a unit test has {limit:g} (UNIT_CPU_SECONDS_MAX in the "
+                    "Makefile): make it smaller, or move it to tests/integration or tests/soak"
+                )
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Sum up over setup, call and teardown."""
+        spent = sum(value for name, value in report.user_properties if name == _KEY)
+        self._tests[report.nodeid] = self._tests.get(report.nodeid, 0.0) + spent
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A worker hands its sum over."""
+        output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output[_KEY] = _cpu_seconds()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take a worker's sum; of one that crashed there is none."""
+        self._of_workers += getattr(node, "workeroutput", {}).get(_KEY, 0.0)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print both."""
+        if not self._tests:
+            return
+        terminalreporter.section(f"most CPU, {_LISTED} tests")
+        for name, spent in sorted(self._tests.items(), key=lambda one: -one[1])[:_LISTED]:
+            terminalreporter.write_line(f"{spent:7.1f} s  {name}")
+        folders: dict[str, float] = {}
+        for name, spent in self._tests.items():
+            folder = "/".join(name.split("::")[0].split("/")[:2])
+            folders[folder] = folders.get(folder, 0.0) + spent
+        terminalreporter.section("CPU by folder")
+        for name, spent in sorted(folders.items(), key=lambda one: -one[1]):
+            terminalreporter.write_line(f"{spent:7.0f} s  {name}")
+        wall = time.monotonic() - self._began
+        total = max(_cpu_seconds() + self._of_workers, sum(self._tests.values()))
+        stolen = _steal_seconds() - self._steal_before
+        terminalreporter.write_line(
+            f"{total:7.0f} s of CPU in all, {wall:.0f} s on the clock, {stolen:.0f} s taken by the host ({os.cpu_count()} cores)"
+        )
+
+
+_BEFORE = pytest.StashKey[float]()
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of its children that ended."""
+    return sum(os.times()[:4])
+
+
+def _steal_seconds() -> float:
+    """What the host of this virtual machine gave to others, all cores together; 0 where the system does not say so."""
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()
+        return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
