@@ -43,30 +43,50 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Kill a training run, resume it as a fresh cluster, compare bit for bit (two to three minutes)
 	@$(BIN)/python -m examples.demo $(DEMO)
 
+# A folder is a tier. What takes minutes comes first in its run, so that no worker is alone with it at the end.
+TEST_FOLDERS := tests/story tests/conformance tests/unit tests/rot tests/test_architecture.py
+REST_FOLDERS := tests/pages tests/simulation tests/integration tests/faults tests/chaos/regular tests/hosts/regular \
+	tests/slurm/regular tests/infra tests/fuzz tests/gpu
+# A unit test that takes more CPU than this, its children included, fails (tests/support/costs.py).
+UNIT_CPU_SECONDS_MAX := 5
+RUN_TESTS := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder \
+	--unit-cpu-seconds-max $(UNIT_CPU_SECONDS_MAX)
+# Arguments for pytest: PYTEST="-k layout" of the target's folders, PYTEST="tests/unit -x" of others.
+chosen = $(if $(findstring tests/,$(PYTEST)),,$(1)) $(PYTEST)
+
 .PHONY: test
-test: $(READY) ## Run all tests; those of S3 talk to a real server on this machine
+test: $(READY) ## Test as you go: all units, every store, one job per store killed and resumed (8 minutes on 2 cores)
+	@$(BIN)/python -m tests.support.swift --install
+	@$(RUN_TESTS) $(call chosen,$(TEST_FOLDERS))
+
+.PHONY: check
+check: test rest ## Test all that is promised: `make test`, then `make rest` (25 minutes)
+
+.PHONY: rest
+rest: $(READY) ## The other part of `make check`: pages, simulation, jobs, faults, infra, fuzz, kill matrix (17 minutes)
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m tests.infra.toolbox --install
-	@$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST)
+	@$(RUN_TESTS) $(call chosen,$(REST_FOLDERS))
 
 .PHONY: soak
-soak: $(READY) ## Run all tests at nightly size: 10,000 simulated schedules, 1,000 saves that try to tear (three quarters of an hour)
+soak: $(READY) ## `make check` at nightly size, and tests/soak: 10,000 schedules, deliberate bugs, variants (an hour)
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m tests.infra.toolbox --install
-	@HOLDFAST_TEST_SOAK=1 SIMULATION_SCHEDULES=10000 SIMULATION_TIER_LIVES=10000 TORN_SAVES=1000 $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST)
+	@SIMULATION_SCHEDULES=10000 SIMULATION_TIER_LIVES=10000 TORN_SAVES=1000 \
+		$(RUN_TESTS) $(call chosen,tests/soak $(REST_FOLDERS) $(TEST_FOLDERS))
 
 # Five targets install packages of the system (Debian, as root). Here cloud-init; Terraform itself is not in Debian.
 .PHONY: infra
 infra: $(READY) ## Test infra/ alone: Terraform, policies, user data; installs cloud-init (as root)
 	@apt-get install -y -qq --no-install-recommends $(INFRA_PACKAGES)
 	@$(BIN)/python -m tests.infra.toolbox --install
-	@$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/infra $(PYTEST)
+	@$(RUN_TESTS) tests/infra $(PYTEST)
 
 # And here: an NFS server, libpmem, and a machine to cut the power of.
 .PHONY: nfs
 nfs: $(READY) ## Cut the power of a machine that writes over NFSv4.1; installs QEMU and nfs-ganesha (as root)
 	@apt-get install -y -qq --no-install-recommends $(NFS_PACKAGES)
-	@HOLDFAST_TEST_NFS=1 $(BIN)/pytest -m nfs tests/nfs $(PYTEST)
+	@$(BIN)/pytest tests/nfs $(PYTEST)
 
 # And here: an ssh server, for hosts that are network namespaces.
 .PHONY: hosts
@@ -74,25 +94,25 @@ hosts: $(READY) ## Lose whole hosts, with sshd and shaped links, under holdfast 
 	@apt-get install -y -qq --no-install-recommends $(HOSTS_PACKAGES)
 	@$(BIN)/python -m tests.support.swift --install
 	@rm -rf build/hosts
-	@HOLDFAST_TEST_HOSTS=1 $(BIN)/pytest -m hosts tests/hosts $(PYTEST)
+	@$(BIN)/pytest tests/hosts $(PYTEST)
 	@$(BIN)/python -m tests.hosts.table
 
 # And here: Slurm, on the same hosts.
 .PHONY: slurm
 slurm: $(READY) ## Submit infra/slurm/holdfast.sbatch to a real Slurm; preempt, requeue, cancel it, lose nodes (as root)
 	@apt-get install -y -qq --no-install-recommends $(HOSTS_PACKAGES) $(SLURM_PACKAGES)
-	@HOLDFAST_TEST_SLURM=1 $(BIN)/pytest -m slurm tests/slurm $(PYTEST)
+	@$(BIN)/pytest tests/slurm $(PYTEST)
 
 .PHONY: pm
 pm: $(READY) ## Cut the power of a machine that writes to persistent memory; installs QEMU and libpmem (as root)
 	@apt-get install -y -qq --no-install-recommends $(PM_PACKAGES)
-	@HOLDFAST_TEST_PM=1 $(BIN)/pytest -m pm tests/pm $(PYTEST)
+	@$(BIN)/pytest tests/pm $(PYTEST)
 
 .PHONY: chaos
 chaos: $(READY) ## Run the kill matrix, every process killed at every stage; then make docs/kill-matrix.md of it
 	@$(BIN)/python -m tests.support.swift --install
 	@rm -rf build/chaos
-	@$(BIN)/pytest tests/chaos -m chaos --numprocesses 3 --dist load $(PYTEST)
+	@$(BIN)/pytest tests/chaos --numprocesses 3 --dist load $(PYTEST)
 	@$(BIN)/python -m tests.chaos.table
 
 .PHONY: lint
@@ -125,7 +145,7 @@ figures: $(READY) ## Draw docs/figures from what `make bench` wrote, and fill th
 	@$(BIN)/python -m benchmarks figures
 
 .PHONY: ci
-ci: ## What CI runs: lint, types, test
+ci: ## What CI runs: lint, types, test, rest (30 minutes from a clean clone)
 	@.ci/run
 
 .PHONY: clean

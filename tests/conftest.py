@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 
@@ -29,18 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Count what each test costs; end what a hung one leaves."""
     config.pluginmanager.register(Costs(config))
     config.pluginmanager.register(Hangs())
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes minutes, so that no worker is alone with it at the end; leave out what only `make soak`
-    runs.
-    """
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    if "HOLDFAST_TEST_SOAK" in os.environ:
-        return
-    left_out = [item for item in items if item.get_closest_marker("soak") is not None]
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

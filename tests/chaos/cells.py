@@ -5,7 +5,7 @@
     cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere
 
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
-`regular` is run by `make test` as well: eight of the cells, one for each set of victims.
+`regular` is run by `make check` as well: eight of the cells, one for each set of victims.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Cell(NamedTuple):
 
     @property
     def regular(self) -> bool:
-        """Whether `make test` runs it."""
+        """Whether `make check` runs it."""
         return self.name in _REGULAR
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.chaos.cells import Cell
 from tests.chaos.place import BucketPlace, DirectoryPlace
 from tests.chaos.results import RESULTS, Result, append
 from tests.chaos.scenario import uninterrupted
+from tests.chaos.slots import Machine
 
 _SESSION = time.strftime("%Y-%m-%dT%H:%M:%S")
 _ran: list[Result] = []
@@ -34,18 +36,12 @@ def bucket_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `-m chaos`, leave out the cells that are not run each time."""
-    if "chaos" in config.getoption("markexpr"):
-        return
-    left_out = [
-        item
-        for item in items
-        if (cell := _cell(item) or _parameters(item).get("slot_cell")) is not None and not cell.regular
-    ]
-    if left_out:
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    """One with a memory of its own, for jobs without a stager."""
+    memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="holdfast-test-"))
+    yield Machine(tmp_path, memory)
+    shutil.rmtree(memory)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -72,13 +68,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
-def _parameters(item: pytest.Item) -> dict[str, Any]:
-    callspec = getattr(item, "callspec", None)
-    return {} if callspec is None else callspec.params
-
-
 def _cell(item: pytest.Item) -> Cell | None:
-    found = _parameters(item).get("cell")
+    callspec = getattr(item, "callspec", None)
+    found = None if callspec is None else callspec.params.get("cell")
     return found if isinstance(found, Cell) else None
 
 

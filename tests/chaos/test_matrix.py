@@ -1,50 +1,17 @@
-"""The kill matrix: every cell of tests/chaos/cells.py is a real job that is killed, relaunched and compared."""
+"""The kill matrix, but for the cells of tests/chaos/regular: every cell of tests/chaos/cells.py is one test."""
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
 
-from holdfast.faultpoint import Point
-from holdfast.store.posix_reuse import writes_in_place
 from tests.chaos.cells import CELLS, Cell
-from tests.chaos.place import BucketPlace, DirectoryPlace, Place
-from tests.chaos.scenario import Scenario
+from tests.chaos.playing import parameters, play
+
+pytestmark = [pytest.mark.mpi]
 
 
-def _parameter(cell: Cell) -> object:
-    marks = [pytest.mark.mpi, pytest.mark.chaos, *([pytest.mark.s3] if cell.store == "s3" else [])]
-    return pytest.param(cell, id=cell.name, marks=marks)
-
-
-@pytest.mark.parametrize("cell", [_parameter(cell) for cell in CELLS])
+@pytest.mark.parametrize("cell", parameters(cell for cell in CELLS if not cell.regular))
 def test_cell(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    stage, victims = cell.stage, cell.victims
-    if stage.point is Point.FILE_RETIRED and not writes_in_place(tmp_path):
-        pytest.skip(f"{tmp_path} is not on ext4 or XFS: no room is used again there")
-    place: Place
-    if cell.store == "s3":
-        place = BucketPlace(request.getfixturevalue("swift_s3"))
-        reference, number = request.getfixturevalue("bucket_reference"), stage.number_s3
-    else:
-        place = DirectoryPlace(tmp_path / "store")
-        reference, number = request.getfixturevalue("directory_reference"), stage.number
-    scenario = Scenario(
-        place, tmp_path, reference, ulfm=cell.ulfm, keep_last=stage.keep_last, ring=stage.ring
-    )
-    with contextlib.closing(scenario):
-        if stage.seeded:
-            scenario.after(saves=stage.seeded)
-        scenario.kill(
-            *victims.processes,
-            at=stage.where,
-            n=number,
-            machine=victims.machine,
-            then=stage.then,
-            staged=stage.staged,
-            durable=stage.durable,
-        )
-        assert len(scenario.staged_at_kill) <= stage.staged_max, "the kill came too late to show anything"
-        scenario.relaunch(elsewhere=cell.elsewhere).check()
+    play(cell, request, tmp_path)

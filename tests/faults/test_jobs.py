@@ -13,43 +13,12 @@ from tests.faults.failing_disk import Calls, Disk
 from tests.faults.flushing import wait_until
 from tests.faults.jobs import stepping
 from tests.integration.jobs import train
-from tests.integration.test_main_job_s3 import pull_all
-from tests.support.cluster import Cluster, assert_nothing_left, check_loadable
-from tests.support.fault_proxy import Fault, Rule, running_proxy
-from tests.support.s3_place import S3Place, plain_client
+from tests.support.cluster import Cluster, assert_nothing_left
 
 pytestmark = pytest.mark.mpi
 
 RANKS = 2
-STEPS, EVERY = 6, 3
-SAVED = {2, 5}
 STAGER = ("--chunk-bytes", "1MiB", "--ring-bytes", "16MiB", "--keep-last", "0")
-
-
-@pytest.mark.s3
-@pytest.mark.soak
-def test_a_job_on_s3_of_which_a_tenth_of_all_requests_fails(swift_s3: S3Place, tmp_path: Path) -> None:
-    with running_proxy(swift_s3.endpoint, seed=3) as proxy:
-        kinds = (Fault.RESET_BEFORE, Fault.LOST_ANSWER, Fault.INTERNAL_ERROR, Fault.SLOW_DOWN)
-        proxy.add(*(Rule(fault, times=None, probability=0.1 / len(kinds)) for fault in kinds))
-        env = {**swift_s3.environment, "AWS_ENDPOINT_URL": proxy.endpoint, "TRAIN_WIDTH": "15000"}
-        cluster = Cluster(tmp_path, swift_s3.url("team/run"), env, script=train.__file__, stager=STAGER)
-        for steps in (STEPS - EVERY, STEPS):  # the second start restores through the same bad line
-            with cluster.start(RANKS, str(steps), str(EVERY)) as job:
-                job.succeed(200)
-            cluster.wait_for_flusher()
-        assert len(proxy.hits()) >= len(proxy.requests()) // 40
-    final = torch.load(cluster.out(2) / "final-0.pt", weights_only=True)
-    assert final["start"] == STEPS - EVERY, "the second job did not go on where the first ended"
-    check_loadable(pull_all(swift_s3, SAVED, tmp_path / "pulled"))
-    client = plain_client()
-    try:
-        listed = client.list_objects_v2(Bucket=swift_s3.bucket)["Contents"]
-        visible = {found["Key"] for found in listed if "/.holdfast/writer-" not in found["Key"]}
-        assert visible == {f"team/run/step-{step:09d}.{end}" for step in SAVED for end in ("pt", "json")}
-        assert not client.list_multipart_uploads(Bucket=swift_s3.bucket).get("Uploads")
-    finally:
-        client.close()
 
 
 def test_training_goes_on_while_the_disk_is_full_and_what_was_staged_comes_out_when_it_is_not(

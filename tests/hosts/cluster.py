@@ -27,9 +27,10 @@ from tests.support.cluster import wait_until
 from tests.support.job import REPOSITORY
 from tests.support.s3_place import S3Place, plain_client
 
-__all__ = ["EVERY", "PAUSE_AT", "STAGER", "STEPS", "Cluster", "cluster_of"]
+__all__ = ["EVERY", "PAUSE_AT", "RING", "STAGER", "STEPS", "Cluster", "cluster_of"]
 
 STEPS, EVERY, PAUSE_AT = 20, 4, 10
+RING = "the stager's ring"  # as a restore names it
 STAGER = "stager"
 _SECONDS_MAX = 270.0
 

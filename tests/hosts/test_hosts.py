@@ -1,56 +1,25 @@
 """Whole hosts are lost under `holdfast run`, which goes on by itself on the hosts that there are.
 
 Three trainers' hosts and a stager's, each with its own address, link (tbf), sshd, metadata service, memory and disk;
-the store is OpenStack Swift behind the same network. `make hosts` runs them; `make test` has the first one alone.
+the store is OpenStack Swift behind the same network. `make hosts` runs them; `make check` has
+the one of tests/hosts/regular alone.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.checks import check_done_twice, check_same_bits, check_samples, resumed_at
-from tests.hosts.cluster import EVERY, cluster_of
+from tests.hosts.cluster import EVERY, RING, cluster_of
 from tests.hosts.network import Network
 from tests.hosts.times import keep
 from tests.support.s3_place import S3Place
 
-pytestmark = [pytest.mark.hosts, pytest.mark.mpi]
-
-RING = "the stager's ring"
-
-_AT_LENGTH = "HOLDFAST_TEST_HOSTS" in os.environ
+pytestmark = [pytest.mark.mpi, pytest.mark.s3, pytest.mark.timeout(900)]
 
 
-def at_length(test: Callable[..., None]) -> Callable[..., None]:
-    """Left to `make hosts`."""
-    skipped: Callable[..., None] = pytest.mark.skipif(not _AT_LENGTH, reason="takes minutes: make hosts")(
-        test
-    )
-    limited: Callable[..., None] = pytest.mark.s3(pytest.mark.timeout(900)(skipped))
-    return limited
-
-
-@pytest.mark.timeout(400)
-def test_the_only_trainer_dies(tmp_path: Path, network: Network) -> None:
-    """What a machine plays in well under a minute: one host's power is cut, and an empty one takes its place."""
-    with cluster_of(tmp_path, network, None, trainers=1, spares=1) as cluster:
-        cluster.run(1)
-        cluster.boot("t2")
-        cluster.until_paused()
-        cluster.offer("t2")
-        cluster.kill("t1")
-        cluster.done()
-        start = resumed_at(cluster, ranks=1)
-        check_done_twice(cluster, start, ranks=1)
-        assert cluster.restored_from() == [{RING}]
-        cluster.assert_nothing_left()
-
-
-@at_length
 def test_death_without_notice(tmp_path: Path, network: Network, place: S3Place) -> None:
     """One host's power is cut, and an empty one takes its place."""
     with cluster_of(tmp_path, network, place, spares=1) as cluster:
@@ -67,7 +36,6 @@ def test_death_without_notice(tmp_path: Path, network: Network, place: S3Place) 
         keep(cluster, "death without notice, an empty host instead", start=start)
 
 
-@at_length
 def test_notice_then_death(tmp_path: Path, network: Network, place: S3Place, reference: Path) -> None:
     """The metadata service of one host says so before; what is saved because of it is not lost."""
     with cluster_of(tmp_path, network, place, spares=1) as cluster:
@@ -88,7 +56,6 @@ def test_notice_then_death(tmp_path: Path, network: Network, place: S3Place, ref
         keep(cluster, "notice, then death, an empty host instead", start=start)
 
 
-@at_length
 def test_link_down(tmp_path: Path, network: Network, place: S3Place) -> None:
     """A host cannot be reached, and nobody replaces it: fewer ranks. When it is back, nothing is left on it."""
     with cluster_of(tmp_path, network, place) as cluster:
@@ -103,7 +70,6 @@ def test_link_down(tmp_path: Path, network: Network, place: S3Place) -> None:
         keep(cluster, "link down, fewer ranks", start=start)
 
 
-@at_length
 def test_all_trainers_are_gone(tmp_path: Path, network: Network, place: S3Place, reference: Path) -> None:
     """All at once, as soon as a step is staged; empty hosts take their place, and get it from the stager's ring."""
     with cluster_of(tmp_path, network, place, spares=3) as cluster:
@@ -122,7 +88,6 @@ def test_all_trainers_are_gone(tmp_path: Path, network: Network, place: S3Place,
         keep(cluster, "all trainers gone, empty hosts instead", start=start)
 
 
-@at_length
 def test_the_stagers_host_restarts(tmp_path: Path, network: Network, place: S3Place, reference: Path) -> None:
     """Ring, flusher, mpirun and supervisor are gone with its memory: the same line again goes on from the store."""
     with cluster_of(tmp_path, network, place) as cluster:
@@ -140,7 +105,6 @@ def test_the_stagers_host_restarts(tmp_path: Path, network: Network, place: S3Pl
         keep(cluster, "the stager's host restarts", start=start)
 
 
-@at_length
 def test_more_ranks_afterwards(tmp_path: Path, network: Network, place: S3Place) -> None:
     """It begins with the two hosts that there are; one dies, and two fresh ones come."""
     with cluster_of(tmp_path, network, place, trainers=2, spares=2) as cluster:

@@ -131,16 +131,17 @@ def test_a_tier_that_one_rank_cannot_use_ends_the_first_save_of_all(tmp_path: Pa
 # -- two writers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "where", ["same runtime directory", pytest.param("another one", marks=pytest.mark.soak)]
-)
-def test_a_second_stager_is_refused_and_the_first_goes_on(tmp_path: Path, where: str) -> None:
+def test_a_second_stager_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    check_a_second_stager(tmp_path, beside=True)
+
+
+def check_a_second_stager(tmp_path: Path, *, beside: bool) -> None:
+    """A second job on the same store; beside: in the same runtime directory."""
     cluster = cluster_on(tmp_path, str(tmp_path / "store"))
     with cluster.start(RANKS, "hold", "3") as first:
         runtime = cluster.runtime
         held = [cluster.out(1) / f"holding-{rank}" for rank in range(RANKS)]
         wait_until(lambda: all(path.exists() for path in held), SECONDS_MAX, first.output())
-        beside = where == "same runtime directory"
         with cluster.start(RANKS, "plain", "2", runtime=runtime if beside else None) as second:
             assert second.wait(SECONDS_MAX) != 0, second.output()
         for rank in said(cluster, 2):

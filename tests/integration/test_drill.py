@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 from tests.integration.jobs import drilled
 from tests.support.cluster import SMALL
 from tests.support.job import environment
-from tests.support.signals import interruptible
 
 pytestmark = [pytest.mark.mpi]
 SECONDS_MAX = 280.0
@@ -52,27 +49,6 @@ def left(runtime: Path) -> list[str]:
     return found
 
 
-@pytest.mark.soak
-def test_a_script_that_saves_all_goes_on_exactly(tmp_path: Path) -> None:
-    """Two kills, one of them with a notice."""
-    code, said, stderr = drill(tmp_path, "--kills", "2", "--seed", "4", script=("60", "10"))
-    assert code == 0, f"{said}\n{stderr}"
-    assert said["passed"]
-    assert [bool(kill["notice"]) for kill in said["kills"]].count(True) == 1
-    assert all(kill["exact"] and not kill["wrong"] for kill in said["kills"])
-    assert said["files_compared"] >= 6
-    assert said["files_differ"] == 0
-    assert said["samples"] == {"trained": 60 * 2 * drilled.BATCH, "skipped": 0, "repeated": 0}
-    for kill in said["kills"]:
-        assert 0 <= kill["resumed_from"] <= kill["last_step"]
-        assert kill["phases"].keys() >= {
-            "ended_seconds",
-            "launched_seconds",
-            "restored_seconds",
-            "training_seconds",
-        }
-
-
 def test_a_script_that_forgets_random_numbers_and_data_is_found_out(tmp_path: Path) -> None:
     code, said, _ = drill(
         tmp_path, "--kills", "1", "--with", "none", "--seed", "1", script=("60", "10", "rng", "data")
@@ -87,26 +63,6 @@ def test_a_script_that_forgets_random_numbers_and_data_is_found_out(tmp_path: Pa
     assert (tmp_path / "drill" / "drilled" / "store").is_dir(), "what failed is kept"
 
 
-@pytest.mark.soak
-@pytest.mark.slow
-@pytest.mark.parametrize(("bug", "name"), [("rng", "model/0.weight"), ("data", "samples:")])
-def test_each_bug_is_named(tmp_path: Path, bug: str, name: str) -> None:
-    code, said, _ = drill(tmp_path, "--kills", "1", "--with", "none", script=("60", "10", bug))
-    assert code == 1
-    assert name in str([said["wrong"], [kill["wrong"] for kill in said["kills"]]])
-    assert (said["samples"]["repeated"] > 0) == (bug == "data")
-
-
-@pytest.mark.soak
-@pytest.mark.slow
-def test_every_kind_of_kill(tmp_path: Path) -> None:
-    code, said, stderr = drill(tmp_path, "--kills", "4", "--with", "none", script=("80", "10"))
-    assert code == 0, f"{said}\n{stderr}"
-    names = {kill["what"] for kill in said["kills"]}
-    assert {"all ranks", "stager and ranks", "mpirun"} < names
-    assert len(names) == 4
-
-
 def test_a_directory_with_checkpoints_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "drill"
     run.mkdir()
@@ -115,31 +71,3 @@ def test_a_directory_with_checkpoints_is_refused(tmp_path: Path) -> None:
     assert code == 2
     assert "never touches a run" in said["error"]["message"]
     assert [path.name for path in run.iterdir()] == ["step-000000123.json"]
-
-
-@pytest.mark.soak
-def test_a_drill_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
-    runtime = tmp_path / "runtime"
-    line = [
-        sys.executable,
-        "-m",
-        "holdfast",
-        "drill",
-        "-n",
-        "2",
-        "--dir",
-        str(tmp_path / "drill"),
-        *_SETTINGS,
-    ]
-    with subprocess.Popen(
-        [*line, "--", sys.executable, drilled.__file__, "6000", "10"],
-        env=environment(runtime),
-        stderr=subprocess.PIPE,
-        preexec_fn=interruptible,
-    ) as process:
-        diary = tmp_path / "drill" / "reference" / "logs" / "diary.jsonl"
-        while process.poll() is None and not diary.exists():
-            pass
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait(SECONDS_MAX) == 130
-    assert not left(runtime)

@@ -19,9 +19,9 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
 from tests.integration.jobs import noticed, spared, train
 from tests.support.blocked import environment_without
-from tests.support.cluster import Cluster, check_continued, check_loadable, load, losses, same, wait_until
+from tests.support.cluster import Cluster, check_continued, check_loadable, losses, wait_until
 from tests.support.events import read_events
-from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN, FakeMetadata
+from tests.support.fake_metadata import FakeMetadata
 from tests.support.job import HOLDFAST, Job
 
 pytestmark = [pytest.mark.mpi]
@@ -156,67 +156,6 @@ def test_a_rank_that_is_told_and_then_killed_loses_nothing_before_its_step(
     check_resumes(spot, reference, saved)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["sigterm", "sigusr1"])
-def test_a_signal_is_a_notice_too(make: Callable[[int], Spot], reference: Path, name: str) -> None:
-    """SIGTERM to one rank; SIGUSR1 to mpirun, which passes it on to all, the stager among them."""
-    spot = make(2)
-    spot.env["HOLDFAST_WATCH"] = name
-    with spot.cluster.start(2, str(STEPS), str(NEVER)) as job:
-        spot.train_until(job, 10)
-        if name == "sigterm":
-            os.kill(spot.pid(0), signal.SIGTERM)
-        else:
-            os.kill(job.process.pid, signal.SIGUSR1)
-        saved = spot.wait_for(job, "emergency_staged")["saved_step"]
-        spot.train_until(job, saved + 5)
-        for rank in range(2):
-            os.kill(spot.pid(rank), signal.SIGKILL)
-        job.wait(60)
-    spot.cluster.wait_for_flusher()
-    told = [(notice["source"], notice["told_rank"]) for notice in spot.events("notice")]
-    assert sorted(told) == [(name, rank) for rank in range(1 if name == "sigterm" else 2)]
-    assert len(spot.events("emergency")) == 1
-    check_resumes(spot, reference, saved)
-
-
-@pytest.mark.soak
-def test_ranks_that_are_told_at_the_same_time_save_one_step(make: Callable[[int], Spot]) -> None:
-    spot = make(3)
-    with spot.cluster.start(3, str(STEPS), str(NEVER)) as job:
-        spot.train_until(job, 10)
-        for server in spot.servers:
-            server.interrupt(20)
-        saved = spot.wait_for(job, "emergency_staged")["saved_step"]
-        wait_until(lambda: len(spot.events("notice")) == 3, _WAIT_SECONDS_MAX, job.output())
-        spot.train_until(job, saved + 60)  # several looks of each watch, which hear the same again
-        job.kill()
-    spot.cluster.wait_for_flusher()
-    assert len(spot.events("emergency")) == 1
-    assert spot.steps() == [saved]
-    assert sorted(event["told_rank"] for event in spot.events("notice")) == [0, 1, 2]
-
-
-@pytest.mark.soak
-def test_a_rebalance_saves_now_and_more_often_and_training_goes_on(
-    make: Callable[[int], Spot], reference: Path
-) -> None:
-    spot, every = make(2), 60
-    with spot.cluster.start(2, str(STEPS), str(every)) as job:
-        spot.train_until(job, 65)
-        spot.servers[0].recommend()
-        saved = spot.wait_for(job, "emergency_staged")["saved_step"]
-        job.succeed(120)
-    spot.cluster.wait_for_flusher()
-    before = [step for step in spot.steps() if step < saved]
-    after = [step for step in spot.steps() if step > saved]
-    assert before == [59]
-    assert after == [step for step in range(saved + 1, STEPS) if (step + 1) % 15 == 0]
-    for rank in range(2):
-        final = load(spot.cluster.out(1) / f"final-{rank}.pt")
-        assert same(final, load(reference / f"final-{rank}.pt")), "a notice has changed the training"
-
-
 def test_a_notice_that_comes_too_late_is_said_and_breaks_nothing(
     make: Callable[[int], Spot], reference: Path
 ) -> None:
@@ -235,23 +174,6 @@ def test_a_notice_that_comes_too_late_is_said_and_breaks_nothing(
         assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
 
 
-@pytest.mark.soak
-def test_a_metadata_server_that_hangs_disturbs_nothing(make: Callable[[int], Spot], reference: Path) -> None:
-    spot, every = make(2), 60
-    for server in spot.servers:
-        server.hanging.set()
-    with spot.cluster.start(2, str(STEPS), str(every)) as job:
-        job.succeed(120)
-        said = job.output()
-    spot.cluster.wait_for_flusher()
-    assert all(server.asked[AWS_TOKEN] >= 2 and not server.asked[AWS_ACTION] for server in spot.servers)
-    assert said.count("the watch cannot ask aws") == 2  # once by each rank, however often in vain
-    assert spot.steps() == [59, 119, 179, 239]
-    assert spot.events("notice") == spot.events("declined") == []
-    for rank in range(2):
-        assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
-
-
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A directory in shared memory."""
@@ -259,14 +181,16 @@ def memory() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.parametrize(("tier", "told"), [pytest.param("store", 1, marks=pytest.mark.soak), ("memory", 0)])
 def test_without_a_stager_the_ranks_save_one_step_among_themselves(
-    make: Callable[[int], Spot], reference: Path, memory: Path, tier: str, told: int
+    make: Callable[[int], Spot], reference: Path, memory: Path
 ) -> None:
+    check_saved_among_themselves(make(2), reference, f"memory:{memory}", told=0)
+
+
+def check_saved_among_themselves(spot: Spot, reference: Path, tier: str, told: int) -> None:
     """A cloud's notice to the rank that decides nothing; SIGTERM to the one that does. Then all of them are killed."""
-    spot = make(2)
     spot.env |= {
-        "HOLDFAST_TIERS": f"memory:{memory}" if tier == "memory" else tier,
+        "HOLDFAST_TIERS": tier,
         "HOLDFAST_STORE": spot.cluster.store,
         "HOLDFAST_CHUNK_BYTES": "65536",
     }
@@ -299,24 +223,6 @@ def test_without_a_stager_the_ranks_save_one_step_among_themselves(
     with spot.cluster.start(2, str(STEPS), str(NEVER), stager=False, env={"TRAIN_STEP_SECONDS": "0"}) as job:
         job.succeed(120)
     check_continued(reference, spot.cluster, 1, 2, start=saved + 1, steps=STEPS)
-
-
-@pytest.mark.soak
-def test_without_a_stager_a_notice_that_comes_too_late_breaks_nothing(
-    make: Callable[[int], Spot], reference: Path
-) -> None:
-    spot = make(2)
-    spot.env |= {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": spot.cluster.store}
-    with spot.cluster.start(2, str(STEPS), str(NEVER), stager=False) as job:
-        spot.train_until(job, 10)
-        spot.servers[0].interrupt(-3)
-        job.succeed(120)
-        said = job.output()
-    assert [event["choice"] for event in spot.events("emergency")] == ["skip"]
-    assert "nothing is kept in the store" in said
-    assert not spot.events("kept")
-    for rank in range(2):
-        assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
 
 
 def test_a_rank_that_goes_is_spared_and_its_death_in_the_middle_of_the_step_costs_nothing(

@@ -17,7 +17,7 @@ from tests.support.s3_place import plain_client, s3_environment
 from tests.support.swift import SwiftServer
 from tests.support.typing_pages import exit_code_of, plan
 
-pytestmark = [pytest.mark.mpi, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.mpi, pytest.mark.s3, pytest.mark.timeout(600)]
 
 
 PLAN = plan()

@@ -103,12 +103,3 @@ def test_a_lost_machine_is_made_good_by_the_store_and_by_the_other_rank(cluster:
     read_bytes = sum(report["bytes_read"] for report in reports)
     assert read_bytes == made.layout.image_bytes
     assert reports[0]["sources"][cluster.tier(0)] > 0
-
-
-@pytest.mark.soak
-def test_three_ranks_go_on_from_what_two_have_kept(cluster: Cluster) -> None:
-    cluster.save(2, 5, 6)
-    reports = cluster.restore(3)
-    assert [(report["step"], report["own"]) for report in reports] == [(5, 0), (5, 1), (5, -1)]
-    assert reports[2]["sources"] == {}
-    assert [report["newest_attempt"] for report in reports] == [1, 1, 1]

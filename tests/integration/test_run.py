@@ -17,7 +17,7 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.ring.directory import runtime_directory
 from holdfast.store import open_store
 from tests.integration.jobs import buggy, supervised, train
-from tests.support.cluster import SMALL, Cluster, check_continued, load, wait_until
+from tests.support.cluster import SMALL, Cluster, check_continued, wait_until
 from tests.support.events import read_events
 from tests.support.job import REPOSITORY, environment
 
@@ -211,28 +211,6 @@ def test_what_the_store_has_not_got_yet_is_restored_from_the_ring(run: Run, refe
     assert sorted(int(path.stem[5:]) for path in run.folder.glob("step-*.json")) == [3, 7, 11]
 
 
-@pytest.mark.soak
-def test_one_rank_is_enough(run: Run, reference: Path) -> None:
-    """The other one sleeps, and would for a minute: it is ended because it cannot go on alone."""
-    run.main_job(options=("--set=rank_seconds_max=5",))
-    run.pause()
-    os.kill(run.pid(1), signal.SIGKILL)
-    check_resumed(run, reference, "killed")
-
-
-@pytest.mark.soak
-def test_ranks_stager_and_mpirun_are_killed(run: Run, reference: Path) -> None:
-    run.main_job()
-    run.pause()
-    stager = run.job(lambda line: "stager" in line and "operator_side.supervise.rank" not in line)
-    mpirun = run.job(lambda line: Path(line[0]).name in {"mpirun", "prterun"})
-    assert len(stager) == 1
-    assert mpirun
-    for pid in (*stager, run.pid(0), run.pid(1), *mpirun):
-        os.kill(pid, signal.SIGKILL)
-    check_resumed(run, reference, "killed")
-
-
 def test_a_bug_ends_the_run_and_shows_its_traceback(run: Run) -> None:
     run.start(buggy.__file__, "20", "4", "6")
     assert run.wait() == 1, run.said()
@@ -262,25 +240,6 @@ def test_a_wrong_setting_is_said_once(run: Run) -> None:
     run.assert_nothing_left()
 
 
-@pytest.mark.soak
-def test_fewer_hosts_fewer_ranks(run: Run) -> None:
-    """Between two attempts a host is taken out of the file."""
-    hosts = run.directory / "hosts"
-    hosts.write_text("localhost slots=2\n127.0.0.1 slots=1\n")
-    run.main_job(ranks=3, options=("--min-ranks", "2", "--hosts", str(hosts), "--poll-seconds", "600"))
-    run.pause(ranks=3)
-    hosts.write_text("localhost slots=2\n")
-    for rank in range(3):
-        os.kill(run.pid(rank), signal.SIGKILL)
-    assert run.wait() == 0, run.said()
-    launched = run.status("launched")
-    assert [line["ranks"] for line in launched] == [3, 2]
-    assert [line["hosts"] for line in launched] == [["localhost:2", "127.0.0.1:1"], ["localhost:2"]]
-    assert [line["cause"] for line in run.status("ended")] == ["preempted", "done"]
-    assert load(run.cluster.out(2) / "final-0.pt")["start"] == SAVED + 1
-    run.assert_nothing_left()
-
-
 def test_sigterm_leaves_nothing(run: Run) -> None:
     run.main_job(options=("--grace-seconds", "60"))
     run.pause()
@@ -295,23 +254,6 @@ def test_sigterm_leaves_nothing(run: Run) -> None:
     ] == "stager_ended"
     run.assert_nothing_left()
     assert {item.step for item in Catalog(open_store(run.store)).list()} == {3, 7}
-
-
-@pytest.mark.soak
-def test_a_supervisor_that_is_killed_takes_its_job_with_it(run: Run, reference: Path) -> None:
-    """The flusher that it kept has nobody any more, and ends by itself."""
-    run.main_job()
-    run.pause()
-    assert run.process is not None
-    run.process.kill()
-    run.process.wait()
-    wait_until(lambda: not run.living(), 60, f"left: {run.living()}")
-    assert not runtime_directory(run.store, run.runtime).exists()
-    run.main_job()
-    assert run.wait() == 0, run.said()
-    assert [line["attempt"] for line in run.status("launched")] == [1, 2]
-    check_continued(reference, run.cluster, 1, 2, start=SAVED + 1, steps=STEPS)
-    run.assert_nothing_left()
 
 
 def test_a_second_supervisor_is_refused(run: Run) -> None:

@@ -101,10 +101,14 @@ def check_kept_once(cluster: Cluster, saves: int) -> None:
         assert event["direct"] == event["tier"].startswith("memory")
 
 
-@pytest.mark.parametrize("lost", [pytest.param("", marks=pytest.mark.soak), "memory"], ids=["memory", "disk"])
-def test_without_a_stager_a_killed_run_resumes_from_its_tiers(
-    cluster: Cluster, reference: Path, memory: Path, lost: str
+def test_without_a_stager_a_killed_run_resumes_from_its_disk_when_its_memory_is_lost(
+    cluster: Cluster, reference: Path, memory: Path
 ) -> None:
+    check_resumed_alone(cluster, reference, memory, lost=True)
+
+
+def check_resumed_alone(cluster: Cluster, reference: Path, memory: Path, *, lost: bool) -> None:
+    """Killed without a stager, and resumed; lost: the machine's memory is."""
     alone = {"HOLDFAST_STORE": cluster.store, **SMALL_ALONE}
     with cluster.start(RANKS, *RUN, str(PAUSE_AT), stager=False, env=alone) as job:
         wait_for_pause(cluster, job, kept=SAVED)
@@ -121,22 +125,6 @@ def test_without_a_stager_a_killed_run_resumes_from_its_tiers(
     assert not list(Path(cluster.store).glob("*.pt")), "nobody was there to write it"
 
 
-@pytest.mark.soak
-def test_a_store_that_is_gone_is_not_needed(cluster: Cluster, reference: Path) -> None:
-    alone = {"HOLDFAST_STORE": cluster.store, **SMALL_ALONE, "HOLDFAST_RESTORE_WITHOUT_STORE": "1"}
-    with cluster.start(RANKS, *RUN, str(PAUSE_AT), stager=False, env=alone) as job:
-        wait_for_pause(cluster, job, kept=SAVED)
-        kill_all_ranks(cluster)
-        job.wait(60)
-    shutil.rmtree(cluster.store)
-    Path(cluster.store).write_text("not a directory")
-    with cluster.start(RANKS, *RUN, stager=False, env=alone) as job:
-        job.succeed(120)
-    assert "the store does not answer" in job.output()
-    check_continued(reference, cluster, 1, 2, start=SAVED + 1, steps=STEPS)
-    assert {event["attempt"] for event in events(cluster, "restore")} == {1}
-
-
 def test_beside_the_stager_a_killed_run_resumes_from_memory(cluster: Cluster, reference: Path) -> None:
     with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
         wait_for_pause(cluster, job, kept=SAVED)
@@ -150,24 +138,6 @@ def test_beside_the_stager_a_killed_run_resumes_from_memory(cluster: Cluster, re
     check_kept_once(cluster, 3)
     durable = {event["step"] for event in events(cluster, "durable")}
     assert durable >= {3, 11}, "the stager got them as well"
-
-
-@pytest.mark.soak
-def test_a_killed_stager_ends_neither_training_nor_checkpoints(cluster: Cluster, reference: Path) -> None:
-    with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
-        wait_for_pause(cluster, job, kept=SAVED)
-        os.kill(stager_of(cluster.runtime), signal.SIGKILL)
-        (cluster.out(1) / "go-on").touch()
-        job.wait(120)
-    said = job.output()
-    assert said.count("THE STAGER IS LOST") == RANKS, said
-    assert "NO MORE CHECKPOINTS" not in said
-    tiers = {event["tier"] for event in events(cluster, "complete") if event["step"] == 11}
-    assert len(tiers) == 2, "step 11 came after the stager's death"
-    with cluster.start(RANKS, *RUN) as job:
-        job.succeed(120)
-    check_continued(reference, cluster, 1, 2, start=12, steps=STEPS)
-    check_resumed_from(cluster, "memory", 11)
 
 
 def test_after_the_stager_s_death_ranks_write_to_the_store_themselves(

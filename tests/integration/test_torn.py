@@ -19,7 +19,6 @@ from tests.integration.jobs import fingerprint
 from tests.support.job import Job, environment
 
 pytestmark = [pytest.mark.mpi]
-SAVES = int(os.environ.get("TORN_SAVES", "100"))
 SAVES_IN_LAYERS = int(os.environ.get("TORN_SAVES", "60"))
 
 
@@ -42,34 +41,6 @@ def _run(
 def _alarms(events: list[dict[str, Any]]) -> list[int]:
     """Steps at which replicas were said to differ."""
     return [line["step"] for line in events if line["event"] == "divergence"]
-
-
-def _stamps(file: Path) -> set[float]:
-    """All step numbers that stand anywhere in a checkpoint."""
-    state = torch.load(file, weights_only=True)
-    stamps = {float(state["progress"]["updates"])}
-    tensors = list(state["model"].values())
-    for of_parameter in state["optimizer"]["state"].values():
-        tensors += of_parameter.values()
-    assert len(tensors) == 3 * fingerprint.TENSORS + 1
-    for tensor in tensors:
-        stamps.update(tensor.unique().tolist())
-    return stamps
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(300 + SAVES)
-def test_no_checkpoint_mixes_two_steps(tmp_path: Path) -> None:
-    files, events = _run(tmp_path, SAVES)
-    print(f"{len(files)} checkpoints")
-    assert len(files) >= SAVES
-    compared = [line for line in events if line["event"] == "save" and "fingerprint_seconds" in line]
-    assert len(compared) >= 2 * SAVES
-    assert not _alarms(events), "a false alarm: the ranks held the same"
-    for file in files:
-        step = int(file.stem.removeprefix("step-"))
-        assert _stamps(file) == {float(step + 1)}, file
-        file.unlink()  # many of them take room
 
 
 @pytest.mark.timeout(300 + SAVES_IN_LAYERS)
@@ -97,12 +68,3 @@ def test_no_checkpoint_mixes_two_steps_that_are_updated_layer_by_layer(tmp_path:
         f"{len(files)} checkpoints; {sum(map(bool, held))} of {len(held)} updates waited; {in_flight} in flight"
     )
     assert any(held), "no update ever waited: this shows nothing"
-
-
-@pytest.mark.soak
-def test_without_the_gate_checkpoints_are_torn(tmp_path: Path) -> None:
-    """The test above can fail: with the hooks removed it would."""
-    files, events = _run(tmp_path, 60, "--no-gate")
-    torn = [file for file in files if len(_stamps(file)) > 1]
-    assert torn, f"none of {len(files)} checkpoints is torn without the gate: the fingerprint shows nothing"
-    assert _alarms(events), "no fingerprint is torn without the gate: that none is with it shows nothing"

@@ -26,7 +26,7 @@ from tests.support.doc_commands import Shown
 from tests.support.job import NOT_LAUNCHED, REPOSITORY, environment
 from tests.support.typing_pages import TUTORIAL, typed_of
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi]
 
 STEPS, EVERY = 300, 20
 LAUNCHES_MAX = 3

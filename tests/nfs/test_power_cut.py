@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +15,8 @@ from holdfast.store import open_store
 from holdfast.store.names import TEMPORARY
 from tests.nfs.machine import Guest, missing_parts, running_ganesha
 
-_WHY_NOT = (
-    missing_parts() if os.environ.get("HOLDFAST_TEST_NFS") else "starts virtual machines, minutes: make nfs"
-)
-pytestmark = [pytest.mark.nfs, pytest.mark.slow, pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)]
+_WHY_NOT = missing_parts()
+pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)]
 
 _MANY = 1000
 _CUTS = ("part {step} 2", "publish {step}", "part {step} 0", "manifest {step}")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.pm.machine import Guest, build_disk, missing_parts
 
-_WHY_NOT = (
-    missing_parts() if os.environ.get("HOLDFAST_TEST_PM") else "starts virtual machines, minutes: make pm"
-)
-pytestmark = [pytest.mark.pm, pytest.mark.slow, pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)]
+_WHY_NOT = missing_parts()
+pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)]
 
 _CUTS = ("complete 1.3", "complete 2.1", "complete 3.2")
 _MANY = 100_000

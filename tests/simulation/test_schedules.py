@@ -37,7 +37,6 @@ def play(first: int, count: int, **env: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(SECONDS_MAX + 60)
 def test_schedules() -> None:
     each = -(-SCHEDULES // WORKERS)
@@ -56,7 +55,6 @@ def test_schedules() -> None:
     assert events > 100 * schedules, "the schedules are too short to mean much"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(SECONDS_MAX + 60)
 def test_schedules_in_which_a_rank_sends_only_what_it_alone_has() -> None:
     result = play(FIRST_SEED, SCHEDULES // 10, **{SPARED_VARIABLE: "1"})

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.hosts.cluster import cluster_of
 from tests.hosts.network import Network, running_network
-from tests.slurm.slurm import why_not
+from tests.slurm.slurm import running_slurm, why_not
+from tests.slurm.story import Story
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +21,13 @@ def network() -> Iterator[Network]:
         pytest.skip(reason)
     with running_network() as made:
         yield made
+
+
+@pytest.fixture
+def story(tmp_path: Path, network: Network) -> Iterator[Story]:
+    """See `Story`."""
+    with (
+        cluster_of(tmp_path, network, None, trainers=3) as cluster,
+        running_slurm(cluster, ["t1", "t2", "t3"]) as slurm,
+    ):
+        yield Story(cluster, slurm)

@@ -1,6 +1,6 @@
 """What a test run costs: CPU seconds of each test, of the whole run, and what the host took away meanwhile.
 
-    each test: own CPU + CPU of children that ended ─► report ─► the slowest 25, and at most so many seconds for a unit test
+    each test: own CPU + CPU of children that ended ─► report ─► the slowest 25; a unit test over its budget fails
     each worker: all of its CPU ─► the sum, beside the wall clock and the host's steal
 
 CPU seconds and not those of the wall: a busy machine makes a test slow, and no test expensive. A child that outlives
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ class Costs:
         self._steal_before = _steal_seconds()
         self._of_workers = 0.0
         self._tests: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Remember where the counter stood before the fixtures."""
         item.stash[_BEFORE] = _cpu_seconds()
         return (yield)
@@ -41,26 +42,26 @@ class Costs:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Iterator[pytest.TestReport]:
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """A unit test over the budget fails; fixtures are not counted, since others may share them."""
-        report: pytest.TestReport = yield
+        report = yield
         now = _cpu_seconds()
         spent, item.stash[_BEFORE] = now - item.stash[_BEFORE], now
         report.user_properties.append((_KEY, spent))
-        limit = self._unit_seconds_max
-        if limit is not None and call.when == "call" and item.nodeid.startswith(_UNIT) and report.passed:
-            if spent > limit:
-                report.outcome = "failed"
-                report.longrepr = (
-                    f"{item.nodeid} took {spent:.1f} s of CPU, and a unit test has {limit:g} (UNIT_CPU_SECONDS_MAX in the "
-                    "Makefile): make it smaller, or move it to tests/integration or tests/soak"
-                )
+        limit = self._unit_seconds_max if item.nodeid.startswith(_UNIT) else None
+        if limit is not None and call.when == "call" and report.passed and spent > limit:
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{item.nodeid} took {spent:.1f} s of CPU, and a unit test has {limit:g} (UNIT_CPU_SECONDS_MAX "
+                "in the Makefile): make it smaller, or move it to tests/integration or tests/soak"
+            )
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Sum up over setup, call and teardown."""
         spent = sum(value for name, value in report.user_properties if name == _KEY)
         self._tests[report.nodeid] = self._tests.get(report.nodeid, 0.0) + spent
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -78,9 +79,9 @@ class Costs:
         """Print both."""
         if not self._tests:
             return
-        terminalreporter.section(f"most CPU, {_LISTED} tests")
-        for name, spent in sorted(self._tests.items(), key=lambda one: -one[1])[:_LISTED]:
-            terminalreporter.write_line(f"{spent:7.1f} s  {name}")
+        terminalreporter.section(f"the slowest {_LISTED}: on the clock, CPU")
+        for name, seconds in sorted(self._seconds.items(), key=lambda one: -one[1])[:_LISTED]:
+            terminalreporter.write_line(f"{seconds:7.1f} s {self._tests[name]:7.1f} s  {name}")
         folders: dict[str, float] = {}
         for name, spent in self._tests.items():
             folder = "/".join(name.split("::")[0].split("/")[:2])
@@ -92,7 +93,8 @@ class Costs:
         total = max(_cpu_seconds() + self._of_workers, sum(self._tests.values()))
         stolen = _steal_seconds() - self._steal_before
         terminalreporter.write_line(
-            f"{total:7.0f} s of CPU in all, {wall:.0f} s on the clock, {stolen:.0f} s taken by the host ({os.cpu_count()} cores)"
+            f"{total:7.0f} s of CPU in all, {wall:.0f} s on the clock, {stolen:.0f} s taken by the host "
+            f"({os.cpu_count()} cores)"
         )
 
 

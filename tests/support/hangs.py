@@ -1,15 +1,15 @@
 """A test that hangs ends its children, fails by name, and takes no worker with it.
 
-    timeout_seconds ─► SIGALRM: pytest-timeout fails the test where it waits
-        a second later ─► SIGKILL for every process that the test started, so that no `finally` waits for one
-        a minute later ─► the main thread was in C and heard nothing: tracebacks of all threads, and the worker ends
+timeout_seconds ─► SIGALRM: pytest-timeout fails the test where it waits
+    a second later ─► SIGKILL for every process that the test started, so that no `finally` waits for one
+    a minute later ─► the main thread was in C and heard nothing: tracebacks of all threads, and the worker ends
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -20,6 +20,7 @@ import pytest
 
 _GRACE_SECONDS = 1.0
 _DEAF_SECONDS = 60.0
+_RUN = "PYTEST_XDIST_TESTRUNUID"
 _MARK = "PYTEST_CURRENT_TEST"  # pytest sets it anew for each phase of a test, and children inherit it
 
 
@@ -34,8 +35,9 @@ class Hangs:
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> Any:
         """Beside pytest-timeout's own alarm."""
-        before = {process.pid for process in psutil.Process().children(recursive=True)}
-        self._timer = threading.Timer(settings.timeout + _GRACE_SECONDS, end_children, [item.nodeid, before])
+        self._timer = threading.Timer(
+            settings.timeout + _GRACE_SECONDS, end_children, [item.nodeid, _children()]
+        )
         self._timer.daemon = True
         self._timer.start()
         faulthandler.dump_traceback_later(settings.timeout + _DEAF_SECONDS, exit=True, file=self._stderr)
@@ -51,34 +53,35 @@ class Hangs:
         return (yield)
 
 
-def end_children(test: str, spared: set[int]) -> None:
+def end_children(test: str, before: set[int]) -> None:
     """Kill what was started in the phase in which the test is now: servers that fixtures made for others stay.
 
-    An orphan has another parent by now, and is known by its environment; one that cleared it, by its parent.
+    Args:
+        test: Its id.
+        before: The children that were there when it began.
+
+    An orphan is known by its environment, and one with an environment of its own by its parent.
     """
     phase = os.environ.get(_MARK, "")
-    ours = psutil.Process()
-    kept = {ours.pid, *spared}
-    descendants = {process.pid for process in ours.children(recursive=True)}
+    if not phase.startswith(test):
+        return  # it has ended meanwhile
+    new = [psutil.Process(pid) for pid in _children() - before if psutil.pid_exists(pid)]
+    descendants = {process.pid for child in new for process in (child, *child.children(recursive=True))}
     for process in psutil.process_iter():
-        if process.pid in kept:
-            continue
-        mark = _environment(process.pid).get(_MARK)
-        same_run = _environment(process.pid).get("PYTEST_XDIST_TESTRUNUID") == os.environ.get(
-            "PYTEST_XDIST_TESTRUNUID"
-        )
-        started_here = mark == phase and same_run if mark is not None else process.pid in descendants
-        if started_here and phase.startswith(test):
-            try:
-                os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        with contextlib.suppress(psutil.Error):  # it is gone, or somebody else's
+            variables = process.environ()
+            if _MARK in variables:
+                ours = variables[_MARK] == phase and variables.get(_RUN) == os.environ.get(_RUN)
+            else:
+                ours = process.pid in descendants
+            if ours and process.pid != os.getpid():
+                process.kill()
 
 
-def _environment(pid: int) -> dict[str, str]:
-    """As it was when the process began; empty where it cannot be read."""
-    try:
-        fields = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return dict(field.partition("=")[::2] for field in fields if "=" in field)
+def _children() -> set[int]:
+    """Of this process; asked before each test, so without a look at every process of the machine."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            found.update(map(int, (task / "children").read_text().split()))
+    return found

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+__all__ = ["INTERRUPTIBLE"]
 
-__all__ = ["interruptible"]
-
-
-def interruptible() -> None:
-    """A `preexec_fn`: SIGINT interrupts the child, also where the tests ignore it (`nohup make test &` in a script)."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# Before a command: SIGINT interrupts it, also where the tests ignore it (`nohup make test &` in a script).
+INTERRUPTIBLE = ("env", "--default-signal=INT")

@@ -28,7 +28,7 @@ from holdfast.image.manifest import State
 from operator_side.commands.target import parse_target
 from tests.support.checkpoints import CHUNK_BYTES, add, add_small, manifest_of, small_image
 from tests.support.memory_store import MemoryStore
-from tests.support.signals import interruptible
+from tests.support.signals import INTERRUPTIBLE
 
 
 @pytest.fixture(autouse=True)
@@ -189,10 +189,9 @@ def test_ctrl_c_in_a_real_process_is_130(tmp_path: Path) -> None:
         "c.main(['ls', sys.argv[1]])"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(fifo)],
+        [*INTERRUPTIBLE, sys.executable, "-c", code, str(fifo)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=interruptible,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"there\n"

@@ -16,7 +16,6 @@ from benchmarks.experiments.makespan import cell
 _SECONDS_MAX = 120
 
 
-@pytest.mark.soak
 @pytest.mark.mpi
 def test_an_experiment_measures_and_leaves_nothing(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]

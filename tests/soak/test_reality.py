@@ -20,10 +20,10 @@ import pytest
 from benchmarks.experiments.reality import ERROR_MAX, error
 
 _SECONDS_MAX = 1500
+
 _ROUNDS = 3
 
 
-@pytest.mark.soak
 @pytest.mark.mpi
 @pytest.mark.timeout(_SECONDS_MAX + 60)
 def test_the_prediction_is_within_a_tenth_of_what_comes(tmp_path: Path) -> None:

@@ -107,16 +107,6 @@ def pull_all(place: S3Place, steps: set[int], destination: Path) -> list[Path]:
     return pulled
 
 
-@pytest.mark.soak
-def test_a_run_on_moto(uninterrupted: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in uninterrupted.place.environment.items():
-        monkeypatch.setenv(name, value)
-    steps = {3, 7, 11}
-    items = check_bucket(uninterrupted.place, steps)
-    assert all(item.state == State.VERIFIED for item in items)
-    check_loadable(pull_all(uninterrupted.place, steps, tmp_path / "pulled"))
-
-
 def test_a_killed_run_continues_bit_for_bit_from_swift(
     uninterrupted: Finished, swift_s3: S3Place, tmp_path: Path
 ) -> None:

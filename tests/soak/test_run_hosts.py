@@ -38,7 +38,6 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
         yield made
 
 
-@pytest.mark.soak
 def test_a_host_that_vanishes_is_a_preemption(tmp_path: Path, hosts: TwoHosts) -> None:
     agent = tmp_path / "agent-of-run"
     agent.write_text(_AGENT.format(here=hosts.here, wire=hosts.wire, name=hosts.name))

@@ -12,7 +12,6 @@ EPOCHS, WIDTH = 12, 256
 
 
 @pytest.mark.mpi
-@pytest.mark.soak  # three starts of a supervised job; the drill shows in less time that a resumed run is the same
 def test_a_training_that_is_restarted_is_as_accurate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -1,0 +1,1 @@
+"""What the pages say is there and works: files, names, commands, links, figures."""

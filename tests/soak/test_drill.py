@@ -1,0 +1,81 @@
+"""Nightly, more of tests/integration/test_drill.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import drilled
+from tests.integration.test_drill import _SETTINGS, SECONDS_MAX, drill, left
+from tests.support.job import environment
+from tests.support.signals import INTERRUPTIBLE
+
+pytestmark = [pytest.mark.mpi]
+
+
+def test_a_script_that_saves_all_goes_on_exactly(tmp_path: Path) -> None:
+    """Two kills, one of them with a notice."""
+    code, said, stderr = drill(tmp_path, "--kills", "2", "--seed", "4", script=("60", "10"))
+    assert code == 0, f"{said}\n{stderr}"
+    assert said["passed"]
+    assert [bool(kill["notice"]) for kill in said["kills"]].count(True) == 1
+    assert all(kill["exact"] and not kill["wrong"] for kill in said["kills"])
+    assert said["files_compared"] >= 6
+    assert said["files_differ"] == 0
+    assert said["samples"] == {"trained": 60 * 2 * drilled.BATCH, "skipped": 0, "repeated": 0}
+    for kill in said["kills"]:
+        assert 0 <= kill["resumed_from"] <= kill["last_step"]
+        assert kill["phases"].keys() >= {
+            "ended_seconds",
+            "launched_seconds",
+            "restored_seconds",
+            "training_seconds",
+        }
+
+
+@pytest.mark.parametrize(("bug", "name"), [("rng", "model/0.weight"), ("data", "samples:")])
+def test_each_bug_is_named(tmp_path: Path, bug: str, name: str) -> None:
+    code, said, _ = drill(tmp_path, "--kills", "1", "--with", "none", script=("60", "10", bug))
+    assert code == 1
+    assert name in str([said["wrong"], [kill["wrong"] for kill in said["kills"]]])
+    assert (said["samples"]["repeated"] > 0) == (bug == "data")
+
+
+def test_every_kind_of_kill(tmp_path: Path) -> None:
+    code, said, stderr = drill(tmp_path, "--kills", "4", "--with", "none", script=("80", "10"))
+    assert code == 0, f"{said}\n{stderr}"
+    names = {kill["what"] for kill in said["kills"]}
+    assert {"all ranks", "stager and ranks", "mpirun"} < names
+    assert len(names) == 4
+
+
+def test_a_drill_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
+    runtime = tmp_path / "runtime"
+    line = [
+        *INTERRUPTIBLE,
+        sys.executable,
+        "-m",
+        "holdfast",
+        "drill",
+        "-n",
+        "2",
+        "--dir",
+        str(tmp_path / "drill"),
+        *_SETTINGS,
+    ]
+    with subprocess.Popen(
+        [*line, "--", sys.executable, drilled.__file__, "6000", "10"],
+        env=environment(runtime),
+        stderr=subprocess.PIPE,
+    ) as process:
+        diary = tmp_path / "drill" / "reference" / "logs" / "diary.jsonl"
+        while process.poll() is None and not diary.exists():
+            pass
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(SECONDS_MAX) == 130
+    assert not left(runtime)

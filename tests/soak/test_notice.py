@@ -1,0 +1,122 @@
+"""Nightly, more of tests/integration/test_notice.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_notice import (
+    _WAIT_SECONDS_MAX,
+    NEVER,
+    STEPS,
+    Spot,
+    check_resumes,
+    check_saved_among_themselves,
+    make,
+    reference,
+)
+from tests.support.cluster import load, losses, same, wait_until
+from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN
+
+pytestmark = [pytest.mark.mpi]
+
+
+@pytest.mark.parametrize("name", ["sigterm", "sigusr1"])
+def test_a_signal_is_a_notice_too(make: Callable[[int], Spot], reference: Path, name: str) -> None:
+    """SIGTERM to one rank; SIGUSR1 to mpirun, which passes it on to all, the stager among them."""
+    spot = make(2)
+    spot.env["HOLDFAST_WATCH"] = name
+    with spot.cluster.start(2, str(STEPS), str(NEVER)) as job:
+        spot.train_until(job, 10)
+        if name == "sigterm":
+            os.kill(spot.pid(0), signal.SIGTERM)
+        else:
+            os.kill(job.process.pid, signal.SIGUSR1)
+        saved = spot.wait_for(job, "emergency_staged")["saved_step"]
+        spot.train_until(job, saved + 5)
+        for rank in range(2):
+            os.kill(spot.pid(rank), signal.SIGKILL)
+        job.wait(60)
+    spot.cluster.wait_for_flusher()
+    told = [(notice["source"], notice["told_rank"]) for notice in spot.events("notice")]
+    assert sorted(told) == [(name, rank) for rank in range(1 if name == "sigterm" else 2)]
+    assert len(spot.events("emergency")) == 1
+    check_resumes(spot, reference, saved)
+
+
+def test_ranks_that_are_told_at_the_same_time_save_one_step(make: Callable[[int], Spot]) -> None:
+    spot = make(3)
+    with spot.cluster.start(3, str(STEPS), str(NEVER)) as job:
+        spot.train_until(job, 10)
+        for server in spot.servers:
+            server.interrupt(20)
+        saved = spot.wait_for(job, "emergency_staged")["saved_step"]
+        wait_until(lambda: len(spot.events("notice")) == 3, _WAIT_SECONDS_MAX, job.output())
+        spot.train_until(job, saved + 60)  # several looks of each watch, which hear the same again
+        job.kill()
+    spot.cluster.wait_for_flusher()
+    assert len(spot.events("emergency")) == 1
+    assert spot.steps() == [saved]
+    assert sorted(event["told_rank"] for event in spot.events("notice")) == [0, 1, 2]
+
+
+def test_a_rebalance_saves_now_and_more_often_and_training_goes_on(
+    make: Callable[[int], Spot], reference: Path
+) -> None:
+    spot, every = make(2), 60
+    with spot.cluster.start(2, str(STEPS), str(every)) as job:
+        spot.train_until(job, 65)
+        spot.servers[0].recommend()
+        saved = spot.wait_for(job, "emergency_staged")["saved_step"]
+        job.succeed(120)
+    spot.cluster.wait_for_flusher()
+    before = [step for step in spot.steps() if step < saved]
+    after = [step for step in spot.steps() if step > saved]
+    assert before == [59]
+    assert after == [step for step in range(saved + 1, STEPS) if (step + 1) % 15 == 0]
+    for rank in range(2):
+        final = load(spot.cluster.out(1) / f"final-{rank}.pt")
+        assert same(final, load(reference / f"final-{rank}.pt")), "a notice has changed the training"
+
+
+def test_a_metadata_server_that_hangs_disturbs_nothing(make: Callable[[int], Spot], reference: Path) -> None:
+    spot, every = make(2), 60
+    for server in spot.servers:
+        server.hanging.set()
+    with spot.cluster.start(2, str(STEPS), str(every)) as job:
+        job.succeed(120)
+        said = job.output()
+    spot.cluster.wait_for_flusher()
+    assert all(server.asked[AWS_TOKEN] >= 2 and not server.asked[AWS_ACTION] for server in spot.servers)
+    assert said.count("the watch cannot ask aws") == 2  # once by each rank, however often in vain
+    assert spot.steps() == [59, 119, 179, 239]
+    assert spot.events("notice") == spot.events("declined") == []
+    for rank in range(2):
+        assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
+
+
+def test_without_a_stager_a_notice_that_comes_too_late_breaks_nothing(
+    make: Callable[[int], Spot], reference: Path
+) -> None:
+    spot = make(2)
+    spot.env |= {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": spot.cluster.store}
+    with spot.cluster.start(2, str(STEPS), str(NEVER), stager=False) as job:
+        spot.train_until(job, 10)
+        spot.servers[0].interrupt(-3)
+        job.succeed(120)
+        said = job.output()
+    assert [event["choice"] for event in spot.events("emergency")] == ["skip"]
+    assert "nothing is kept in the store" in said
+    assert not spot.events("kept")
+    for rank in range(2):
+        assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
+
+
+def test_without_a_stager_the_ranks_save_one_step_into_the_store(
+    make: Callable[[int], Spot], reference: Path
+) -> None:
+    check_saved_among_themselves(make(2), reference, "store", told=1)

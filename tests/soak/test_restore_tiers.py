@@ -1,0 +1,17 @@
+"""Nightly, more of tests/integration/test_restore_tiers.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.test_restore_tiers import Cluster, cluster
+
+pytestmark = [pytest.mark.mpi]
+
+
+def test_three_ranks_go_on_from_what_two_have_kept(cluster: Cluster) -> None:
+    cluster.save(2, 5, 6)
+    reports = cluster.restore(3)
+    assert [(report["step"], report["own"]) for report in reports] == [(5, 0), (5, 1), (5, -1)]
+    assert reports[2]["sources"] == {}
+    assert [report["newest_attempt"] for report in reports] == [1, 1, 1]

@@ -1,0 +1,69 @@
+"""Nightly, more of tests/integration/test_run.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from holdfast.ring.directory import runtime_directory
+from tests.integration.test_run import SAVED, STEPS, Run, check_resumed, reference, run
+from tests.support.cluster import check_continued, load, wait_until
+
+pytestmark = [pytest.mark.mpi]
+
+
+def test_one_rank_is_enough(run: Run, reference: Path) -> None:
+    """The other one sleeps, and would for a minute: it is ended because it cannot go on alone."""
+    run.main_job(options=("--set=rank_seconds_max=5",))
+    run.pause()
+    os.kill(run.pid(1), signal.SIGKILL)
+    check_resumed(run, reference, "killed")
+
+
+def test_ranks_stager_and_mpirun_are_killed(run: Run, reference: Path) -> None:
+    run.main_job()
+    run.pause()
+    stager = run.job(lambda line: "stager" in line and "operator_side.supervise.rank" not in line)
+    mpirun = run.job(lambda line: Path(line[0]).name in {"mpirun", "prterun"})
+    assert len(stager) == 1
+    assert mpirun
+    for pid in (*stager, run.pid(0), run.pid(1), *mpirun):
+        os.kill(pid, signal.SIGKILL)
+    check_resumed(run, reference, "killed")
+
+
+def test_fewer_hosts_fewer_ranks(run: Run) -> None:
+    """Between two attempts a host is taken out of the file."""
+    hosts = run.directory / "hosts"
+    hosts.write_text("localhost slots=2\n127.0.0.1 slots=1\n")
+    run.main_job(ranks=3, options=("--min-ranks", "2", "--hosts", str(hosts), "--poll-seconds", "600"))
+    run.pause(ranks=3)
+    hosts.write_text("localhost slots=2\n")
+    for rank in range(3):
+        os.kill(run.pid(rank), signal.SIGKILL)
+    assert run.wait() == 0, run.said()
+    launched = run.status("launched")
+    assert [line["ranks"] for line in launched] == [3, 2]
+    assert [line["hosts"] for line in launched] == [["localhost:2", "127.0.0.1:1"], ["localhost:2"]]
+    assert [line["cause"] for line in run.status("ended")] == ["preempted", "done"]
+    assert load(run.cluster.out(2) / "final-0.pt")["start"] == SAVED + 1
+    run.assert_nothing_left()
+
+
+def test_a_supervisor_that_is_killed_takes_its_job_with_it(run: Run, reference: Path) -> None:
+    """The flusher that it kept has nobody any more, and ends by itself."""
+    run.main_job()
+    run.pause()
+    assert run.process is not None
+    run.process.kill()
+    run.process.wait()
+    wait_until(lambda: not run.living(), 60, f"left: {run.living()}")
+    assert not runtime_directory(run.store, run.runtime).exists()
+    run.main_job()
+    assert run.wait() == 0, run.said()
+    assert [line["attempt"] for line in run.status("launched")] == [1, 2]
+    check_continued(reference, run.cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    run.assert_nothing_left()

@@ -1,0 +1,76 @@
+"""The main job on real parts: trained, killed, started again as a fresh cluster that knows only the store's URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.image.manifest import State
+from holdfast.store import open_store
+from tests.integration.jobs import train
+from tests.support.cluster import Cluster, check_continued, check_loadable, kill_ranks
+from tests.support.fsspec_site import sitecustomize  # noqa: F401 - registers the driver here, too
+
+pytestmark = [pytest.mark.mpi]
+STEPS, EVERY, PAUSE_AT, SAVED = 14, 4, 9, 7
+RUN = (str(STEPS), str(EVERY))
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path, str(tmp_path / "store"), {}, script=train.__file__)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """The same training, never interrupted."""
+    directory = tmp_path_factory.mktemp("reference")
+    cluster = Cluster(directory, str(directory / "store"), {}, script=train.__file__)
+    with cluster.start(2, *RUN) as job:
+        job.succeed(120)
+    cluster.wait_for_flusher()
+    return cluster
+
+
+@pytest.fixture
+def reference(finished: Cluster) -> Path:
+    """What its ranks wrote."""
+    return finished.out(1)
+
+
+def check_files(store: Path) -> None:
+    """Every published file opens without holdfast; nothing partial is to be seen."""
+    files = sorted(store.glob("*.pt"))
+    assert files
+    assert {path.name for path in store.iterdir()} == {
+        ".holdfast",
+        *(path.name for path in files),
+        *(path.with_suffix(".json").name for path in files),
+    }
+    assert not [
+        path for path in (store / ".holdfast").rglob("*") if path.is_file() and path.parent.name == "tmp"
+    ]
+    check_loadable(files)
+
+
+def test_a_killed_run_continues_bit_for_bit(local: Cluster, reference: Path) -> None:
+    check_killed_and_continued(local, reference, ulfm=True)
+
+
+def check_killed_and_continued(local: Cluster, reference: Path, *, ulfm: bool) -> None:
+    """Kill all ranks in the middle, start again, compare with the run that nobody killed."""
+    with local.start(2, *RUN, str(PAUSE_AT), ulfm=ulfm) as job:
+        kill_ranks(local, job, 2, 1, saved=SAVED)
+        job.wait(60)
+    local.wait_for_flusher()
+    check_files(Path(local.store))
+    with local.start(2, *RUN) as job:
+        job.succeed(120)
+    local.wait_for_flusher()
+    check_continued(reference, local, 1, 2, start=SAVED + 1, steps=STEPS)
+    check_files(Path(local.store))
+    items = Catalog(open_store(local.store)).list()
+    assert {item.step for item in items} == {3, 7, 11}
+    assert all(item.state == State.VERIFIED for item in items)
