@@ -5,7 +5,8 @@
     cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere
 
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
-`regular` is run by `make check` as well: eight of the cells, one for each set of victims.
+`regular` is run by `make check` as well: nine of the cells, one for each set of victims and a
+flusher that is killed again in recovery.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ _REGULAR = frozenset(
         "all parts written x everything",
         "between file and manifest x the machine",
         "mid-retention x flusher",
+        "killed again in recovery x flusher",
     }
 )
 _ON_S3 = (

@@ -59,7 +59,7 @@ class Costs:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Sum up over setup, call and teardown."""
-        spent = sum(value for name, value in report.user_properties if name == _KEY)
+        spent = sum(float(str(value)) for name, value in report.user_properties if name == _KEY)
         self._tests[report.nodeid] = self._tests.get(report.nodeid, 0.0) + spent
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
 

@@ -4,8 +4,8 @@
                                │no
                                └─► SCENE (the page's names ─► the scene's) ─► bash, in order, in a folder for each page
 
-What no entry of `NOT_TYPED` begins like is typed: docs/tutorial.md by tests/integration/test_tutorial.py, all others by
-tests/integration/test_pages.py. `python -m tests.support.typing_pages` counts them.
+What no entry of `NOT_TYPED` begins like is typed: docs/tutorial.md by tests/pages/test_tutorial.py, all others by
+tests/pages/test_pages.py. `python -m tests.support.typing_pages` counts them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from tests.pages.test_documents import pages
 from tests.support.doc_commands import ELSEWHERE, Shown, shown
-from tests.unit.test_documents import pages
 
 __all__ = [
     "EXIT_CODES",
@@ -44,19 +44,22 @@ NOT_TYPED = {
     "make lint": "CI runs it before the tests",
     "make types": "CI runs it beside the tests",
     "make ci": _OWN_TARGET + "the one that this test is of",
-    "make test": _OWN_TARGET + "the one that this test is of, or a part of it",
+    "make test": _OWN_TARGET + "what CI runs before this one",
+    "make check": _OWN_TARGET + "the one that this test is of",
+    "make rest": _OWN_TARGET + "the one that this test is of, or a part of it",
+    "make soak": _OWN_TARGET + "more than an hour",
     "SIMULATION_SCHEDULES=200000": _OWN_TARGET + "a night of it",
-    "make chaos": _OWN_TARGET + "tests/chaos, which `make test` runs too",
-    "make infra": _OWN_TARGET + "tests/infra, which `make test` runs too; installs packages as root",
+    "make chaos": _OWN_TARGET + "tests/chaos, of which `make check` runs a part",
+    "make infra": _OWN_TARGET + "tests/infra, which `make check` runs too; installs packages as root",
     "make pm": _OWN_TARGET + "a power cut in QEMU; installs packages as root",
     "make hosts": _OWN_TARGET + "minutes with network namespaces; installs packages as root",
     "make slurm": _OWN_TARGET + "minutes with a Slurm on several hosts; installs packages as root",
     "make nfs": _OWN_TARGET + "a power cut in QEMU; installs packages as root",
-    "make demo": "two to three minutes; `make soak` plays it (tests/integration/test_demo.py)",
-    "make bench": "ten minutes and more; `make soak` runs a small one (tests/integration/test_benchmarks.py)",
-    "make figures": "writes into docs/; tests/unit/test_benchmarks_document.py compares what it would write",
-    "python -m benchmarks reality": "many minutes; `make soak` plays it (tests/integration/test_reality.py)",
-    "REALITY_TRACE=": "many minutes; `make soak` plays it (tests/integration/test_reality.py)",
+    "make demo": "two to three minutes; `make soak` plays it (tests/soak/test_demo.py)",
+    "make bench": "ten minutes and more; `make soak` runs a small one (tests/soak/test_benchmarks.py)",
+    "make figures": "writes into docs/; tests/pages/test_benchmarks_document.py compares what it would write",
+    "python -m benchmarks reality": "many minutes; `make soak` plays it (tests/soak/test_reality.py)",
+    "REALITY_TRACE=": "many minutes; `make soak` plays it (tests/soak/test_reality.py)",
     'eval "$(holdfast completion zsh)"': "in zsh; tests/integration/test_completion.py asks each shell that is there",
     "holdfast run -n 8 --cluster": "needs machines that can be reached; moto's cannot",
     "holdfast drill -n 2 --kills 3": _DRILL,

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from yamllint import linter  # type: ignore[import-untyped]
 from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
-from tests.unit.test_documents import text
+from tests.pages.test_documents import text
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "docker-compose.yml"
@@ -24,6 +24,8 @@ TARGETS = {
     "setup",
     "demo",
     "test",
+    "check",
+    "rest",
     "chaos",
     "lint",
     "types",
@@ -81,11 +83,35 @@ def test_an_old_python_is_refused_by_name_before_anything_is_made(tmp_path: Path
     assert not (tmp_path / "venv").exists()
 
 
-def test_ci_runs_the_same_targets_as_people() -> None:
-    script = ROOT / ".ci/run"
-    assert os.access(script, os.X_OK)
-    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-    assert re.findall(r"make (\w+)", script.read_text()) == ["lint", "types", "test"]
+@pytest.mark.parametrize(
+    ("fails", "code", "last"),
+    [
+        ("", 0, "30 passed, 0 failed, 5 skipped"),
+        ("rest", 2, "29 passed, 1 failed, 5 skipped"),
+        ("types", 2, "30 passed, 0 failed, 5 skipped"),
+    ],
+)
+def test_ci_runs_the_same_targets_as_people_and_sums_up(
+    tmp_path: Path, fails: str, code: int, last: str
+) -> None:
+    make = tmp_path / "make"
+    make.write_text(f"""#!/bin/sh
+echo $1 >>{tmp_path}/ran
+case $1-{fails} in
+test-*) echo "============ 10 passed, 3 skipped in 284.20s (0:04:44) ============" ;;
+rest-rest) echo "===== 1 failed, 19 passed, 2 skipped, 1 warning in 9.1s =====" ;;
+rest-*) echo "20 passed, 2 skipped, 2 deselected in 9.1s" ;;
+esac
+test $1 != "{fails}" || exit 2
+""")
+    make.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci/run"], env=environment, capture_output=True, text=True, check=False)
+    assert (tmp_path / "ran").read_text().split()[0] == "lint"
+    assert sorted((tmp_path / "ran").read_text().split()) == ["lint", "rest", "test", "types"]
+    assert done.stdout.splitlines()[-1] == last
+    assert done.returncode == code
+    assert ("not passed" in done.stdout) == bool(fails)
 
 
 # -- the licence -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def test_the_page_names_every_cell_and_no_other() -> None:
 def test_what_is_run_each_time_has_every_stage_and_every_victim() -> None:
     assert len({cell.name for cell in CELLS}) == len(CELLS)
     regular = [cell for cell in CELLS if cell.regular]
-    assert len(regular) == 8
+    assert len(regular) == 9
     assert {cell.victims for cell in regular} == set(VICTIMS)
     assert {cell.ulfm for cell in regular} == {True, False}
     assert {"s3", "directory"} == {cell.store for cell in regular}

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.unit.test_documents import blocks, text
+from tests.pages.test_documents import blocks, text
 
 
 def calls(tree: ast.AST) -> dict[str, set[str]]:

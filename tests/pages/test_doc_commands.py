@@ -1,6 +1,6 @@
 """Every command in every page is one that its program takes, and is typed by a test or has a reason why it is not.
 
-They are typed by tests/integration/test_pages.py, and those of the tutorial by test_tutorial.py beside it.
+They are typed by tests/pages/test_pages.py, and those of the tutorial by test_tutorial.py beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages.test_documents import pages
 from tests.support.doc_commands import (
     ELSEWHERE,
     LANGUAGES,
@@ -33,7 +34,6 @@ from tests.support.typing_pages import (
     plan,
     typed_of,
 )
-from tests.unit.test_documents import pages
 
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
 

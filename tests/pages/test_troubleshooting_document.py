@@ -16,7 +16,7 @@ from holdfast import errors
 from holdfast.command.cli import cli
 from holdfast.errors import HoldfastError, help_for
 from operator_side.commands.explain import section
-from tests.unit.test_documents import ROOT, files, headings, text
+from tests.pages.test_documents import ROOT, files, headings, text
 
 PAGE = "docs/troubleshooting.md"
 PACKAGES = ("holdfast/", "trainer_side/", "stager/", "flusher/", "operator_side/")

@@ -120,7 +120,7 @@ def test_files_that_the_source_names_are_in_the_tree() -> None:
         f"{source}: {name}"
         for source in files()
         if source.endswith((".py", ".toml", ".sh", ".yml", "Makefile"))
-        and source != "tests/unit/test_documents.py"
+        and source != "tests/pages/test_documents.py"
         for name in path.findall(text(source))
         if not is_there(name, source)
     }

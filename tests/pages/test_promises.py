@@ -1,0 +1,121 @@
+"""A test that `make check` runs stands behind each promise of docs/reliability.md; others have their target named."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.chaos.cells import CELLS
+from tests.support.job import REPOSITORY
+
+_PAGE = REPOSITORY / "docs" / "reliability.md"
+_MATRIX = "tests/chaos/regular/test_matrix.py"
+
+
+class Promise(NamedTuple):
+    """A row of the table: what must be true, the tests that are named, and the targets beside `make check`."""
+
+    what: str
+    tests: tuple[str, ...]
+    targets: frozenset[str]
+
+
+def selected() -> list[str]:
+    """What `make check` gives to pytest."""
+    line = "print: ; @echo $(TEST_FOLDERS) $(REST_FOLDERS)"
+    done = subprocess.run(
+        ["make", "--no-print-directory", f"--eval={line}", "print"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def promises(page: str) -> Iterator[Promise]:
+    """The rows of the table under "What breaks"."""
+    table = page.partition("## What breaks")[2].partition("\n## ")[0]
+    for line in table.splitlines():
+        if not line.startswith("| ") or line.startswith("| what breaks"):
+            continue
+        what, _, shown = (cell.strip() for cell in line.strip("| ").split(" | "))
+        tests = re.findall(r"`((?:tests/|test_)[\w./]+)`", shown)
+        if "kill matrix" in shown.lower():
+            tests.append(_MATRIX)
+        yield Promise(what, tuple(tests), frozenset(re.findall(r"`make (\w+)", shown)))
+
+
+def is_in(name: str, folders: list[str]) -> bool:
+    return any(Path(name).is_relative_to(folder) for folder in folders)
+
+
+def complaints(page: str, folders: list[str]) -> list[str]:
+    """What is promised and not shown by `make check`."""
+    wrong = []
+    for promise in promises(page):
+        elsewhere = [name for name in promise.tests if not is_in(name, folders)]
+        wrong += [
+            f"{promise.what}: {name} is not there"
+            for name in promise.tests
+            if not (REPOSITORY / name).exists()
+        ]
+        wrong += [
+            f"{promise.what}: {name} is not in `make check`, and its own target is not named"
+            for name in elsewhere
+            if not promise.targets & set(Path(name).parts)
+        ]
+        if len(elsewhere) == len(promise.tests):
+            wrong.append(f"{promise.what}: no test in `make check`")
+    return wrong
+
+
+def test_a_test_in_make_check_stands_behind_each_promise() -> None:
+    page = _PAGE.read_text(encoding="utf-8")
+    assert len(list(promises(page))) > 25
+    assert complaints(page, selected()) == []
+
+
+def test_each_of_them_is_collected() -> None:
+    folders = selected()
+    named = {name for promise in promises(_PAGE.read_text(encoding="utf-8")) for name in promise.tests}
+    names = sorted(name for name in named if is_in(name, folders))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *names],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = [line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line]
+    assert [name for name in names if not any(Path(one).is_relative_to(name) for one in collected)] == []
+
+
+def test_the_cells_of_the_kill_matrix_that_make_check_runs_have_all_victims_that_the_page_names() -> None:
+    rows = [line for line in _PAGE.read_text(encoding="utf-8").splitlines() if "kill matrix" in line.lower()]
+    shown = [part for row in rows for part in row.lower().split("kill matrix")[1:]]
+    named = {name for part in shown for name in re.findall(r"\*([a-z ]+)\*", part)}
+    assert len(named) > 5
+    assert named <= {name for cell in CELLS if cell.regular for name in (cell.victims.name, cell.stage.name)}
+
+
+@pytest.mark.parametrize(
+    ("shown", "complaint"),
+    [
+        ("`tests/gone/`", "is not there"),
+        ("`test_notice.py`", "is not there"),
+        ("`tests/soak/test_torn.py`", "its own target is not named"),
+        ("`tests/soak/test_torn.py` (`make soak`)", "no test in `make check`"),
+        ("by looking at it", "no test in `make check`"),
+    ],
+)
+def test_a_promise_without_a_test_is_found(shown: str, complaint: str) -> None:
+    page = f"## What breaks\n\n| what breaks | it | shown by |\n|---|---|---|\n| all | well | {shown} |\n"
+    assert any(complaint in found for found in complaints(page, selected()))
