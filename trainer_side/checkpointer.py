@@ -42,6 +42,7 @@ from trainer_side.save.places import Room
 from trainer_side.save.planner import Planner
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver
+from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.transfer import TransferState
 
 _log = logging.getLogger("holdfast.trainer")
@@ -72,6 +73,8 @@ class Checkpointer:
         StoreError: The stager, or a job without one, cannot use the store; training has not begun.
         FencedError: Another stager writes this run.
         PeerLost: A rank or the stager did not come within `start_seconds_max`.
+        StateError: Something in the state is split among the ranks by its class (FSDP1, DeepSpeed,
+            `ZeroRedundancyOptimizer`, pipelines): what, where, and what to do instead.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Checkpointer:
             if not (isinstance(name, str) and name and "/" not in name):
                 raise StateError(f"names in the state are non-empty strings without '/', got {name!r}")
         self._state = dict(state)
+        refuse_split_objects(self._state)
         self._config = config or TrainerConfig()
         fixed = chosen(every, self._config)
         self._every = fixed or 0

@@ -1,7 +1,7 @@
 """Whether all ranks hold the same tensors, and how much room they all leave for what may grow.
 
-    PROPOSE of every rank ─► tables equal? ─ yes ─► RESERVED: the same reserves for all
-                                 └────────── no ──► REFUSED: which rank, which tensor, expected, got
+    PROPOSE of every rank ─► tables equal? ─ yes ─► replicas equal? ─ yes ─► RESERVED: the same reserves for all
+                                 └────────── no ──────────┴────────── no ──► REFUSED: which rank, which tensor, why
 
 Pure: proposals in, an answer out. One round is open at a time; a rank that proposes twice before all have proposed
 replaces what it said. Whoever leads the round uses it: the stager, or with local tiers the ranks' own council.
@@ -10,11 +10,14 @@ replaces what it said. Whoever leads the round uses it: the stager, or with loca
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, StateError
-from holdfast.wire.frames import Agreement, Proposal
+from holdfast.wire.frames import Agreement, Proposal, peer_error
+from holdfast.wire.proof import Proven, prove, ranks_named
 
+_NAMED_MAX = 1000  # tensors in one message
 _PAGE_BYTES = 4096
 _PICKLE_RESERVE_UNIT_BYTES = 64 * 1024
 
@@ -41,11 +44,21 @@ class Round:
         if len(self._proposals) < self._ranks:
             return None
         proposals, self._proposals = self._proposals, {}
+        refused = _refused(proposals)
+        if refused is not None:
+            return refused
         first = proposals[0]
         for other in range(1, self._ranks):
             complaint = difference(first, proposals[other])
             if complaint:
-                return StateError(f"rank {other}: {complaint}; every rank must hand over the same state")
+                return StateError(
+                    f"rank {other}: {complaint}; every rank must hand over the same state. A model that is split "
+                    "among the ranks (pipeline stages, experts, shards) cannot be saved as one: hand over each rank's "
+                    "part as PerRank(..., same_ranks=True)"
+                )
+        proven = _proven(proposals)
+        if proven.refusal:
+            return StateError(proven.refusal)
         names = first.per_rank_bytes
         return Agreement(
             pickle_reserve_bytes=pickle_reserve_bytes(first.pickle_bytes),
@@ -53,6 +66,7 @@ class Round:
                 name: _round_up(max(proposal.per_rank_bytes[name] for proposal in proposals.values()))
                 for name in names
             },
+            rank0_only=proven.rank0_only[:_NAMED_MAX],
         )
 
     def overdue(self, now: float) -> HoldfastError | None:
@@ -72,6 +86,25 @@ class Round:
             return None
         self._proposals = {}
         return PeerLost(f"the ranks cannot agree on a layout: {reason}")
+
+
+def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
+    """What some ranks refuse, for all; None if none does."""
+    said: dict[tuple[str, str], list[int]] = {}
+    for rank, proposal in sorted(proposals.items()):
+        if proposal.refusal is not None:
+            said.setdefault(proposal.refusal, []).append(rank)
+    for (code, message), ranks in said.items():
+        everybody = len(ranks) == len(proposals)
+        return peer_error(code, message if everybody else f"{ranks_named(ranks)}: {message}")
+    return None
+
+
+def _proven(proposals: Mapping[int, Proposal]) -> Proven:
+    sums = {rank: proposal.sums for rank, proposal in sorted(proposals.items())}
+    if len(sums) < 2 or not all(sums.values()):
+        return Proven("", ())
+    return prove(proposals[0].table, sums)
 
 
 def pickle_reserve_bytes(pickle_bytes: int) -> int:

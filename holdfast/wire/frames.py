@@ -23,6 +23,7 @@ from typing import Any
 
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.wire.proof import decode_sums, encode_sums
 
 VERSION = 7
 CONTROL_TAG = 1
@@ -349,21 +350,34 @@ class Proposal:
         table: Rows `[path, dtype, shape, owner]`, in the order of the state.
         pickle_bytes: Size of the rank's pickle now; rank 0's decides the reserve.
         per_rank_bytes: For each `PerRank` value the bytes this rank needs, slack included.
+        sums: For each row of the table, the CRC-32 of all bytes of the tensor; empty where they are not compared.
+        refusal: Instead of all that: why this rank cannot save its state, as `(code, message)`.
     """
 
     table_digest: str
     table: list[list[Any]]
     pickle_bytes: int
     per_rank_bytes: dict[str, int]
+    sums: tuple[int, ...] = ()
+    refusal: tuple[str, str] | None = None
+
+    @classmethod
+    def refused(cls, error: HoldfastError) -> Proposal:
+        """What a rank says whose state cannot be saved, so that the others do not wait for it."""
+        return cls("", [], 0, {}, refusal=(error.code, str(error)[:_ERROR_CHARACTERS_MAX]))
 
     def to_frame(self, attempt: int) -> bytes:
         """The PROPOSE message."""
-        document = {
+        document: dict[str, Any] = {
             "table_digest": self.table_digest,
             "pickle_bytes": self.pickle_bytes,
             "per_rank_bytes": self.per_rank_bytes,
             "table": self.table,
         }
+        if self.sums:
+            document["sums"] = encode_sums(self.sums)
+        if self.refusal is not None:
+            document["refusal"] = dict(zip(("code", "message"), self.refusal, strict=True))
         return encode(Kind.PROPOSE, attempt=attempt, body=zlib.compress(to_json(document), 1))
 
     @classmethod
@@ -391,7 +405,21 @@ class Proposal:
         sizes = [document["pickle_bytes"], *document["per_rank_bytes"].values()]
         if not all(type(size) is int and 0 <= size < _WHOLE_MAX for size in sizes):
             raise ProtocolError(f"PROPOSE: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
-        return cls(**{name: document[name] for name in cls.__dataclass_fields__})
+        sums, refusal = document.get("sums", ""), document.get("refusal")
+        if not isinstance(sums, str):
+            raise ProtocolError(f"PROPOSE: sums is {type(sums).__name__}, expected text")
+        if refusal is not None and not (
+            isinstance(refusal, dict) and all(type(refusal.get(name)) is str for name in ("code", "message"))
+        ):
+            raise ProtocolError(f"PROPOSE: refusal is {refusal!r:.100}, expected code and message")
+        return cls(
+            table_digest=document["table_digest"],
+            table=document["table"],
+            pickle_bytes=document["pickle_bytes"],
+            per_rank_bytes=document["per_rank_bytes"],
+            sums=decode_sums(sums, len(document["table"])) if sums else (),
+            refusal=(refusal["code"], refusal["message"]) if refusal is not None else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -401,14 +429,19 @@ class Agreement:
     Attributes:
         pickle_reserve_bytes: Room for data.pkl.
         per_rank_reserve_bytes: Room for each `PerRank` value of each rank.
+        rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
     """
 
     pickle_reserve_bytes: int
     per_rank_reserve_bytes: dict[str, int]
+    rank0_only: tuple[str, ...] = ()
 
     def to_frame(self, attempt: int) -> bytes:
         """The RESERVED message."""
-        return encode(Kind.RESERVED, attempt=attempt, body=to_json(asdict(self)))
+        document = asdict(self)
+        if not self.rank0_only:
+            del document["rank0_only"]
+        return encode(Kind.RESERVED, attempt=attempt, body=to_json(document))
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Agreement:
@@ -417,4 +450,7 @@ class Agreement:
         sizes = [document["pickle_reserve_bytes"], *document["per_rank_reserve_bytes"].values()]
         if not all(type(size) is int and 0 <= size < _WHOLE_MAX for size in sizes):
             raise ProtocolError(f"RESERVED: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
-        return cls(document["pickle_reserve_bytes"], dict(document["per_rank_reserve_bytes"]))
+        paths = document.get("rank0_only", [])
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+            raise ProtocolError(f"RESERVED: rank0_only is {paths!r:.100}, expected paths")
+        return cls(document["pickle_reserve_bytes"], dict(document["per_rank_reserve_bytes"]), tuple(paths))

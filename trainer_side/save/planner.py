@@ -21,14 +21,13 @@ from holdfast.image.layout import REPLICATED
 from holdfast.image.replicas import watched
 from holdfast.notices.sparing import NOBODY
 from holdfast.telemetry.causes import DeclineCause
-from holdfast.wire.frames import Proposal
+from trainer_side.save.agreeing import RanksAgreeing
 from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.places import NoRoom, Room
 from trainer_side.save.rank_context import RankContext
-from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
-from trainer_side.state.tree import classify
+from trainer_side.state.tree import classify, collect
 
 _CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
 
@@ -69,14 +68,12 @@ class Planner:
         self._config, self._events = context.config, context.events
         self._plan: SavePlan | None = None
         self._sparing = NOBODY  # of the plan
+        self._agreeing = RanksAgreeing(state, context)
         self._pickle_reserve_bytes = 0
         self._per_rank_reserve_bytes: dict[str, int] = {}
 
-    def take(self, tree: Any) -> tuple[SavePlan, Capture]:
-        """Capture `tree`, planning first if its tensors are new.
-
-        Args:
-            tree: The state as `state.collect` gives it.
+    def take(self) -> tuple[SavePlan, Capture]:
+        """Capture the state, planning first if its tensors are new.
 
         Raises:
             Outgrown: A plain value, or one of `PerRank`, does not fit its room.
@@ -86,6 +83,8 @@ class Planner:
             NoRoom: Other ranks are spared from now on, and there is no memory for the larger slice, or the area of the
                 one before is still being read. The next save tries again.
         """
+        # The first time all ranks wait for each other.
+        tree = self._agreeing.collect() if self._plan is None else collect(self._state)
         self._widen(tree)
         self._spare()
         if self._plan is not None:
@@ -150,15 +149,7 @@ class Planner:
         return planned
 
     def _agree(self, tree: Any) -> None:
-        proposed = table(self._state, tree, rank=self._link.rank, ranks=self._link.ranks)
-        agreement = self._tiers.council.agree(
-            Proposal(
-                table_digest=proposed.digest,
-                table=proposed.rows,
-                pickle_bytes=proposed.pickle_bytes,
-                per_rank_bytes=proposed.per_rank_bytes,
-            )
-        )
+        agreement = self._agreeing.agree(tree)
         self._pickle_reserve_bytes = agreement.pickle_reserve_bytes
         self._per_rank_reserve_bytes = dict(agreement.per_rank_reserve_bytes)
 
@@ -204,6 +195,7 @@ class Planner:
                 "in_flight_max": count_max,
                 "tensors": len(layout.tensors),
                 "seconds": seconds,
+                "sum_seconds": self._agreeing.sum_seconds,
                 "spared": list(layout.spared),
             },
         )

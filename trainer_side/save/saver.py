@@ -38,7 +38,6 @@ from trainer_side.save.planner import Planner, SavePlan
 from trainer_side.save.rank_context import RankContext
 from trainer_side.state.skeleton import Capture, Outgrown
 from trainer_side.state.survey import StorageSource
-from trainer_side.state.tree import collect
 from trainer_side.transfer import Transfer
 
 
@@ -95,7 +94,7 @@ class Saver:
             return self._decline(step, DeclineCause.STAGER_LOST.because(problem), tell=False)
         try:
             with no_collections():
-                plan, taken = self._planner.take(collect(self._state))
+                plan, taken = self._planner.take()
         except PeerLost as lost:
             if lost is not self._problem() or self._tiers.takes_steps:
                 raise  # the stager is there, a rank is not: going on would leave the ranks at different steps

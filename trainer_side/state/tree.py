@@ -22,6 +22,7 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 from holdfast.errors import StateError
 from holdfast.image.layout import REPLICATED
 from trainer_side.state.per_rank import PerRank
+from trainer_side.state.split_kinds import is_quantised, subclass_refusal
 
 _DEPTH_MAX = 1000  # pickle itself goes no deeper; paths of endless depth would take memory without end
 
@@ -106,9 +107,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return "a parameter without a shape yet: run one batch through the lazy module first"
     if not (kind is torch.Tensor or _plain_parameter(kind)):
-        return (
-            f"a tensor subclass ({kind.__module__}.{kind.__qualname__}): save its plain local tensor instead"
-        )
+        return subclass_refusal(tensor)
     if tensor.is_quantized:
         return f"a quantised tensor ({tensor.dtype}): save int_repr(), scale and zero point instead"
     if tensor.layout is not torch.strided:
@@ -122,7 +121,9 @@ def refusal(tensor: torch.Tensor) -> str | None:
 
 def _plain_parameter(kind: type) -> bool:
     # Not isinstance: torch lets a DTensor pass for a Parameter.
-    return issubclass(kind, Parameter) and kind.__reduce_ex__ is Parameter.__reduce_ex__
+    if not issubclass(kind, Parameter) or kind.__reduce_ex__ is not Parameter.__reduce_ex__:
+        return False
+    return kind is Parameter or not is_quantised(kind)
 
 
 def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:

@@ -1,0 +1,115 @@
+"""State that is split among ranks is refused by name on every rank, before its first byte, stager or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.store import open_store
+from tests.support.cluster import SMALL, Cluster
+from trainer_side.state.per_rank import decode
+
+pytestmark = [pytest.mark.mpi]
+_JOB = Path(__file__).with_name("jobs") / "split.py"  # not imported: torch's own modules for it warn
+RANKS = 2
+SECONDS_MAX = 400
+# Far below the minute that a rank waits for one that says nothing.
+REFUSAL_SECONDS_MAX = 30
+
+# kind → what the message must say
+REFUSED = {
+    "fsdp1": ("model is an FSDP1 module", "full_state_dict=True"),
+    "fsdp1_orig": ("model is an FSDP1 module", "full_state_dict=True"),
+    "fsdp1_sharded": ("model is an FSDP1 module", "full_state_dict=True"),
+    "zero_redundancy": ("optimizer is a ZeroRedundancyOptimizer", "optimizer.optim", "PerRank"),
+    "fsdp2_model": ("model/0.weight is a DTensor", "full_state_dict=True"),
+    "dtensor_replicated": ("ema/w is a DTensor",),
+    "tp_dtensor": ("model/0.weight is a DTensor",),
+    "dtensor_on_one_rank": ("rank 1: ema/w is a DTensor",),
+    "state_dict_of_one_rank": ("rank 1: state_dict() failed: RuntimeError: the state has not been gathered",),
+    "flat_partition": ("optimizer/state/0/exp_avg", "partitioned among the ranks (ZeRO, DeepSpeed, FSDP)"),
+    "flat_partition_of_no_optimizer": ("wrapped/moments/0/exp_avg", "rank 0 and rank 1 differ"),
+    "fsdp2_local": ("model/0.weight", "rank 0 and rank 1 differ", "same_ranks=True"),
+    "tp_plain": ("model/0.weight", "tensor parallelism", "same_ranks=True"),
+    "pipeline_equal_names": ("model/0.weight", "pipeline stages whose tensors have the same names"),
+    "pipeline_global_names": ("rank 1: expected tensor model/layer0.weight", "pipeline stages"),
+    "experts": ("model/expert.weight", "expert parallelism", "same_ranks=True"),
+    "one_bit": ("model/weight", "1 of 1 tensors"),
+}
+
+
+class Outcome:
+    """What one job left."""
+
+    def __init__(self, directory: Path, *arguments: str, stager: bool) -> None:
+        store = directory / "store"
+        env = {} if stager else {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": str(store)}
+        env["HOLDFAST_ON_DIVERGENCE"] = "off"  # a proof is not a matter of taste
+        cluster = Cluster(
+            directory, str(store), env, script=str(_JOB), stager=(*SMALL, "--on-divergence", "off")
+        )
+        with cluster.start(RANKS, *arguments, stager=stager) as job:
+            job.succeed(SECONDS_MAX)
+            self.output = " ".join(job.output().split())
+        cluster.wait_for_flusher()
+        self.said: list[dict[str, Any]] = [
+            json.loads((cluster.out(1) / f"rank-{rank}.json").read_text()) for rank in range(RANKS)
+        ]
+        self.out, self.store = cluster.out(1), store
+        self.catalog = Catalog(open_store(str(store)))
+        self.published = {item.step for item in self.catalog.list()}
+        self.slices = {found.step for found in self.catalog.slices()}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["beside a stager", "alone"])
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return Outcome(tmp_path_factory.mktemp("split"), stager=request.param)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_it_is_refused_by_name_on_every_rank(outcome: Outcome, kind: str) -> None:
+    first, *others = (said[kind] for said in outcome.said)
+    assert first.get("class") == "StateError", first
+    for words in REFUSED[kind]:
+        assert words in first["message"]
+    for other in others:
+        assert (other.get("class"), other["message"]) == ("StateError", first["message"])
+    assert all(said[kind]["seconds"] < REFUSAL_SECONDS_MAX for said in outcome.said), (
+        "a rank waited for another one"
+    )
+
+
+def test_nothing_of_it_is_in_the_store(outcome: Outcome) -> None:
+    assert outcome.published | outcome.slices == {100}
+
+
+def test_what_the_messages_advise_is_saved_whole(outcome: Outcome) -> None:
+    """And what differs by nature is named, once, and saved as rank 0 has it."""
+    assert [said["advised"].get("saved") for said in outcome.said] == [True, True], outcome.said
+    assert outcome.output.count("rank 0's generator is saved, and other ranks hold other bytes there") == 1
+    assert "statistics of BatchNorm differ" not in outcome.output.replace("INFO", ""), "that is no warning"
+    if not outcome.published:
+        return  # slices: `tests/integration/test_slices.py`
+    file = torch.load(outcome.store / "step-000000100.pt", weights_only=True, mmap=True)
+    truth = [torch.load(outcome.out / f"truth-{rank}.pt") for rank in range(RANKS)]
+    whole = truth[0]["whole"]
+    assert file["whole"]["model"].keys() == whole.keys()
+    assert all(torch.equal(file["whole"]["model"][name], tensor) for name, tensor in whole.items())
+    for rank in range(RANKS):
+        stage = decode(file["stage"][rank], name="stage")
+        expected = truth[rank]["stage"]
+        assert all(torch.equal(stage[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stager", [True, False], ids=["beside a stager", "alone"])
+def test_without_the_proof_split_state_would_be_published(tmp_path: Path, stager: bool) -> None:
+    """A deliberate bug: so the tests above can fail."""
+    outcome = Outcome(tmp_path, "unproven", stager=stager)
+    assert [said["tp_plain"].get("saved") for said in outcome.said] == [True, True], outcome.said
+    assert outcome.published | outcome.slices == {0}

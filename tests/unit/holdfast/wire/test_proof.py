@@ -1,0 +1,147 @@
+"""The proof of replicas: every difference in what is saved once is found; what differs by nature is only named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import ProtocolError, StateError
+from holdfast.wire.agreement import Round
+from holdfast.wire.frames import Agreement, Proposal, decode
+from holdfast.wire.proof import Proven, decode_sums, encode_sums, prove, ranks_named
+
+ROWS: list[list[Any]] = [
+    ["model/a.weight", "float32", [8, 8], -1],
+    ["model/a.bias", "float32", [8], -1],
+    ["optimizer/state/0/exp_avg", "float32", [8, 8], -1],
+    ["model/bn.running_mean", "float32", [8], 0],
+    ["generator", "uint8", [16], 0],
+    ["rng/0", "bytes", [], 0],
+]
+SAME = [1, 2, 3, 4, 5, 6]
+
+
+def changed(*places: int) -> list[int]:
+    return [crc + 100 if place in places else crc for place, crc in enumerate(SAME)]
+
+
+def rows(*named: tuple[str, list[int]], owner: int = -1) -> list[list[Any]]:
+    return [[path, "float32", shape, owner] for path, shape in named]
+
+
+def test_equal_ranks_prove_it() -> None:
+    assert prove(ROWS, {0: SAME, 1: SAME, 2: SAME}) == Proven("", ())
+
+
+@given(st.integers(2, 6), st.data())
+def test_one_rank_that_differs_in_one_replica_is_enough(ranks: int, data: st.DataObject) -> None:
+    odd, place = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, 2))
+    found = prove(ROWS, {rank: changed(place) if rank == odd else SAME for rank in range(ranks)})
+    assert ROWS[place][0] in found.refusal
+    assert f"rank {odd}" in found.refusal
+    assert "1 of 6 tensors" in found.refusal
+
+
+def test_what_is_rank_0s_by_nature_is_named_and_not_refused() -> None:
+    found = prove(ROWS, {0: SAME, 1: changed(3, 4), 2: changed(4)})
+    assert found == Proven("", ("model/bn.running_mean", "generator"))
+
+
+def test_per_rank_values_are_not_compared() -> None:
+    assert prove(ROWS, {0: SAME, 1: changed(5)}) == Proven("", ())
+
+
+def test_much_of_the_state_that_is_rank_0s_is_a_part_of_a_model() -> None:
+    table = [*rows(("model/w", [10, 9])), *rows(("ema/w", [12]), ("ema/tiny", [9]), owner=0)]
+    tiny = prove(table, {0: [1, 2, 3], 1: [1, 2, 4]})
+    assert tiny == Proven("", ("ema/tiny",))
+    part = prove(table, {0: [1, 2, 3], 1: [1, 5, 3]})
+    assert "ema/w" in part.refusal
+    assert "PerRank(..., same_ranks=True)" in part.refusal
+
+
+@pytest.mark.parametrize(
+    ("table", "split", "words"),
+    [
+        (ROWS, {2}, "partitioned among the ranks (ZeRO, DeepSpeed, FSDP)"),
+        (rows(("model/_flat_param", [99]), ("model/b", [4])), {0}, "flat partitions"),
+        (rows(("model/experts.0.w", [4, 4]), ("model/w", [4, 4])), {0}, "experts of its own"),
+        (rows(("model/moe.w1", [4, 4]), ("model/w", [4, 4])), {0}, "experts of its own"),
+        (rows(("model/w", [4, 4]), ("model/norm", [4])), {0}, "It looks like tensor parallelism"),
+        (rows(("model/w", [4, 4]), ("model/b", [4])), {0, 1}, "pipeline stages"),
+        (rows(("model/w", [4, 4]), ("model/v", [4, 4])), {0}, "expert parallelism or tensor parallelism"),
+    ],
+)
+def test_the_likely_parallelism_is_named(table: list[list[Any]], split: set[int], words: str) -> None:
+    sums = [place for place, _ in enumerate(table)]
+    other = [crc + 1000 if place in split else crc for place, crc in enumerate(sums)]
+    assert words in prove(table, {0: sums, 1: other}).refusal
+
+
+def test_ranks_that_are_equal_among_each_other_stand_together() -> None:
+    found = prove(ROWS, {0: SAME, 1: changed(0), 2: SAME, 3: changed(0)})
+    assert "ranks 0, 2 and ranks 1, 3 differ in model/a.weight" in found.refusal
+
+
+def test_a_thousand_ranks_make_no_thousand_words() -> None:
+    found = prove(ROWS, {rank: [rank, *SAME[1:]] for rank in range(1000)})
+    assert "rank 0 and rank 1 and rank 2 and rank 3 and 996 more groups differ" in found.refusal
+    assert ranks_named(range(1000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
+def test_sums_come_back(sums: list[int]) -> None:
+    assert decode_sums(encode_sums(sums), len(sums)) == tuple(sums)
+
+
+@pytest.mark.parametrize("text", ["", "AAAA", "!", encode_sums([1, 2, 3])])
+def test_sums_of_another_number_of_rows_are_refused(text: str) -> None:
+    with pytest.raises(ProtocolError, match="checksums"):
+        decode_sums(text, 2)
+
+
+# -- in the round ---------------------------------------------------------------------------------------------
+
+
+def proposal(sums: list[int]) -> Proposal:
+    sent = Proposal("digest", ROWS, 1000, {}, sums=tuple(sums))
+    return Proposal.from_frame(decode(sent.to_frame(1)))
+
+
+def answer(*proposals: Proposal) -> object:
+    round_ = Round(len(proposals), 60)
+    *before, last = (round_.propose(rank, one, 0.0) for rank, one in enumerate(proposals))
+    assert before == [None] * len(before)
+    return last
+
+
+def test_the_round_refuses_replicas_that_are_none() -> None:
+    said = answer(proposal(SAME), proposal(changed(1)))
+    assert isinstance(said, StateError)
+    assert "model/a.bias" in str(said)
+
+
+def test_the_round_names_what_is_rank_0s() -> None:
+    said = answer(proposal(SAME), proposal(changed(4)))
+    assert isinstance(said, Agreement)
+    assert said.rank0_only == ("generator",)
+    assert Agreement.from_frame(decode(said.to_frame(1))) == said
+
+
+def test_a_rank_that_trains_alone_proves_nothing() -> None:
+    assert isinstance(answer(proposal([])), Agreement)
+
+
+def test_a_refusal_of_one_rank_is_everybodys_when_all_have_come() -> None:
+    refused = Proposal.from_frame(decode(Proposal.refused(StateError("model/w is odd")).to_frame(1)))
+    round_ = Round(3, 60)
+    assert round_.propose(1, refused, 0.0) is None
+    assert round_.propose(0, proposal(SAME), 0.0) is None
+    said = round_.propose(2, proposal(SAME), 0.0)
+    assert isinstance(said, StateError)
+    assert str(said) == "rank 1: model/w is odd"
+    assert str(answer(refused, refused)) == "model/w is odd", "of all ranks"
+    assert isinstance(answer(proposal(SAME), proposal(SAME)), Agreement)

@@ -1,0 +1,108 @@
+"""How this rank's state is agreed on with the other ranks, before a plan is made of it.
+
+    collect ─► table of tensors, a checksum of each ─► PROPOSE ─► all the same ─► Agreement: the room for what may grow
+       └─ fails ─► PROPOSE with the refusal ───────────► any refused, or differ ─► the same StateError on every rank
+
+All ranks come here at the same step, and wait for each other. So a rank whose state cannot be saved says so in place of
+its table: the others would wait for it in vain.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.errors import HoldfastError, StateError
+from holdfast.wire.frames import Agreement, Proposal
+from holdfast.wire.proof import is_statistic, some
+from trainer_side.save.rank_context import RankContext
+from trainer_side.state.proposal import table
+from trainer_side.state.tree import collect
+
+_log = logging.getLogger("holdfast.trainer")
+
+
+class RanksAgreeing:
+    """See the module. Training thread.
+
+    Args:
+        state: As the script gave it.
+        context: Who this rank is; the council of its tiers asks the other ranks.
+
+    Attributes:
+        sum_seconds: What the checksums took when the ranks last agreed.
+    """
+
+    def __init__(self, state: Mapping[str, Any], context: RankContext) -> None:
+        self._state, self._council, self._events = state, context.tiers.council, context.events
+        self._rank, self._ranks = context.link.rank, context.link.ranks
+        self._said: set[str] = set()
+        self.sum_seconds = 0.0
+
+    def collect(self) -> Any:
+        """The state, where all ranks are about to agree on it. Some `state_dict()` work on one rank only.
+
+        Raises:
+            StateError: It failed here, or on another rank.
+        """
+        try:
+            return collect(self._state)
+        except Exception as error:
+            problem = StateError(f"state_dict() failed: {type(error).__name__}: {error}")
+            self._refuse(error if isinstance(error, StateError) else problem)
+            raise
+
+    def agree(self, tree: Any) -> Agreement:
+        """Compare the state with that of the other ranks. Collective.
+
+        Raises:
+            StateError: It cannot be saved, here or on another rank; or the ranks hold different tensors, or different
+                bytes in tensors of which one copy is saved.
+            PeerLost: A rank did not answer in time.
+        """
+        try:
+            proposed = table(self._state, tree, rank=self._rank, ranks=self._ranks)
+        except StateError as error:
+            self._refuse(error)
+            raise
+        self.sum_seconds = proposed.sum_seconds
+        agreement = self._council.agree(
+            Proposal(
+                table_digest=proposed.digest,
+                table=proposed.rows,
+                pickle_bytes=proposed.pickle_bytes,
+                per_rank_bytes=proposed.per_rank_bytes,
+                sums=proposed.sums,
+            )
+        )
+        self._say_rank0_only(agreement.rank0_only)
+        return agreement
+
+    def _refuse(self, error: StateError) -> None:
+        """Raises the StateError that all ranks are told: this one's own, or that of a rank before it."""
+        try:
+            self._council.agree(Proposal.refused(error))
+        except StateError:
+            raise
+        except HoldfastError:
+            _log.debug("nobody has heard the refusal", exc_info=True)
+
+    def _say_rank0_only(self, paths: Sequence[str]) -> None:
+        """Once for each tensor: other ranks have other bytes there, which no checkpoint has."""
+        news = [path for path in paths if path not in self._said]
+        self._said.update(news)
+        if not news or self._rank != 0:
+            return
+        self._events.emit("rank0_only", {"tensors": news})
+        if statistics := [path for path in news if is_statistic(path)]:
+            _log.info(
+                "statistics of BatchNorm differ between the ranks, as they do; rank 0's are saved: %s",
+                some(statistics),
+            )
+        if others := [path for path in news if not is_statistic(path)]:
+            _log.warning(
+                "rank 0's %s is saved, and other ranks hold other bytes there, which no checkpoint has; if each rank "
+                "is to keep its own (a random number generator, say), hand it over as PerRank(...)",
+                some(others),
+            )

@@ -1,0 +1,161 @@
+"""Kinds of modules, optimizers and tensors that are split among the ranks, or hold more than their bytes: by class.
+
+    at the start     a module or an optimizer in the state ─► refuse_split_objects ─► StateError, the same on every rank
+    at a save        a tensor subclass ─► subclass_refusal ─► told to all ranks with PROPOSE
+
+Classes are known by name, so that nothing is imported for it. What has no class of its own (plain tensors that are
+shards, stages with equal names, experts) is found by its bytes: `holdfast/wire/proof.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import StateError
+
+_WHOLE = (
+    "To save all of it, hand over one object whose state_dict() returns torch.distributed.checkpoint.state_dict."
+    "get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)): it gathers everything on every "
+    'rank at each save (docs/troubleshooting.md, "A model that is split among the ranks")'
+)
+_PARTS = "only as PerRank(..., same_ranks=True), which keeps each rank's own and comes back on as many ranks"
+
+
+class _SplitKind(NamedTuple):
+    what: str
+    advice: str
+
+
+# By module and name of a class, or of one that it inherits from; a module that ends with a dot stands for all in it.
+_OBJECTS = {
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _SplitKind(
+        "an FSDP1 module (FullyShardedDataParallel), which has a part of each parameter on each rank", _WHOLE
+    ),
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": _SplitKind(
+        "a ZeroRedundancyOptimizer, which has a part of the moments on each rank",
+        f"Hand over its inner optimizer, `{{path}}.optim`, {_PARTS}; or train with the optimizer that it wraps",
+    ),
+    "torch.distributed.pipelining.stage._PipelineStageBase": _SplitKind(
+        "a pipeline stage, which is other layers on each rank", f"Hand over its module {_PARTS}"
+    ),
+    "torch.distributed.pipelining._IR.Pipe": _SplitKind(
+        "a pipeline, of which each rank trains one stage", f"Hand over this rank's stage {_PARTS}"
+    ),
+    "deepspeed.runtime.engine.DeepSpeedEngine": _SplitKind(
+        "a DeepSpeed engine, which has a part of the optimizer, and with ZeRO-3 of the model, on each rank",
+        "Save it with engine.save_checkpoint, or train with DistributedDataParallel",
+    ),
+    "deepspeed.runtime.": _SplitKind(
+        "an optimizer of DeepSpeed, which has a part of the state on each rank",
+        "Save it with engine.save_checkpoint, or train with DistributedDataParallel",
+    ),
+    "fairscale.": _SplitKind(
+        "of FairScale, which has a part of the state on each rank",
+        f"Hand it over {_PARTS}",
+    ),
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": _SplitKind(
+        "Megatron's distributed optimizer, which has a part of the state on each rank",
+        f"Hand it over {_PARTS}",
+    ),
+}
+_SHARDED = {
+    "torch.distributed.tensor.DTensor": "a DTensor, of which this rank has a part (FSDP2, tensor parallelism)",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensorBase": "a ShardedTensor, of which this rank has a part",
+}
+_QUANTISED = ("torchao.", "bitsandbytes.", "optimum.quanto.", "hqq.", "quanto.")
+
+
+def refuse_split_objects(state: Mapping[str, Any]) -> None:
+    """Where several ranks train, refuse what is split among them by its class: before anything begins, and by the same
+    rule on each of them.
+
+    Raises:
+        StateError: What it is, where it is, and what to do.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    if refusal := split_objects(state):
+        raise StateError(refusal)
+
+
+def split_objects(state: Mapping[str, Any]) -> str:
+    """What in the state is split among the ranks by its class, where it is, and what to do; empty if nothing is.
+
+    Args:
+        state: The state, as the script gave it. What is in a `PerRank` is each rank's own, and not looked at.
+    """
+    for path, value in _objects(state):
+        for kind in type(value).__mro__:
+            found = _OBJECTS.get(_name(kind)) or _of_package(kind, value)
+            if found is not None:
+                return (
+                    f"{path} is {found.what} ({_name(type(value))}): a checkpoint of it would have rank 0's part "
+                    f"alone. {found.advice.format(path=path)}"
+                )
+        if isinstance(value, torch.nn.Module) and (flat := _flat_parameter(value)):
+            return f"{path}.{flat} is a flat parameter of FSDP1, of which each rank has a part. {_WHOLE}"
+    return ""
+
+
+def _objects(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Modules with all that are in them, optimizers with those that they wrap, and the rest as it is."""
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            for below, module in value.named_modules():
+                yield (f"{name}.{below}" if below else name), module
+            continue
+        yield name, value
+        inner = getattr(value, "optimizer", None)
+        if isinstance(inner, torch.optim.Optimizer) and inner is not value:
+            yield f"{name}.optimizer", inner
+
+
+def _of_package(kind: type, value: Any) -> _SplitKind | None:
+    """Of a package whose modules are many; optimizers and modules of it alone."""
+    if not (isinstance(value, torch.nn.Module | torch.optim.Optimizer) or hasattr(value, "param_groups")):
+        return None
+    return next(
+        (found for name, found in _OBJECTS.items() if name.endswith(".") and _name(kind).startswith(name)),
+        None,
+    )
+
+
+def _flat_parameter(module: torch.nn.Module) -> str:
+    named = module.named_parameters(recurse=False)
+    return next((name for name, parameter in named if getattr(parameter, "_is_flat_param", False)), "")
+
+
+def subclass_refusal(tensor: torch.Tensor) -> str:
+    """Why a tensor of a class of its own cannot be saved as the bytes of a storage, and what to do."""
+    kind = type(tensor)
+    for base in kind.__mro__:
+        if (what := _SHARDED.get(_name(base))) is not None:
+            return f"{what}; one checkpoint of the bytes here would lose those of the other ranks. {_WHOLE}"
+    if is_quantised(kind):
+        return (
+            f"a quantised tensor ({_name(kind)}), which is more than one storage: save what is trained beside it (the "
+            "adapters) and load the quantised weights from where they came from, or save dequantize() of it"
+        )
+    inner = getattr(kind, "__tensor_flatten__", None)
+    if inner is not None:
+        return (
+            f"a tensor subclass ({_name(kind)}) made of other tensors: save those that its __tensor_flatten__() names, "
+            "or a plain tensor made of it"
+        )
+    return (
+        f"a tensor subclass ({_name(kind)}), whose own attributes would be lost: save "
+        "tensor.as_subclass(torch.Tensor), and make the subclass of it again after restore"
+    )
+
+
+def is_quantised(kind: type) -> bool:
+    """Whether it is a class of a library for quantised weights, parameters among them."""
+    return any(_name(base).startswith(_QUANTISED) for base in kind.__mro__)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
