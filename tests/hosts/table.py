@@ -37,8 +37,8 @@ Seconds after the loss at which each phase was reached:
 _TAIL = """
 *lost*: the supervisor has noticed the loss. *ended*: mpirun has ended, and the cause is known. *launched*: mpirun was
 started again. *joined*: all ranks and the stager have joined. *restored*: every rank has restored its state.
-*training*: every rank has done its first step. If the stager's host restarts, the supervisor is lost with it: the first two phases
-are then empty, and *launched* belongs to the same command, given again as soon as the host is up.
+*training*: every rank has done its first step. If the stager's host restarts, the supervisor is lost with it: the first
+two phases are then empty, and *launched* belongs to the same command, given again as soon as the host is up.
 """
 
 
