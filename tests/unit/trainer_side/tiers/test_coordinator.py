@@ -1,0 +1,89 @@
+"""Rank 0's decisions, frames in and messages out: no thread, no wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind, Proposal, decode
+from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
+from trainer_side.tiers.council_member import CouncilMember
+from trainer_side.tiers.tally import StepVerdict
+
+RANKS = 2
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator(RANKS, CouncilLimits(agree_seconds_max=10.0, seal_seconds_max=20.0))
+
+
+def sealed(step: int, layout: bytes = b"a") -> Frame:
+    return Frame(Kind.SEALED, attempt=1, step=step, arg=3, body=layout)
+
+
+def verdicts(messages: list[bytes]) -> list[StepVerdict]:
+    return [StepVerdict.from_frame(decode(message)) for message in messages]
+
+
+def kinds(messages: list[bytes]) -> list[Kind]:
+    return [decode(message).kind for message in messages]
+
+
+def test_a_step_is_complete_when_every_rank_has_sealed_it(coordinator: Coordinator) -> None:
+    assert coordinator.hear(0, sealed(7), 0.0) == []
+    assert verdicts(coordinator.hear(1, sealed(7), 1.0)) == [StepVerdict(3, (1, 7), complete=True)]
+
+
+def test_the_deadline_counts_from_the_first_seal(coordinator: Coordinator) -> None:
+    coordinator.hear(0, sealed(7), 5.0)
+    assert coordinator.tick(25.0) == []
+    (verdict,) = verdicts(coordinator.tick(25.1))
+    assert (verdict.complete, verdict.why) == (False, "rank 1 has not sealed it within 20 s")
+    assert coordinator.tick(100.0) == []
+
+
+def test_all_ranks_hear_when_all_are_ready_or_who_is_not(coordinator: Coordinator) -> None:
+    assert coordinator.hear(1, Frame(Kind.READY, body=b"{}"), 0.0) == []
+    assert kinds(coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)) == [Kind.GO]
+    coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
+    refusal = Frame(Kind.READY, body=b'{"code": "config", "message": "too small"}')
+    (refused,) = map(decode, coordinator.hear(1, refusal, 0.0))
+    assert wire.json_body(refused) == {"code": "config", "message": "rank 1: too small"}
+
+
+def test_a_rank_that_is_dead_ends_every_open_question(coordinator: Coordinator) -> None:
+    coordinator.hear(0, sealed(7), 0.0)
+    coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
+    coordinator.hear(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
+    messages = coordinator.died(1)
+    assert kinds(messages) == [Kind.VOID, Kind.REFUSED, Kind.REFUSED]
+    assert not coordinator.all_left
+    coordinator.hear(0, Frame(Kind.BYE), 0.0)
+    assert coordinator.all_left
+
+
+def test_only_rank_0_gives_its_pickle_more_room(coordinator: Coordinator) -> None:
+    (room,) = map(decode, coordinator.hear(0, Frame(Kind.ROOM, arg=65536), 0.0))
+    assert (room.kind, room.arg) == (Kind.ROOM, 65536)
+    with pytest.raises(ProtocolError, match="rank 1 sent ROOM to rank 0"):
+        coordinator.hear(1, Frame(Kind.ROOM, arg=65536), 0.0)
+
+
+def test_every_message_of_rank_0_is_one_that_a_member_takes(coordinator: Coordinator) -> None:
+    heard: list[StepVerdict] = []
+    member = CouncilMember(1, heard.append, None, silence_seconds_max=50.0)
+    member.sealed(3, (1, 7), 0.0)
+    question = member.asks()
+    messages = coordinator.hear(0, sealed(7), 0.0) + coordinator.hear(1, sealed(7), 0.0)
+    messages += coordinator.hear(0, Frame(Kind.ROOM, arg=65536), 0.0)
+    coordinator.hear(0, Frame(Kind.READY, body=b"{}"), 0.0)
+    messages += coordinator.tick(10.1)
+    for message in messages:
+        assert member.hear(decode(message)) is None
+    assert heard == [StepVerdict(3, (1, 7), complete=True)]
+    assert (member.undecided, member.new_pickle_reserve_bytes) == (0, 65536)
+    assert question.answered.is_set()
+    assert isinstance(question.answer, HoldfastError)
+    assert "rank 0 waited 10 s for rank 1 to prepare" in str(question.answer)

@@ -1,0 +1,51 @@
+"""What a tier is told of the steps that were found in it: in this order, whatever restore has brought back."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer_side.tiers.found_steps import FoundSteps
+from trainer_side.tiers.kept_slices import Inventory
+from trainer_side.tiers.tally import Order, StepVerdict
+
+INVENTORY = Inventory(1, (((1, 7), (1, 5), (1, 3)),), (((1, 9), (1, 6)),))
+
+
+def said(verdicts: list[StepVerdict]) -> list[tuple[int, bool]]:
+    return [(verdict.order[1], verdict.complete) for verdict in verdicts]
+
+
+@pytest.mark.parametrize(
+    ("restored", "whole_in", "expected"),
+    [
+        (None, (), [(7, True)]),
+        ((1, 7), (), [(7, True), (9, False)]),
+        ((1, 7), ("here",), [(7, True), (9, False)]),
+        ((1, 5), ("here",), [(5, True), (7, False), (9, False), (6, False)]),
+        ((1, 7), ("elsewhere",), [(5, True), (7, False), (9, False), (6, False)]),
+        ((1, 2), ("here",), [(7, False), (5, False), (3, False), (9, False), (6, False)]),
+        ((1, 3), ("elsewhere",), [(7, False), (5, False), (3, False), (9, False), (6, False)]),
+    ],
+    ids=[
+        "no restore",
+        "newest",
+        "newest, here",
+        "older",
+        "damaged here",
+        "none is usable",
+        "the only one is damaged",
+    ],
+)
+def test_the_step_to_keep_is_named_first_and_newer_or_damaged_ones_are_void(
+    restored: Order | None, whole_in: tuple[str, ...], expected: list[tuple[int, bool]]
+) -> None:
+    found = FoundSteps(INVENTORY)
+    if restored is not None:
+        found.restored(restored, whole_in)
+    assert said(found.verdicts(0, "here")) == expected
+
+
+def test_an_empty_tier_is_told_nothing() -> None:
+    found = FoundSteps(Inventory(0, ((),), ((),)))
+    found.restored((1, 5), {"elsewhere"})
+    assert found.verdicts(0, "here") == []

@@ -1,0 +1,28 @@
+"""A call that does not return makes its tier hang, once, until it has returned."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer_side.tiers.tier_calls import TierCalls
+
+
+def test_a_late_call_is_news_once_and_its_return_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    calls = TierCalls("nvme:/x", 3, seconds_max=60.0)
+    with calls.noted("the seal of step 7"):
+        assert calls.look() is None
+    with calls.noted("the seal of step 7", seconds_max=-1.0):
+        hangs = calls.look()
+        assert hangs is not None
+        assert hangs.cause == "hangs"
+        assert calls.look() is None, "it is no news any more"
+        assert calls.hangs is hangs
+    assert calls.look() is None
+    assert not calls.hangs
+    assert (
+        caplog.text.count(
+            "rank 3: tier nvme:/x takes nothing until its device answers: it hangs: the seal of"
+        )
+        == 1
+    )
+    assert caplog.text.count("rank 3: tier nvme:/x answers again") == 1
