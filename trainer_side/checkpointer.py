@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -243,6 +244,22 @@ class Checkpointer:
             PeerLost: While agreeing on a new layout a rank did not answer.
         """
         return self._saver.save(step)
+
+    def wait_copied(self) -> None:
+        """Wait until all of the last `save()` is copied, at most `copy_seconds_max`. Not collective.
+
+        After it the state may be changed by any means until the next save. Only needed before changes that are not
+        made in a step of an optimizer: weights of an average that are put in place, `load_state_dict`, clipping of
+        weights, `optimizer.eval()` of one without a schedule.
+        """
+        self._copier.wait_copied()
+
+    def changing(self) -> AbstractContextManager[None]:
+        """For changes by hand: `with checkpointer.changing(): …` begins with `wait_copied()`.
+
+        A `save()` inside takes the state as it is there, and returns when it is copied.
+        """
+        return self._copier.changing()
 
     def close(self) -> None:
         """Wait until what was accepted is durable (at most `close_seconds_max`), then leave. Safe to call twice."""

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from holdfast.telemetry.causes import OTHER
+from holdfast.telemetry.causes import OTHER, DeclineCause
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer, TransferState
 
@@ -26,7 +26,7 @@ class Stats:
     Attributes:
         saved: Steps that were taken, as far as this rank knows by now.
         declined: Steps that were not, because this rank, another one or the stager had no room, or could not.
-        failed: Steps that were begun, and given up on their way.
+        failed: Steps that were begun, and given up on their way; also those of which a rank's copy was torn.
         causes: Why steps were declined or failed: cause → how many.
         cst_seconds: Checkpoint stall time of each save that was begun: the time in `save()` and at the gate.
         wait_seconds: How long of it was spent waiting for room, with `on_full="wait"`.
@@ -120,7 +120,8 @@ class Ledger:
 
     def _leave_out(self, cause: str, state: TransferState) -> None:
         self._causes[cause] += 1
-        if state is TransferState.FAILED:
+        # A torn copy was begun by every rank, and is withdrawn by a DECLINE: the stager has no other word for it.
+        if state is TransferState.FAILED or cause == DeclineCause.TORN:
             self._stats.failed += 1
         else:
             self._stats.declined += 1

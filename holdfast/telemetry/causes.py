@@ -68,6 +68,7 @@ class DeclineCause(StrEnum):
     OUTGROWN = "outgrown"
     COPY_FAILED = "copy failed"
     COPY_STUCK = "copy stuck"
+    TORN = "torn"
     STAGER_LOST = "stager lost"
     UNKNOWN = "unknown"
     # of a local tier

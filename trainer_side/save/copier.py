@@ -6,16 +6,18 @@
                      … longer than `seconds_max`: the job is abandoned, the step declined, and the gate opens
 
 Layers come in the order in which the next update will come to them, so that it seldom waits for the first one. An
-abandoned copy is never used: `cancelled` is looked at after the last byte was copied, before the sender gets it.
+abandoned copy is never used: `cancelled` is looked at after the last byte was copied, before the sender gets it. Nor is
+a torn one: before a layer is given free, its tensors are compared with what they were at `save()` (tearing.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +27,14 @@ from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
-from trainer_side.save.copy_plan import Router
+from trainer_side.save.copy_plan import Batch, Router
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
+from trainer_side.save.hook_proof import HookProof
 from trainer_side.save.staging import Staging
+from trainer_side.save.tearing import SavedInstant
 from trainer_side.state.skeleton import Capture, Outgrown
+from trainer_side.state.tree import with_inner
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer
 
@@ -48,7 +53,9 @@ class CopyJob:
         after: Recorded on the compute stream at `save()`, if tensors are on a device.
         fingerprints: Of the replicas; None where they are not asked for.
         keeping: In local tiers; None without any.
-        abandoned: Set when an update did not wait for it any longer.
+        instant: What the tensors were like at `save()`; None where nothing is copied behind the gate.
+        abandoned: Set when an update did not wait for it any longer, or when it is torn.
+        updating: Set when an update has come: from now on tensors change that are copied and given free.
     """
 
     transfer: Transfer
@@ -58,7 +65,9 @@ class CopyJob:
     after: torch.cuda.Event | None
     fingerprints: Fingerprints | None
     keeping: Keeping | None = None
+    instant: SavedInstant | None = None
     abandoned: threading.Event = field(default_factory=threading.Event)
+    updating: threading.Event = field(default_factory=threading.Event)
 
     def cancelled(self) -> bool:
         """Whether the rest of the copy is of no use: to the stager, nor to any local tier."""
@@ -97,7 +106,10 @@ class Copier:
         seconds_max: float,
     ) -> None:
         self._link, self._ledger, self._events, self._seconds_max = link, ledger, events, seconds_max
-        self.gate = Gate(optimizers, seconds_max=seconds_max, on_late=self._abandon)
+        gated = with_inner(optimizers)
+        self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._hooked)
+        self._proof = HookProof(gated)
+        self._by_hand = 0  # so many `with checkpointer.changing()` the training thread is in
         self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
         self._idle = threading.Event()  # no staging area and no tensor is touched
         self._idle.set()
@@ -133,6 +145,29 @@ class Copier:
         self._job = job
         self._jobs.put(job)
 
+    def finish_what_would_tear(self, instant: SavedInstant | None) -> None:
+        """End the copy that was begun, unless all that could change its tensors is shown to wait at the gate."""
+        trusted = self._proof.saved(instant)
+        if self._by_hand:
+            self.wait_copied()
+        elif not trusted:
+            self.gate.wait()
+
+    def wait_copied(self) -> None:
+        """Wait until nothing is read any more: tensors may be changed by any means until the next save."""
+        self.gate.wait()
+        self._proof.excused()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Tensors may be changed by any means meanwhile: a save in it ends its copy at once."""
+        self.wait_copied()
+        self._by_hand += 1
+        try:
+            yield
+        finally:
+            self._by_hand -= 1
+
     def close(self) -> None:
         """End the thread, after its last copy, and take the gate away."""
         self._jobs.put(None)
@@ -157,6 +192,31 @@ class Copier:
             step,
         )
         self._link.decline(step, reason)
+
+    def _hooked(self, optimizer: torch.optim.Optimizer) -> None:
+        self._proof.hooked(optimizer)
+        job = self._job
+        if job is None or job.instant is None or job.updating.is_set():
+            return
+        job.updating.set()
+        # This thread is at the end of all that it has changed by now, so torch has counted it: it counts last.
+        if self.gate.closed and (path := job.instant.changed()):
+            self._withdraw(job, path)
+
+    def _withdraw(self, job: CopyJob, path: str) -> None:
+        """The copy is torn. Any thread."""
+        if job.abandoned.is_set():
+            return
+        step = job.transfer.step
+        self._fail(
+            job,
+            DeclineCause.TORN.because(
+                f"{path} was changed after save({step}), before its copy was done, and not in a step of its optimizer; "
+                "the step is withdrawn. Call checkpointer.wait_copied() before such changes, or make them in "
+                "`with checkpointer.changing():`"
+            ),
+        )
+        self._proof.escaped(path, step, "its copy was not done")
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -195,13 +255,34 @@ class Copier:
         if job.taken.deferred is not None:
             job.staging.fill(job.taken.deferred.contents())
         if job.fingerprints is not None and not job.cancelled():
-            _fingerprint(
-                job, job.fingerprints, record
-            )  # of all replicas, so before any of them is given free
+            # Of all replicas, so before any of them is given free.
+            _fingerprint(job, job.fingerprints, record)
+            self._look_at_all(job)  # what differs between ranks because it was changed is no drift
         route = job.router.route(
             job.taken.sources, self.gate.update_order, order_changed=self.gate.order_changed
         )
         self.gate.hold(route.storages)
+        left = len(route.host) + len(route.device)
+        instant = job.instant
+
+        def was_read(batch: Batch) -> None:
+            nonlocal left
+            left -= 1
+            if instant is None or job.cancelled():
+                return
+            if path := instant.changed_in(batch):
+                self._withdraw(job, path)
+            elif not left:
+                self._look_at_all(
+                    job
+                )  # a change may have been under way, and not counted yet, when its tensor was
+
+        def was_copied(batch: Batch) -> None:
+            if instant is not None and not job.cancelled():
+                path = instant.copied_wrong(batch, job.staging.memory)
+                if path:
+                    self._withdraw(job, path)
+
         job.staging.copy_gated(
             job.taken.sources,
             route,
@@ -209,9 +290,21 @@ class Copier:
             cancelled=job.cancelled,
             passed=self.gate.passed,
             copied=copied,
+            was_read=was_read,
+            was_copied=was_copied,
         )
         self._ledger.stalled(record["cst_seconds"])
         self._events.emit("save", dict(record), step=job.transfer.step)
+
+    def _look_at_all(self, job: CopyJob) -> None:
+        """See whether anything is not as it was at `save()`, as long as no update may have changed it."""
+        if job.instant is None or job.updating.is_set():
+            return
+        path = job.instant.changed()
+        if (
+            path and not job.updating.is_set()
+        ):  # an update that has come meanwhile has looked itself, before it began
+            self._withdraw(job, path)
 
 
 def _fingerprint(job: CopyJob, fingerprints: Fingerprints, record: dict[str, Any]) -> None:

@@ -35,9 +35,11 @@ class Gate:
     (`untyped_storage().data_ptr()`): tensors that share one are held together.
 
     Args:
-        optimizers: Those whose parameters and state are copied behind the gate.
+        optimizers: Those whose parameters and state are copied behind the gate, and the ones that they wrap. Whether
+            their hooks are called is another question (hook_proof.py); one without hooks has none.
         seconds_max: How long an update is held back.
         on_late: Called when that has passed, before the update: what was copied must not be used any more.
+        on_hook: Called first, with the optimizer, when a hook is.
         clock: Monotonic seconds.
     """
 
@@ -47,9 +49,10 @@ class Gate:
         *,
         seconds_max: float = 300.0,
         on_late: Callable[[], None] = lambda: None,
+        on_hook: Callable[[Optimizer], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock, self._seconds_max, self._on_late = clock, seconds_max, on_late
+        self._clock, self._seconds_max, self._on_late, self._on_hook = clock, seconds_max, on_late, on_hook
         self._changed = threading.Condition()
         self._closed = False
         self._held: set[int] | None = set()  # None: everything
@@ -57,13 +60,13 @@ class Gate:
         self._waited_seconds = 0.0
         self._update_order: list[Optimizer] = list(optimizers)
         self._order_changed = True
-        self._coarse: dict[int, str] = {}
-        for optimizer in optimizers:
-            reason = why_not_split(optimizer)
-            if reason:
-                self._coarse[id(optimizer)] = reason
-                _log.warning("%s", reason)
-        self._hooks = [(optimizer, optimizer.register_step_pre_hook(self._hook)) for optimizer in optimizers]
+        self._coarse = {id(one): reason for one in optimizers if (reason := why_not_split(one))}
+        self._said: set[int] = set()
+        self._hooks = [
+            (optimizer, optimizer.register_step_pre_hook(self._hook))
+            for optimizer in optimizers
+            if hasattr(optimizer, "_optimizer_step_pre_hooks")  # its class may not call Optimizer.__init__
+        ]
 
     @property
     def closed(self) -> bool:
@@ -110,11 +113,7 @@ class Gate:
         return waited
 
     def wait(self) -> None:
-        """Return when no copy is under way.
-
-        Call it yourself before changing parameters by other means than `optimizer.step()` (weight averaging in place,
-        loading weights).
-        """
+        """Return when no copy is under way."""
         if self._closed:
             self._wait(lambda: not self._closed)
 
@@ -146,6 +145,7 @@ class Gate:
     def _hook(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StepArguments | None:
+        self._on_hook(optimizer)
         if self._update_order[-1] is not optimizer:
             # An optimizer per layer steps in backward, the last layer first: calls come in the order of updates.
             self._update_order.remove(optimizer)
@@ -154,6 +154,11 @@ class Gate:
         if not self._closed:
             return None
         if id(optimizer) in self._coarse:
+            if id(optimizer) not in self._said:
+                self._said.add(id(optimizer))
+                _log.warning(
+                    "%s", self._coarse[id(optimizer)]
+                )  # only now: a hook that is never called holds nothing
             self.wait()
             return None
         arguments, computed = with_gradients((args, kwargs))

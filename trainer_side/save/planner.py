@@ -26,6 +26,7 @@ from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.places import NoRoom, Room
 from trainer_side.save.rank_context import RankContext
+from trainer_side.save.tearing import TearCheck
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
 
@@ -40,11 +41,13 @@ class SavePlan:
         skeleton: The image, with a place for every byte.
         router: The way through what is copied behind the gate.
         watched: Entries of which fingerprints are made; empty where they are not asked for.
+        tear_check: What is looked at to see that a copy is not torn.
     """
 
     skeleton: Skeleton
     router: Router
     watched: Sequence[int]
+    tear_check: TearCheck
 
 
 class Planner:
@@ -200,5 +203,7 @@ class Planner:
             },
         )
         checked = self._config.on_divergence != "off" and layout.ranks > 1
-        self._plan = SavePlan(skeleton, Router(slice_plan), watched(layout) if checked else ())
+        compared = watched(layout) if checked else ()
+        tear_check = TearCheck(layout, slice_plan, skeleton.gated, compared)
+        self._plan = SavePlan(skeleton, Router(slice_plan), compared, tear_check)
         return self._plan

@@ -10,6 +10,7 @@
                                                      copy the slice ──────► frames, as the bytes get ready
                                                                        └──► local tiers (tiers/tier_set.py)
     next optimizer.step(): waits for the gate ◄───── open the gate
+    (where it is not shown that all updates wait for it, return waits for that: hook_proof.py)
 
 No collective operation. A step that cannot be taken (all staging areas are still being sent) is declined by this rank,
 the stager tells the others, and training goes on. Local tiers take steps beside the stager, without one, and when it is
@@ -36,6 +37,7 @@ from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.places import NoRoom, Room, StepPlace
 from trainer_side.save.planner import Planner, SavePlan
 from trainer_side.save.rank_context import RankContext
+from trainer_side.save.tearing import SavedInstant
 from trainer_side.state.skeleton import Capture, Outgrown
 from trainer_side.state.survey import StorageSource
 from trainer_side.transfer import Transfer
@@ -120,16 +122,22 @@ class Saver:
         record["wait_seconds"] = wait_seconds
         try:
             with no_collections():
-                return self._begin(step, plan, taken, place, answer, record, begun)
+                instant = plan.tear_check.take(taken, step)
+                taken = taken._replace(tensors=())  # those that are looked at are with the instant
+                has_begun = self._begin(step, plan, taken, instant, place, answer, record, begun)
         except BaseException:
             self._room.give_back(place, DeclineCause.COPY_FAILED.because("save() ended with an error"))
             raise
+        if has_begun:
+            self._copier.finish_what_would_tear(instant)
+        return has_begun
 
     def _begin(
         self,
         step: int,
         plan: SavePlan,
         taken: Capture,
+        instant: SavedInstant | None,
         place: StepPlace,
         answer: Reason | None,
         record: dict[str, Any],
@@ -159,7 +167,9 @@ class Saver:
             return self._decline(step, transfer.reason or nowhere, tell=False)
         record["save_seconds"] = time.monotonic() - begun
         self._room.send(place, transfer)
-        self._copier.copy(CopyJob(transfer, area, plan.router, taken, after, fingerprints, place.keeping))
+        self._copier.copy(
+            CopyJob(transfer, area, plan.router, taken, after, fingerprints, place.keeping, instant)
+        )
         self._ledger.begun(transfer, place.keeping)
         return True
 

@@ -201,6 +201,8 @@ class Staging:
         cancelled: Callable[[], bool],
         passed: Callable[[Collection[int]], None],
         copied: Callable[[], None],
+        was_read: Callable[[Batch], None] = lambda _: None,
+        was_copied: Callable[[Batch], None] = lambda _: None,
     ) -> None:
         """Copy what only the optimizer changes, in the order of the route. Copy thread only.
 
@@ -211,6 +213,8 @@ class Staging:
             cancelled: Asked between batches; when it says True the rest is left out.
             passed: Told the addresses of the storages that are no longer read.
             copied: Called when nothing is read any more, before the last frame is given to the sender.
+            was_read: Called with each batch that was read, before its storages are passed; it may cancel.
+            was_copied: Called with each batch whose bytes are in the area, before its frames may go; it may cancel.
         """
         unread = len(route.host) + len(route.device)
 
@@ -218,12 +222,14 @@ class Staging:
             nonlocal unread
             for _ in batch.pieces:
                 reach(Point.TENSOR_COPIED)
+            was_read(batch)
             passed(batch.read)
             unread -= 1
             if not unread:
                 copied()
 
         def arrived(batch: Batch) -> None:
+            was_copied(batch)
             # An update that did not wait comes after `cancelled`: what is here before is of the checkpoint.
             if not cancelled():
                 for frame, count in batch.frames.items():

@@ -54,12 +54,19 @@ class Recall:
     Attributes:
         last: See `Last`. Any thread.
         holds: False: it recognises nothing any more. Any thread.
+        entries: Of each tensor of `RecognisedTree.walked`, the entry of the layout.
     """
 
     def __init__(
-        self, outline: Outline, facts: TensorFacts, places: list[_Place], ready: Ready | None
+        self,
+        outline: Outline,
+        facts: TensorFacts,
+        places: list[_Place],
+        ready: Ready | None,
+        entries: tuple[int, ...],
     ) -> None:
         self._outline, self._facts, self._places, self._ready = outline, facts, places, ready
+        self.entries = entries
         self._constants: Constants | None = None
         self.last = Last(0, 0)
         self.holds = True
@@ -94,15 +101,17 @@ class Recall:
         if facts is None:
             return None
         places: dict[int, _Place] = {}
+        entries: list[int] = []
         for index, tensor in enumerate(tensors):
             number = found.number(tensor)
             assert number is not None, "all tensors were surveyed"
             entry, part = storage_entries[number], found.parts[number]
+            entries.append(entry)
             if entry not in leave_out:
                 place = _Place(entry, index, part.start_bytes, part.nbytes, part.storage.device)
                 places.setdefault(entry, place)
         ready = None if pickled is None else pickled[0].ready(tensors)
-        recall = cls(outline, facts, [*places.values()], ready)
+        recall = cls(outline, facts, [*places.values()], ready, tuple(entries))
         return recall if pickled is None or recall._proves(tree, walked, *pickled) else None
 
     def look(self, tree: Mapping[str, Any]) -> RecognisedTree | None:

@@ -17,9 +17,11 @@ stays the same while plain values grow; every reader stops at the pickle's own e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import torch
 
 from holdfast.errors import StateError
 from holdfast.image.layout import Extent, Layout
@@ -30,7 +32,7 @@ from trainer_side.state.recall import Last, Recall
 from trainer_side.state.snapshot import Snapshot
 from trainer_side.state.sparse_file import Literals, SparseFile
 from trainer_side.state.survey import StorageSource, Survey, survey
-from trainer_side.state.tree import Ownership
+from trainer_side.state.tree import Ownership, tensor_paths
 from trainer_side.state.zip_parts import ZipParts
 
 
@@ -135,12 +137,16 @@ class Capture(NamedTuple):
         contents: Bytes of data.pkl and the serialization id (rank 0), and of this rank's `PerRank` values; by entry.
         deferred: Has those of data.pkl where `contents` lacks them.
         signature: See `Skeleton.signature`.
+        tensors: All of the tree; torch counts in each, or in what it is detached from, the changes in place.
+        tensor_entries: Of each, its entry of the layout.
     """
 
     sources: list[StorageSource | None]
     contents: dict[int, bytes]
     deferred: Deferred | None
     signature: tuple[Any, ...]
+    tensors: Sequence[torch.Tensor] = ()
+    tensor_entries: Sequence[int] = ()
 
 
 def plan(
@@ -247,7 +253,7 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
     found = _recalled(full, skeleton, defer=defer) or _in_full(full, skeleton)
     if found is None:
         return None
-    sources, data_pkl = found
+    sources, data_pkl, tensors, tensor_entries = found
     contents: dict[int, bytes] = {}
     deferred = None
     if isinstance(data_pkl, Deferred):
@@ -263,11 +269,18 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
         if len(blob) > reserve:
             raise Outgrown(name, len(blob), reserve)
         contents[entry] = blob.ljust(reserve, b"\0")
-    return Capture(sources, contents, deferred, skeleton.signature)
+    return Capture(sources, contents, deferred, skeleton.signature, tensors, tensor_entries)
 
 
-# Per entry its storage; data.pkl, padded (rank 0).
-_Found = tuple[list[StorageSource | None], bytes | Deferred | None]
+class _Found(NamedTuple):
+    """What a capture has of the tensors, and data.pkl, padded (rank 0)."""
+
+    sources: list[StorageSource | None]
+    data_pkl: bytes | Deferred | None
+    tensors: Sequence[torch.Tensor]
+    tensor_entries: Sequence[int]
+
+
 _GROWTH_BYTES = 1024  # much for numbers alone: those that get longer take a few bytes more
 _CHARACTER_BYTES_MAX = 4  # in UTF-8
 
@@ -279,17 +292,18 @@ def _recalled(full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool) -> _F
         if seen is None:
             return None
         sources = recall.sources(seen, len(skeleton.layout.entries))
+        tensors = seen.walked.tensors
         if skeleton.rank != 0:
-            return sources, None
+            return _Found(sources, None, tensors, recall.entries)
         snapshot = recall.snapshot(full, seen.walked) if defer else None
         if snapshot is not None and (deferred := Deferred(recall, snapshot, skeleton)).fits:
-            return sources, deferred
+            return _Found(sources, deferred, tensors, recall.entries)
         pickled = recall.pickle(full, seen.walked)
         reserve = skeleton.pickle_reserve_bytes
         if pickled is not None and len(pickled[0]) <= reserve and pickled[1] <= skeleton._accepted:
             if snapshot is not None:
                 recall.last = Last(len(pickled[0]), snapshot.text_length)
-            return sources, pickled[0].ljust(reserve, b"\0")
+            return _Found(sources, pickled[0].ljust(reserve, b"\0"), tensors, recall.entries)
     return None
 
 
@@ -310,9 +324,12 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
     recall = Recall.of(full, found, zip_parts.storage_entries, leave_out=blob_entries, pickled=pickled)
     if recall is not None:
         skeleton._recalls.append(recall)
-    if pickled is None:
-        return sources, None
-    return sources, pickled[1].ljust(skeleton.pickle_reserve_bytes, b"\0")
+    tensors = [named.tensor for named in tensor_paths(full)]
+    numbers = [found.number(tensor) for tensor in tensors]
+    entries = [zip_parts.storage_entries[number] for number in numbers if number is not None]
+    assert len(entries) == len(tensors), "all tensors were surveyed"
+    data_pkl = None if pickled is None else pickled[1].ljust(skeleton.pickle_reserve_bytes, b"\0")
+    return _Found(sources, data_pkl, tensors, entries)
 
 
 def _pickled(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> tuple[Pickling, bytes]:

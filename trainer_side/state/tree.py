@@ -13,7 +13,7 @@ sends it. Of the replicated ones, those that only `optimizer.step()` changes are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +150,30 @@ def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
     return owned
 
 
+def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """These, and the optimizers that they wrap, at any depth: an inner one is what changes the parameters."""
+    found: list[torch.optim.Optimizer] = []
+    pending = [*optimizers]
+    while pending:
+        optimizer = pending.pop(0)
+        if not any(optimizer is other for other in found):
+            found.append(optimizer)
+            pending += _inner_of(optimizer)
+    return found
+
+
+def _inner_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers among the attributes of this one, and in lists, tuples and dicts that are attributes."""
+    inner: list[torch.optim.Optimizer] = []
+    for value in vars(optimizer).values():
+        if isinstance(value, torch.optim.Optimizer):
+            inner.append(value)
+        elif isinstance(value, list | tuple | dict):
+            among = value.values() if isinstance(value, dict) else value
+            inner += [one for one in among if isinstance(one, torch.optim.Optimizer)]
+    return inner
+
+
 def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
     """The views that are the same on every rank, and those that only an optimizer changes."""
     parameters: set[_View | None] = set()
@@ -161,8 +185,10 @@ def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
             parameters.update(_view(parameter) for parameter in value.parameters())
             buffers.update(_view(buffer) for buffer in value.buffers())
         elif isinstance(value, torch.optim.Optimizer):
-            moments.update(_view(tensor) for _, tensor in tensor_paths(list(value.state.values())))
-            stepped.update(_view(parameter) for group in value.param_groups for parameter in group["params"])
+            for optimizer in with_inner([value]):
+                moments.update(_view(tensor) for _, tensor in tensor_paths(list(optimizer.state.values())))
+                groups = optimizer.param_groups
+                stepped.update(_view(parameter) for group in groups for parameter in group["params"])
     replicated = (parameters | moments) - buffers
     gated = replicated & (stepped | moments)
     return {view for view in replicated if view}, {view for view in gated if view}

@@ -58,6 +58,7 @@ class SlowStaging:
         cancelled: Callable[[], bool],
         passed: Callable[[Collection[int]], None],
         copied: Callable[[], None],
+        **_looks: Callable[[Any], None],
     ) -> None:
         assert after is None
         assert route.storages == {self.storage}

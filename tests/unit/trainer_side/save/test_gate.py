@@ -218,18 +218,19 @@ def test_an_optimizer_that_may_couple_parameters_waits_for_all_and_says_so(
     parameter = torch.nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
     optimizer = Coupled([parameter], lr=1.0)
+    gate = Gate([optimizer])
+    assert not caplog.records, "nothing shows yet that its updates come to the gate"
+    gate.close()
+    gate.hold([])
     with caplog.at_level(logging.WARNING):
-        gate = Gate([optimizer])
+        step = Step(optimizer)
+        time.sleep(0.05)
+        assert parameter.tolist() == [1.0] * 4
+        gate.open()
+        step.join(60)
     assert [record.message for record in caplog.records] == [
         "Coupled has a step of its own, which may treat its parameters together; its updates wait for the whole copy"
     ]
-    gate.close()
-    gate.hold([])
-    step = Step(optimizer)
-    time.sleep(0.05)
-    assert parameter.tolist() == [1.0] * 4
-    gate.open()
-    step.join(60)
     assert parameter.tolist() == [0.0] * 4
 
 

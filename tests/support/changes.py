@@ -1,0 +1,359 @@
+"""Trainings that change their state in many ways: by optimizers of all sorts, and by hand right after a save.
+
+Each is a `Training`: `state` for a Checkpointer, `step` for one update, `saved` for what comes right after `save()`.
+Every update changes every parameter, so that two instants never look the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+TENSORS, NUMEL = 24, 4096
+VALIDATION_SECONDS = 0.01
+
+
+class Training:
+    """A model that is trained as most are: the ones below are other in one respect.
+
+    Attributes:
+        waits: Called before changes by hand, where the pattern waits: `checkpointer.wait_copied`.
+    """
+
+    def __init__(self) -> None:
+        torch.manual_seed(7)
+        self.model: torch.nn.Module = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.randn(NUMEL)) for _ in range(TENSORS)
+        )
+        self.optimizer: Any = self.make()
+        self.waits: Callable[[], None] = lambda: None
+        self.changing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.model.parameters())
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def make(self) -> Any:
+        return torch.optim.AdamW(self.parameters, lr=0.01)
+
+    def gradients(self, step: int) -> None:
+        for place, parameter in enumerate(self.parameters):
+            parameter.grad = torch.full_like(parameter, 1.0 + (step + place) % 5)
+
+    def step(self, step: int) -> None:
+        self.gradients(step)
+        self.optimizer.step()
+
+    def saved(self, step: int) -> None:
+        """What the script does right after `save()`."""
+
+
+class Momentum(Training):
+    def make(self) -> Any:
+        return torch.optim.SGD(self.parameters, lr=0.01, momentum=0.9, foreach=True)
+
+
+class Fused(Training):
+    """Its kernel is not counted by torch."""
+
+    def make(self) -> Any:
+        return torch.optim.AdamW(self.parameters, lr=0.01, fused=True)
+
+
+class InBackward(Training):
+    """An optimizer for each parameter, stepped in the order of backward."""
+
+    def make(self) -> Any:
+        return [torch.optim.AdamW([parameter], lr=0.01) for parameter in self.parameters]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, **{f"o{place}": one for place, one in enumerate(self.optimizer)}}
+
+    def step(self, step: int) -> None:
+        self.gradients(step)
+        for one in reversed(self.optimizer):
+            one.step()
+
+
+class _Lookahead(Optimizer):
+    """As timm's: `Optimizer.__init__` is never called, so the hooks that one registers are never called either."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._base_optimizer = base
+        self.param_groups, self.defaults = base.param_groups, base.defaults
+        self.state = defaultdict(dict)
+        self._steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self._base_optimizer.step(closure)
+        self._steps += 1
+        if self._steps % 2 == 0:
+            for group in self.param_groups:
+                for fast in group["params"]:
+                    state = self._base_optimizer.state[fast]
+                    if "slow" not in state:
+                        state["slow"] = fast.clone()
+                    state["slow"].add_(fast - state["slow"], alpha=0.5)
+                    fast.copy_(state["slow"])
+
+    def state_dict(self) -> Any:
+        return self._base_optimizer.state_dict()
+
+
+class Lookahead(Training):
+    def make(self) -> Any:
+        return _Lookahead(torch.optim.AdamW(self.parameters, lr=0.01))
+
+
+class _Unhooked(Optimizer):
+    """Never calls `Optimizer.__init__`, and wraps nothing."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self.param_groups = [{"params": parameters, "lr": 0.01}]
+        self.defaults: dict[str, Any] = {}
+        self.state = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["moment"] = torch.zeros_like(parameter)
+            self.update(parameter, state["moment"])
+
+    def update(self, parameter: torch.Tensor, moment: torch.Tensor) -> None:
+        moment.mul_(0.9).add_(parameter.grad)
+        parameter.sub_(moment, alpha=0.01)
+
+    def state_dict(self) -> Any:
+        state = {place: self.state[one] for place, one in enumerate(self.param_groups[0]["params"])}
+        return {"state": state, "param_groups": []}
+
+
+class Unhooked(Training):
+    def make(self) -> Any:
+        return _Unhooked(self.parameters)
+
+
+class _Uncounted(_Unhooked):
+    def update(self, parameter: torch.Tensor, moment: torch.Tensor) -> None:
+        moment.data.mul_(0.9).add_(parameter.grad)
+        parameter.data.sub_(moment, alpha=0.01)
+
+
+class Uncounted(Training):
+    """Unhooked, and through `.data`: torch counts nothing."""
+
+    def make(self) -> Any:
+        return _Uncounted(self.parameters)
+
+
+class Sharpness(Training):
+    """SAM with its two steps: a climb to the worst point nearby, and back."""
+
+    @torch.no_grad()
+    def saved(self, step: int) -> None:
+        self.gradients(step)
+        for parameter in self.parameters:  # first_step
+            assert parameter.grad is not None
+            parameter.add_(parameter.grad, alpha=0.05)
+        self.gradients(step + 1)
+        for parameter in self.parameters:  # second_step, before the base optimizer's
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=0.05)
+
+
+class ScheduleFree(Training):
+    """`opt.eval()`; save; `opt.train()`: the weights are moved to their average and back."""
+
+    @torch.no_grad()
+    def step(self, step: int) -> None:
+        super().step(step)
+        self._move(0.9)
+
+    @torch.no_grad()
+    def saved(self, step: int) -> None:
+        self._move(1 / 0.9)
+
+    def _move(self, weight: float) -> None:
+        for parameter in self.parameters:
+            parameter.mul_(weight)
+
+
+class Average(Training):
+    """The weights of an average are swapped in for validation after each save, and out again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def saved(self, step: int) -> None:
+        torch._foreach_lerp_(self.average, [*map(torch.Tensor.detach, self.parameters)], 0.1)
+        self.waits()
+        with self.changing():
+            kept = [parameter.detach().clone() for parameter in self.parameters]
+            self.put(self.average)
+            time.sleep(VALIDATION_SECONDS)
+            self.put(kept)
+
+    def put(self, values: list[torch.Tensor]) -> None:
+        torch._foreach_copy_([*map(torch.Tensor.detach, self.parameters)], values)
+
+
+class AverageThroughData(Average):
+    def put(self, values: list[torch.Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data.copy_(value)
+
+
+class AverageBesideTorch(Average):
+    """Through numpy, as a framework of others would."""
+
+    def put(self, values: list[torch.Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.detach().numpy()[:] = value.numpy()
+
+
+class Swapped(Average):
+    """As some do it: other memory is put under the parameters, and nothing is overwritten."""
+
+    def put(self, values: list[torch.Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value.clone()
+
+
+class PatientAverage(Average):
+    """It waits for the copy."""
+
+
+class AverageInContext(Average):
+    """It waits for the copy, with a context."""
+
+
+class Best(Training):
+    """The best weights so far are loaded right after a save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def saved(self, step: int) -> None:
+        self.model.load_state_dict(self.best)
+
+
+class Clipped(Training):
+    """Weights are clipped through `.data` right after a save."""
+
+    def saved(self, step: int) -> None:
+        for parameter in self.parameters:
+            parameter.data.mul_(0.99)
+
+
+class _Embeddings(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = torch.nn.ModuleList(torch.nn.Embedding(64, 64, max_norm=1.0) for _ in range(TENSORS))
+
+
+class Renormed(Training):
+    """The forward pass shortens the rows that it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = _Embeddings()
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1, momentum=0.5)
+
+    def saved(self, step: int) -> None:
+        for table in self.model.tables:  # type: ignore[union-attr]
+            table(torch.arange(64))
+
+
+def _of_a_package(package: str, make: Callable[[Any, list[torch.nn.Parameter]], Any]) -> type[Training]:
+    class OfPackage(Training):
+        """Skipped where the package is not installed."""
+
+        def make(self) -> Any:
+            return make(importlib.import_module(package), self.parameters)
+
+    return OfPackage
+
+
+class _ScheduleFreePackage(Training):
+    def make(self) -> Any:
+        return importlib.import_module("schedulefree").AdamWScheduleFree(self.parameters, lr=0.01)
+
+    def step(self, step: int) -> None:
+        self.optimizer.train()
+        super().step(step)
+        self.optimizer.eval()
+
+    def saved(self, step: int) -> None:
+        self.optimizer.train()
+
+
+# What waits at the gate, or for the copy: every save of it is published.
+WAITING: tuple[type[Training], ...] = (
+    Training,
+    Momentum,
+    Fused,
+    InBackward,
+    Lookahead,
+    Swapped,
+    PatientAverage,
+    AverageInContext,
+)
+# What changes tensors while they are copied, unless save() waits for the copy.
+TEARING: tuple[type[Training], ...] = (
+    Unhooked,
+    Uncounted,
+    Sharpness,
+    ScheduleFree,
+    Average,
+    AverageThroughData,
+    AverageBesideTorch,
+    Best,
+    Clipped,
+    Renormed,
+)
+PACKAGES: dict[str, type[Training]] = {
+    "schedulefree": _ScheduleFreePackage,
+    "timm": _of_a_package(
+        "timm.optim", lambda timm, parameters: timm.Lookahead(torch.optim.AdamW(parameters, lr=0.01))
+    ),
+    "pytorch_optimizer": _of_a_package(
+        "pytorch_optimizer", lambda package, parameters: package.Lion(parameters, lr=0.01)
+    ),
+    "bitsandbytes": _of_a_package(
+        "bitsandbytes.optim", lambda package, parameters: package.AdamW(parameters, lr=0.01)
+    ),
+    "torchao": _of_a_package(
+        "torchao.optim", lambda package, parameters: package.AdamW8bit(parameters, lr=0.01)
+    ),
+}
+
+
+def trained(kind: type[Training], saves: int, save: Callable[[int], None]) -> Iterator[Training]:
+    """Train, and save after each update; yields before each save."""
+    training = kind()
+    for step in range(saves):
+        training.step(step)
+        yield training
+        save(step)
+        training.saved(step)

@@ -1,0 +1,197 @@
+"""Whatever changes the state, and whenever: a copy is the saved instant, bit for bit, or the step is withdrawn by name.
+
+The copy is slow, so that changes right after `save()` come into it. Without detection, and without the wait of a save
+whose hooks are not proven, the same trainings give torn copies: that is shown, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.config import TrainerConfig
+from tests.support import changes
+from tests.support.changes import PACKAGES, TEARING, WAITING, Training
+from tests.unit.trainer_side.test_checkpointer import SECONDS_MAX, FakeLink
+from trainer_side import joining
+from trainer_side.checkpointer import Checkpointer
+from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.copy_plan import SlicePlan
+from trainer_side.save.hook_proof import HookProof
+from trainer_side.save.tearing import SavedInstant
+from trainer_side.state.tree import collect, tensor_paths
+from trainer_side.transfer import TransferState
+
+SAVES = 6
+BATCH_SECONDS = 0.002
+TRACELESS = (changes.AverageThroughData, changes.AverageBesideTorch)
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
+    found = FakeLink()
+    monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: found)
+    copy = CopyEngine.copy_host
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(BATCH_SECONDS)
+        copy(*arguments)
+
+    monkeypatch.setattr(CopyEngine, "copy_host", staticmethod(slowly))
+    return found
+
+
+class Run:
+    """One training with a checkpointer, and what became of each of its saves."""
+
+    def __init__(self, link: FakeLink, kind: type[Training]) -> None:
+        self.link, self.training = link, kind()
+        self.training.step(-1)  # the state of the optimizer is there
+        self.checkpointer = Checkpointer(self.training.state, config=TrainerConfig(in_flight_max=2))
+        if kind is changes.PatientAverage:
+            self.training.waits = self.checkpointer.wait_copied
+        if kind is changes.AverageInContext:
+            self.training.changing = self.checkpointer.changing
+        self.torn: list[int] = []  # saves whose copy mixes instants
+        self.waited: list[bool] = []  # whether save() came back with its copy done
+
+    def go_on(self, saves: int) -> Run:
+        for step in range(len(self.waited), len(self.waited) + saves):
+            wanted = self._tensors()
+            assert self.checkpointer.save(step)
+            self.waited.append(not self.checkpointer._copier.gate.closed)
+            self.training.saved(step)
+            self.training.step(step)  # the next update, which comes while this save is copied
+            self._judge(step, wanted)
+        return self
+
+    def _tensors(self) -> dict[str, bytes]:
+        found = tensor_paths(collect(self.training.state))
+        return {named.path: named.tensor.detach().clone().numpy().tobytes() for named in found}
+
+    def _judge(self, step: int, wanted: dict[str, bytes]) -> None:
+        transfer, area = self.link.offers[step]
+        deadline = time.monotonic() + SECONDS_MAX
+        while self.checkpointer._copier._job is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        if all(area.is_ready(offset) for offset in area._frame_at):
+            if self._got(area) != wanted:
+                self.torn.append(step)
+            self.link.stage(step)
+        else:
+            assert step in self.link.declined, f"step {step} is neither whole nor withdrawn"
+            transfer.reach(TransferState.DECLINED, self.link.declined[step])  # as the stager tells all ranks
+
+    def _got(self, area: Any) -> dict[str, bytes]:
+        layout = self.link.layouts[-1]
+        found = {entry: bytearray(whole.nbytes) for entry, whole in enumerate(layout.entries)}
+        for piece in SlicePlan.of(layout, 0, [False] * len(layout.entries)).now:
+            view = area.view(piece.offset, piece.nbytes)
+            found[piece.entry][piece.entry_offset : piece.entry_offset + piece.nbytes] = view
+        return {tensor.path: bytes(found[tensor.entry]) for tensor in layout.tensors}
+
+    def end(self) -> None:
+        self.checkpointer.close()
+
+
+@pytest.fixture
+def runs(link: FakeLink) -> Iterator[Any]:
+    made: list[Run] = []
+
+    def run(kind: type[Training], saves: int = SAVES) -> Run:
+        made.append(Run(link, kind))
+        return made[-1].go_on(saves)
+
+    yield run
+    for one in made:
+        one.end()
+
+
+def _without_detection(monkeypatch: pytest.MonkeyPatch) -> None:
+    for method in ("changed", "changed_in", "changed_at", "copied_wrong"):
+        monkeypatch.setattr(SavedInstant, method, lambda *_: "")
+    monkeypatch.setattr(HookProof, "saved", lambda *_: True)
+
+
+@pytest.mark.parametrize("kind", WAITING)
+def test_what_waits_is_saved_each_time(runs: Any, link: FakeLink, kind: type[Training]) -> None:
+    run = runs(kind)
+    assert not run.torn
+    assert not link.declined
+
+
+@pytest.mark.parametrize("kind", WAITING[:5])
+def test_what_waits_at_the_gate_is_proven_and_copied_behind_it(runs: Any, kind: type[Training]) -> None:
+    """The first save finishes its copy, since nothing is shown yet; later ones leave it behind the gate."""
+    waited = runs(kind).waited
+    assert waited[0]
+    assert not any(waited[2:])
+
+
+@pytest.mark.parametrize("kind", TEARING)
+def test_what_tears_is_withdrawn_by_name_or_waited_for(
+    runs: Any, link: FakeLink, kind: type[Training], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = runs(kind)
+    assert not run.torn
+    assert all(reason.cause == "torn" for reason in link.declined.values())
+    # What is put back uncounted before the next update leaves no trace but a torn copy: one is withdrawn, then.
+    assert run.waited.count(False) == len(link.declined) <= (kind in TRACELESS)
+    warnings = [
+        line for line in caplog.messages if "From now on save() returns only when its copy is done" in line
+    ]
+    assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("kind", TEARING)
+def test_what_tears_after_it_was_proven_is_detected(
+    runs: Any, link: FakeLink, kind: type[Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every copy is left behind the gate: detection alone stands between a torn copy and the store."""
+    monkeypatch.setattr(HookProof, "saved", lambda *_: True)
+    run = runs(kind)
+    assert not run.torn
+    assert link.declined
+    for step, found in link.declined.items():
+        reason = str(found)
+        assert reason.startswith(("torn: model/", "torn: optimizer/")), reason
+        assert f"was changed after save({step})" in reason
+        assert "wait_copied()" in reason
+    stats = run.checkpointer.stats
+    assert stats.failed == stats.causes["torn"] == len(link.declined)
+
+
+@pytest.mark.parametrize("kind", TEARING)
+def test_without_detection_copies_are_torn(
+    runs: Any, kind: type[Training], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above can fail."""
+    _without_detection(monkeypatch)
+    assert runs(kind).torn
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_optimizers_of_others(runs: Any, link: FakeLink, package: str) -> None:
+    pytest.importorskip(package)
+    run = runs(PACKAGES[package])
+    assert not run.torn
+    assert all(reason.cause == "torn" for reason in link.declined.values())
+
+
+def test_a_training_that_stops_tearing_is_trusted_again(runs: Any) -> None:
+    run = runs(changes.Best, 3)
+    run.training.saved = lambda _step: None
+    run.go_on(20)
+    assert all(run.waited[:16])
+    assert not any(run.waited[-3:])
+
+
+def test_no_tensor_is_kept_beyond_the_first_update(runs: Any) -> None:
+    runs(Training, 3)
+    copies = [one for one in gc.get_objects() if type(one) is SavedInstant]
+    assert not copies

@@ -1,0 +1,291 @@
+"""Whether what is copied behind the gate is still what it was at `save()`; if not, the copy is torn, and not used.
+
+    save()        TearCheck.take ─► SavedInstant: the version counter of each tensor, and four words of each piece
+    copy thread   each batch, read and not yet given free: counters and live words as at save()? words in the copy, too?
+    first update  before it changes anything: all counters and live words as at save()?
+
+torch counts what its operations change in place, but not what goes through `.data`, a numpy view, a fused optimizer or
+a kernel of others: the words are for those. They are the first of a piece, and three at places that the step draws.
+What changes none of these words, and is not counted, is not seen: docs/design/031-torn-copies.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from holdfast.image.layout import Layout
+from holdfast.image.replicas import first_row
+from trainer_side.save.copy_plan import Batch, CopyPiece, SlicePlan
+from trainer_side.state.skeleton import Capture
+from trainer_side.state.survey import StorageSource
+
+_WORD_BYTES = 8
+_WORDS = 4  # of one piece
+_DRAWN_OF = 1 << 24
+_DEVICE_PIECES_MAX = (
+    32  # at one save: each takes a call of torch or two, and others have their turn at the next
+)
+_version = attrgetter("_version")
+_address = attrgetter("data_ptr")
+
+# All memory of the process as one array, so that one call of numpy reads words of thousands of tensors. Making it
+# touches nothing, and it is read only where tensors lie that are kept alive meanwhile. It begins above address zero,
+# which is none to numpy.
+_BEGIN = 64
+_everything = memoryview((ctypes.c_uint8 * (1 << 56)).from_address(_BEGIN))
+_BYTES: npt.NDArray[np.uint8] = np.frombuffer(_everything, np.uint8)
+_AT_EACH_BYTE: npt.NDArray[Any] = np.lib.stride_tricks.as_strided(
+    np.frombuffer(_everything, np.dtype((np.void, _WORD_BYTES)), count=1),
+    shape=(_BYTES.size - _WORD_BYTES,),
+    strides=(1,),
+    writeable=False,
+)
+
+_Places = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+_Mask = npt.NDArray[np.bool_]
+
+
+class TearCheck:
+    """What is looked at in each save of one plan. Training thread.
+
+    Args:
+        layout: The layout.
+        slice_plan: This rank's slice of it.
+        gated: Per entry, whether it is copied behind the gate.
+        watched: Entries of which fingerprints are made: those must be of the saved instant, whoever sends them.
+    """
+
+    def __init__(
+        self, layout: Layout, slice_plan: SlicePlan, gated: Sequence[bool], watched: Collection[int]
+    ) -> None:
+        sent = {piece.entry for piece in slice_plan.gated}
+        self.pieces = [
+            *slice_plan.gated,
+            *(
+                CopyPiece(-1, entry, 0, layout.entries[entry].nbytes, -1)
+                for entry in watched
+                if gated[entry] and entry not in sent
+            ),
+        ]
+        self.place_of = {piece.offset: place for place, piece in enumerate(self.pieces) if piece.offset >= 0}
+        self.paths: dict[int, str] = {}
+        for tensor in layout.tensors:
+            self.paths.setdefault(tensor.entry, tensor.path)
+        self._entries = {piece.entry for piece in self.pieces}
+        self._starts = np.array([piece.entry_offset for piece in self.pieces], np.int64)
+        sizes = np.array([piece.nbytes for piece in self.pieces], np.int64)
+        self.wide = sizes >= _WORD_BYTES
+        self._room = sizes - np.where(self.wide, _WORD_BYTES, 1)  # for the place of a word
+        whole = _without_gaps(layout, {piece.entry for piece in self.pieces})
+        self._whole = np.array([piece.entry in whole for piece in self.pieces], bool)
+        self.copies = np.array([piece.offset for piece in self.pieces], np.int64)
+        self._tensor_entries: Sequence[int] = ()
+        self._tensors: list[int] = []  # places among all tensors of those that are looked at
+        self.entry_of_tensor: list[int] = []  # of each of those
+        self.tensors_of: Mapping[int, list[int]] = {}  # entry → places among those
+
+    def take(self, taken: Capture, step: int) -> SavedInstant | None:
+        """What the tensors are like now. In `save()`, on the stream on which training goes on; None: all is copied."""
+        if not self.pieces:
+            return None
+        if taken.tensor_entries is not self._tensor_entries:
+            self._choose(taken.tensor_entries)
+        tensors = [*map(taken.tensors.__getitem__, self._tensors)]
+        sources: list[Any] = [taken.sources[piece.entry] for piece in self.pieces]
+        # As the rows of the fingerprints: drawn, not counted.
+        drawn = [0, *(first_row(_WORDS * step + word, _DRAWN_OF) for word in range(1, _WORDS))]
+        within = (self._room[:, None] * (np.array(drawn) / _DRAWN_OF)).astype(np.int64)
+        begins = np.fromiter(map(_address, sources), np.int64, len(sources)) + self._starts
+        readable, device_words = self._whole, None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            on_device = np.array([source.device.type != "cpu" for source in sources], bool)
+            readable = self._whole & ~on_device
+            chosen = np.flatnonzero(self._whole & on_device)
+            if chosen.size:
+                chosen = np.roll(chosen, -first_row(step, chosen.size))[:_DEVICE_PIECES_MAX]
+                device_words = DeviceWords(chosen.tolist(), self, sources, within)
+        return SavedInstant(
+            self, step, tensors, sources, begins[:, None] + within, within, readable, device_words
+        )
+
+    def _choose(self, tensor_entries: Sequence[int]) -> None:
+        self._tensor_entries = tensor_entries
+        self._tensors = [place for place, entry in enumerate(tensor_entries) if entry in self._entries]
+        self.entry_of_tensor = [tensor_entries[place] for place in self._tensors]
+        tensors_of: dict[int, list[int]] = {}
+        for place, entry in enumerate(self.entry_of_tensor):
+            tensors_of.setdefault(entry, []).append(place)
+        self.tensors_of = tensors_of
+
+
+class SavedInstant:
+    """What tensors were like at one `save()`. It keeps them alive: not for longer than they are copied, or proven.
+
+    Made by `TearCheck.take`; its methods may be called by any thread. Each gives the path of a tensor, or nothing.
+    """
+
+    def __init__(
+        self,
+        check: TearCheck,
+        step: int,
+        tensors: list[torch.Tensor],
+        sources: Sequence[StorageSource],
+        live: _Places,
+        within: _Places,
+        readable: _Mask,
+        device_words: DeviceWords | None,
+    ) -> None:
+        self.step, self.check = step, check
+        self._tensors, self._sources, self._device_words = tensors, sources, device_words
+        self._live, self._within, self._readable = live, within, readable
+        self._tensors_of, self._entry_of_tensor = check.tensors_of, check.entry_of_tensor
+        self._versions = _versions(tensors)
+        self._words = _read(live, check.wide, readable)
+
+    def changed(self) -> str:
+        """A tensor that is not as it was."""
+        versions = _versions(self._tensors)
+        if versions != self._versions:
+            pairs = zip(versions, self._versions, self._entry_of_tensor, strict=True)
+            return self.check.paths[next(entry for now, before, entry in pairs if now != before)]
+        wrong = _read(self._live, self.check.wide, self._readable) != self._words
+        return self._path(np.arange(len(wrong)), wrong)
+
+    def changed_at(self, storages: Collection[int]) -> str:
+        """A tensor in one of the storages at these addresses that is not as it was."""
+        here = self.storages()
+        return self._changed([place for place, storage in enumerate(here) if storage in storages])
+
+    def changed_in(self, batch: Batch) -> str:
+        """A tensor that was copied in `batch`, and is not as it was; before the update may change it."""
+        return self._changed(self._places(batch))
+
+    def copied_wrong(self, batch: Batch, area: torch.Tensor) -> str:
+        """A tensor whose bytes in the staging area are not those that it had."""
+        found = self._places(batch)
+        if self._device_words is not None and (place := self._device_words.wrong(found, area)) is not None:
+            return self.check.paths[self.check.pieces[place].entry]
+        places, check = np.array(found, np.int64), self.check
+        copies = area.data_ptr() + check.copies[places, None] + self._within[places]
+        here = _read(copies, check.wide[places], self._readable[places])
+        return self._path(places, here != self._words[places])
+
+    def storages(self) -> list[int]:
+        """Of each piece that is looked at, the address of the storage under it."""
+        return [source.data_ptr - source.start_bytes for source in self._sources]
+
+    def _places(self, batch: Batch) -> list[int]:
+        return [*map(self.check.place_of.__getitem__, batch.offsets)]
+
+    def _changed(self, found: list[int]) -> str:
+        pieces, versions, tensors = self.check.pieces, self._versions, self._tensors
+        for entry in dict.fromkeys([pieces[place].entry for place in found]):
+            for place in self._tensors_of.get(entry, ()):
+                if _version_of(tensors[place]) != versions[place]:
+                    return self.check.paths[entry]
+        places = np.array(found, np.int64)
+        now = _read(self._live[places], self.check.wide[places], self._readable[places])
+        return self._path(places, now != self._words[places])
+
+    def _path(self, places: _Places, wrong: _Mask) -> str:
+        """Of the first of these places of which a word is wrong."""
+        of_pieces = wrong.any(axis=1)
+        if not of_pieces.any():
+            return ""
+        return self.check.paths[self.check.pieces[int(places[int(of_pieces.argmax())])].entry]
+
+
+class DeviceWords:
+    """Words of some tensors on a device, on their way to the host, in the order of the current stream.
+
+    Args:
+        places: Which pieces.
+        check: Has them.
+        sources: Of each piece its storage.
+        within: Of each piece, where the words begin in it.
+    """
+
+    def __init__(
+        self, places: Sequence[int], check: TearCheck, sources: Sequence[StorageSource], within: _Places
+    ) -> None:
+        self.check, self._within = check, within
+        self._begin_of: dict[int, int] = {}
+        parts: list[torch.Tensor] = []
+        nbytes = 0
+        for place in places:
+            piece, memory = check.pieces[place], sources[place].bytes()
+            self._begin_of[place] = nbytes
+            for at in within[place].tolist():
+                begin = piece.entry_offset + at
+                parts.append(memory[begin : begin + self._width(place)])
+                nbytes += self._width(place)
+        together = torch.cat(parts)
+        self._arrived: torch.cuda.Event | None = None
+        if together.device.type == "cuda":
+            self._here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self._here.copy_(together, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(together.device).record_event()
+        else:
+            self._here = together
+
+    def wrong(self, places: Iterable[int], area: torch.Tensor) -> int | None:
+        """One of these places of which the staging area has other words; None: of none that is looked at."""
+        mine = [place for place in places if place in self._begin_of]
+        if not mine:
+            return None
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        copy, wanted = area.numpy(), self._here.numpy()
+        for place in mine:
+            width, begin = self._width(place), self._begin_of[place]
+            offset = self.check.pieces[place].offset
+            for at in self._within[place].tolist():
+                if (copy[offset + at : offset + at + width] != wanted[begin : begin + width]).any():
+                    return place
+                begin += width
+        return None
+
+    def _width(self, place: int) -> int:
+        return _WORD_BYTES if self.check.wide[place] else 1
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:  # one was made in inference mode, where torch counts nothing
+        return [*map(_version_of, tensors)]
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _read(addresses: _Places, wide: _Mask, readable: _Mask) -> _Words:
+    """A word at each address; of pieces that are smaller than one, a byte. Zero where it is not readable."""
+    found = np.zeros(addresses.shape, np.uint64)
+    words, single_bytes = wide & readable, ~wide & readable
+    found[words] = _AT_EACH_BYTE[addresses[words] - _BEGIN].view(np.uint64)
+    found[single_bytes] = _BYTES[addresses[single_bytes] - _BEGIN]
+    return found
+
+
+def _without_gaps(layout: Layout, entries: Collection[int]) -> set[int]:
+    """Those entries of which every byte belongs to a tensor: what lies between tensors may be anybody's."""
+    sizes: dict[int, list[int]] = {}
+    for tensor in layout.tensors:
+        if tensor.entry in entries:
+            # The dtype may be followed by strides and the like.
+            dtype: torch.dtype = getattr(torch, tensor.dtype.partition(",")[0])
+            sizes.setdefault(tensor.entry, []).append(math.prod(tensor.shape) * dtype.itemsize)
+    return {
+        entry for entry, found in sizes.items() if layout.entries[entry].nbytes in (sum(found), max(found))
+    }
