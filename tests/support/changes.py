@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -138,6 +138,7 @@ class _Unhooked(Optimizer):
             self.update(parameter, state["moment"])
 
     def update(self, parameter: torch.Tensor, moment: torch.Tensor) -> None:
+        assert parameter.grad is not None
         moment.mul_(0.9).add_(parameter.grad)
         parameter.sub_(moment, alpha=0.01)
 
@@ -153,6 +154,7 @@ class Unhooked(Training):
 
 class _Uncounted(_Unhooked):
     def update(self, parameter: torch.Tensor, moment: torch.Tensor) -> None:
+        assert parameter.grad is not None
         moment.data.mul_(0.9).add_(parameter.grad)
         parameter.data.sub_(moment, alpha=0.01)
 
@@ -347,13 +349,3 @@ PACKAGES: dict[str, type[Training]] = {
         "torchao.optim", lambda package, parameters: package.AdamW8bit(parameters, lr=0.01)
     ),
 }
-
-
-def trained(kind: type[Training], saves: int, save: Callable[[int], None]) -> Iterator[Training]:
-    """Train, and save after each update; yields before each save."""
-    training = kind()
-    for step in range(saves):
-        training.step(step)
-        yield training
-        save(step)
-        training.saved(step)
