@@ -145,7 +145,7 @@ class Catalog:
             )
         if objects:
             return StoreMissing(f"{url}: there is no checkpoint in this run yet (no step-….json)")
-        return StoreMissing(f"{url}: there is no run here (nothing at all); is the URL right?")
+        return StoreMissing(f"{url}: there is nothing at this URL; check the URL")
 
     @staticmethod
     def _manifests(objects: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:

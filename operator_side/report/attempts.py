@@ -81,7 +81,7 @@ def gather_attempts(events: Sequence[LoggedEvent]) -> list[ReportedAttempt]:
     if not is_told:
         for one in attempts[:-1]:
             if not one.cause:  # the next one began without a word about its end
-                one.cause, one.message = "lost", "nothing more was heard of it"
+                one.cause, one.message = "lost", "the logs have no end of this attempt"
     return attempts
 
 
@@ -126,7 +126,7 @@ def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
             attempt.lost_at_unix, attempt.sign = event.time, text(event.fields.get("message"))
         case "ended":
             attempt.ended_at_unix = event.time
-            attempt.cause = text(event.fields.get("cause")) or "not told"
+            attempt.cause = text(event.fields.get("cause")) or "not known"
             attempt.message = text(event.fields.get("message")).removeprefix(f"attempt {attempt.number}: ")
 
 
@@ -162,4 +162,4 @@ def _untold(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
             attempt.message = attempt.sign or "the trainers have left the stager"
         case "stager_gone" if not attempt.cause and event.fields.get("finished") is False:
             attempt.cause, attempt.lost_at_unix, attempt.ended_at_unix = "lost", event.time, event.time
-            attempt.message = "the stager is gone, and had not finished"
+            attempt.message = "the stager was lost before it had finished"

@@ -160,51 +160,49 @@ def _unknown(facts: RunFacts, *, has_stored: bool, has_price: bool) -> list[str]
     log = facts.log
     if not log.events:
         found.append(
-            "No event log was given (--events), so attempts, interruptions, goodput, declined steps and what was "
-            "pruned are not known; checkpoints are shown as their manifests tell."
+            "No event log was given (--events). Attempts, interruptions, goodput, and declined or pruned steps are not "
+            "known; checkpoints are shown from their manifests."
         )
     elif not any(one.is_told for one in facts.attempts):
         found.append(
-            "There are no lines of `holdfast run` (status.jsonl): how attempts ended, and the phases of the way back, "
-            "are gathered from stager and ranks, or not known."
+            "The log of `holdfast run` (status.jsonl) was not given. How attempts ended, and how training went "
+            "on, comes from the logs of stager and ranks, or is not known."
         )
     if log.events and not any(event.role == "trainer" for event in log.events):
         found.append(
-            "No rank has written events here (setting `events` on the ranks' machines): declined steps are those that "
-            "the stager told of, and times of ranks come from manifests and the flusher."
+            "No event log of a rank was given (setting `events` on the ranks' machines). Declined steps are those in "
+            "the log of the stager, and times of ranks come from manifests and the flusher."
         )
     if not has_stored:
         found.append(
-            "No manifest was read: what the store holds by now is not known, only what the logs tell."
+            "No manifest was read: checkpoints are shown from the logs, and what the store has now is not known."
         )
     if log.unreadable:
         found.append(
-            f"{log.unreadable} lines of the logs are no events, such as a line that a full disk has cut; left out."
+            f"{log.unreadable} lines of the logs are not events (a full disk may have cut them) and are left out."
         )
     found += [
-        f"The last line of {name} has no end: its writer was killed, or still writes." for name in log.running
+        f"The last line of {name} is incomplete: its writer was killed, or is still writing."
+        for name in log.running
     ]
     if facts.rows:
         found.append(
-            "How full the ring was is not written down, nor how large it is. The picture shows the bytes of "
-            "checkpoints between save() and durable: as much as it can have held, since chunks are given back while "
-            "they are written."
+            "The logs do not have the fill level or the size of the ring. The picture shows the bytes of checkpoints "
+            "between save() and durable, which is the most that the ring can have held."
         )
         found.append(
-            "Rates are means over the whole way of one checkpoint, waits and all; how fast link and store are at their "
-            "best is not known from them."
+            "Rates are means over the whole way of one checkpoint, including waits; they do not show the highest speed "
+            "of link or store."
         )
     if not has_price:
-        found.append("No price was given (--dollars-per-hour), so nothing is shown in money.")
+        found.append("No price was given (--dollars-per-hour), so costs are not shown.")
     if any(one.lost is None and one.back is not None for one in facts.interruptions):
         found.append(
-            "Of some interruptions it is not known from when on work had to be done again: the checkpoint that "
-            "training went on from is in no log and no longer in the store. Goodput is then an upper bound."
+            "For some interruptions the lost work is not known: the checkpoint from which training resumed is in no "
+            "log and no longer in the store. Goodput is then an upper bound."
         )
     if len({event.role for event in log.events}) > 1:
-        found.append(
-            "Times are by the clock of the machine that wrote them; between machines they may be apart."
-        )
+        found.append("Times are by the clock of the machine that wrote them; the clocks may differ.")
     return found
 
 

@@ -21,12 +21,12 @@ _HOUR_SECONDS = 3600.0
 _SAME_SECONDS = 0.001
 _FIRST_STEP_SECONDS = 1.0  # the first save may begin before the last rank has told of its first step
 PARTS = {
-    "new work": "training whose result stayed",
-    "work done twice": "training since the checkpoint that the next attempt went on from",
+    "new work": "training whose result was kept",
+    "work done twice": "training since the checkpoint from which the next attempt resumed",
     "stalls for checkpoints": "the training thread of the slowest rank stood still for a checkpoint (CST)",
-    "getting back after losses": "from the first sign of a loss until all ranks had taken a step again",
+    "getting back after losses": "from the first sign of a loss until all ranks had done a step again",
     "starting": "from a launch that follows no loss to the first step of all ranks",
-    "between runs": "one run had ended in order or was stopped, and the next was not launched yet",
+    "between runs": "a run was done or stopped, and the next one not launched yet",
 }
 
 

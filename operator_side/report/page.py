@@ -99,7 +99,7 @@ def _look(facts: RunFacts, there: set[str]) -> Html:
 
 
 def _unknown(facts: RunFacts) -> Html:
-    known = "docs/report.md says how each figure is reckoned."
+    known = "docs/report.md says how each figure is computed."
     return tag(
         "section",
         tag("h2", "What is not known", id="unknown"),

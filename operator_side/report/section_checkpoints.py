@@ -65,7 +65,7 @@ def checkpoints(facts: RunFacts) -> Html | None:
             class_="faint",
         )
         if detailed
-        else tag("p", "Neither manifests nor logs tell times of ranks."),
+        else tag("p", "Neither the manifests nor the logs have times of ranks."),
         *(_rank_by_rank(row) for row in detailed),
     )
 

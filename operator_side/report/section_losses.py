@@ -53,13 +53,13 @@ def interruptions(facts: RunFacts) -> Html | None:
         "first sign",
         "attempt",
         "why",
-        "phases of the way back",
-        "way back",
+        "phases until training",
+        "time until training",
         "work lost",
         "steps",
         "cost",
     )
-    numbers = ("attempt", "way back", "work lost", "steps", "cost")
+    numbers = ("attempt", "time until training", "work lost", "steps", "cost")
     attempts = thinned(facts.attempts, ROWS_MAX, lambda one: one.was_lost)
     every = [
         (
@@ -74,11 +74,13 @@ def interruptions(facts: RunFacts) -> Html | None:
         )
         for one in attempts
     ]
-    names = ("attempt", "began", "ranks", "hosts", "went on from", "training since", "ended", "how")
+    names = ("attempt", "began", "ranks", "hosts", "resumed from", "training since", "ended", "how")
     return section(
         "interruptions",
-        "Interruptions and ways back",
-        table("Interruptions", columns, rows, numbers=numbers) if rows else tag("p", "None is known."),
+        "Interruptions",
+        table("Interruptions", columns, rows, numbers=numbers)
+        if rows
+        else tag("p", "No interruption is known."),
         thin(shown, found, "interruption", "the first, the last, and evenly chosen ones"),
         _ways_back(facts),
         table("Attempts", names, every, numbers=("attempt", "ranks")),
@@ -88,8 +90,8 @@ def interruptions(facts: RunFacts) -> Html | None:
 
 def _phases_back(back: ReportedAttempt | None) -> str:
     if back is None:
-        return "training did not go on"
-    return ", ".join(f"{name} {brief(value)}" for name, value in back.phases.items()) or "not told"
+        return "training did not resume"
+    return ", ".join(f"{name} {brief(value)}" for name, value in back.phases.items()) or "not known"
 
 
 def _ways_back(facts: RunFacts) -> Html | None:
@@ -116,7 +118,7 @@ def _ways_back(facts: RunFacts) -> Html | None:
         "Seconds from the first sign of a loss to training, phase by phase; the table above has the figures."
     )
     return join(
-        lanes("back-picture", "Ways back", about, rows, 0.0, longest, is_clock=False),
+        lanes("back-picture", "From loss to training", about, rows, 0.0, longest, is_clock=False),
         keys(*((class_, f"until {name}") for name, class_ in classes.items())),
         thin(rows, with_phases, "way back", "the last ones"),
     )
@@ -148,7 +150,7 @@ def goodput(facts: RunFacts) -> Html | None:
         "Goodput and cost",
         bars("goodput-picture", "What the time went into", about, parts),
         table("What the time went into", columns, rows, numbers=("time", "share", "cost")),
-        tag("p", "An estimate: when training went on, or what was done again, is not fully told by the logs.")
+        tag("p", "An estimate: the logs do not fully say when training went on, or what was done again.")
         if found.is_estimate
         else None,
     )

@@ -18,9 +18,9 @@ _SECONDS_MIN = 1e-6  # in less nothing was copied
 def times(facts: RunFacts) -> Html | None:
     """How long checkpoints took: the stall of training, to staged, to durable."""
     kinds = (
-        ("CST, stall of training (slowest rank)", "cst", "stall", [row.stall_seconds for row in facts.rows]),
-        ("PGT-1, save() to staged", "pgt1", "start", [row.pgt1_seconds for row in facts.rows]),
-        ("PGT-2, save() to durable", "pgt2", "work", [row.pgt2_seconds for row in facts.rows]),
+        ("stall of training (slowest rank)", "cst", "stall", [row.stall_seconds for row in facts.rows]),
+        ("save() to staged", "pgt1", "start", [row.pgt1_seconds for row in facts.rows]),
+        ("save() to durable", "pgt2", "work", [row.pgt2_seconds for row in facts.rows]),
     )
     rows, pictures = [], []
     for words, name, class_, values in kinds:
@@ -38,7 +38,7 @@ def times(facts: RunFacts) -> Html | None:
     return section(
         "times",
         "How long checkpoints took",
-        table("Seconds over all checkpoints that tell them", columns, rows, numbers=columns[1:]),
+        table("Seconds, over all checkpoints for which they are known", columns, rows, numbers=columns[1:]),
         *pictures,
     )
 

@@ -33,7 +33,7 @@ def declined(facts: RunFacts) -> Html | None:
     causes = [(said(cause), f"{count:,}") for cause, count in facts.checkpoints.causes.most_common(ROWS_MAX)]
     return section(
         "declined",
-        "Steps that came to no checkpoint",
+        "Steps that were not checkpointed",
         table("By cause", ("cause", "steps"), causes, numbers=("steps",)),
         table("Each of them", columns, rows, numbers=("step", "attempt", "ranks")),
         thin(shown, found, "step", "given-up ones, and of the others evenly chosen ones"),
@@ -57,7 +57,7 @@ def troubles(facts: RunFacts) -> Html | None:
         )
         for one in shown
     ]
-    columns = ("first at", "kind", "event", "step", "what was said", "times")
+    columns = ("first at", "kind", "event", "step", "message", "times")
     return section(
         "troubles",
         "Notices and troubles",

@@ -1,4 +1,4 @@
-"""What happened, in plain words, and what to look at: the top of the page, for who was asleep. Pure."""
+"""The top of the page: what happened, in sentences, and what needs attention. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SLOW_RANK_FACTOR = 2.0
 _MUCH_NOT_TAKEN = 0.1
 _PHASE_NAMES = {
     "ended": "until the old job had ended",
-    "launched": "until the new one was launched",
-    "joined": "until its processes had met",
+    "launched": "until the new job was launched",
+    "joined": "until its processes had joined",
     "restored": "to restore the state",
     "training": "to the first step",
 }
@@ -51,9 +51,9 @@ def _course(facts: RunFacts) -> Iterator[str]:
         return
     last = facts.attempts[-1]
     how = {
-        "done": "It ended well: every rank has come to its end.",
-        "stopped": "It was told to stop, and did.",
-        "left": "In the end the trainers left in order.",
+        "done": "It ended well: every rank ended with exit code 0.",
+        "stopped": "It was stopped.",
+        "left": "It ended when the trainers left in order.",
     }.get(last.cause)
     if last.was_lost:
         how = f"It ended badly ({last.cause}): {cut(last.message, _REASON_CHARACTERS_MAX)}."
@@ -61,7 +61,7 @@ def _course(facts: RunFacts) -> Iterator[str]:
             how += f" The supervisor's last word: {cut(facts.over, _REASON_CHARACTERS_MAX)}."
     yield f"The run went {span}, in {plural(len(facts.attempts), 'attempt')}."
     yield how or (
-        f"Attempt {last.number} was still running when the logs end; what came after is not in them."
+        f"Attempt {last.number} was still running when the logs end; later events are not known."
         if not facts.over
         else f"The supervisor's last word: {cut(facts.over, _REASON_CHARACTERS_MAX)}."
     )
@@ -76,7 +76,7 @@ def _interruptions(facts: RunFacts) -> Iterator[str]:
         yield (
             "It was not interrupted."
             if told
-            else "No interruption shows in the logs; why attempts ended is not in them."
+            else "The logs show no interruption, and do not say why attempts ended."
         )
         return
     names = [_one(one) for one in found[:_NAMED_MAX]]
@@ -85,13 +85,13 @@ def _interruptions(facts: RunFacts) -> Iterator[str]:
     back = [one.down_seconds for one in found if one.back is not None]
     if back:
         took = f"between {brief(min(back))} and {brief(max(back))}" if len(back) > 1 else brief(back[0])
-        yield f"From the first sign of a loss until all ranks trained again it took {took}."
+        yield f"It took {took} from the first sign of a loss until all ranks trained again."
     never = [one for one in found if one.back is None]
     if never:
-        yield f"After the loss of attempt {never[-1].attempt.number} training did not go on, as far as is known."
+        yield f"After the loss of attempt {never[-1].attempt.number} training did not resume, as far as is known."
     known = [one.lost.seconds for one in found if one.lost is not None]
     if known:
-        yield f"Work of {brief(sum(known))} had to be done again."
+        yield f"{brief(sum(known))} of work had to be done again."
 
 
 def _times(count: int) -> str:
@@ -107,13 +107,13 @@ def _one(one: Interruption) -> str:
 def _checkpoints(facts: RunFacts) -> Iterator[str]:
     rows = facts.rows
     if not rows:
-        yield "No checkpoint is known: neither logs nor store tell of one."
+        yield "No checkpoint is known: neither the logs nor the store have one."
         return
     durable = [row for row in rows if row.durable_at_unix is not None]
     newest = facts.checkpoints.newest("verified") or facts.checkpoints.newest("durable")
     text = f"{plural(len(durable), 'checkpoint')} became durable"
     if newest is not None:
-        read = "read back and found whole" if newest.state == "verified" else "not read back yet"
+        read = "read back and found good" if newest.state == "verified" else "not read back yet"
         text += f"; the newest good one is step {newest.step} (attempt {newest.attempt}), {read}"
     yield text + "."
     bad = [row for row in rows if row.state == "bad"]
@@ -134,7 +134,7 @@ def _time(facts: RunFacts) -> Iterator[str]:
     up = goodput.total_seconds - goodput.parts["between runs"]
     about = "About " if goodput.is_estimate else ""
     part = share(goodput.parts["new work"], up)
-    text = f"{about}{part} of the time went into work that stayed (goodput)"
+    text = f"{about}{part} of the time went into work that was kept (goodput)"
     others = [
         (name, value) for name, value in goodput.parts.items() if name not in {"new work", "between runs"}
     ]
@@ -178,20 +178,20 @@ def _bad(facts: RunFacts) -> Iterator[Hint]:
         worst = bad[-1]
         note = f": {cut(worst.note, _REASON_CHARACTERS_MAX)}" if worst.note else ""
         yield Hint(
-            f"Step {worst.step} (attempt {worst.attempt}) was read back and is bad{note}. `holdfast verify` says more; "
-            "look at the store and at the machine that wrote it.",
+            f"Step {worst.step} (attempt {worst.attempt}) was read back and is bad{note}. `holdfast verify` names the "
+            "damage; check the store and the machine that wrote it.",
             "checkpoints",
         )
     drifted = [one for one in facts.happened if one.event == "divergence"]
     if drifted:
         yield Hint(
             f"Replicas drifted apart at step {drifted[0].step}, first at {moment(drifted[0].at_unix)}: ranks that must "
-            "be equal were not. Go on from a checkpoint before it.",
+            "be equal were not. Resume from a checkpoint before that step.",
             "troubles",
         )
     fenced = [one for one in facts.happened if one.event == "fenced"]
     if fenced:
-        yield Hint("Another writer took the run over: see that only one job writes it.", "troubles")
+        yield Hint("Another writer took over the run: make sure that only one job writes to it.", "troubles")
 
 
 def _not_good_yet(facts: RunFacts) -> Iterator[Hint]:
@@ -202,7 +202,7 @@ def _not_good_yet(facts: RunFacts) -> Iterator[Hint]:
     ):
         yield Hint(
             f"Step {staged.step} (attempt {staged.attempt}) was staged and, as far as is known, never became durable. "
-            "Does its flusher still run (`holdfast status`)?",
+            "Check with `holdfast status` whether its flusher still runs.",
             "checkpoints",
         )
 
@@ -215,12 +215,14 @@ def _losses(facts: RunFacts) -> Iterator[Hint]:
     text = f"The loss of attempt {worst.attempt.number} cost the most: {brief(worst.cost_seconds)}{cost}"
     if worst.back is not None and worst.back.phases:
         phase, value = max(worst.back.phases.items(), key=lambda one: one[1])
-        text += f"; the longest phase of the way back was {brief(value)} {_PHASE_NAMES.get(phase, phase)}"
+        text += (
+            f"; the longest phase until training went on was {brief(value)} {_PHASE_NAMES.get(phase, phase)}"
+        )
     yield Hint(text + ".", "interruptions")
     crashed = [one for one in facts.interruptions if one.attempt.cause == "crashed"]
     if crashed:
         yield Hint(
-            f"Attempt {crashed[-1].attempt.number} crashed by its own fault, not by a machine that was taken: "
+            f"Attempt {crashed[-1].attempt.number} crashed by itself, not because a machine was taken away: "
             f"{cut(crashed[-1].attempt.message, _REASON_CHARACTERS_MAX)}. Its ranks' output is in the log directory.",
             "interruptions",
         )
@@ -231,7 +233,7 @@ def _not_taken(facts: RunFacts) -> Iterator[Hint]:
     if count and count > _MUCH_NOT_TAKEN * (rows + count):
         cause, most = facts.checkpoints.causes.most_common(1)[0]
         yield Hint(
-            f"{share(count, rows + count)} of the steps to be saved were not taken, most of them ({most:,}) for: "
+            f"{share(count, rows + count)} of the checkpoints were not taken, most of them ({most:,}) because of: "
             f"{cause}.",
             "declined",
         )
@@ -241,7 +243,7 @@ def _store(facts: RunFacts) -> Iterator[Hint]:
     held = [one for one in facts.happened if one.event in {"flush_held", "flush_failed", "verify_failed"}]
     if held:
         yield Hint(
-            f"The store gave trouble {_times(sum(one.times for one in held))}, first at {moment(held[0].at_unix)}: "
+            f"The store failed {_times(sum(one.times for one in held))}, first at {moment(held[0].at_unix)}: "
             f"{cut(held[0].text, _REASON_CHARACTERS_MAX)}",
             "troubles",
         )
@@ -251,8 +253,8 @@ def _store(facts: RunFacts) -> Iterator[Hint]:
         before, after = statistics.median(seconds[:half]), statistics.median(seconds[half:])
         if after > _SLOWER_FACTOR * before:
             yield Hint(
-                f"Checkpoints became slower: from save() to durable it took {brief(before)} in the first half of the "
-                f"run, {brief(after)} in the second (medians).",
+                f"Checkpoints became slower: the median time from save() to durable was {brief(before)} in the first "
+                f"half of the run and {brief(after)} in the second.",
                 "times",
             )
 

@@ -60,9 +60,7 @@ class TrainingJob:
         if not 1 <= self.nodes_min <= self.nodes:
             raise ConfigError(f"nodes_min: expected 1 to {self.nodes} (nodes), got {self.nodes_min}")
         if self.iteration_us < 1:
-            raise ConfigError(
-                "iteration_seconds: expected at least a microsecond; was an iteration measured?"
-            )
+            raise ConfigError("iteration_seconds: expected at least a microsecond; measure an iteration")
         if self.restart_us < 0:
             raise ConfigError(f"restart_seconds: expected 0 or more, got {self.restart_us / 1e6:g}")
         if self.target is not None and self.target < 1:

@@ -149,9 +149,7 @@ def total_times(
 ) -> list[Total]:
     """Every strategy at every interval under losses `mtbf_hours` apart on average, until `job.target` is reached."""
     if job.target is None:
-        raise ConfigError(
-            "total training time: expected a number of iterations to come to; give --iterations"
-        )
+        raise ConfigError("total training time: expected a number of iterations; give --iterations")
     if not 0 < mtbf_hours < math.inf:
         raise ConfigError(f"mean time between losses: expected more than 0 hours, got {mtbf_hours:g}")
     lanes = [

@@ -101,9 +101,7 @@ class StudyPlan:
         """
         nodes = self.nodes or trace.count_max
         if not nodes:
-            raise ConfigError(
-                f"{trace.name}: expected a trace that holds a machine at some time, got none at all"
-            )
+            raise ConfigError(f"{trace.name}: expected a trace with at least one machine, got none")
         job = self._job(nodes)
         length_us = trace.end_us // 2 if self.window_hours is None else round(self.window_hours * HOUR_US)
         windows = cut(
@@ -129,7 +127,7 @@ class StudyPlan:
         for mtbf in self.mtbf_hours:
             if self.nodes is None or self.iterations is None:
                 raise ConfigError(
-                    "--mtbf-hours: expected --nodes and --iterations with it, which say what is to be done"
+                    "--mtbf-hours: expected --nodes and --iterations, too, for the size of the training"
                 )
             rows = total_times(
                 self._job(self.nodes, self.iterations),

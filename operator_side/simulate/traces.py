@@ -76,10 +76,12 @@ def read_trace(path: Path) -> Trace:
     """
     try:
         if path.stat().st_size > _TRACE_BYTES_MAX:
-            raise ConfigError(f"{path}: expected a trace of at most {_TRACE_BYTES_MAX} bytes; cut it")
+            raise ConfigError(
+                f"{path}: expected a trace of at most {_TRACE_BYTES_MAX} bytes; use a part of it"
+            )
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}; expected a trace, a text file") from error
+        raise ConfigError(f"{path}: cannot be read: {error}; expected a text file with a trace") from error
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     rows = [_TraceRow(path, number, line) for number, line in lines]
     if not rows:

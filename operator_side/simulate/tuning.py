@@ -134,7 +134,7 @@ def tune(question: Question) -> Tuned:
     notes = [
         f"Take a checkpoint every {advice.every} iterations: Checkpointer(state, every={advice.every}).",
         f"{advice.line()}.",
-        f"Overhead at most {question.overhead_max:.1%}; losses an hour: {hazard.per_hour:.3g} ({_whence(question)}).",
+        f"Overhead at most {question.overhead_max:.1%}; losses per hour: {hazard.per_hour:.3g} ({_whence(question)}).",
     ]
     if question.trace is not None:
         notes.append(_replayed(question, name, measured, advice.every, nodes))
@@ -142,20 +142,22 @@ def tune(question: Question) -> Tuned:
         Setting("trainer", "in_flight_max", measured.in_flight_max, why_places),
     ]
     if cost.durable_seconds / cost.in_flight_max > advice.every * cost.iteration_seconds:
-        why = "A checkpoint takes longer than the interval: wait for a place, as was assumed, and leave no step out."
+        why = (
+            "A checkpoint takes longer than the interval: save() waits for a staging area, and skips no step."
+        )
         settings.append(Setting("trainer", "on_full", "wait", why))
     if question.lead_seconds:
         settings.append(_watch(question, measured))
     if question.store is not None:
         settings.insert(0, Setting("", "store", question.store, "As given."))
     if question.image_bytes is None:
-        notes.append("Nothing is said of ring_bytes: give --image-size, and the stager's machine.")
+        notes.append("ring_bytes is not set: give --image-size, and the stager's machine.")
     else:
         sized, more = _sized(question, measured, cycle_seconds)
         settings += sized
         notes += more
     notes.append(
-        "Local tiers are not set: nothing of them is in the profile (docs/operations.md says when they help)."
+        "Local tiers are not set, since the profile has no figures of them (docs/operations.md says when they help)."
     )
     return Tuned(question, advice.every, advice, settings, notes)
 
@@ -172,7 +174,9 @@ def _chosen(question: Question) -> tuple[str, Measured, str]:
     }
     if not found:
         there = ", ".join(question.profile.strategies)
-        raise ConfigError(f"strategy {question.strategy}: expected one that was measured: {there}")
+        raise ConfigError(
+            f"--strategy {question.strategy}: expected the beginning of a name in the profile: {there}"
+        )
     by_places: dict[int, tuple[str, Measured]] = {}
     for name, measured in found.items():
         if measured.in_flight_max in by_places:
@@ -190,14 +194,14 @@ def _chosen(question: Question) -> tuple[str, Measured, str]:
     return (
         name,
         measured,
-        f"Checkpoints under way at once, by the least time to durable for each: {times}{only}.",
+        f"Checkpoints in flight, by the smallest time to durable for each checkpoint: {times}{only}.",
     )
 
 
 def _hazard(question: Question) -> tuple[Hazard, int]:
     trace = question.trace
     if (trace is None) == (question.mtbf_hours is None):
-        raise ConfigError("how often machines go: expected a TRACE or --mtbf-hours, and one of the two")
+        raise ConfigError("expected either a trace or mtbf_hours, to know how often machines are lost")
     nodes = question.nodes or (trace.count_max if trace is not None else 1)
     price = None
     if question.spot_dollars is not None:
@@ -211,7 +215,7 @@ def _hazard(question: Question) -> tuple[Hazard, int]:
 def _whence(question: Question) -> str:
     if question.trace is not None:
         return f"{question.trace.losses} in {question.trace.name}"
-    return f"{question.mtbf_hours:g} h between two, as given"
+    return f"{question.mtbf_hours:g} h between losses, as given"
 
 
 def _replayed(question: Question, name: str, measured: Measured, every: int, nodes: int) -> str:
@@ -243,7 +247,7 @@ def _replayed(question: Question, name: str, measured: Measured, every: int, nod
 
 def _watch(question: Question, measured: Measured) -> Setting:
     fits = measured.staged_seconds is not None and measured.staged_seconds <= question.lead_seconds
-    how = "fits into" if fits else "does NOT fit into"
+    how = "fits into" if fits else "does not fit into"
     seconds = measured.durable_seconds if measured.staged_seconds is None else measured.staged_seconds
     why = (
         f"A checkpoint is safe after {seconds:g} s, which {how} the {question.lead_seconds:g} s of a notice."
@@ -272,7 +276,10 @@ def _sized(question: Question, measured: Measured, cycle_seconds: float) -> tupl
         in_rate = min(in_rate, machine.rate)
     memory = question.stager_memory_bytes or (machine.memory_bytes if machine is not None else None)
     if memory is None:
-        return [], [*notes, "Nothing is said of ring_bytes: name the stager's memory with --stager-memory."]
+        return [], [
+            *notes,
+            "ring_bytes is not set: give the memory of the stager's machine with --stager-memory.",
+        ]
     ring = best_ring(shape, in_rate=in_rate, out_rate=out_rate, memory_bytes=memory)
     return [Setting("stager", "ring_bytes", _size(ring.ring_bytes), _ring_why(ring, image, memory))], notes
 
@@ -281,16 +288,16 @@ def _too_slow(image: int, cycle_seconds: float, name: str, rate: float) -> str:
     wanted = image / cycle_seconds
     return (
         f"stager {name}: {image / 1e9:.4g} GB every {cycle_seconds:.4g} s: expected {wanted / 1e9:.3g} GB/s in and "
-        f"out, got {rate / 1e9:.3g} GB/s with the store. What can be: one every {image / rate:.4g} s; take a faster "
-        "machine or store, or a lower --overhead-max, which makes intervals longer"
+        f"out, got {rate / 1e9:.3g} GB/s with the store. One checkpoint every {image / rate:.4g} s is possible; use a "
+        "faster machine or store, or give a lower --overhead-max, which makes intervals longer"
     )
 
 
 def _machine_note(machine: Machine | None, image: int, cycle_seconds: float, out_rate: float) -> str:
     if machine is None:
         return (
-            f"No type of the table takes {image / 1e9:.4g} GB every {cycle_seconds:.4g} s into a store of "
-            f"{out_rate / 1e9:.3g} GB/s: expect the interval that this can do, or name your own machine."
+            f"No known instance type can take {image / 1e9:.4g} GB every {cycle_seconds:.4g} s into a store of "
+            f"{out_rate / 1e9:.3g} GB/s: take longer intervals, or name another machine with --stager-type."
         )
     return (
         f"Stager: {machine.name} ({machine.gigabits} Gbit/s, {machine.memory_bytes // _GIB} GiB) is the smallest that "
@@ -300,9 +307,9 @@ def _machine_note(machine: Machine | None, image: int, cycle_seconds: float, out
 
 def _ring_why(ring: RingSize, image: int, memory: int) -> str:
     what = {
-        2: "twice the image: the next one comes in while the store takes the last, and a relaunch finds one whole",
-        1: "the image once: none waits for the store; there is no room for two",
-        0: f"less than the image of {image / 1e9:.4g} GB, which streams through; there is no room for more",
+        2: "room for two checkpoints: the next one arrives while the last is written, and a restart finds a whole one",
+        1: "room for one checkpoint, which need not wait for the store; two do not fit",
+        0: f"less than a checkpoint of {image / 1e9:.4g} GB, which streams through the ring; more does not fit",
     }[ring.images]
     return f"With {memory / _GIB:.4g} GiB of memory, {what}. Staged after {ring.staged_seconds:.3g} s."
 

@@ -86,7 +86,7 @@ class RunWatch:
         flusher, flusher_said = self._ask("flusher", notes)
         stager, stager_said = self._ask("stager", notes)
         if stager.state == "gone" and flusher_said is not None and flusher_said.stager_attached:
-            stager = Peer("silent", note="is attached to the flusher, and does not answer here")
+            stager = Peer("silent", note="it is attached to the flusher, but does not answer")
         ring = self._look_at_ring(notes)
         said = flusher_said or stager_said
         if said is not None and self._url is None:
@@ -101,7 +101,7 @@ class RunWatch:
                 and any(one.state == "staged" for one in ring.checkpoints)
             ):
                 by_hand = f"`holdfast flusher --store {self._url or 'URL'}`"
-                notes.append(f"what is staged in the ring is published by the next job, or by {by_hand}")
+                notes.append(f"the next job publishes the staged checkpoints in the ring; or run {by_hand}")
         self._has_looked = True
         return compose(
             self._url or f"run key {self.directory.name}",
@@ -125,14 +125,16 @@ class RunWatch:
             return Peer("silent", note=str(error)), None
         except ProtocolError as error:
             notes.append(str(error))
-            return Peer("silent", note="does not say what this version understands"), None
+            return Peer("silent", note="its answer does not fit this version of holdfast"), None
         if said is not None:
             return Peer("here", said.pid, said.since_unix), said
         # One that has left its socket behind is dead, whoever has its number by now.
         never_had_one = not socket_path(self.directory, role).exists()
         pid = self._flusher_pid() if role == "flusher" and never_had_one else None
         if pid is not None:
-            return Peer("silent", pid, note="has no socket for status: of an older version?"), None
+            return Peer(
+                "silent", pid, note="it has no socket for status; it may be of an older version"
+            ), None
         return Peer("gone"), None
 
     def _flusher_pid(self) -> int | None:
@@ -170,7 +172,7 @@ class RunWatch:
         except (StoreMissing, StoreError) as error:
             if may_fail:
                 raise
-            self._store_notes = (f"the store: {error}",)
+            self._store_notes = (f"the store cannot be read: {error}",)
         finally:
             close = getattr(store, "close", None)
             if close is not None:
@@ -186,8 +188,8 @@ class RunWatch:
         items = Catalog(store).list()
         if not items and not store.list():
             raise StoreMissing(
-                f"{store.url}: no flusher and no ring of this run on this machine ({self.directory}), and nothing "
-                "in the store; is the URL right?"
+                f"{store.url}: this machine has neither a flusher nor a ring of this run ({self.directory}), and there "
+                "is nothing at this URL; check the URL"
             )
         newest = items[:_CHECKPOINTS_MAX]
         manifests = [item.manifest for item in newest if item.manifest is not None]
@@ -197,6 +199,6 @@ class RunWatch:
         self._has_writer = bool(writer)
         if writer:
             notes.append(
-                f"{writer} has the claim: it works on another machine, is about to end, or was killed"
+                f"{writer} has the claim on the run: it runs on another machine, is ending, or was killed"
             )
         self._store_notes = tuple(notes)

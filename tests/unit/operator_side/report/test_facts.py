@@ -215,11 +215,15 @@ def test_a_real_drilled_run() -> None:
     said = " ".join(what_happened(facts))
     assert "It ended well" in said
     assert "interrupted 3 times: at 2026-11-22 13:42:14 UTC (preempted: host vm had a notice" in said
-    assert "newest good one is step 64 (attempt 2), read back and found whole" in said
-    assert re.search(r"About \d+ % of the time went into work that stayed", said), "a loss is not fully known"
+    assert "newest good one is step 64 (attempt 2), read back and found good" in said
+    assert re.search(r"About \d+ % of the time went into work that was kept", said), (
+        "a loss is not fully known"
+    )
     assert "$12.40 an hour" in said
     advice = [one.text for one in look_at(facts)]
-    assert any("attempt 3 cost the most" in text and "until its processes had met" in text for text in advice)
+    assert any(
+        "attempt 3 cost the most" in text and "until its processes had joined" in text for text in advice
+    )
     assert [one.event for one in facts.happened][:2] == ["notice", "emergency"]
 
 
@@ -248,8 +252,8 @@ def test_a_log_that_ends_in_the_middle_of_a_line(tmp_path: Path) -> None:
     assert log.running == [str(torn)]
     assert len(log.events) == len(read_logs([EVENTS]).events) - 1
     facts = facts_of(torn)
-    assert any("has no end" in text for text in facts.unknown)
-    assert any("1 lines of the logs are no events" in text for text in facts.unknown)
+    assert any("is incomplete" in text for text in facts.unknown)
+    assert any("1 lines of the logs are not events" in text for text in facts.unknown)
 
 
 def test_every_cut_of_a_log_is_read(tmp_path: Path) -> None:
@@ -304,7 +308,7 @@ def test_steps_that_are_declined_by_all_ranks_are_one(tmp_path: Path) -> None:
     (one,) = facts.checkpoints.not_taken
     assert (one.attempt, one.step, one.kind, one.cause, one.ranks) == (1, 3, "declined", "busy", 2)
     assert [(row.attempt, row.step, row.state) for row in facts.rows] == [(2, 3, "verified")]
-    assert any("50 % of the steps" in advice.text for advice in look_at(facts))
+    assert any("50 % of the checkpoints" in advice.text for advice in look_at(facts))
 
 
 def stored(step: int, *, state: str = "verified", note: str = "") -> StoredCheckpoint:

@@ -99,7 +99,7 @@ def test_the_interval_is_the_one_that_the_policy_advises(run: Any, tmp_path: Pat
     assert code == 0
     assert f"Checkpointer(state, every={advice.every})" in out
     assert advice.line() in _said(out)
-    assert "2 h between two, as given" in _said(out)
+    assert "2 h between losses, as given" in _said(out)
     assert "Replayed" not in out, "there is no trace"
 
 
@@ -108,7 +108,7 @@ def test_a_trace_is_replayed_at_that_interval(run: Any, trace: Path, tmp_path: P
     assert code == 0
     assert "1 in counts.csv" in _said(out)
     assert "Replayed over 20 windows" in _said(out)
-    assert "ring_bytes: give --image-size" in _said(out)
+    assert "ring_bytes is not set: give --image-size" in _said(out)
 
 
 def test_a_document_of_simulate_is_a_profile(run: Any, trace: Path, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_checkpoint_that_outlasts_its_interval_is_waited_for(run: Any, tmp_pat
 
 def test_a_notice_that_is_too_short_is_said(run: Any, tmp_path: Path) -> None:
     out = run("--mtbf-hours", "2", "--profile", _profile(tmp_path), "--lead-seconds", "2")[1]
-    assert "which does NOT fit into the 2 s of a notice" in _said(out)
+    assert "which does not fit into the 2 s of a notice" in _said(out)
 
 
 def test_the_stagers_machine_is_named_or_judged(run: Any, tmp_path: Path) -> None:
@@ -168,16 +168,16 @@ def test_the_stagers_machine_is_named_or_judged(run: Any, tmp_path: Path) -> Non
     code, out, _ = run(*asked)
     assert code == 0
     assert "Stager: c7gn.4xlarge (50 Gbit/s, 32 GiB) is the smallest" in _said(out)
-    assert "the image once" in _said(out)
+    assert "room for one checkpoint" in _said(out)
     assert (
         tomllib.loads(run(*asked, "--stager-type", "c7gn.8xlarge")[1])["stager"]["ring_bytes"] == "38176MiB"
     )
     slow = run(*asked, "--stager-type", "c7gn.4xlarge", "--store-gbps", "1")
     assert slow[0] == 2
-    assert "What can be: one every 160 s" in slow[2]
+    assert "One checkpoint every 160 s" in slow[2]
     none = run(*asked, "--store-gbps", "1")
     assert none[0] == 0
-    assert "No type of the table takes 20 GB" in _said(none[1])
+    assert "No known instance type can take 20 GB" in _said(none[1])
     assert "name the stager's memory" in _said(none[1])
     assert "ring of 8 chunks" in run(*asked, "--stager-memory", "1GiB")[2]
     assert "expected one of c7gn.4xlarge" in run(*asked, "--stager-type", "t3.nano")[2]
@@ -196,7 +196,7 @@ def test_the_stagers_machine_is_named_or_judged(run: Any, tmp_path: Path) -> Non
         ({"strategies": {}}, "strategies: expected"),
         (
             {"strategies": {"torch.save": _MEASURED}},
-            "strategy holdfast: expected one that was measured: torch.save",
+            "--strategy holdfast: expected the beginning of a name in the profile: torch.save",
         ),
         (
             {"strategies": {"holdfast": _MEASURED, "holdfast 2": _MEASURED}},
