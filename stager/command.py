@@ -35,6 +35,7 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
 
 
 @click.command(
+    short_help="Receive the checkpoints of an MPI job, on the on-demand node.",
     epilog=examples(
         "mpirun --with-ft ulfm -n 8 python train.py : -n 1 holdfast stager --store s3://bucket/run",
         "mpirun -n 8 python train.py : -n 1 holdfast stager --store /mnt/nfs/run --ring-bytes 8GiB --keep-last 5",

@@ -51,7 +51,7 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     "--hosts",
     "--hostfile",
     type=click.Path(path_type=Path),
-    help="File of hosts for training ranks, one `name slots=8` per line; read again before each attempt.",
+    help="File of hosts for training ranks, one `name slots=8` per line; read again every --poll-seconds.",
 )
 @click.option("--slurm", is_flag=True, help="Run the training ranks on the hosts of this Slurm allocation.")
 @click.option(
@@ -99,7 +99,7 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     type=click.IntRange(0),
     default=8,
     show_default=True,
-    help="Give up after this many restarts in a row without a newer checkpoint.",
+    help="Largest number of restarts in a row without a newer checkpoint; after that the command gives up.",
 )
 @click.option(
     "--grace-seconds",
@@ -113,7 +113,7 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     type=click.FloatRange(0),
     default=30.0,
     show_default=True,
-    help="Seconds without a sign of life from a rank, after which the attempt is ended.",
+    help="Seconds that a rank may stay silent after the stager has reported it; then the attempt is ended.",
 )
 @click.option(
     "--stall-seconds-max",

@@ -185,7 +185,7 @@ def test_pull_shows_on_a_terminal_how_far_it_is(run_dir: Path, bare: dict[str, s
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "words"),
     [
-        (["ls", "{run}-nowhere"], 5, "no run here"),
+        (["ls", "{run}-nowhere"], 5, "nothing at this URL"),
         (["inspect", "{run}@15"], 5, "no step 15; near it: 10, 20"),
         (["verify", "{run}@10", "--all"], 2, "--all checks every step"),
         (["pull", "{run}", "{run}/no/such/place.pt"], 2, "does not exist"),

@@ -74,7 +74,7 @@ def test_the_good_ones_have_no_fault_and_the_others_have_reasons() -> None:
 def test_a_new_run_has_nothing() -> None:
     catalog = Catalog(MemoryStore())
     assert list(catalog.list()) == []
-    with pytest.raises(StoreMissing, match="no run here"):
+    with pytest.raises(StoreMissing, match="nothing at this URL"):
         catalog.get()
 
 

@@ -178,7 +178,7 @@ def test_the_stagers_machine_is_named_or_judged(run: Any, tmp_path: Path) -> Non
     none = run(*asked, "--store-gbps", "1")
     assert none[0] == 0
     assert "No known instance type can take 20 GB" in _said(none[1])
-    assert "name the stager's memory" in _said(none[1])
+    assert "give the memory of the stager's machine" in _said(none[1])
     assert "ring of 8 chunks" in run(*asked, "--stager-memory", "1GiB")[2]
     assert "expected one of c7gn.4xlarge" in run(*asked, "--stager-type", "t3.nano")[2]
 
