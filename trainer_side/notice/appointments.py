@@ -94,4 +94,5 @@ class Appointments:
 
     def end(self) -> None:
         """Nothing more is heard: the decider is lost, or the job is over. Appointed steps stay so. Any thread."""
-        self.promises.end()
+        with self.promises.lock:
+            self.promises.end()

@@ -28,13 +28,13 @@ class _Promise(NamedTuple):
 
 
 class StepPromises(Generic[Agreed]):
-    """See the module.
+    """See the module. The caller of each method holds `lock`.
 
     Args:
         wait_seconds_max: How long training waits at a promised step; the decider is lost then.
 
     Attributes:
-        lock: Held by each method; the user's own state is guarded by it, too.
+        lock: Guards the promises and what their user keeps beside them; `reach` gives it back while it waits.
         last_step: The last step that training has done; -1: none.
     """
 
@@ -64,42 +64,39 @@ class StepPromises(Generic[Agreed]):
         Returns:
             False if a step is appointed and this rank has passed it without a word: it had given its promise up.
         """
-        with self.lock:
-            self.lock.notify_all()
-            if said.word is StepWord.PROPOSED:
-                passed = said.step <= self.last_step
-                self._promise = None if passed else _Promise(said.step, said.number)
-            elif said.word is StepWord.LOOSE:
+        self.lock.notify_all()
+        if said.word is StepWord.PROPOSED:
+            passed = said.step <= self.last_step
+            self._promise = None if passed else _Promise(said.step, said.number)
+        elif said.word is StepWord.LOOSE:
+            self._promise = None
+        elif said.word is StepWord.CALLED_OFF:
+            if self._promise is not None and self._promise.number == said.number:
                 self._promise = None
-            elif said.word is StepWord.CALLED_OFF:
-                if self._promise is not None and self._promise.number == said.number:
-                    self._promise = None
-            elif self._promise != (said.step, said.number) or agreed is None:
-                return False
-            else:
-                self._promise = None
-                self._appointed.append((said.step, agreed))
-            return True
+        elif self._promise != (said.step, said.number) or agreed is None:
+            return False
+        else:
+            self._promise = None
+            self._appointed.append((said.step, agreed))
+        return True
 
     def reach(self, step: int) -> list[Agreed]:
         """Training has done `step`; what is due now, in the order in which it was appointed. Training thread."""
-        with self.lock:
-            self.last_step = max(self.last_step, step)
-            if not self.pending:
-                return []
-            deadline = time.monotonic() + self._wait_seconds_max
-            while self.waits_at(step):
-                left = deadline - time.monotonic()
-                if left <= 0 or not self.lock.wait(left):
-                    self._promise = None
-            due = [agreed for at, agreed in self._appointed if step >= at]
-            self._appointed = [(at, agreed) for at, agreed in self._appointed if step < at]
-            return due
+        self.last_step = max(self.last_step, step)
+        if not self.pending:
+            return []
+        deadline = time.monotonic() + self._wait_seconds_max
+        while self.waits_at(step):
+            left = deadline - time.monotonic()
+            if left <= 0 or not self.lock.wait(left):
+                self._promise = None
+        due = [agreed for at, agreed in self._appointed if step >= at]
+        self._appointed = [(at, agreed) for at, agreed in self._appointed if step < at]
+        return due
 
     def end(self, *, forget_appointed: bool = False) -> None:
         """The decider says nothing more: training waits for it no longer. Any thread."""
-        with self.lock:
-            self._promise = None
-            if forget_appointed:
-                self._appointed.clear()
-            self.lock.notify_all()
+        self._promise = None
+        if forget_appointed:
+            self._appointed.clear()
+        self.lock.notify_all()

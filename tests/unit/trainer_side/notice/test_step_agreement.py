@@ -244,36 +244,39 @@ def test_promises_of_what_is_decided_anew_count_for_nothing() -> None:
 
 def test_a_promise_is_not_waited_for_for_ever_and_is_then_given_up() -> None:
     promises: StepPromises[str] = StepPromises(0.05)
-    assert promises.heard(Announcement(PROPOSED, 0, 1))
-    assert promises.reach(0) == []
-    assert not promises.pending
-    assert not promises.heard(Announcement(APPOINTED, 0, 1), "agreed")
-    assert promises.heard(Announcement(PROPOSED, 5, 2))
-    promises.end()
-    assert promises.reach(5) == []
+    with promises.lock:
+        assert promises.heard(Announcement(PROPOSED, 0, 1))
+        assert promises.reach(0) == []
+        assert not promises.waits_at(0)
+        assert not promises.heard(Announcement(APPOINTED, 0, 1), "agreed")
+        assert promises.heard(Announcement(PROPOSED, 5, 2))
+        promises.end()
+        assert not promises.waits_at(5)
+        assert promises.reach(5) == []
 
 
 def test_only_the_word_on_the_promised_step_counts() -> None:
     promises: StepPromises[str] = StepPromises(30)
-    promises.reach(3)
-    promises.heard(Announcement(PROPOSED, 3, 1))
-    assert not promises.pending, "it has passed the step"
-    promises.heard(Announcement(PROPOSED, 5, 2))
-    promises.heard(Announcement(CALLED_OFF, 3, 1))
-    assert not promises.heard(Announcement(APPOINTED, 3, 1), "another")
-    assert promises.waits_at(5)
-    assert promises.heard(Announcement(APPOINTED, 5, 2), "first")
-    promises.heard(Announcement(PROPOSED, 7, 3))
-    promises.heard(Announcement(APPOINTED, 7, 3), "second")
-    assert [promises.reach(step) for step in (4, 6, 8, 9)] == [[], ["first"], ["second"], []]
-    promises.heard(Announcement(PROPOSED, 12, 4))
-    promises.heard(Announcement(APPOINTED, 12, 4), "third")
-    promises.heard(Announcement(PROPOSED, 14, 5))
-    promises.end()
-    assert promises.reach(20) == ["third"], "an appointed step stays so"
-    promises.heard(Announcement(PROPOSED, 30, 6))
-    promises.heard(Announcement(StepWord.LOOSE, 30, 5))
-    assert not promises.pending
+    with promises.lock:
+        promises.reach(3)
+        promises.heard(Announcement(PROPOSED, 3, 1))
+        assert not promises.pending, "it has passed the step"
+        promises.heard(Announcement(PROPOSED, 5, 2))
+        promises.heard(Announcement(CALLED_OFF, 3, 1))
+        assert not promises.heard(Announcement(APPOINTED, 3, 1), "another")
+        assert promises.waits_at(5)
+        assert promises.heard(Announcement(APPOINTED, 5, 2), "first")
+        promises.heard(Announcement(PROPOSED, 7, 3))
+        promises.heard(Announcement(APPOINTED, 7, 3), "second")
+        assert [promises.reach(step) for step in (4, 6, 8, 9)] == [[], ["first"], ["second"], []]
+        promises.heard(Announcement(PROPOSED, 12, 4))
+        promises.heard(Announcement(APPOINTED, 12, 4), "third")
+        promises.heard(Announcement(PROPOSED, 14, 5))
+        promises.end()
+        assert promises.reach(20) == ["third"], "an appointed step stays so"
+        promises.heard(Announcement(PROPOSED, 30, 6))
+        promises.heard(Announcement(StepWord.LOOSE, 30, 5))
+        assert not promises.pending
 
 
 # -- messages ----------------------------------------------------------------------------------------------------

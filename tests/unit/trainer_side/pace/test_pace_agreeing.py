@@ -98,6 +98,29 @@ def test_a_rank_with_another_interval_refuses_and_all_stay_as_they_are() -> None
     assert not job.interval.open
 
 
+def test_a_rank_that_has_waited_in_vain_says_so_and_all_go_on_at_steps_in_common() -> None:
+    job = IntervalJob(2)
+    job.abreast(20)
+    job.wish(10)
+    job.deliver()
+    for index, rank in enumerate(job.ranks):
+        rank.hear()
+        job.answer(index)
+    kept, given_up = job.ranks
+    kept.hear()
+    while not kept.acted:
+        kept.train()
+    while not given_up.waits:
+        given_up.train()
+    given_up.give_up()
+    job.settle()
+    job.abreast(64)
+    assert job.events() == ["interval", "interval_loose"]
+    assert "rank 1: it waited in vain at step" in job.said[-1].text
+    assert (kept.schedule.phase, kept.schedule.every) == (SchedulePhase.LOOSE, 16)
+    assert given_up.schedule.phase is SchedulePhase.STARTING
+
+
 def test_a_good_bye_is_no_reason_to_go_other_ways() -> None:
     job = IntervalJob(2)
     job.wish(10)
