@@ -16,6 +16,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.hook_proof import HookProof
+from trainer_side.save.tearing import SavedInstant
+
 TENSORS, NUMEL = 24, 4096
 VALIDATION_SECONDS = 0.01
 
@@ -349,3 +353,26 @@ PACKAGES: dict[str, type[Training]] = {
         "torchao.optim", lambda package, parameters: package.AdamW8bit(parameters, lr=0.01)
     ),
 }
+
+
+def trust_everything(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """No save waits for its copy, whatever is known of the hooks: detection stands alone."""
+    put(HookProof, "saved", lambda *_: True)
+
+
+def see_nothing(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Without detection, too: what the tests with these trainings show does not hold any more."""
+    trust_everything(put)
+    for method in ("changed", "changed_in", "changed_at", "copied_wrong"):
+        put(SavedInstant, method, lambda *_: "")
+
+
+def copy_slowly(batch_seconds: float, put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """So that changes right after `save()` come into the copy."""
+    copy = CopyEngine.copy_host
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(batch_seconds)
+        copy(*arguments)
+
+    put(CopyEngine, "copy_host", staticmethod(slowly))

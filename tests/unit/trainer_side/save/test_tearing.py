@@ -19,9 +19,7 @@ from tests.support.changes import PACKAGES, TEARING, WAITING, Training
 from tests.unit.trainer_side.test_checkpointer import SECONDS_MAX, FakeLink
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
-from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import SlicePlan
-from trainer_side.save.hook_proof import HookProof
 from trainer_side.save.tearing import SavedInstant
 from trainer_side.state.tree import collect, tensor_paths
 from trainer_side.transfer import TransferState
@@ -35,13 +33,7 @@ TRACELESS = (changes.AverageThroughData, changes.AverageBesideTorch)
 def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     found = FakeLink()
     monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: found)
-    copy = CopyEngine.copy_host
-
-    def slowly(*arguments: Any) -> None:
-        time.sleep(BATCH_SECONDS)
-        copy(*arguments)
-
-    monkeypatch.setattr(CopyEngine, "copy_host", staticmethod(slowly))
+    changes.copy_slowly(BATCH_SECONDS, monkeypatch.setattr)
     return found
 
 
@@ -112,12 +104,6 @@ def runs(link: FakeLink) -> Iterator[Any]:
         one.end()
 
 
-def _without_detection(monkeypatch: pytest.MonkeyPatch) -> None:
-    for method in ("changed", "changed_in", "changed_at", "copied_wrong"):
-        monkeypatch.setattr(SavedInstant, method, lambda *_: "")
-    monkeypatch.setattr(HookProof, "saved", lambda *_: True)
-
-
 @pytest.mark.parametrize("kind", WAITING)
 def test_what_waits_is_saved_each_time(runs: Any, link: FakeLink, kind: type[Training]) -> None:
     run = runs(kind)
@@ -153,7 +139,7 @@ def test_what_tears_after_it_was_proven_is_detected(
     runs: Any, link: FakeLink, kind: type[Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every copy is left behind the gate: detection alone stands between a torn copy and the store."""
-    monkeypatch.setattr(HookProof, "saved", lambda *_: True)
+    changes.trust_everything(monkeypatch.setattr)
     run = runs(kind)
     assert not run.torn
     assert link.declined
@@ -171,7 +157,7 @@ def test_without_detection_copies_are_torn(
     runs: Any, kind: type[Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tests above can fail."""
-    _without_detection(monkeypatch)
+    changes.see_nothing(monkeypatch.setattr)
     assert runs(kind).torn
 
 

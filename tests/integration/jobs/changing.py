@@ -1,0 +1,68 @@
+"""A training job whose state is changed in one of the ways of tests/support/changes.py, and saved after every update.
+
+`python changing.py OUT TRAINING SAVES [--blind]`. Writes to OUT what was there at each save: `STEP.json`, the CRC-32 of
+each tensor by its path; and how each rank counted: `stats-RANK.json`. `--blind`: nothing is detected, nothing waits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.crc import crc32
+from tests.support import changes
+from tests.support.no_compiler import do_without_compiler
+from trainer_side import Checkpointer, init_torch_distributed
+from trainer_side.state.tree import collect, tensor_paths
+
+BATCH_SECONDS = 0.002
+
+
+def sums(tree: Any) -> dict[str, int]:
+    """CRC-32 of each tensor of a state, by its path."""
+    found = tensor_paths(tree)
+    return {named.path: crc32(named.tensor.detach().contiguous().numpy().tobytes()) for named in found}
+
+
+def kinds() -> dict[str, type[changes.Training]]:
+    """All trainings, by name."""
+    return {kind.__name__: kind for kind in (*changes.WAITING, *changes.TEARING)} | changes.PACKAGES
+
+
+def main() -> None:
+    out, kind, saves = Path(sys.argv[1]), kinds()[sys.argv[2]], int(sys.argv[3])
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    rank, _ = init_torch_distributed("gloo")
+    do_without_compiler()
+    changes.copy_slowly(BATCH_SECONDS)
+    if "--blind" in sys.argv:
+        changes.see_nothing()
+    training = kind()
+    training.step(0)
+    checkpointer = Checkpointer(training.state)
+    if kind is changes.PatientAverage:
+        training.waits = checkpointer.wait_copied
+    if kind is changes.AverageInContext:
+        training.changing = checkpointer.changing
+    for step in range(saves):
+        if rank == 0:
+            (out / f"{step}.json").write_text(json.dumps(sums(collect(training.state))))
+        checkpointer.save(step)
+        training.saved(step)
+        training.step(step + 1)
+        torch.distributed.barrier()
+    checkpointer.close()
+    stats = checkpointer.stats
+    (out / f"stats-{rank}.json").write_text(
+        json.dumps({"saved": stats.saved, "failed": stats.failed, "causes": stats.causes})
+    )
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
