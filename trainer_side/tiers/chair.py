@@ -91,7 +91,7 @@ class Chair:
             return []
 
     def told(self, tier: int, order: Order) -> None:
-        """Some rank has sealed its slice of this step, or will not."""
+        """Some rank has sealed its slice of this step, or never will."""
         if tier == self._tier:
             self._emergency.offered(order[1])
 
