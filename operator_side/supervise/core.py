@@ -38,6 +38,7 @@ from operator_side.supervise.supervisor_messages import (
     Note,
     Noticed,
     ProcessBegan,
+    RankDead,
     RankRestored,
     RankSilence,
     StepDurable,
@@ -137,6 +138,9 @@ class Core:
                     attempt.silent_since.pop(rank, None)
                 else:
                     attempt.silent_since.setdefault(rank, now)
+            case RankDead(rank) if self.phase is SupervisorPhase.RUNNING:
+                attempt.lost(rank, now)
+                self._resumption.lost(now)
             case Noticed(rank):
                 attempt.noticed.add(attempt.began.get(rank, f"of rank {rank}"))
         return []

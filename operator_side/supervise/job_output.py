@@ -22,6 +22,7 @@ from operator_side.supervise.supervisor_messages import (
     Joined,
     Noticed,
     ProcessBegan,
+    RankDead,
     RankRestored,
     RankSilence,
     StepDurable,
@@ -201,10 +202,12 @@ def meaning(said: dict[str, Any]) -> Event | None:
             case "durable" | "recovered", "flusher":
                 return StepDurable(step)
         return None
-    rank, told = said.get("silent_rank"), said.get("told_rank")
+    rank, told, lost = said.get("silent_rank"), said.get("told_rank"), said.get("lost_rank")
     match said.get("event"), role:
         case "rank_silent" | "rank_back" as event, "stager" if type(rank) is int:
             return RankSilence(rank, over=event == "rank_back")
+        case "rank_lost", "stager" if type(lost) is int:
+            return RankDead(lost)
         case "stager_ready", "stager":
             return Joined()
         case "notice", "stager" if type(told) is int and said.get("kind") == "terminate":

@@ -26,6 +26,7 @@ class RunRecord:
         restored: Ranks that have restored their state.
         stepped: Ranks that have done their first step.
         deaths: Processes that reported how they ended.
+        lost_first: Ranks that the stager lost before any process had reported a failure of its own.
         silent_since: Ranks that the stager does not hear, and since when.
         noticed: Hosts with a preemption notice.
         missed: Hosts that the last look missed.
@@ -46,6 +47,7 @@ class RunRecord:
     restored: set[int] = field(default_factory=set)
     stepped: set[int] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)
+    lost_first: list[int] = field(default_factory=list)
     silent_since: dict[int, float] = field(default_factory=dict)
     noticed: set[str] = field(default_factory=set)
     missed: set[str] = field(default_factory=set)
@@ -77,6 +79,14 @@ class RunRecord:
         self.missed = missed
         return not missed <= self.gone
 
+    def lost(self, rank: int, now: float) -> None:
+        """Note that MPI calls a rank dead. After a failure of its own of any process, others die of that."""
+        if any(death.own_fault for death in self.deaths):
+            return
+        self.lost_first.append(rank)
+        if self.first_death_at is None:
+            self.first_death_at = now
+
     def waits_for_the_lost(self) -> bool:
         """Whether mpirun, which was asked to end, only waits for hosts that do not answer."""
         # The stager ends last, and is here. After its end mpirun passes on nothing more from the hosts that are left.
@@ -90,7 +100,8 @@ class RunRecord:
         hopeless = not self.met and any(death.from_outside for death in self.deaths)
         patience = 0.0 if hopeless else limits.lost_seconds_max
         if self.first_death_at is not None and now >= self.first_death_at + patience:
-            rank = next(d.rank for d in self.deaths if d.status or d.rank == self.ranks)
+            ended = [d.rank for d in self.deaths if d.status or d.rank == self.ranks]
+            rank = (ended or self.lost_first)[0]
             return f"{self.name(rank)} has ended, and the other processes cannot go on without it; they are ended"
         for rank, since in self.silent_since.items():
             if now >= since + limits.silent_seconds_max:
@@ -107,6 +118,7 @@ class RunRecord:
             self.mpirun_status,
             self.began,
             tuple(self.deaths),
+            tuple(self.lost_first),
             self.gone,
             self.noticed,
             self.given_up,

@@ -77,6 +77,12 @@ class RankSilence(NamedTuple):
     over: bool = False
 
 
+class RankDead(NamedTuple):
+    """The stager was told by MPI that a rank is dead."""
+
+    rank: int
+
+
 class Noticed(NamedTuple):
     """A rank was told that its host will be taken away."""
 
@@ -101,6 +107,7 @@ Event = (
     | StepStaged
     | StepDurable
     | RankSilence
+    | RankDead
     | Noticed
     | Stop
 )

@@ -4,13 +4,15 @@
     every trainer ended with 0                              done
     a host of the attempt is gone, or had a notice          preempted
     a process was killed by a signal from outside           killed       (an unannounced preemption, out of memory)
+    the stager lost a rank that never reported its end      killed       (a whole container or pod)
     the stager, or mpirun itself, was killed                killed
     silent, or no step for too long, and ended by us        lost
     a process ended with a code or a fault of its own       crashed      exit code, exception, tail of its log
     no process ever began                                   unlaunched
 
 The order matters. When one rank is killed, the others end with exceptions about broken connections; and a host that
-vanished reports nothing, while the ranks of the other hosts crash. So causes from outside come before crashes.
+vanished reports nothing, while the ranks of the other hosts crash. So causes from outside come before crashes, and an
+unreported death comes before the errors of the processes that survived it.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class Evidence:
         mpirun_status: Exit code of mpirun, or minus the number of the signal.
         began: Host of each process that began, by rank.
         deaths: Processes that reported how they ended, in this order.
+        lost_first: Ranks that the stager lost before any process reported a failure of its own.
         gone: Hosts of this attempt that are gone.
         noticed: Hosts of this attempt with a preemption notice.
         given_up: Why the supervisor ended the attempt; empty if it did not.
@@ -84,6 +87,7 @@ class Evidence:
     mpirun_status: int
     began: Mapping[int, str] = field(default_factory=dict)
     deaths: tuple[Death, ...] = ()
+    lost_first: tuple[int, ...] = ()
     gone: Collection[str] = ()
     noticed: Collection[str] = ()
     given_up: str = ""
@@ -140,6 +144,14 @@ def _killed(evidence: Evidence) -> Verdict | None:
         first = killed[0]
         how = f"{_who(first.rank, evidence)} was killed by {_signal(-first.status)} from outside"
         return Verdict(Cause.KILLED, how, f"killed {first.status}", first.rank, 128 - first.status)
+    reported = {death.rank for death in evidence.deaths}
+    unreported = [rank for rank in evidence.lost_first if rank not in reported]
+    if unreported:
+        who = _who(unreported[0], evidence)
+        how = (
+            f"{who} died together with the process that reports its end, as when a container or pod is killed"
+        )
+        return Verdict(Cause.KILLED, how, "killed unreported", None, 128 + signal.SIGKILL)
     if evidence.mpirun_status < 0 and not evidence.given_up:
         how = f"mpirun was killed by {_signal(-evidence.mpirun_status)}"
         return Verdict(Cause.KILLED, how, "killed mpirun", None, 128 - evidence.mpirun_status)

@@ -191,6 +191,18 @@ def test_a_job_whose_ranks_are_killed_goes_on_by_itself(run: Run, reference: Pat
     assert run.restored_from() == [(SAVED, {RING})] * 2
 
 
+def test_a_rank_that_is_killed_with_its_wrapper_is_no_bug(run: Run, reference: Path) -> None:
+    """As when a container or a pod is killed: nobody is left to report it but the stager."""
+    run.main_job()
+    run.pause()
+    wrapper = psutil.Process(run.pid(1)).parent()
+    assert wrapper is not None
+    assert "operator_side.supervise.rank" in wrapper.cmdline()
+    wrapper.kill()
+    check_resumed(run, reference, "killed")
+    assert "died together with the process that reports its end" in run.said()
+
+
 def test_what_the_store_has_not_got_yet_is_restored_from_the_ring(run: Run, reference: Path) -> None:
     """With ULFM, so the stager lives; it does not wait for the store once its ranks are lost."""
     site = REPOSITORY / "tests" / "support" / "fsspec_site"

@@ -26,6 +26,7 @@ from operator_side.supervise.supervisor_messages import (
     Note,
     Noticed,
     ProcessBegan,
+    RankDead,
     RankRestored,
     RankSilence,
     StepDurable,
@@ -84,6 +85,27 @@ class Story:
 
 
 KILLED, BUG = Ended(0, -9), Ended(1, 1, "ValueError")
+
+
+def test_a_rank_that_dies_with_its_wrapper_is_no_bug_however_often() -> None:
+    """Only the stager tells of it; what the survivor reports is an echo."""
+    story = Story()
+    for _ in range(3):
+        story.launch().tell(ProcessBegan(0, "a"), ProcessBegan(1, "b"), Joined(), StepStaged(4))
+        story.tell(RankDead(1), Ended(0, 1, "RuntimeError"), Exited(1)).tell(HostsSeen(None))
+        assert story.core.phase is SupervisorPhase.PAUSING, story.asked[-3:]
+        story.tell(ClockTick(), seconds=60)
+    assert [note.fields["cause"] for note in story.of(Note) if note.event == "ended"] == [Cause.KILLED] * 3
+
+
+def test_a_rank_that_died_unreported_ends_the_attempt_when_nobody_else_notices() -> None:
+    story = Story(lost_seconds_max=30.0).launch()
+    story.tell(ProcessBegan(0, "a"), ProcessBegan(1, "b"), Joined(), RankDead(1)).tell(
+        ClockTick(), seconds=29
+    )
+    assert not story.of(Terminate)
+    story.tell(ClockTick(), seconds=2)
+    assert story.of(Terminate)
 
 
 def test_killed_then_done() -> None:

@@ -40,6 +40,10 @@ BUG = Death(1, 1, "ValueError")
         (evidence(GONE, stopping=True), Cause.STOPPED),
         (evidence(Death(0, 0), Death(1, 0), stopping=True), Cause.DONE),
         (Evidence(2, 213), Cause.UNLAUNCHED),
+        (evidence(ECHO, lost_first=(1,)), Cause.KILLED),  # the wrapper of rank 1 was killed too
+        (evidence(Death(0, 1, "PeerLost"), lost_first=(1,), given_up="rank 0 has ended"), Cause.KILLED),
+        (evidence(BUG, ECHO, lost_first=(1,)), Cause.CRASHED),  # it did report, a moment later
+        (evidence(BUG, lost_first=(1,), gone={"spot-2"}), Cause.PREEMPTED),
     ],
 )
 def test_causes(what: Evidence, cause: Cause) -> None:
