@@ -122,9 +122,6 @@ LARGE_HANDS: dict[str, str] = {
     "holdfast/checkpoints/assembly.py:publish_image": "to be cut",
     "holdfast/checkpoints/publish.py:build_manifest": "to be cut",
     "holdfast/store/s3_upload.py:S3Upload": "to be cut",
-    "operator_side/report/pictures.py:series": "to be cut",
-    "operator_side/simulate/study.py:total_times": "to be cut",
-    "operator_side/status/picture.py:compose": "to be cut",
     "stager/trainer_desk.py:TrainerDesk": "to be cut",
 }
 

@@ -42,11 +42,12 @@ class BarRow(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Dots, or columns of equal width, over time."""
+    """Values over time, drawn as dots or as columns that touch."""
 
     name: str
     class_: str
     points: Sequence[tuple[float, float]]
+    as_columns: bool = False
 
 
 def _figure(name: str, title: str, description: str, height: float, *children: str | None) -> Html:
@@ -198,10 +199,8 @@ def series(
     begin: float,
     end: float,
     words: Callable[[float], str],
-    *,
-    as_columns: bool = False,
 ) -> Html:
-    """Values over time: dots, or columns that touch."""
+    """Draw series over one axis of time; `words` writes a value."""
     highest = max((value for one in found for _, value in one.points), default=0.0) or 1.0
     x = _scale(begin, end)
     parts: list[Html] = [
@@ -211,7 +210,7 @@ def series(
     ]
     for one in found:
         width = (_WIDTH - _LEFT - _RIGHT) / max(1, len(one.points))
-        parts.append(tag("g", *_marks(one, x, highest, width if as_columns else None, words)))
+        parts.append(tag("g", *_marks(one, x, highest, width if one.as_columns else None, words)))
     return _figure(name, title, description, _PLOT_HEIGHT + _AXIS_HEIGHT, *parts)
 
 

@@ -67,11 +67,10 @@ def ring(facts: RunFacts) -> Html | None:
             "ring-picture",
             "Bytes between save() and durable",
             "At most so much was in the ring at a time; the table below has the greatest.",
-            [Series("bytes", "start", held)],
+            [Series("bytes", "start", held, as_columns=True)],
             begin,
             end,
             lambda value: size(int(value)),
-            as_columns=True,
         ),
         series(
             "rate-picture",

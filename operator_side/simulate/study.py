@@ -136,20 +136,34 @@ class Total:
     hours: Spread | None
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedLosses:
+    """Random losses.
+
+    Attributes:
+        mtbf_hours: Mean hours between two losses of a training machine.
+        provision_us: Time until a lost machine is replaced.
+        stager_mtbf_us: Mean time between losses of the stager's machine; None: it is never lost.
+    """
+
+    mtbf_hours: float
+    provision_us: int = 0
+    stager_mtbf_us: int | None = None
+
+
 def total_times(
     job: TrainingJob,
     strategies: Sequence[Strategy],
     intervals: Sequence[int],
-    mtbf_hours: float,
+    losses: SimulatedLosses,
     *,
-    provision_us: int,
     samples: int,
     seed: int,
-    stager_mtbf_us: int | None = None,
 ) -> list[Total]:
-    """Every strategy at every interval under losses `mtbf_hours` apart on average, until `job.target` is reached."""
+    """Total time of every strategy at every interval, until `job.target` is reached."""
     if job.target is None:
         raise ConfigError("total training time: expected a number of iterations; give --iterations")
+    mtbf_hours = losses.mtbf_hours
     if not 0 < mtbf_hours < math.inf:
         raise ConfigError(f"mean time between losses: expected more than 0 hours, got {mtbf_hours:g}")
     lanes = [
@@ -162,11 +176,11 @@ def total_times(
         windows = poisson(
             nodes=job.nodes,
             mtbf_us=max(1, round(mtbf_hours * HOUR_US)),
-            provision_us=provision_us,
+            provision_us=losses.provision_us,
             length_us=times * alone_us,
             samples=samples,
             rng=np.random.default_rng([seed, times]),
-            stager_mtbf_us=stager_mtbf_us,
+            stager_mtbf_us=losses.stager_mtbf_us,
         )
         finished = replay(job, lanes, windows).finished_us
         if (finished >= 0).all() or times >= _HORIZON_LAST:

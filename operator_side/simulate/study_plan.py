@@ -15,6 +15,7 @@ from operator_side.simulate.replay import TrainingJob
 from operator_side.simulate.strategy import HOUR_US, Strategy, microseconds
 from operator_side.simulate.study import (
     Prices,
+    SimulatedLosses,
     StrategyGoodput,
     Total,
     goodput,
@@ -133,11 +134,9 @@ class StudyPlan:
                 self._job(self.nodes, self.iterations),
                 self.strategies,
                 self.intervals,
-                mtbf,
-                provision_us=microseconds(self.provision_seconds),
+                SimulatedLosses(mtbf, microseconds(self.provision_seconds), self._stager_mtbf_us),
                 samples=self.offsets,
                 seed=self.seed,
-                stager_mtbf_us=self._stager_mtbf_us,
             )
             for name in dict.fromkeys(row.strategy.name for row in rows):
                 theirs = [row for row in rows if row.strategy.name == name]

@@ -19,7 +19,7 @@ from holdfast.ring.doorbell import SOCKET_NAME
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import StatusDocument
 from holdfast.telemetry.status_socket import ask, socket_path
-from operator_side.status.picture import Peer, Picture, compose
+from operator_side.status.picture import Peer, Picture, RunEvidence, compose
 from operator_side.status.ring_files import RingFiles, RingLook
 
 if TYPE_CHECKING:
@@ -103,18 +103,9 @@ class RunWatch:
                 by_hand = f"`holdfast flusher --store {self._url or 'URL'}`"
                 notes.append(f"the next job publishes the staged checkpoints in the ring; or run {by_hand}")
         self._has_looked = True
-        return compose(
-            self._url or f"run key {self.directory.name}",
-            self._clock(),
-            flusher=flusher,
-            stager=stager,
-            flusher_said=flusher_said,
-            stager_said=stager_said,
-            ring=ring,
-            stored=self._stored,
-            notes=notes,
-            dollars_per_hour=self._dollars_per_hour,
-        )
+        found = RunEvidence(flusher, stager, flusher_said, stager_said, ring, self._stored, notes)
+        name = self._url or f"run key {self.directory.name}"
+        return compose(name, self._clock(), found, dollars_per_hour=self._dollars_per_hour)
 
     def _ask(
         self, role: Literal["stager", "flusher"], notes: list[str]

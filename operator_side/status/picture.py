@@ -157,34 +157,43 @@ class Picture:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class RunEvidence:
+    """Everything that one look found out about a run.
+
+    Attributes:
+        flusher: The flusher, as it was met.
+        stager: The stager, as it was met.
+        flusher_said: Answer of the flusher; None: it gave none.
+        stager_said: Answer of the stager; None: it gave none.
+        ring: The ring, from its files; None: there is none.
+        stored: Checkpoints in the store, as far as it was read.
+        notes: What could not be found out.
+    """
+
+    flusher: Peer
+    stager: Peer
+    flusher_said: StatusDocument | None = None
+    stager_said: StatusDocument | None = None
+    ring: RingLook | None = None
+    stored: Iterable[StoredCheckpoint] = ()
+    notes: Iterable[str] = ()
+
+
 def compose(
-    run: str,
-    now_unix: float,
-    *,
-    flusher: Peer,
-    stager: Peer,
-    flusher_said: StatusDocument | None = None,
-    stager_said: StatusDocument | None = None,
-    ring: RingLook | None = None,
-    stored: Iterable[StoredCheckpoint] = (),
-    notes: Iterable[str] = (),
-    dollars_per_hour: float | None = None,
+    run: str, now_unix: float, found: RunEvidence, *, dollars_per_hour: float | None = None
 ) -> Picture:
     """Put the picture together.
 
     Args:
-        run: URL of the run, or what else names it.
-        now_unix: Now.
-        flusher: Whether it answers.
-        stager: The same.
-        flusher_said: What it said; None if it did not.
-        stager_said: The same.
-        ring: What its files show.
-        stored: What the store has, as far as it was looked at.
-        notes: What could not be found out.
-        dollars_per_hour: Of all machines.
+        run: URL of the run, or another name for it.
+        now_unix: The time.
+        found: What was found out.
+        dollars_per_hour: Price of all machines; None: not known.
     """
-    rows = _rows(flusher_said, stager_said, ring, stored)
+    flusher, stager, ring = found.flusher, found.stager, found.ring
+    flusher_said, stager_said = found.flusher_said, found.stager_said
+    rows = _rows(flusher_said, stager_said, ring, found.stored)
     attempt = max((said.attempt for said in (flusher_said, stager_said) if said is not None), default=0)
     attempt = attempt or max((key[0] for key in rows), default=0)
     ranks, ranks_total = _ranks(flusher_said, stager_said, ring)
@@ -228,7 +237,7 @@ def compose(
         declined=said.declined if said else (),
         notices=_lines(stager_said, flusher_said, "notices"),
         problems=_lines(stager_said, flusher_said, "problems"),
-        notes=tuple(notes),
+        notes=tuple(found.notes),
     )
 
 

@@ -53,7 +53,7 @@ from operator_side.simulate.strategy import IDEAL
 from operator_side.simulate.trace_windows import cut
 from operator_side.simulate.traces import read_trace
 from operator_side.simulate.tuning import Question, tune
-from operator_side.status.picture import Peer, compose
+from operator_side.status.picture import Peer, RunEvidence, compose
 from tests.support.memory_store import MemoryStore
 
 __all__ = ["TARGETS", "within_our_errors"]
@@ -168,7 +168,7 @@ def message(data: bytes) -> None:
     if found.kind == "state":
         said = read_said(found.fields["document"], "here")
         here = Peer("here", said.pid, said.since_unix)
-        picture = compose(said.run, 2e9, flusher=here, stager=here, flusher_said=said, stager_said=said)
+        picture = compose(said.run, 2e9, RunEvidence(here, here, said, said))
         json.dumps(picture.document(), allow_nan=False)
         Console(file=io.StringIO(), width=80).print(render(picture, height=24))
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import CheckpointSaid, RankSaid, StatusDocument, StatusLine
 from operator_side.commands.status_output import bar, render, spark
-from operator_side.status.picture import Interval, Peer, Picture, compose
+from operator_side.status.picture import Interval, Peer, Picture, RunEvidence, compose
 from operator_side.status.ring_files import RingCheckpoint, RingLook
 from tests.support.checkpoints import manifest_of, small_image
 
@@ -54,7 +54,8 @@ def in_ring(step: int, state: Any = "staged", **more: Any) -> RingCheckpoint:
 
 
 def picture(**more: Any) -> Picture:
-    return compose("r", NOW, **{"flusher": HERE, "stager": HERE, **more})
+    price = more.pop("dollars_per_hour", None)
+    return compose("r", NOW, RunEvidence(**{"flusher": HERE, "stager": HERE, **more}), dollars_per_hour=price)
 
 
 def steps(found: Picture) -> dict[str, int]:
@@ -143,7 +144,7 @@ def test_without_a_flusher_the_store_and_the_ring_tell() -> None:
         1, 20, "verified", 100, NOW - 50, NOW - 55, 1.0, 5.0, {"ranks": {"0": {"cst_seconds": 0.5}}}
     )
     staged = in_ring(30, ranks={"0": {"saved_at_unix": NOW - 40}}, stager={"staged_at_unix": NOW - 39})
-    found = compose("r", NOW, flusher=GONE, stager=GONE, ring=ring(staged), stored=[stored])
+    found = picture(flusher=GONE, stager=GONE, ring=ring(staged), stored=[stored])
     assert steps(found) == {"staged": 30, "durable": 20, "verified": 20}
     assert (found.is_running, found.loss_trainers.seconds, found.loss_node.seconds) == (False, 0, 15)
     assert found.stall.last == 0.5
@@ -273,7 +274,7 @@ def test_words_from_outside_do_not_steer_the_terminal() -> None:
         interval_why=evil,
     )
     text = shown(
-        compose(evil, NOW, flusher=Peer("silent", note=evil), stager=HERE, stager_said=stager, notes=[evil])
+        compose(evil, NOW, RunEvidence(Peer("silent", note=evil), HERE, stager_said=stager, notes=[evil]))
     )
     assert "\x1b" not in text
     assert "\x07" not in text
@@ -281,7 +282,7 @@ def test_words_from_outside_do_not_steer_the_terminal() -> None:
 
 
 def test_a_run_of_which_nothing_is_known_is_drawn_too() -> None:
-    text = shown(compose("r", NOW, flusher=GONE, stager=GONE))
+    text = shown(picture(flusher=GONE, stager=GONE))
     assert "no stager; no flusher" in text
     assert "no training job" in text
 
