@@ -349,9 +349,6 @@ PACKAGES: dict[str, type[Training]] = {
     "bitsandbytes": _of_a_package(
         "bitsandbytes.optim", lambda package, parameters: package.AdamW(parameters, lr=0.01)
     ),
-    "torchao": _of_a_package(
-        "torchao.optim", lambda package, parameters: package.AdamW8bit(parameters, lr=0.01)
-    ),
 }
 
 

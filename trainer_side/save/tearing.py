@@ -15,7 +15,7 @@ import ctypes
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from trainer_side.state.survey import StorageSource
 _WORD_BYTES = 8
 _WORDS = 4  # of one piece
 _DRAWN_OF = 1 << 24
+_LOOKS_MAX = 4096  # batches; they hold no tensor
 _DEVICE_PIECES_MAX = (
     32  # at one save: each takes a call of torch or two, and others have their turn at the next
 )
@@ -88,6 +89,8 @@ class TearCheck:
         whole = _without_gaps(layout, {piece.entry for piece in self.pieces})
         self._whole = np.array([piece.entry in whole for piece in self.pieces], bool)
         self.copies = np.array([piece.offset for piece in self.pieces], np.int64)
+        self._pieces_of_entry = [piece.entry for piece in self.pieces]
+        self._looks: dict[int, BatchLook] = {}
         self._tensor_entries: Sequence[int] = ()
         self._tensors: list[int] = []  # places among all tensors of those that are looked at
         self.entry_of_tensor: list[int] = []  # of each of those
@@ -100,7 +103,7 @@ class TearCheck:
         if taken.tensor_entries is not self._tensor_entries:
             self._choose(taken.tensor_entries)
         tensors = [*map(taken.tensors.__getitem__, self._tensors)]
-        sources: list[Any] = [taken.sources[piece.entry] for piece in self.pieces]
+        sources: list[Any] = [*map(taken.sources.__getitem__, self._pieces_of_entry)]
         # As the rows of the fingerprints: drawn, not counted.
         drawn = [0, *(first_row(_WORDS * step + word, _DRAWN_OF) for word in range(1, _WORDS))]
         within = (self._room[:, None] * (np.array(drawn) / _DRAWN_OF)).astype(np.int64)
@@ -117,7 +120,20 @@ class TearCheck:
             self, step, tensors, sources, begins[:, None] + within, within, readable, device_words
         )
 
+    def look(self, batch: Batch) -> BatchLook:
+        """What is looked at of a batch; kept, since batches are the same as long as no tensor moves. Copy thread."""
+        found = self._looks.get(id(batch))
+        if found is None or found.batch is not batch:
+            if len(self._looks) >= _LOOKS_MAX:
+                self._looks.clear()
+            places = [*map(self.place_of.__getitem__, batch.offsets)]
+            entries = dict.fromkeys(self._pieces_of_entry[place] for place in places)
+            tensors = [place for entry in entries for place in self.tensors_of.get(entry, ())]
+            found = self._looks[id(batch)] = BatchLook(batch, np.array(places, np.int64), tensors)
+        return found
+
     def _choose(self, tensor_entries: Sequence[int]) -> None:
+        self._looks.clear()
         self._tensor_entries = tensor_entries
         self._tensors = [place for place, entry in enumerate(tensor_entries) if entry in self._entries]
         self.entry_of_tensor = [tensor_entries[place] for place in self._tensors]
@@ -125,6 +141,20 @@ class TearCheck:
         for place, entry in enumerate(self.entry_of_tensor):
             tensors_of.setdefault(entry, []).append(place)
         self.tensors_of = tensors_of
+
+
+class BatchLook(NamedTuple):
+    """What is looked at of one batch.
+
+    Attributes:
+        batch: The batch.
+        places: Its pieces, by their place in `TearCheck.pieces`.
+        tensors: Those that lie in them, by their place in a `SavedInstant`.
+    """
+
+    batch: Batch
+    places: _Places
+    tensors: list[int]
 
 
 class SavedInstant:
@@ -162,19 +192,24 @@ class SavedInstant:
 
     def changed_at(self, storages: Collection[int]) -> str:
         """A tensor in one of the storages at these addresses that is not as it was."""
-        here = self.storages()
-        return self._changed([place for place, storage in enumerate(here) if storage in storages])
+        mine = [place for place, storage in enumerate(self.storages()) if storage in storages]
+        entries = {self.check.pieces[place].entry for place in mine}
+        tensors = [place for entry in entries for place in self._tensors_of.get(entry, ())]
+        return self._changed(np.array(mine, np.int64), tensors)
 
     def changed_in(self, batch: Batch) -> str:
-        """A tensor that was copied in `batch`, and is not as it was; before the update may change it."""
-        return self._changed(self._places(batch))
+        """A tensor that was copied in `batch`, and is not as it was; before the update may change it. Copy thread."""
+        look = self.check.look(batch)
+        return self._changed(look.places, look.tensors)
 
     def copied_wrong(self, batch: Batch, area: torch.Tensor) -> str:
-        """A tensor whose bytes in the staging area are not those that it had."""
-        found = self._places(batch)
-        if self._device_words is not None and (place := self._device_words.wrong(found, area)) is not None:
-            return self.check.paths[self.check.pieces[place].entry]
-        places, check = np.array(found, np.int64), self.check
+        """A tensor whose bytes in the staging area are not those that it had. Copy thread."""
+        places, check = self.check.look(batch).places, self.check
+        if (
+            self._device_words is not None
+            and (place := self._device_words.wrong(places.tolist(), area)) is not None
+        ):
+            return check.paths[check.pieces[place].entry]
         copies = area.data_ptr() + check.copies[places, None] + self._within[places]
         here = _read(copies, check.wide[places], self._readable[places])
         return self._path(places, here != self._words[places])
@@ -183,18 +218,16 @@ class SavedInstant:
         """Of each piece that is looked at, the address of the storage under it."""
         return [source.data_ptr - source.start_bytes for source in self._sources]
 
-    def _places(self, batch: Batch) -> list[int]:
-        return [*map(self.check.place_of.__getitem__, batch.offsets)]
-
-    def _changed(self, found: list[int]) -> str:
-        pieces, versions, tensors = self.check.pieces, self._versions, self._tensors
-        for entry in dict.fromkeys([pieces[place].entry for place in found]):
-            for place in self._tensors_of.get(entry, ()):
-                if _version_of(tensors[place]) != versions[place]:
-                    return self.check.paths[entry]
-        places = np.array(found, np.int64)
-        now = _read(self._live[places], self.check.wide[places], self._readable[places])
-        return self._path(places, now != self._words[places])
+    def _changed(self, places: _Places, tensors: list[int]) -> str:
+        now = _versions([*map(self._tensors.__getitem__, tensors)])
+        before = [*map(self._versions.__getitem__, tensors)]
+        if now != before:
+            wrong = next(
+                place for place, one, other in zip(tensors, now, before, strict=True) if one != other
+            )
+            return self.check.paths[self._entry_of_tensor[wrong]]
+        words = _read(self._live[places], self.check.wide[places], self._readable[places])
+        return self._path(places, words != self._words[places])
 
     def _path(self, places: _Places, wrong: _Mask) -> str:
         """Of the first of these places of which a word is wrong."""
@@ -271,8 +304,11 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 def _read(addresses: _Places, wide: _Mask, readable: _Mask) -> _Words:
     """A word at each address; of pieces that are smaller than one, a byte. Zero where it is not readable."""
-    found = np.zeros(addresses.shape, np.uint64)
     words, single_bytes = wide & readable, ~wide & readable
+    if words.all():
+        found: _Words = _AT_EACH_BYTE[addresses - _BEGIN].view(np.uint64)
+        return found
+    found = np.zeros(addresses.shape, np.uint64)
     found[words] = _AT_EACH_BYTE[addresses[words] - _BEGIN].view(np.uint64)
     found[single_bytes] = _BYTES[addresses[single_bytes] - _BEGIN]
     return found

@@ -11,16 +11,20 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from holdfast.config import TrainerConfig
+from holdfast.errors import StateError
 from tests.support import changes
 from tests.support.changes import PACKAGES, TEARING, WAITING, Training
+from tests.unit.trainer_side.assemble import make_plan, taken
 from tests.unit.trainer_side.test_checkpointer import SECONDS_MAX, FakeLink
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.save.copy_plan import SlicePlan
-from trainer_side.save.tearing import SavedInstant
+from trainer_side.save.tearing import DeviceWords, SavedInstant, TearCheck
 from trainer_side.state.tree import collect, tensor_paths
 from trainer_side.transfer import TransferState
 
@@ -167,6 +171,44 @@ def test_optimizers_of_others(runs: Any, link: FakeLink, package: str) -> None:
     run = runs(PACKAGES[package])
     assert not run.torn
     assert all(reason.cause == "torn" for reason in link.declined.values())
+
+
+def test_state_in_subclasses_of_tensors_is_refused_by_name(link: FakeLink) -> None:
+    torchao = pytest.importorskip("torchao.optim")
+    training = Training()
+    training.optimizer = torchao.AdamW8bit(training.parameters, lr=0.01)
+    training.step(0)
+    checkpointer = Checkpointer(training.state, config=TrainerConfig())
+    with pytest.raises(StateError, match=r"optimizer/state/0/exp_avg is a quantised tensor"):
+        checkpointer.save(0)
+    checkpointer.close()
+
+
+def test_words_on_a_device_are_compared_with_the_copy() -> None:
+    """On a device that torch knows; what CUDA adds is a stream (tests/gpu)."""
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(size)) for size in (1, 1000, 5))
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    skeleton = make_plan(state)
+    pieces = SlicePlan.of(skeleton.layout, 0, skeleton.gated)
+    check = TearCheck(skeleton.layout, pieces, skeleton.gated, ())
+    captured = taken(state, skeleton)
+    assert check.take(captured, 1) is not None
+    sources = [captured.sources[piece.entry] for piece in check.pieces]
+    within = np.array([[0, piece.nbytes - min(8, piece.nbytes)] for piece in check.pieces])
+    places = range(len(check.pieces))
+    words = DeviceWords(places, check, [source for source in sources if source is not None], within)
+    area = torch.zeros(pieces.area_bytes, dtype=torch.uint8)
+    for piece, source in zip(check.pieces, sources, strict=True):
+        assert source is not None
+        part = source.bytes()[piece.entry_offset : piece.entry_offset + piece.nbytes]
+        area[piece.offset : piece.offset + piece.nbytes] = part
+    assert words.wrong(places, area) is None
+    for place in places:
+        last = check.pieces[place].offset + check.pieces[place].nbytes - 1
+        area[last] ^= 255
+        found = words.wrong(places, area)
+        assert found == (place if check.pieces[place].nbytes >= 8 else None)
+        area[last] ^= 255
 
 
 def test_a_training_that_stops_tearing_is_trusted_again(runs: Any) -> None:

@@ -1,0 +1,109 @@
+"""`python -m benchmarks.tear_check [TENSORS]`: what it costs to see that a copy is not torn, for each tensor.
+
+A model with AdamW in host memory, in one process, without a stager; medians, and the least, of several rounds. The save
+beside it is the work of the training thread for the same tensors: state dicts, capture, and what is copied at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from benchmarks import machine
+from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.copy_plan import Batch, Router, SlicePlan
+from trainer_side.save.staging import Staging
+from trainer_side.save.tearing import SavedInstant, TearCheck
+from trainer_side.state.proposal import table
+from trainer_side.state.skeleton import capture, plan
+from trainer_side.state.tree import classify, collect
+
+_NUMEL, _ROUNDS, _TENSORS_OF_A_LAYER = 1024, 15, 4  # a parameter has two moments and a counter
+
+
+def main() -> None:
+    layers = (int(sys.argv[1]) if len(sys.argv) > 1 else 10_000) // _TENSORS_OF_A_LAYER
+    torch.set_num_threads(1)
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(_NUMEL)) for _ in range(layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    tree = collect(state)
+    proposed = table(state, tree, rank=0, ranks=1)
+    skeleton = plan(
+        tree,
+        classify(state, tree),
+        rank=0,
+        ranks=1,
+        chunk_bytes=8 << 20,
+        pickle_reserve_bytes=2 * proposed.pickle_bytes,
+        per_rank_reserve_bytes={},
+    )
+    pieces = SlicePlan.of(skeleton.layout, 0, skeleton.gated)
+    check, router = TearCheck(skeleton.layout, pieces, skeleton.gated, ()), Router(pieces)
+    area = Staging(skeleton, pieces, CopyEngine(), pinned=False)
+
+    def save() -> Any:
+        taken = capture(collect(state), skeleton, defer=True)
+        assert taken is not None
+        area.copy_now(taken.sources, taken.contents)
+        return taken
+
+    taken = save()
+    instant = check.take(taken, 0)
+    assert instant is not None
+
+    def copy(instant: SavedInstant | None) -> None:
+        def look(batch: Batch) -> None:
+            assert instant is None or not instant.changed_in(batch)
+
+        def look_at_copy(batch: Batch) -> None:
+            assert instant is None or not instant.copied_wrong(batch, area.memory)
+
+        area.copy_gated(
+            taken.sources,
+            router.route(taken.sources, dict, order_changed=False),
+            after=None,
+            cancelled=lambda: False,
+            passed=lambda _: None,
+            copied=lambda: None,
+            was_read=look,
+            was_copied=look_at_copy,
+        )
+
+    tensors = len(check.entry_of_tensor)
+    processor, mib = machine.describe(Path.cwd())["processor"], skeleton.layout.image_bytes >> 20
+    click.echo(f"{processor}; {tensors} tensors behind the gate, {mib} MiB")
+    for name, call in (
+        ("save(), without", save),
+        ("save(): counters and words are taken", lambda: check.take(taken, 7)),
+        ("the first update, while a copy is under way", instant.changed),
+        ("copy thread, without", lambda: copy(None)),
+        ("copy thread, with", lambda: copy(instant)),
+    ):
+        median, least = _seconds(call)
+        click.echo(
+            f"{name:45} {1e6 * median / tensors:7.2f} us a tensor, at least {1e6 * least / tensors:.2f}"
+        )
+
+
+def _seconds(call: Callable[[], object]) -> tuple[float, float]:
+    found = []
+    for _ in range(_ROUNDS):
+        begun = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found), min(found)
+
+
+if __name__ == "__main__":
+    main()
