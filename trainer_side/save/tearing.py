@@ -82,7 +82,7 @@ class TearCheck:
         for tensor in layout.tensors:
             self.paths.setdefault(tensor.entry, tensor.path)
         self._entries = {piece.entry for piece in self.pieces}
-        self._starts = np.array([piece.entry_offset for piece in self.pieces], np.int64)
+        self.starts = np.array([piece.entry_offset for piece in self.pieces], np.int64)
         sizes = np.array([piece.nbytes for piece in self.pieces], np.int64)
         self.wide = sizes >= _WORD_BYTES
         self._room = sizes - np.where(self.wide, _WORD_BYTES, 1)  # for the place of a word
@@ -107,7 +107,6 @@ class TearCheck:
         # As the rows of the fingerprints: drawn, not counted.
         drawn = [0, *(first_row(_WORDS * step + word, _DRAWN_OF) for word in range(1, _WORDS))]
         within = (self._room[:, None] * (np.array(drawn) / _DRAWN_OF)).astype(np.int64)
-        begins = np.fromiter(map(_address, sources), np.int64, len(sources)) + self._starts
         readable, device_words = self._whole, None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             on_device = np.array([source.device.type != "cpu" for source in sources], bool)
@@ -116,9 +115,7 @@ class TearCheck:
             if chosen.size:
                 chosen = np.roll(chosen, -first_row(step, chosen.size))[:_DEVICE_PIECES_MAX]
                 device_words = DeviceWords(chosen.tolist(), self, sources, within)
-        return SavedInstant(
-            self, step, tensors, sources, begins[:, None] + within, within, readable, device_words
-        )
+        return SavedInstant(self, step, tensors, sources, within, readable, device_words)
 
     def look(self, batch: Batch) -> BatchLook:
         """What is looked at of a batch; kept, since batches are the same as long as no tensor moves. Copy thread."""
@@ -169,17 +166,18 @@ class SavedInstant:
         step: int,
         tensors: list[torch.Tensor],
         sources: Sequence[StorageSource],
-        live: _Places,
         within: _Places,
         readable: _Mask,
         device_words: DeviceWords | None,
     ) -> None:
         self.step, self.check = step, check
         self._tensors, self._sources, self._device_words = tensors, sources, device_words
-        self._live, self._within, self._readable = live, within, readable
+        self._within, self._readable = within, readable
+        begins = np.fromiter(map(_address, sources), np.int64, len(sources)) + check.starts
+        self._live = begins[:, None] + within
         self._tensors_of, self._entry_of_tensor = check.tensors_of, check.entry_of_tensor
         self._versions = _versions(tensors)
-        self._words = _read(live, check.wide, readable)
+        self._words = _read(self._live, check.wide, readable)
 
     def changed(self) -> str:
         """A tensor that is not as it was."""

@@ -272,7 +272,7 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
     return Capture(sources, contents, deferred, skeleton.signature, tensors, tensor_entries)
 
 
-class _Found(NamedTuple):
+class _TakenNow(NamedTuple):
     """What a capture has of the tensors, and data.pkl, padded (rank 0)."""
 
     sources: list[StorageSource | None]
@@ -285,7 +285,7 @@ _GROWTH_BYTES = 1024  # much for numbers alone: those that get longer take a few
 _CHARACTER_BYTES_MAX = 4  # in UTF-8
 
 
-def _recalled(full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool) -> _Found | None:
+def _recalled(full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool) -> _TakenNow | None:
     """What `_in_full` would give, where only values have changed since it last gave something; else None."""
     for recall in skeleton._recalls:
         seen = recall.look(full)
@@ -294,20 +294,20 @@ def _recalled(full: Mapping[str, Any], skeleton: Skeleton, *, defer: bool) -> _F
         sources = recall.sources(seen, len(skeleton.layout.entries))
         tensors = seen.walked.tensors
         if skeleton.rank != 0:
-            return _Found(sources, None, tensors, recall.entries)
+            return _TakenNow(sources, None, tensors, recall.entries)
         snapshot = recall.snapshot(full, seen.walked) if defer else None
         if snapshot is not None and (deferred := Deferred(recall, snapshot, skeleton)).fits:
-            return _Found(sources, deferred, tensors, recall.entries)
+            return _TakenNow(sources, deferred, tensors, recall.entries)
         pickled = recall.pickle(full, seen.walked)
         reserve = skeleton.pickle_reserve_bytes
         if pickled is not None and len(pickled[0]) <= reserve and pickled[1] <= skeleton._accepted:
             if snapshot is not None:
                 recall.last = Last(len(pickled[0]), snapshot.text_length)
-            return _Found(sources, pickled[0].ljust(reserve, b"\0"), tensors, recall.entries)
+            return _TakenNow(sources, pickled[0].ljust(reserve, b"\0"), tensors, recall.entries)
     return None
 
 
-def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
+def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _TakenNow | None:
     """Survey and pickle; None if the tensors are not those of the plan."""
     zip_parts = skeleton.zip_parts
     skeleton._recalls.clear()
@@ -329,7 +329,7 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _Found | None:
     entries = [zip_parts.storage_entries[number] for number in numbers if number is not None]
     assert len(entries) == len(tensors), "all tensors were surveyed"
     data_pkl = None if pickled is None else pickled[1].ljust(skeleton.pickle_reserve_bytes, b"\0")
-    return _Found(sources, data_pkl, tensors, entries)
+    return _TakenNow(sources, data_pkl, tensors, entries)
 
 
 def _pickled(full: Mapping[str, Any], found: Survey, skeleton: Skeleton) -> tuple[Pickling, bytes]:
