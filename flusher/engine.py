@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 
+from flusher.flusher_context import FlusherContext
 from flusher.held import Later, RetryCounts
 from flusher.jobs import Jobs
 from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, LookedUp
@@ -35,17 +36,14 @@ from flusher.steps import (
     Staged,
     WritePart,
 )
-from flusher.tenure import Tenure
 from flusher.upkeep import Pruned, ReadBack, Upkeep
-from flusher.workers import Inbox, Workers
+from flusher.workers import Workers
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key, State
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
-from holdfast.store.base import Store
-from holdfast.telemetry.events import EventLog
 
 _log = logging.getLogger("holdfast.flusher")
 _CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
@@ -57,11 +55,8 @@ class Engine:
 
     Args:
         ring: The ring.
-        store: Where they go.
-        tenure: The claim on the run.
+        context: The run that they go to, and where the threads answer.
         upkeep: Gets what was published.
-        inbox: Where the threads answer; shared with the upkeep.
-        events: The event log.
         writers: Threads that write.
         listener: Who is told.
     """
@@ -69,27 +64,25 @@ class Engine:
     def __init__(
         self,
         ring: Ring,
-        store: Store,
-        tenure: Tenure,
+        context: FlusherContext,
         upkeep: Upkeep,
-        inbox: Inbox,
-        events: EventLog,
         *,
         writers: int,
         listener: FlushListener,
     ) -> None:
-        self._ring, self._upkeep, self._inbox, self._events = ring, upkeep, inbox, events
+        self._ring, self._upkeep = ring, upkeep
+        self._inbox, self._events = context.inbox, context.events
         self._listener = listener
         self._pipeline = Pipeline(ring.ring_chunks)
-        self._jobs = Jobs(ring, store, tenure)
+        self._jobs = Jobs(ring, context.store, context.tenure)
         # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
         self._checkers = Workers("checker", _CHECKERS)
         self._writers = Workers("writer", writers)
         self._publishers = Workers("publisher", 1)
         self._indexes: dict[str, LayoutIndex] = {}
         self._later = Later()
-        self._held = RetryCounts(events)
-        self._ends = EndedCheckpoints(self._jobs, self._publishers, inbox, listener)
+        self._held = RetryCounts(context.events)
+        self._ends = EndedCheckpoints(self._jobs, self._publishers, context.inbox, listener)
         self._opened: dict[Key, int] = {}  # how many chunks must be in the ring together
         self._discards: set[Key] = set()
         self._given_up: set[Key] = set()  # and the stager was told

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from flusher.engine import Engine
+from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.progress import Progress
 from flusher.recovery import recorded, remove_orphans, settle
 from flusher.service import FlusherService
 from flusher.tenure import Instance, Tenure
-from flusher.upkeep import ReadBack, Upkeep
+from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
 from holdfast.checkpoints.slice_sets import is_slice_upload
 from holdfast.config import FlusherConfig
@@ -72,22 +73,15 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         held.callback(inbox.close)  # last of these: the threads of the others still speak into it
         tenure = Tenure(store, config.heartbeat_seconds)
         held.callback(tenure.end)
-        upkeep = Upkeep(
-            store,
-            tenure,
-            inbox,
-            verify=config.verify,
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            reuse=config.reuse,
-            events=events,
-        )
+        context = FlusherContext(store, tenure, inbox, events)
+        rules = UpkeepRules(config.verify, config.keep_last, config.keep_every, config.reuse)
+        upkeep = Upkeep(context, rules)
         held.callback(upkeep.stop)
         found = _find_ring(directory, events)
         try:
             _clean_store(store, recorded(found) if found is not None else [], events)
             if found is not None and not _fits(found, config):
-                _publish_leftovers(found, config, store, tenure, upkeep, inbox, events)
+                _publish_leftovers(found, config, context, upkeep)
                 found.close()
                 found = None
         except BaseException:
@@ -108,12 +102,9 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         service = FlusherService(
             config,
             ring,
-            store,
-            tenure,
+            context,
             upkeep=upkeep,
-            inbox=inbox,
             listener=listener,
-            events=events,
             adopted=found is not None,
         )
         events.emit("flusher_ready", {"attempt": tenure.attempt, "directory": str(directory)})
@@ -216,22 +207,14 @@ def _clean_store(store: Store, wanted: list[Progress], events: EventLog) -> None
         events.emit("swept", {"what": f"file without a manifest {orphan}"})
 
 
-def _publish_leftovers(
-    ring: Ring,
-    config: FlusherConfig,
-    store: Store,
-    tenure: Tenure,
-    upkeep: Upkeep,
-    inbox: Inbox,
-    events: EventLog,
-) -> None:
+def _publish_leftovers(ring: Ring, config: FlusherConfig, context: FlusherContext, upkeep: Upkeep) -> None:
     """Publish what is staged in a ring of another size, which no stager can use any more."""
     writers = config.writers or parts_at_once(config.store)
-    engine = Engine(ring, store, tenure, upkeep, inbox, events, writers=writers, listener=_Quiet())
+    engine = Engine(ring, context, upkeep, writers=writers, listener=_Quiet())
     try:
         settle(engine, ring, "its flusher ended, and the ring has another size now")
         while not engine.idle:
-            inbox.wait(engine.wait_seconds())
+            context.inbox.wait(engine.wait_seconds())
             engine.turn()
     finally:
         engine.stop()

@@ -20,12 +20,11 @@ import time
 from types import FrameType
 
 from flusher.engine import Engine
+from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
 from flusher.stager_desk import StagerDesk
-from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep
-from flusher.workers import Inbox
 from holdfast.config import FlusherConfig
 from holdfast.errors import BusyError, FencedError, HoldfastError, PeerLost, ProtocolError, StoreError
 from holdfast.image.manifest import Key
@@ -33,8 +32,6 @@ from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
 from holdfast.ring.wanted import is_kept
 from holdfast.store import parts_at_once
-from holdfast.store.base import Store
-from holdfast.telemetry.events import EventLog
 
 _log = logging.getLogger("holdfast.flusher")
 _FIRST_STAGER_SECONDS_MAX = 120.0  # a stager that started us and died must not leave us here for ever
@@ -53,11 +50,9 @@ class FlusherService:
     Args:
         config: The settings.
         ring: The ring. `adopted`: it is one that a dead flusher left, and a stager may still have it mapped.
-        store: The run.
-        tenure: The claim on it.
-        upkeep: Verification and retention. `inbox`: where it and the engine's threads answer.
+        context: The run, and where the threads answer.
+        upkeep: Verification and retention.
         listener: Where stagers connect.
-        events: The event log.
 
     Attributes:
         leaves_ring: It was told to end, and the ring is still needed: by checkpoints in it, or by a stager.
@@ -67,24 +62,19 @@ class FlusherService:
         self,
         config: FlusherConfig,
         ring: Ring,
-        store: Store,
-        tenure: Tenure,
+        context: FlusherContext,
         *,
         upkeep: Upkeep,
-        inbox: Inbox,
         listener: Listener,
-        events: EventLog,
         adopted: bool = False,
     ) -> None:
-        self._config, self._ring, self._store, self._tenure = config, ring, store, tenure
-        self._upkeep, self._inbox, self._listener, self._events = upkeep, inbox, listener, events
+        self._config, self._ring, self._upkeep, self._listener = config, ring, upkeep, listener
+        self._store, self._tenure = context.store, context.tenure
+        self._inbox, self._events = context.inbox, context.events
         self._engine = Engine(
             ring,
-            store,
-            tenure,
+            context,
             upkeep,
-            inbox,
-            events,
             writers=config.writers or parts_at_once(config.store),
             listener=_Relay(self),
         )

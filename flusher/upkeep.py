@@ -13,18 +13,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from flusher.flusher_context import FlusherContext
 from flusher.retention import StoredStep, to_remove
 from flusher.stored_slices import Slices
-from flusher.tenure import Tenure
-from flusher.workers import Inbox, Workers
+from flusher.workers import Workers
 from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.manifest import Key, Manifest, State, is_manifest_name, manifest_name
 from holdfast.store.base import Store
-from holdfast.telemetry.events import EventLog
 
 _log = logging.getLogger("holdfast.flusher")
 _GIVES_WAY_SECONDS_MAX = 2.0  # before each read
@@ -46,38 +46,49 @@ class Pruned(NamedTuple):
     files: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class UpkeepRules:
+    """What is done with checkpoints that are published.
+
+    Attributes:
+        verify: Whether they are read back.
+        keep_last: How many of the newest good ones are kept; 0 keeps all.
+        keep_every: Good ones whose step this divides are kept as well; 0 is off.
+        reuse: Whether the room of a removed one may be written over by the next checkpoint.
+    """
+
+    verify: bool
+    keep_last: int
+    keep_every: int
+    reuse: bool = True
+
+
 class Upkeep:
     """Verification and retention.
 
     Args:
-        store: The run.
-        tenure: The claim; nothing is changed in a run that is another's.
-        inbox: Gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
-        verify: Whether to read back at all.
-        keep_last: As the setting. `keep_every`: too.
-        reuse: Whether the room of what is removed may be written over by the next checkpoint.
-        events: The event log, for what is found and what becomes of slices.
+        context: The run. Its inbox gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
+        rules: What to read back, and what to keep.
         gives_way_seconds_max: How long one read waits for what is being written.
     """
 
     def __init__(
         self,
-        store: Store,
-        tenure: Tenure,
-        inbox: Inbox,
+        context: FlusherContext,
+        rules: UpkeepRules,
         *,
-        verify: bool,
-        keep_last: int,
-        keep_every: int,
-        reuse: bool = True,
-        events: EventLog | None = None,
         gives_way_seconds_max: float = _GIVES_WAY_SECONDS_MAX,
     ) -> None:
-        self._store, self._tenure, self._inbox = store, tenure, inbox
+        store = context.store
+        self._store, self._tenure, self._inbox, self._events = (
+            store,
+            context.tenure,
+            context.inbox,
+            context.events,
+        )
         self._gives_way_seconds_max = gives_way_seconds_max
-        self._verify, self._keep_last, self._keep_every = verify, keep_last, keep_every
-        self._remove = store.retire if reuse else store.delete
-        self._events = events
+        self._rules = rules
+        self._remove = store.retire if rules.reuse else store.delete
         self._way_is_free = threading.Event()
         self._way_is_free.set()
         self._stopped = False
@@ -90,7 +101,9 @@ class Upkeep:
         self._write_ids: dict[str, str] = {}  # of each manifest, the last write that was heard of
         self._waiting: set[str] = set()  # write-ids whose turn comes, or has come; each is looked after once
         self._removed: set[str] = set()  # those of them that retention was faster with
-        self._slices = Slices(store, cast(Store, _PatientStore(store, self._wait)), tenure, events)
+        self._slices = Slices(
+            store, cast(Store, _PatientStore(store, self._wait)), context.tenure, context.events
+        )
         self._workers = Workers("upkeep", 1)
 
     @property
@@ -145,7 +158,7 @@ class Upkeep:
         self.stop()
 
         def is_good(key: Key) -> bool:
-            states = {State.VERIFIED} if self._verify else {State.VERIFIED, State.DURABLE}
+            states = {State.VERIFIED} if self._rules.verify else {State.VERIFIED, State.DURABLE}
             return any(known.order == key and known.state in states for known in self._known.values())
 
         self._guarded(lambda: self._slices.ended(is_good), "slices not removed")
@@ -191,7 +204,7 @@ class Upkeep:
             found.sort(key=lambda manifest: manifest.order, reverse=True)
             self._say_newest(found)
             for manifest in found[:_UNREAD_LOOKED_AT]:
-                if self._verify and manifest.state is State.DURABLE:
+                if self._rules.verify and manifest.state is State.DURABLE:
                     self.published(Key(manifest.attempt, manifest.step), manifest)
         except StoreError as error:
             _log.warning("what an earlier flusher left unread stays so: %s", error)
@@ -199,7 +212,7 @@ class Upkeep:
     def _say_newest(self, found: Sequence[Manifest]) -> None:
         """How far the run is as this flusher begins."""
         good = next((manifest for manifest in found if manifest.state is not State.BAD), None)
-        if good is not None and self._events is not None:
+        if good is not None:
             self._events.emit(
                 "found",
                 {"attempt": good.attempt, "state": good.state.value, "created": good.created},
@@ -225,11 +238,11 @@ class Upkeep:
                 if self._is_removed(known):
                     return
             manifest = self._manifest(known)
-            if manifest is not None and self._verify:
+            if manifest is not None and self._rules.verify:
                 manifest = self._read_back(key, manifest)
                 self._known[name] = StoredStep.of(manifest)
             self._guarded(self._prune, "old checkpoints not removed")
-            if manifest is not None and (manifest.state is State.VERIFIED or not self._verify):
+            if manifest is not None and (manifest.state is State.VERIFIED or not self._rules.verify):
                 self._guarded(lambda: self._slices.published(manifest), "slices of older jobs not removed")
         finally:
             self._removed.discard(known.write_id)
@@ -246,7 +259,9 @@ class Upkeep:
         """Whether newer ones wait, and one is verified: what is not to be kept then goes without being read."""
         with self._lock:
             waits = self._pending > 1
-        return waits and self._verify and any(one.state is State.VERIFIED for one in self._known.values())
+        return (
+            waits and self._rules.verify and any(one.state is State.VERIFIED for one in self._known.values())
+        )
 
     def _manifest(self, known: StoredStep) -> Manifest | None:
         """Its manifest, from the store when newer ones have come since. None: it is not looked at, and it was said."""
@@ -287,7 +302,7 @@ class Upkeep:
         return self._write_ids.get(name, self._known[name].write_id) != self._known[name].write_id
 
     def _prune(self) -> None:
-        if self._keep_last == 0:
+        if self._rules.keep_last == 0:
             return
         names = [info.name for info in self._store.list() if is_manifest_name(info.name)]
         for name in names:
@@ -299,7 +314,9 @@ class Upkeep:
                 except (DamageError, StoreMissing) as error:
                     _log.warning("not looked at for retention: %s", error)
         self._known = {name: self._known[name] for name in names if name in self._known}
-        old = to_remove(list(self._known.values()), keep_last=self._keep_last, keep_every=self._keep_every)
+        old = to_remove(
+            list(self._known.values()), keep_last=self._rules.keep_last, keep_every=self._rules.keep_every
+        )
         if not old:
             return
         self._tenure.check()

@@ -15,12 +15,8 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
-from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
-from stager.flusher_line import FlusherLine
-from stager.notices import Notices
-from stager.payloads import Payloads
 from stager.session.session import Session
 from stager.session.session_messages import (
     Abort,
@@ -38,7 +34,7 @@ from stager.session.session_messages import (
     MarkStaged,
     Tell,
 )
-from stager.trainers import Trainers
+from stager.stager_context import StagerContext
 
 _log = logging.getLogger("holdfast.stager")
 
@@ -48,28 +44,21 @@ class Actions:
 
     Args:
         session: Decides.
-        line: The flusher, and the ring.
-        trainers: The ranks.
-        payloads: Where receives are posted.
-        notices: Told how checkpoints end.
-        events: Event log.
+        context: Whom its actions concern.
         clock: Seconds that only go forward.
     """
 
     def __init__(
         self,
         session: Session,
-        line: FlusherLine,
-        trainers: Trainers,
-        payloads: Payloads,
-        notices: Notices,
-        events: EventLog,
+        context: StagerContext,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._session = session
-        self._line, self._trainers, self._payloads, self._notices = line, trainers, payloads, notices
-        self._events, self._clock = events, clock
+        self._line, self._trainers = context.line, context.trainers
+        self._payloads, self._notices = context.payloads, context.notices
+        self._events, self._clock = context.events, clock
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
         self._begun_at: dict[int, float] = {}
         self._said = ""  # the last verdict that was logged

@@ -29,6 +29,7 @@ from stager.notices import Notices
 from stager.payloads import Payloads
 from stager.session.session import Session
 from stager.session.session_messages import FlusherGone, Tick
+from stager.stager_context import StagerContext
 from stager.trainer_desk import TrainerDesk
 from stager.trainers import Trainers
 
@@ -90,20 +91,9 @@ class StagerService:
             attempt=lambda: self._line.flusher.attempt,
             clock=clock,
         )
-        self._actions = Actions(
-            self._session, self._line, self._trainers, self._payloads, notices, events, clock=clock
-        )
-        self._trainer_desk = TrainerDesk(
-            config,
-            port,
-            self._trainers,
-            self._line,
-            self._payloads,
-            notices,
-            self._actions,
-            events,
-            clock=clock,
-        )
+        context = StagerContext(self._line, self._trainers, self._payloads, notices, events)
+        self._actions = Actions(self._session, context, clock=clock)
+        self._trainer_desk = TrainerDesk(config, port, context, self._actions, clock=clock)
         self._flusher_desk = FlusherDesk(self._line, self._session, self._payloads, self._actions)
         self._tick_at = 0.0
         self._active_at = 0.0

@@ -19,17 +19,13 @@ from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, ProtocolError, StateError
 from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import Reason
-from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import Round
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome
 from stager.actions import Actions
 from stager.fetches import Fetches
-from stager.flusher_line import FlusherLine
 from stager.inheritance import Inheritance
 from stager.interval_agreement import IntervalDesk
-from stager.notices import Notices
-from stager.payloads import Payloads
 from stager.session.session_messages import (
     Decline,
     Done,
@@ -43,7 +39,7 @@ from stager.session.session_messages import (
     Returned,
     Sent,
 )
-from stager.trainers import Trainers
+from stager.stager_context import StagerContext
 
 if TYPE_CHECKING:
     from stager.mpi import TrainersPort
@@ -58,12 +54,8 @@ class TrainerDesk:
     Args:
         config: Settings.
         port: The trainers, as MPI has them.
-        trainers: The trainers, as they are known.
-        line: The flusher, and the ring.
-        payloads: What is on its way into the ring.
-        notices: Hears what concerns a machine's end.
+        context: Whom it deals with beside them.
         actions: Takes the events.
-        events: Event log.
         clock: Seconds that only go forward.
     """
 
@@ -71,17 +63,14 @@ class TrainerDesk:
         self,
         config: StagerConfig,
         port: TrainersPort,
-        trainers: Trainers,
-        line: FlusherLine,
-        payloads: Payloads,
-        notices: Notices,
+        context: StagerContext,
         actions: Actions,
-        events: EventLog,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        trainers, line, events = context.trainers, context.line, context.events
         self._config, self._port, self._trainers, self._line = config, port, trainers, line
-        self._payloads, self._notices, self._actions = payloads, notices, actions
+        self._payloads, self._notices, self._actions = context.payloads, context.notices, actions
         self._events, self._clock = events, clock
         self._round = Round(port.ranks, config.offer_seconds_max)
         self._interval = IntervalDesk(trainers, events, attempt=lambda: line.flusher.attempt, clock=clock)

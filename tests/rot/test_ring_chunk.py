@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from flusher.engine import Engine
+from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.tenure import Tenure
-from flusher.upkeep import ReadBack, Upkeep
+from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError, HoldfastError
@@ -65,15 +66,13 @@ class _Rig:
         self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=SLOTS, attempt=1)
         self.inbox, self.heard = Inbox(), _Heard()
         self.tenure = Tenure(self.store, 5.0)
-        self.upkeep = Upkeep(self.store, self.tenure, self.inbox, verify=True, keep_last=0, keep_every=0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
+        self.context = FlusherContext(self.store, self.tenure, self.inbox, self.events)
+        self.upkeep = Upkeep(self.context, UpkeepRules(verify=True, keep_last=0, keep_every=0))
         self.engine = Engine(
             self.ring,
-            self.store,
-            self.tenure,
+            self.context,
             self.upkeep,
-            self.inbox,
-            self.events,
             writers=2,
             listener=self.heard,
         )

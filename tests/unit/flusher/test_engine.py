@@ -14,10 +14,11 @@ import torch
 
 from flusher import held as held_module
 from flusher.engine import Engine
+from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
 from flusher.tenure import Tenure
-from flusher.upkeep import ReadBack, Upkeep
+from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.manifest import Key, Manifest, State, manifest_name
@@ -63,18 +64,16 @@ class Rig:
         self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1)
         self.inbox, self.heard = Inbox(), Heard()
         self.tenure = Tenure(self.store, 5.0)
-        self.upkeep = Upkeep(self.store, self.tenure, self.inbox, verify=verify, keep_last=0, keep_every=0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
+        self.context = FlusherContext(self.store, self.tenure, self.inbox, self.events)
+        self.upkeep = Upkeep(self.context, UpkeepRules(verify=verify, keep_last=0, keep_every=0))
         self.engine = self.new_engine()
 
     def new_engine(self) -> Engine:
         return Engine(
             self.ring,
-            self.store,
-            self.tenure,
+            self.context,
             self.upkeep,
-            self.inbox,
-            self.events,
             writers=2,
             listener=self.heard,
         )

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from flusher.flusher_context import FlusherContext
 from flusher.service import FlusherService
 from flusher.tenure import Tenure
-from flusher.upkeep import Upkeep
+from flusher.upkeep import Upkeep, UpkeepRules
 from flusher.workers import Inbox
 from holdfast.config import FlusherConfig
 from holdfast.ring.doorbell import SOCKET_NAME, VERSION, Channel, Listener, Message, connect
@@ -53,19 +54,17 @@ def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_pat
         held.callback(inbox.close)
         tenure = Tenure(store, config.heartbeat_seconds)
         held.callback(tenure.end)
-        upkeep = LateUpkeep(store, tenure, inbox, verify=False, keep_last=0, keep_every=0)
+        context = FlusherContext(store, tenure, inbox, EventLog(None, role="flusher"))
+        upkeep = LateUpkeep(context, UpkeepRules(verify=False, keep_last=0, keep_every=0))
         held.callback(upkeep.stop)
         listener = Listener(tmp_path / "run" / SOCKET_NAME)
         held.callback(listener.close)
         service = FlusherService(
             config,
             ring,
-            store,
-            tenure,
+            context,
             upkeep=upkeep,
-            inbox=inbox,
             listener=listener,
-            events=EventLog(None, role="flusher"),
         )
         upkeep.service = service
 
@@ -105,19 +104,17 @@ class Bench:
         held.callback(inbox.close)
         tenure = Tenure(self.store, config.heartbeat_seconds)
         held.callback(tenure.end)
-        upkeep = Upkeep(self.store, tenure, inbox, verify=False, keep_last=0, keep_every=0)
+        context = FlusherContext(self.store, tenure, inbox, EventLog(None, role="flusher"))
+        upkeep = Upkeep(context, UpkeepRules(verify=False, keep_last=0, keep_every=0))
         held.callback(upkeep.stop)
         listener = Listener(directory / SOCKET_NAME)
         held.callback(listener.close)
         self.service = FlusherService(
             config,
             self.ring,
-            self.store,
-            tenure,
+            context,
             upkeep=upkeep,
-            inbox=inbox,
             listener=listener,
-            events=EventLog(None, role="flusher"),
             adopted=True,
         )
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from flusher.flusher_context import FlusherContext
 from flusher.tenure import Tenure
-from flusher.upkeep import Pruned, ReadBack, Upkeep
+from flusher.upkeep import Pruned, ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
 from holdfast.image.manifest import Key, Manifest, State, manifest_name
 from holdfast.store.posix import PosixStore
+from holdfast.telemetry.events import EventLog
 from tests.support.restoring import publish
 
 SECONDS_MAX = 60
@@ -46,12 +48,8 @@ class Rig:
         tenure = Tenure(self.store, 30.0)
         held.callback(tenure.end)
         self.upkeep = Upkeep(
-            self.store,
-            tenure,
-            self.inbox,
-            verify=verify,
-            keep_last=1,
-            keep_every=0,
+            FlusherContext(self.store, tenure, self.inbox, EventLog(None, role="flusher")),
+            UpkeepRules(verify=verify, keep_last=1, keep_every=0),
             gives_way_seconds_max=gives_way_seconds_max,
         )
         held.callback(self.upkeep.stop)

@@ -1,0 +1,27 @@
+"""What every part of a flusher works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flusher.tenure import Tenure
+from flusher.workers import Inbox
+from holdfast.store.base import Store
+from holdfast.telemetry.events import EventLog
+
+
+@dataclass(frozen=True)
+class FlusherContext:
+    """Made once, when the run is claimed.
+
+    Attributes:
+        store: The run.
+        tenure: The claim on it; nothing is changed in a run that is another's.
+        inbox: Where all threads of this flusher answer.
+        events: Event log.
+    """
+
+    store: Store
+    tenure: Tenure
+    inbox: Inbox
+    events: EventLog

@@ -1,0 +1,30 @@
+"""Whom the stager's parts deal with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.telemetry.events import EventLog
+from stager.flusher_line import FlusherLine
+from stager.notices import Notices
+from stager.payloads import Payloads
+from stager.trainers import Trainers
+
+
+@dataclass(frozen=True)
+class StagerContext:
+    """Made once by the `StagerService`.
+
+    Attributes:
+        line: The flusher, and the ring.
+        trainers: The ranks, as they are known.
+        payloads: What is on its way into the ring.
+        notices: Hears what concerns a machine's end, and how checkpoints end.
+        events: Event log.
+    """
+
+    line: FlusherLine
+    trainers: Trainers
+    payloads: Payloads
+    notices: Notices
+    events: EventLog
