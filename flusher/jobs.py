@@ -34,7 +34,7 @@ from flusher.steps import (
     Verify,
     WritePart,
 )
-from holdfast.checkpoints.publish import Times, build_manifest, choose_name
+from holdfast.checkpoints.publish import ManifestFacts, Times, build_manifest, choose_name
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError, ProtocolError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
@@ -278,8 +278,9 @@ class Jobs:
             run=self._run,
             file=target.file,
             write_id=target.write_id,
-            times=Times(self.staged_at_unix.get(job.key, now), now),
-            record=said.record if said else {},
+            facts=ManifestFacts(
+                Times(self.staged_at_unix.get(job.key, now), now), said.record if said else {}
+            ),
             writer_record=self.record(job.key),
         )
         self._store.write(manifest_name(target.file), manifest.to_bytes())

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.checkpoints.publish import Times, build_manifest, choose_name
+from holdfast.checkpoints.publish import ManifestFacts, Times, build_manifest, choose_name
 from holdfast.checkpoints.slice_sets import LoadedSet
 from holdfast.crc import combine, combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreMissing
@@ -275,9 +275,11 @@ def assemble(
         read,
         check=check,
         progress=progress,
-        times=_times(loaded),
-        record={"ranks": {str(seal.rank): _small(seal.record) for seal in loaded.seals}},
-        writer="assembly",
+        facts=ManifestFacts(
+            _times(loaded),
+            {"ranks": {str(seal.rank): _small(seal.record) for seal in loaded.seals}},
+            "assembly",
+        ),
     )
     _log.info("%s: put together from %d slices as %s", loaded.found.order, len(loaded.seals), manifest.file)
     return manifest
@@ -291,9 +293,7 @@ def publish_image(
     *,
     check: Callable[[], None],
     progress: Callable[[int], None] | None,
-    times: Times,
-    record: Mapping[str, Any],
-    writer: str,
+    facts: ManifestFacts,
 ) -> Manifest:
     """Publish an image as a portable file, and then its manifest. Blocks; memory is two parts of the upload.
 
@@ -304,9 +304,7 @@ def publish_image(
         read: Handed on to `image.read_frame`.
         check: Sees that the run is still ours, before each part and each visible act; raises `FencedError` if not.
         progress: Called from the calling thread with the bytes newly written.
-        times: When it was staged and durable.
-        record: What the manifest tells people.
-        writer: Key in the record under which the time of this call stands.
+        facts: What the manifest tells beside that.
 
     Returns:
         The manifest, as it stands in the store: durable, not read back.
@@ -338,9 +336,7 @@ def publish_image(
         run=store.url.rstrip("/").rpartition("/")[2],
         file=file,
         write_id=write_id,
-        times=times,
-        record=record,
-        writer=writer,
+        facts=facts,
         writer_record={"seconds": round(time.monotonic() - begun, 6)},
     )
     store.write(manifest_name(file), manifest.to_bytes())

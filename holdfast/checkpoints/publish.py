@@ -33,6 +33,21 @@ class Times:
     durable_at_unix: float
 
 
+@dataclass(frozen=True)
+class ManifestFacts:
+    """What a manifest tells of a checkpoint beside its bytes.
+
+    Attributes:
+        times: When it was staged and durable.
+        record: Times and bytes of the ranks and the stager, for people.
+        writer: Key in the record under which the times of whoever wrote the file stand.
+    """
+
+    times: Times
+    record: Mapping[str, Any]
+    writer: str = "flusher"
+
+
 class Publishing(Protocol):
     """A checkpoint whose bytes are all in the store: what its manifest says of them."""
 
@@ -111,13 +126,12 @@ def build_manifest(
     run: str,
     file: str,
     write_id: str,
-    times: Times,
-    record: Mapping[str, Any],
+    facts: ManifestFacts,
     writer_record: Mapping[str, float],
-    writer: str = "flusher",
 ) -> Manifest:
     """The commit record of a checkpoint whose bytes are all in the store."""
     layout = job.index.layout
+    times, record = facts.times, facts.record
     saved = saved_at_unix(record)
     began = times.staged_at_unix if saved is None else saved
     return Manifest(
@@ -144,5 +158,5 @@ def build_manifest(
             TensorRecord(path=tensor.path, dtype=tensor.dtype, shape=tensor.shape, entry=tensor.entry)
             for tensor in layout.tensors
         ),
-        record={**record, writer: dict(writer_record)},
+        record={**record, facts.writer: dict(writer_record)},
     )

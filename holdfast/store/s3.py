@@ -228,7 +228,7 @@ class S3Store:
         crc32s: Mapping[int, int] | None = None,
     ) -> S3Upload:
         """Go on with the multipart upload whose id is `token`; the server says which parts it has."""
-        from holdfast.store.s3_upload import S3Upload
+        from holdfast.store.s3_upload import BegunUpload, S3Upload
 
         return S3Upload(
             self,
@@ -237,8 +237,7 @@ class S3Store:
             nbytes=nbytes,
             part_bytes=part_bytes,
             write_id=write_id,
-            token=token,
-            crc32s=crc32s,
+            begun=BegunUpload(token, crc32s or {}),
         )
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:

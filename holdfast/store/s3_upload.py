@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, NamedTuple, cast
 
 from holdfast.errors import StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
@@ -64,6 +64,13 @@ def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
     return part_bytes
 
 
+class BegunUpload(NamedTuple):
+    """An upload that another process began. `token`: its id; `crc32s`: part → CRC-32 as it must be."""
+
+    token: str
+    crc32s: Mapping[int, int]
+
+
 class S3Upload:
     """One multipart upload. `write_part` may be called from any thread.
 
@@ -74,11 +81,10 @@ class S3Upload:
         nbytes: Size of the object.
         part_bytes: Size of every part but the last; from `part_bytes_for`.
         write_id: Kept as metadata of the object; tells it from another writer's.
-        token: Upload id of an upload that another process began and that goes on here; None begins one.
-        crc32s: With `token`: CRC-32 of parts as they must be.
+        begun: The upload of another process that goes on here; None begins one.
 
     Raises:
-        StoreMissing: The server knows nothing of the upload that `token` names.
+        StoreMissing: The server does not know the upload `begun`.
     """
 
     def __init__(
@@ -90,8 +96,7 @@ class S3Upload:
         nbytes: int,
         part_bytes: int,
         write_id: str,
-        token: str | None = None,
-        crc32s: Mapping[int, int] | None = None,
+        begun: BegunUpload | None = None,
     ) -> None:
         self._store, self._key, self._record, self._write_id = store, key, record, write_id
         self._bucket = store.bucket
@@ -101,12 +106,12 @@ class S3Upload:
         self._noting = threading.Lock()
         self._completed = self._published = self._ended = False
         self._endings = 0
-        self._resumed = token is not None
-        if token is None:
+        self._resumed = begun is not None
+        if begun is None:
             self._upload_id = self._begin()
         else:
-            self._upload_id = token
-            self._resume(crc32s or {})
+            self._upload_id = begun.token
+            self._resume(begun.crc32s)
 
     @property
     def part_bytes(self) -> int:

@@ -13,7 +13,7 @@ import click
 
 from holdfast.checkpoints.assembly import publish_image
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.publish import Times
+from holdfast.checkpoints.publish import ManifestFacts, Times
 from holdfast.checkpoints.slice_sets import complete_sets
 from holdfast.command.doors import Foreign, door
 from holdfast.command.examples import examples
@@ -112,9 +112,11 @@ def import_state(
                 _nothing_to_read,
                 check=check,
                 progress=advance,
-                times=Times(now, now),
-                record={"imported": {"from": path.name[:255], "format": foreign.kind}},
-                writer="import",
+                facts=ManifestFacts(
+                    Times(now, now),
+                    {"imported": {"from": path.name[:255], "format": foreign.kind}},
+                    "import",
+                ),
             )
         manifest = read_back(store, manifest, check, quiet=as_json)
     _say(store.url, manifest, foreign, as_json=as_json)

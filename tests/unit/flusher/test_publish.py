@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flusher.steps import Publish
-from holdfast.checkpoints.publish import Times, build_manifest, choose_name, saved_at_unix
+from holdfast.checkpoints.publish import ManifestFacts, Times, build_manifest, choose_name, saved_at_unix
 from holdfast.errors import BusyError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import Key, Manifest, State
@@ -27,8 +27,9 @@ def manifest(file: str, **changes: Any) -> Manifest:
         run="run",
         file=file,
         write_id="w",
-        times=Times(10.0, 12.5),
-        record={"ranks": {"0": {"saved_at_unix": 9.0}, "1": {"saved_at_unix": 9.5}}},
+        facts=ManifestFacts(
+            Times(10.0, 12.5), {"ranks": {"0": {"saved_at_unix": 9.0}, "1": {"saved_at_unix": 9.5}}}
+        ),
         writer_record={"write_seconds": 1.0},
     )
     return made.model_copy(update=changes)
