@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from holdfast.errors import StateError
-from tests.unit.trainer_side.restore.test_restore import bring_back, publish
+from tests.support.restoring import publish
+from tests.unit.trainer_side.restore.test_restore import bring_back
 from trainer_side.restore.in_place import refill
 
 
