@@ -41,7 +41,7 @@ from flusher.workers import Workers
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key, State
+from holdfast.image.manifest import Key
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
 
@@ -240,11 +240,8 @@ class Engine:
                 self._events.emit("flush_failed", told, step=key.step)
                 self._listener.failed(key, error)
             case ReadBack():
-                event = {State.VERIFIED: "verified", State.BAD: "bad", State.DURABLE: "verify_failed"}[
-                    item.state
-                ]
                 told = {"attempt": item.key.attempt, "note": item.note, "seconds": item.seconds}
-                self._events.emit(event, told, step=item.key.step)
+                self._events.emit(item.event, told, step=item.key.step)
                 self._listener.read_back(item)
             case Pruned():
                 self._events.emit("pruned", {"files": item.files})

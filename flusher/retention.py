@@ -1,7 +1,7 @@
 """Which checkpoints of a run may go. A pure rule: the service deletes, manifest first, then the file.
 
     kept:   the newest `keep_last` good ones · every step that `keep_every` divides · the newest verified
-        one, always
+        one, always · the newest whose replicas are not known to have drifted apart, always
     goes:   the good ones beyond that · bad ones older than the newest good one
 
 Good is verified or durable. A bad one newer than all the good ones stays: it is the evidence of what just
@@ -28,6 +28,7 @@ class StoredStep:
     file: str
     state: State
     write_id: str
+    is_drifted: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -37,7 +38,14 @@ class StoredStep:
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
         """The same, of a manifest."""
-        return cls(manifest.attempt, manifest.step, manifest.file, manifest.state, manifest.write_id)
+        return cls(
+            manifest.attempt,
+            manifest.step,
+            manifest.file,
+            manifest.state,
+            manifest.write_id,
+            manifest.is_drifted,
+        )
 
 
 def to_remove(known: Sequence[StoredStep], *, keep_last: int, keep_every: int) -> list[StoredStep]:
@@ -63,5 +71,6 @@ def to_remove(known: Sequence[StoredStep], *, keep_last: int, keep_every: int) -
     kept.update(one.file for one in good if keep_every and one.step % keep_every == 0)
     # A durable one is good until it is read back; until then this one is what a restore can be sure of.
     kept.update([one.file for one in good if one.state is State.VERIFIED][:1])
+    kept.update([one.file for one in good if not one.is_drifted][:1])
     kept.update(one.file for one in newest_first if one.order > good[0].order)
     return [one for one in reversed(newest_first) if one.file not in kept]

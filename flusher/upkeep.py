@@ -23,7 +23,7 @@ from flusher.workers import Workers
 from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
-from holdfast.image.manifest import Key, Manifest, State, is_manifest_name, manifest_name
+from holdfast.image.manifest import READ_BACK, Key, Manifest, State, is_manifest_name, manifest_name
 from holdfast.store.base import Store
 
 _log = logging.getLogger("holdfast.flusher")
@@ -32,12 +32,22 @@ _UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and r
 
 
 class ReadBack(NamedTuple):
-    """A checkpoint was read back. `state` is `durable` when the store failed and nothing is known."""
+    """A checkpoint was read back. `state` is `durable` when the store failed and nothing is known, or when it is whole
+    and `is_drifted`.
+    """
 
     key: Key
     state: State
     note: str
     seconds: float
+    is_drifted: bool = False
+
+    @property
+    def event(self) -> str:
+        """What it is called in the event log."""
+        if self.is_drifted:
+            return "drifted"
+        return {State.VERIFIED: "verified", State.BAD: "bad", State.DURABLE: "verify_failed"}[self.state]
 
 
 class Pruned(NamedTuple):
@@ -204,7 +214,8 @@ class Upkeep:
             found.sort(key=lambda manifest: manifest.order, reverse=True)
             self._say_newest(found)
             for manifest in found[:_UNREAD_LOOKED_AT]:
-                if self._rules.verify and manifest.state is State.DURABLE:
+                is_unread = manifest.state is State.DURABLE and manifest.note != READ_BACK
+                if self._rules.verify and is_unread:
                     self.published(Key(manifest.attempt, manifest.step), manifest)
         except StoreError as error:
             _log.warning("what an earlier flusher left unread stays so: %s", error)
@@ -282,14 +293,17 @@ class Upkeep:
         begun = time.monotonic()
         try:
             report = verify_file(cast(Store, _ReadBackStore(self._store, self._wait)), manifest)
-            state = State.VERIFIED if report.ok else State.BAD
-            note = "" if report.ok else report.summary()
+            is_drifted = report.ok and manifest.is_drifted
+            whole = State.DURABLE if is_drifted else State.VERIFIED
+            state = whole if report.ok else State.BAD
+            note = (READ_BACK if is_drifted else "") if report.ok else report.summary()
         except StoreError as error:
             self._inbox.put(ReadBack(key, State.DURABLE, str(error), time.monotonic() - begun))
             return manifest
         done = manifest.model_copy(update={"state": state, "note": note[:4096]})
         if self._guarded(lambda: self._replace(done), f"{key} not marked {state}"):
-            self._inbox.put(ReadBack(key, state, note, time.monotonic() - begun))
+            said = manifest.drift if is_drifted else note
+            self._inbox.put(ReadBack(key, state, said, time.monotonic() - begun, is_drifted))
             return done
         return manifest
 

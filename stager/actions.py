@@ -185,6 +185,8 @@ class Actions:
             "ranks": {str(rank): dict(said) for rank, said in sorted(action.records.items())},
             "stager": stager,
         }
+        if action.drift:
+            record["divergence"] = {"message": action.drift}
         reach(Point.SEALED)
         ring.write_checkpoint(attempt, action.step, "staged", action.layout.digest, record)
         reach(Point.STAGED)

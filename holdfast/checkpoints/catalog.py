@@ -48,12 +48,17 @@ class CatalogItem:
     file_bytes: int | None
 
     @property
+    def drift(self) -> str:
+        """In what its replicas were not the same; empty as far as is known."""
+        return self.manifest.drift if self.manifest is not None else ""
+
+    @property
     def state(self) -> str:
-        """`verified` or `durable`; `bad` if it was read back and found so; `damaged` if manifest or file is
-        not whole.
+        """`verified` or `durable`; `drifted` if the replicas that it was put together of were not the same; `bad` if it
+        was read back and found so; `damaged` if manifest or file is not whole.
         """
         if self.manifest is not None and (not self.fault or self.manifest.state is State.BAD):
-            return self.manifest.state.value
+            return "drifted" if self.manifest.is_drifted else self.manifest.state.value
         return "damaged"
 
 
@@ -105,10 +110,11 @@ class Catalog:
         if not items:
             raise self._nothing()
         if step is None:
-            for item in items:
+            # One whose ranks did not agree is better than none.
+            for item in sorted(items, key=lambda item: item.state == "drifted"):
                 if item.manifest is not None and not item.fault:
+                    self._say_passed(items, item)
                     return item.manifest
-                _log.warning("%s: not used: %s", self._store.url, item.fault)
             reasons = "\n".join(f"  {item.name}: {item.fault}" for item in items)
             raise DamageError(f"{self._store.url}: none of {len(items)} checkpoints can be used:\n{reasons}")
         of_step = [item for item in items if item.step == step]
@@ -133,6 +139,13 @@ class Catalog:
             StoreError: The store failed.
         """
         return find_sets(self._store.list())
+
+    def _say_passed(self, items: Sequence[CatalogItem], chosen: CatalogItem) -> None:
+        """Name the newer ones that are not used; of the chosen one, that its ranks did not agree."""
+        for item in items[: items.index(chosen)]:
+            _log.warning("%s: not used: %s", self._store.url, item.fault or item.drift)
+        if chosen.drift:
+            _log.warning("%s: used, as there is no other: %s", self._store.url, chosen.drift)
 
     def _nothing(self) -> StoreMissing:
         url = self._store.url

@@ -19,6 +19,7 @@ from holdfast.image.manifest import (
     manifest_name,
     step_file_name,
 )
+from holdfast.image.replicas import drift_of
 from holdfast.store.base import Store
 
 _STALL_SECONDS_MAX = 1e9  # in a record from outside; longer is no stall of anything
@@ -139,6 +140,7 @@ def build_manifest(
         attempt=job.key.attempt,
         step=job.key.step,
         file=file,
+        drift=drift_of(record, job.key.step),
         image_bytes=layout.image_bytes,
         image_crc32=job.image_crc32,
         chunk_bytes=layout.chunk_bytes,

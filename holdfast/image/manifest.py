@@ -21,6 +21,7 @@ from holdfast.sealed import seal, unseal
 _CRC_FIELD = "manifest_crc32"
 MANIFEST_BYTES_MAX = 1 << 28  # over a million tensors; a larger one is not read at all
 _NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")
+READ_BACK = "read back and found whole"  # the note of a checkpoint that is whole, and whose replicas had drifted apart
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _Crc = Annotated[int, Field(ge=0, lt=2**32)]
 _Text = Annotated[str, Field(max_length=4096)]
@@ -73,6 +74,8 @@ class Manifest(_ManifestRecord):
         run: Name of the run (last part of the URL).
         attempt: Fencing epoch of the writer; 1 for the first start of a run, more after each restart.
         file: Name of the portable file beside the manifest.
+        drift: Why the replicas of which it was put together are not the same; empty as far as is known. Where it is not
+            empty, `state` is never `verified`: it stays `durable` when the file was found whole, and `note` says so.
         image_crc32: CRC-32 of the whole file.
         chunk_crc32s: CRC-32 of each window of `chunk_bytes` of the file: what restore checks as it reads.
         write_id: Random, names this one write; also on the object itself where the store keeps metadata.
@@ -87,6 +90,7 @@ class Manifest(_ManifestRecord):
     file: _Text
     state: State = Field(default=State.DURABLE, strict=False)
     note: _Text = ""
+    drift: _Text = ""
     image_bytes: Annotated[int, Field(gt=0, lt=2**62)]
     image_crc32: _Crc
     chunk_bytes: Annotated[int, Field(gt=0, lt=2**40)]
@@ -120,6 +124,11 @@ class Manifest(_ManifestRecord):
     def order(self) -> tuple[int, int]:
         """Newer checkpoints have a higher one."""
         return (self.attempt, self.step)
+
+    @property
+    def is_drifted(self) -> bool:
+        """Whether its bytes may be as they were sent, and yet are of ranks that did not agree."""
+        return bool(self.drift) and self.state is not State.BAD
 
     def to_bytes(self) -> bytes:
         """JSON, with the CRC-32 of all the rest in its last line."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import math
 import struct
 from collections import Counter
@@ -37,10 +38,16 @@ from holdfast.image.layout import REPLICATED, Layout
 OnDivergence = Literal["warn", "refuse", "off"]
 
 FIELD = "replicas"  # of DONE
+DIGEST_FIELD = "replicas_digest"  # of what a rank says of a step: in its record, and in the seal of its slice
 ROW_BYTES = 64  # a cache line: reading one byte of it costs as much as reading it all
 _ROWS_MAX = 64  # of one entry, at one checkpoint
 _NAMED_MAX = 5
 _LAYOUTS_KEPT = 4
+_GROUPS_MAX = 4
+_RANKS_MAX = 8
+_RANK_DIGITS_MAX = 10
+_DRIFT_CHARACTERS_MAX = 4000
+_WHOLE_BYTES_MAX = ROW_BYTES * _ROWS_MAX  # of an entry of which every row is looked at, each time
 _U64 = 2**64 - 1
 _ITEM_BYTES = {
     "bool": 1,
@@ -114,6 +121,50 @@ def decode(text: Any, count: int) -> tuple[int, ...]:
         raise ProtocolError(f"DONE: {FIELD} is not base64 of {count} fingerprints: {error}") from error
 
 
+def digest(text: str) -> str:
+    """Short words for the fingerprints of one rank: equal where they are."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def groups_of(digests: Mapping[int, str]) -> list[list[int]]:
+    """The ranks whose replicas are equal, by what `digest` gave of each; a rank that says none is left out."""
+    groups: dict[str, list[int]] = {}
+    for rank, said in sorted(digests.items()):
+        if said:
+            groups.setdefault(said, []).append(rank)
+    return [*groups.values()]
+
+
+def drift_of(record: Mapping[str, Any], step: int) -> str:
+    """Why the replicas of a checkpoint are not the same; empty as far as is known.
+
+    Args:
+        record: What was said of it (docs/format.md): the stager's word in `divergence`, else the ranks' digests. It is
+            input from outside.
+        step: Its step.
+    """
+    said = record.get("divergence")
+    message = said.get("message") if isinstance(said, Mapping) else None
+    if isinstance(message, str) and message:
+        return message[:_DRIFT_CHARACTERS_MAX]
+    ranks = record.get("ranks")
+    digests = {
+        int(rank): str(of_rank.get(DIGEST_FIELD, ""))
+        for rank, of_rank in (ranks.items() if isinstance(ranks, Mapping) else ())
+        if isinstance(of_rank, Mapping) and str(rank).isdecimal() and len(str(rank)) < _RANK_DIGITS_MAX
+    }
+    return drifted_groups(groups_of(digests), step)
+
+
+def drifted_groups(groups: Sequence[Sequence[int]], step: int) -> str:
+    """What is said of ranks of which only the digests are known; empty where there are not two groups."""
+    if len(groups) < 2:
+        return ""
+    sides = " and ".join(_ranks(group) for group in groups[:_GROUPS_MAX])
+    more = f" and {len(groups) - _GROUPS_MAX} more groups" if len(groups) > _GROUPS_MAX else ""
+    return f"step {step}: replicas have drifted apart: {sides}{more} differ from each other"
+
+
 @dataclass(frozen=True)
 class Divergence:
     """Replicas that differ at one checkpoint.
@@ -161,6 +212,7 @@ class Replicas:
     def __init__(self) -> None:
         self._watched: dict[str, tuple[int, ...]] = {}
         self._said: set[tuple[int, str]] = set()
+        self._open: dict[str, int] = {}  # path → step at which it drifted, if it may still differ
 
     def read(self, layout: Layout, text: Any) -> tuple[int, ...]:
         """One rank's fingerprints. Raises `ProtocolError` as `decode`."""
@@ -170,7 +222,7 @@ class Replicas:
         self, layout: Layout, step: int, fingerprints: Mapping[int, tuple[int, ...]]
     ) -> Divergence | None:
         """Compare all ranks that sent theirs; None if they are the same."""
-        if len(set(fingerprints.values())) < 2:
+        if len(set(fingerprints.values())) < 2 and not (self._open and fingerprints):
             return None
         paths: dict[int, str] = {}
         for tensor in layout.tensors:
@@ -181,7 +233,10 @@ class Replicas:
             values = {rank: crcs[place] for rank, crcs in sorted(fingerprints.items())}
             ((common, votes), *others) = Counter(values.values()).most_common()
             if not others:
+                if layout.entries[entry].nbytes <= _WHOLE_BYTES_MAX and len(values) == layout.ranks:
+                    self._open.pop(paths[entry], None)  # all of it was looked at, on every rank
                 continue
+            self._open.setdefault(paths[entry], step)
             if 2 * votes > len(values):
                 for rank, value in values.items():
                     if value != common:
@@ -191,7 +246,20 @@ class Replicas:
                 for rank, value in values.items():
                     groups.setdefault(value, []).append(rank)
                 undecided[paths[entry]] = list(groups.values())
-        return Divergence(step, drifted, undecided)
+        return Divergence(step, drifted, undecided) if drifted or undecided else None
+
+    def suspicion(self, step: int) -> str:
+        """What drifted at a step before, and was not shown to be equal since, as a sample may miss it; else empty.
+
+        Args:
+            step: That was compared last.
+        """
+        if not self._open:
+            return ""
+        return (
+            f"step {step}: replicas have drifted apart at step {min(self._open.values())}, in "
+            f"{_named([*self._open])}, and a sample cannot show that they are equal again"
+        )
 
     def is_news(self, divergence: Divergence) -> bool:
         """Whether it names a rank and a tensor that were not said before; they count as said from now on."""
@@ -215,4 +283,7 @@ def _named(paths: Sequence[str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = len(ranks) - _RANKS_MAX
+    return f"ranks {', '.join(map(str, ranks[:_RANKS_MAX]))}" + (f" and {more} more" if more > 0 else "")

@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from holdfast.errors import ProtocolError
 from holdfast.image.chunks import Source
 from holdfast.image.layout import Layout
+from holdfast.image.replicas import drift_of
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
 
@@ -29,7 +30,11 @@ _RAW_BYTES_MAX = 1 << 28
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _U32 = Annotated[int, Field(ge=0, lt=2**32)]
 _Chunk = tuple[_U32, _Whole, list[tuple[_U32, _U32]]]
-_ROWS = TypeAdapter(list[tuple[_Whole, _Whole, Annotated[str, Field(max_length=64)], list[_Chunk]]])
+_Digest = Annotated[str, Field(max_length=64)]
+_Drift = Annotated[str, Field(max_length=4096)]
+_ROWS = TypeAdapter(
+    list[tuple[_Whole, _Whole, _Digest, list[_Chunk]] | tuple[_Whole, _Whole, _Digest, list[_Chunk], _Drift]]
+)
 
 
 class Asked(IntEnum):
@@ -47,12 +52,14 @@ class HeldCheckpoint(NamedTuple):
         attempt: Of the job that saved it. `step`: the step.
         staged_digest: Of its layout, while it is staged and not in the store; else empty.
         chunks: Chunk → what its slot holds.
+        drift: While it is staged: in what its replicas were not the same; empty as far as is known.
     """
 
     attempt: int
     step: int
     staged_digest: str
     chunks: Mapping[int, SlotRecord]
+    drift: str = ""
 
     def fitting(self, layout: Layout) -> frozenset[int]:
         """The chunks that are those of this layout."""
@@ -71,23 +78,28 @@ def held_in(ring: Ring) -> list[HeldCheckpoint]:
     for record in ring.remains():
         found.setdefault((record.attempt, record.step), {})[record.chunk] = record
     return [
-        HeldCheckpoint(attempt, step, _staged_digest(ring, attempt, step), chunks)
-        for (attempt, step), chunks in sorted(found.items(), reverse=True)
+        _held(ring, attempt, step, chunks) for (attempt, step), chunks in sorted(found.items(), reverse=True)
     ]
 
 
-def _staged_digest(ring: Ring, attempt: int, step: int) -> str:
+def _held(ring: Ring, attempt: int, step: int, chunks: dict[int, SlotRecord]) -> HeldCheckpoint:
     try:
         said = ring.checkpoint(attempt, step)
     except ProtocolError:  # the flusher's to report
-        return ""
-    return said.layout_digest if said is not None and said.state == "staged" else ""
+        said = None
+    if said is None or said.state != "staged":
+        return HeldCheckpoint(attempt, step, "", chunks)
+    return HeldCheckpoint(attempt, step, said.layout_digest, chunks, drift_of(said.record, step))
 
 
 def tell_held(held: Iterable[HeldCheckpoint]) -> bytes:
     """The newest of them, for the wire."""
     rows = [
-        [one.attempt, one.step, one.staged_digest, [[c, r.nbytes, r.sources] for c, r in one.chunks.items()]]
+        [
+            *(one.attempt, one.step, one.staged_digest),
+            [[chunk, record.nbytes, record.sources] for chunk, record in one.chunks.items()],
+            *([one.drift] if one.drift else []),
+        ]
         for one in list(held)[:_TOLD_MAX]
     ]
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
@@ -120,6 +132,7 @@ def read_held(body: bytes) -> list[HeldCheckpoint]:
                 )
                 for chunk, nbytes, pairs in chunks
             },
+            *drift,
         )
-        for attempt, step, digest, chunks in rows
+        for attempt, step, digest, chunks, *drift in rows
     ]

@@ -110,7 +110,7 @@ class Board:
                 )
             case "durable":
                 self._durable(attempt, step, fields, now)
-            case "verified" | "bad" | "verify_failed":
+            case "verified" | "drifted" | "bad" | "verify_failed":
                 self._note(attempt, step, read_back=event, read_back_at_unix=now)
             case "flush_held":
                 self._note(attempt, step, held=cut(str(fields.get("message", "held"))))

@@ -63,7 +63,7 @@ class CheckpointRow:
     """One checkpoint, as far as it came.
 
     Attributes:
-        state: `saving`, `staged`, `durable`, `verified`, `bad`, or `failed`.
+        state: `saving`, `staged`, `durable`, `verified`, `drifted`, `bad`, or `failed`.
         in_store: Its manifest is in the store now.
         note: Why it is bad, or failed.
     """
@@ -223,7 +223,7 @@ class _Gathering:
                 row.staged_at_unix = row.staged_at_unix or event.time
                 row.state, row.note = ("durable", "") if row.state == "failed" else (row.state, row.note)
                 _advance(row, "durable")
-            case "verified" | "bad":
+            case "verified" | "drifted" | "bad":
                 row.read_at_unix, row.note = event.time, text(event.fields.get("note"))
                 _advance(row, event.event)
             case "flush_failed":
@@ -266,7 +266,7 @@ class _Gathering:
         return CheckpointRows(rows, sorted(not_taken, key=lambda one: one.at_unix))
 
 
-_ORDER = ("saving", "staged", "durable", "verified", "bad")
+_ORDER = ("saving", "staged", "durable", "verified", "drifted", "bad")
 
 
 def _advance(row: CheckpointRow, state: str) -> None:
@@ -280,7 +280,7 @@ class StoredCheckpoint:
 
     attempt: int
     step: int
-    state: Literal["durable", "verified", "bad"]
+    state: Literal["durable", "verified", "drifted", "bad"]
     image_bytes: int
     durable_at_unix: float
     saved_at_unix: float
@@ -299,14 +299,14 @@ class StoredCheckpoint:
         return cls(
             attempt=manifest.attempt,
             step=manifest.step,
-            state=manifest.state.value,
+            state="drifted" if manifest.is_drifted else manifest.state.value,
             image_bytes=manifest.image_bytes,
             durable_at_unix=durable_at,
             saved_at_unix=durable_at - manifest.pgt2_seconds,
             pgt1_seconds=manifest.pgt1_seconds,
             pgt2_seconds=manifest.pgt2_seconds,
             record=manifest.record,
-            note=manifest.note,
+            note=manifest.drift if manifest.is_drifted else manifest.note,
         )
 
 

@@ -38,7 +38,7 @@ class CheckpointSaid(_Words):
     Attributes:
         saved_at_unix: The first rank's `save()`.
         stall_seconds: The longest that a rank's training thread was held up by it.
-        read_back: `verified`, `bad`, or `verify_failed`, once it was read back.
+        read_back: `verified`, `drifted`, `bad`, or `verify_failed`, once it was read back.
         held: Why it waits for the store; empty if it does not.
         failed: Why it came to nothing; empty if it did not.
     """
@@ -52,7 +52,7 @@ class CheckpointSaid(_Words):
     pgt1_seconds: _Seconds | None = None
     pgt2_seconds: _Seconds | None = None
     stall_seconds: _Seconds | None = None
-    read_back: Literal["", "verified", "bad", "verify_failed"] = ""
+    read_back: Literal["", "verified", "drifted", "bad", "verify_failed"] = ""
     read_back_at_unix: _Number | None = None
     held: _Text = ""
     failed: _Text = ""

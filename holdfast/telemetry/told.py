@@ -11,7 +11,16 @@ NOTICES = frozenset({"notice", "emergency", "emergency_staged", "emergency_faile
 TROUBLES = frozenset(
     {
         *("rank_lost", "rank_silent", "rank_back", "divergence", "flusher_lost", "flusher_replaced"),
-        *("flush_failed", "flush_held", "flush_resumed", "bad", "verify_failed", "fenced", "ring_lost"),
+        *(
+            "flush_failed",
+            "flush_held",
+            "flush_resumed",
+            "bad",
+            "drifted",
+            "verify_failed",
+            "fenced",
+            "ring_lost",
+        ),
         *("slices_bad", "stager_refused"),
     }
 )

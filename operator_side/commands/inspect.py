@@ -58,6 +58,7 @@ def _summary(url: str, manifest: Manifest) -> Table:
         ("step", f"{manifest.step} (attempt {manifest.attempt})"),
         ("file", f"{manifest.file}, {size(manifest.image_bytes)} ({manifest.image_bytes} bytes)"),
         ("state", manifest.state.value + (f": {manifest.note}" if manifest.note else "")),
+        *((("drift", manifest.drift),) if manifest.drift else ()),
         ("created", f"{manifest.created} ({age(manifest)} ago)"),
         ("ranks", str(manifest.ranks)),
         ("staged after", seconds(manifest.pgt1_seconds)),

@@ -29,15 +29,17 @@ def ls(as_json: bool, target: Target) -> None:
     \b
     State: verified  published, read back and found good
            durable   published, not read back yet
+           drifted   published, but the replicas of the ranks differed; restore prefers the one before
            bad       published, read back and found bad
            damaged   its manifest or its file is missing or broken
            slices    complete, as slices that ranks wrote: `holdfast assemble` makes a file of them
            partial   slices, of which some are missing
 
-    JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks",
-    "created", "pgt1_seconds", "pgt2_seconds"}], "slices": [{"step", "attempt", "state": "slices|partial", "fault",
+    JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
+    "pgt1_seconds", "pgt2_seconds", "drift"}], "slices": [{"step", "attempt", "state": "slices|partial", "fault",
     "ranks", "sealed", "nbytes"}]}. Values that a damaged manifest does not have are null. pgt1_seconds is the time from
-    save() until the checkpoint was staged, pgt2_seconds until it was durable.
+    save() until the checkpoint was staged, pgt2_seconds until it was durable. drift says which replicas differed; it is
+    empty where none did.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     catalog = target.catalog()
     items = catalog.list()
@@ -66,11 +68,13 @@ def ls(as_json: bool, target: Target) -> None:
     for found in sets:
         rows.add_row(*_slice_cells(found), style="yellow")
     for item in items:
-        rows.add_row(*_cells(item), style="" if not item.fault else "red")
+        rows.add_row(*_cells(item), style="red" if item.fault else "yellow" if item.drift else "")
     out.print(rows)
     for item in items:
         if item.fault:
             out.print(plain(item.fault), markup=False, style="red", soft_wrap=True)
+        elif item.drift:
+            out.print(plain(f"{item.name}: {item.drift}"), markup=False, style="yellow", soft_wrap=True)
 
 
 def _cells(item: CatalogItem) -> tuple[str, ...]:
@@ -122,4 +126,5 @@ def _document(item: CatalogItem) -> dict[str, Any]:
         "created": manifest.created if manifest else None,
         "pgt1_seconds": manifest.pgt1_seconds if manifest else None,
         "pgt2_seconds": manifest.pgt2_seconds if manifest else None,
+        "drift": item.drift,
     }

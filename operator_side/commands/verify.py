@@ -41,10 +41,12 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int) -> None
     Without @STEP the command checks the newest checkpoint, whatever its state. It changes nothing, not even the state
     in the manifest.
 
-    Exit code 6: the checkpoint is damaged; the message names the tensors and the place in the file.
+    Exit code 6: the checkpoint is damaged; the message names the tensors and the place in the file. A checkpoint of
+    ranks whose replicas differed can be whole: the command says that it is drifted, and exits with 0.
 
-    JSON: {"url", "ok", "checkpoints": [{"step", "file", "ok", "checked_bytes", "fault", "damage": [{"what",
-    "offset", "nbytes", "expected", "got", "tensors": [path]}]}]}; fault says why a checkpoint could not be read.
+    JSON: {"url", "ok", "checkpoints": [{"step", "file", "ok", "checked_bytes", "fault", "drift", "damage": [{"what",
+    "offset", "nbytes", "expected", "got", "tensors": [path]}]}]}; fault says why a checkpoint could not be read, drift
+    which replicas differed.
     """
     if check_all and target.step is not None:
         raise ConfigError(f"--all checks every step, and @{target.step} names one; leave one of the two out")
@@ -58,7 +60,7 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int) -> None
         elif report is None:
             faults.append(fault)
         if not as_json:
-            _print(name, report)
+            _print(name, report, manifest.drift if manifest else "")
     if as_json:
         print_json({"url": catalog.store.url, "ok": not faults, "checkpoints": documents})
         if faults:  # an error would print a second document
@@ -87,13 +89,16 @@ def _checked(catalog: Catalog, manifest: Manifest, threads: int, *, quiet: bool)
         return verify_file(catalog.store, manifest, threads=threads, progress=advance)
 
 
-def _print(name: str, report: VerifyReport | None) -> None:
+def _print(name: str, report: VerifyReport | None, drift: str) -> None:
     out = console()
     if report is None:
         out.print(f"{name}: damaged", style="red", markup=False)
         return
     if report.ok:
-        out.print(f"{name}: good, {report.checked_bytes} bytes checked", markup=False)
+        good = "whole, but drifted" if drift else "good"
+        out.print(f"{name}: {good}, {report.checked_bytes} bytes checked", markup=False)
+        if drift:
+            out.print(f"  {plain(drift)}", markup=False, style="yellow", soft_wrap=True)
         return
     out.print(f"{name}: damaged", style="red", markup=False)
     for damage in report.damage[:_FAULTS_SHOWN]:
@@ -111,6 +116,7 @@ def _document(
         "ok": report is not None and report.ok,
         "checked_bytes": report.checked_bytes if report else 0,
         "fault": "" if report else fault,
+        "drift": manifest.drift if manifest else "",
         "damage": [
             {
                 "what": damage.what,

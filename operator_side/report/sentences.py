@@ -120,6 +120,13 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
     if bad:
         them = "it" if len(bad) == 1 else "them"
         yield f"{plural(len(bad), 'checkpoint')} came back bad when read: restore does not use {them}."
+    drifted = [row for row in rows if row.state == "drifted"]
+    if drifted:
+        first = drifted[0]
+        yield (
+            f"{plural(len(drifted), 'checkpoint')}, the first of them step {first.step} (attempt {first.attempt}), put "
+            "together what ranks held whose replicas were not the same: restore prefers an older one."
+        )
     if facts.checkpoints.not_taken:
         causes = ", ".join(
             f"{count:,} {cause}" for cause, count in facts.checkpoints.causes.most_common(_NAMED_MAX)

@@ -308,8 +308,9 @@ class Session:
             return
         if divergence is not None and self._replicas.is_news(divergence):
             self._actions.append(Diverged(checkpoint.step, divergence.message, divergence.to_json()))
+        drift = divergence.message if divergence is not None else self._replicas.suspicion(checkpoint.step)
         checkpoint.phase = Phase.STAGED
-        self._actions.append(MarkStaged(checkpoint.step, layout, checkpoint.records))
+        self._actions.append(MarkStaged(checkpoint.step, layout, checkpoint.records, drift))
 
     # -- ends ----------------------------------------------------------------------------------------------------
 

@@ -255,11 +255,14 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class MarkStaged:
-    """Every chunk was full: write that down, tell the flusher and all ranks. `records`: what each rank said at DONE."""
+    """Every chunk was full: write that down, tell the flusher and all ranks. `records`: what each rank said at DONE.
+    `drift`: why its replicas are not the same; empty as far as is known.
+    """
 
     step: int
     layout: Layout
     records: Mapping[int, Mapping[str, Any]]
+    drift: str = ""
 
 
 @dataclass(frozen=True, slots=True)

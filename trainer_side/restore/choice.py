@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.image.layout import Extent, Layout
+from holdfast.image.replicas import drifted_groups, groups_of
 from trainer_side.restore.image_map import Mapped
 
 STORE = -1  # in place of the number of a slice: the portable file
@@ -52,6 +53,8 @@ class Holder(NamedTuple):
         rank: Who found it. `number`: among what that rank found.
         nearness: 0 is nearest. `tier`, `place`: for people.
         absent: Chunks of which it does not have the frame.
+        replicas: What its seal says of the replicas on the rank that wrote it; empty: nothing. `drift`: what is known
+            already of a difference between the ranks.
     """
 
     key: SliceKey
@@ -62,10 +65,14 @@ class Holder(NamedTuple):
     tier: str
     place: str
     absent: frozenset[int] = frozenset()
+    replicas: str = ""
+    drift: str = ""
 
 
 class StoreCandidate(NamedTuple):
-    """A checkpoint of the store, as its manifest says; `fault` tells why it cannot be used, if so."""
+    """A checkpoint of the store, as its manifest says; `fault` tells why it cannot be used, if so. `drift`: in what its
+    replicas were not the same.
+    """
 
     number: int
     attempt: int
@@ -73,6 +80,7 @@ class StoreCandidate(NamedTuple):
     ranks: int
     digest: str
     fault: str
+    drift: str = ""
 
 
 class FrameSource(NamedTuple):
@@ -103,6 +111,7 @@ class Candidate:
         slices: Saved rank → who has its slice, nearest first. Empty: it is read from the store alone.
         stored: Its number in the store's list; `STORE` if the store does not have it.
         key: Of its slices; None without any.
+        drift: In what its replicas were not the same: it is tried after all those in which they were.
     """
 
     attempt: int
@@ -110,6 +119,7 @@ class Candidate:
     stored: int
     key: SliceKey | None = None
     slices: Mapping[int, tuple[Holder, ...]] = field(default_factory=dict)
+    drift: str = ""
 
     @property
     def name(self) -> str:
@@ -120,7 +130,8 @@ class Candidate:
 def candidates(holders: Iterable[Holder], stored: Sequence[StoreCandidate]) -> list[Candidate | Passed]:
     """All checkpoints, newest first, each as a candidate or with the reason why it is none.
 
-    One that tiers and store both have comes twice: first from the nearest, then from the store alone.
+    One that tiers and store both have comes twice: first from the nearest, then from the store alone. Those whose
+    replicas were not the same come last: what ranks that did not agree have written is better than nothing.
     """
     groups: dict[SliceKey, dict[int, list[Holder]]] = {}
     for holder in holders:
@@ -135,20 +146,29 @@ def candidates(holders: Iterable[Holder], stored: Sequence[StoreCandidate]) -> l
         same = next((one.number for one in stored if not one.fault and _is_same(one, key)), STORE)
         newest_first = (-key.attempt, -key.step)
         if same != STORE or len(found) == key.ranks:
-            candidate = Candidate(key.attempt, key.step, same, key, found)
+            drift = _drift(key, found, stored)
+            candidate = Candidate(key.attempt, key.step, same, key, found, drift)
             farthest = max(some[0].nearness for some in found.values())
-            ranked.append(((*newest_first, 0, -len(found), farthest), candidate))
+            ranked.append(((int(bool(drift)), *newest_first, 0, -len(found), farthest), candidate))
         else:
             ranked.append(
-                ((*newest_first, 3, 0), Passed(key.attempt, key.step, _gap(key, found), lost=False))
+                ((0, *newest_first, 3, 0), Passed(key.attempt, key.step, _gap(key, found), lost=False))
             )
     for one in stored:
         newest_first = (-one.attempt, -one.step)
         if one.fault:
-            ranked.append(((*newest_first, 2, 0), Passed(one.attempt, one.step, one.fault, lost=True)))
+            ranked.append(((0, *newest_first, 2, 0), Passed(one.attempt, one.step, one.fault, lost=True)))
         else:
-            ranked.append(((*newest_first, 1, 0), Candidate(one.attempt, one.step, one.number)))
+            alone = Candidate(one.attempt, one.step, one.number, drift=one.drift)
+            ranked.append(((int(bool(one.drift)), *newest_first, 1, 0), alone))
     return [item for _, item in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _drift(key: SliceKey, found: Mapping[int, tuple[Holder, ...]], stored: Sequence[StoreCandidate]) -> str:
+    said = next((one.drift for one in stored if one.drift and _is_same(one, key)), "")
+    said = said or next((one.drift for some in found.values() for one in some if one.drift), "")
+    digests = {rank: some[0].replicas for rank, some in found.items()}
+    return said or drifted_groups(groups_of(digests), key.step)
 
 
 def _join_ring(groups: dict[SliceKey, dict[int, list[Holder]]], stored: Sequence[StoreCandidate]) -> None:

@@ -20,6 +20,7 @@ from holdfast.checkpoints.claim import newest_attempt as newest_of_store
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError, StoreMissing
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
+from holdfast.image.replicas import DIGEST_FIELD
 from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
 from trainer_side.ranks.deadlines import within
@@ -27,6 +28,7 @@ from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import (
     NEARNESS_OF_RING,
     NEARNESS_OF_STORE,
+    RING,
     Candidate,
     Holder,
     SliceKey,
@@ -37,6 +39,7 @@ from trainer_side.tiers.tier import Keeps, Kept, Nearness, Tier
 
 _log = logging.getLogger("holdfast.restore")
 _T = TypeVar("_T")
+_DIGEST_CHARACTERS_MAX = 64
 _SECONDS_MAX = 60.0  # where nobody says how long a tier or the store may take
 _NEARNESS = {
     Nearness.MEMORY: 0,
@@ -122,9 +125,19 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
     for rank, said in enumerate(gather(peers, mine)):
         rows, lost_there = json.loads(said)
         found.lost += lost_there
-        for number, (key, slice_rank, nearness, name, place, absent) in enumerate(rows):
+        for number, (key, slice_rank, nearness, name, place, absent, *said) in enumerate(rows):
             found.holders.append(
-                Holder(SliceKey(*key), slice_rank, rank, number, nearness, name, place, frozenset(absent))
+                Holder(
+                    SliceKey(*key),
+                    slice_rank,
+                    rank,
+                    number,
+                    nearness,
+                    name,
+                    place,
+                    frozenset(absent),
+                    *said,
+                )
             )
     return found
 
@@ -132,7 +145,10 @@ def find(tiers: Sequence[Keeps], peers: Peers, *, seconds_max: float = _SECONDS_
 def _row(tier: Keeps, kept: Kept) -> list[object]:
     seal = kept.seal
     key = SliceKey(seal.attempt, seal.step, seal.ranks, seal.layout_digest, str(seal.record.get("job", "")))
-    return [key, seal.rank, _NEARNESS[tier.nearness], tier.name, kept.place, sorted(kept.absent)]
+    replicas = str(seal.record.get(DIGEST_FIELD, ""))[:_DIGEST_CHARACTERS_MAX]
+    drift = str(seal.record.get("drift", "")) if seal.record.get("job") == RING else ""
+    where = [_NEARNESS[tier.nearness], tier.name, kept.place]
+    return [key, seal.rank, *where, sorted(kept.absent), replicas, drift]
 
 
 class Shelf:
@@ -217,6 +233,7 @@ def _stored(items: Sequence[CatalogItem]) -> list[StoreCandidate]:
             item.manifest.ranks,
             item.manifest.layout_digest,
             item.fault,
+            item.drift,
         )
         for number, item in enumerate(items)
     ]

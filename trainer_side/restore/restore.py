@@ -110,6 +110,7 @@ def _first_good(
 ) -> Restored | None:
     skipped: list[str] = []
     told, lost = 0, False
+    job.tell(_drifted_before(listed), "an older checkpoint is preferred")
     for candidate in listed:
         if isinstance(candidate, Passed):
             skipped.append(candidate.reason)
@@ -120,6 +121,8 @@ def _first_good(
         trial = Trial(job, candidate, seconds)
         problem = trial.read()
         if problem is None:
+            if candidate.drift:
+                job.tell([candidate.drift], f"{candidate.name} is restored all the same: there is no other")
             return trial.load(skipped)
         skipped.append(f"{candidate.name}: {problem}")
         lost = True
@@ -129,6 +132,15 @@ def _first_good(
         raise DamageError(f"{where}: none of {len(skipped)} checkpoints can be used:\n{reasons}")
     job.tell(skipped, "there is nothing else: the run begins anew")
     return None
+
+
+def _drifted_before(listed: Sequence[Candidate | Passed]) -> list[str]:
+    """The drift of checkpoints that are newer than the first candidate, and come after it."""
+    usable = [one for one in listed if isinstance(one, Candidate)]
+    if not usable:
+        return []
+    first = (usable[0].attempt, usable[0].step)
+    return [*dict.fromkeys(one.drift for one in usable if one.drift and (one.attempt, one.step) > first)]
 
 
 def _go_without(

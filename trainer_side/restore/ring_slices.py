@@ -216,7 +216,7 @@ def _slices(known: _Known) -> Iterator[Kept]:
             ranks=layout.ranks,
             layout_digest=layout.digest,
             frame_crc32s=tuple(crcs),
-            record={"job": RING},
+            record={"job": RING, "drift": held.drift},
         )
         yield Kept(seal, layout, "ring", absent=frozenset(absent))
 

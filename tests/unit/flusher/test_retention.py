@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,15 +16,24 @@ def checkpoint(step: int, state: State = State.VERIFIED, attempt: int = 1) -> St
     return StoredStep(attempt, step, step_file_name(step, attempt=attempt), state, write_id="")
 
 
+def drifted(step: int, state: State = State.DURABLE) -> StoredStep:
+    return StoredStep(1, step, step_file_name(step), state, write_id="", is_drifted=True)
+
+
 def steps(several: list[StoredStep]) -> list[int]:
     return [one.step for one in several]
 
 
 runs = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(1, 3), st.sampled_from(State)),
+    st.tuples(st.integers(0, 40), st.integers(1, 3), st.sampled_from(State), st.booleans()),
     max_size=25,
     unique_by=lambda t: t[:2],
-).map(lambda triples: [checkpoint(step, state, attempt) for step, attempt, state in triples])
+).map(
+    lambda rows: [
+        replace(checkpoint(step, state, attempt), is_drifted=drifts and state is State.DURABLE)
+        for step, attempt, state, drifts in rows
+    ]
+)
 
 
 def test_the_newest_stay() -> None:
@@ -66,6 +77,13 @@ def test_negative_numbers_are_refused(keep_last: int, keep_every: int) -> None:
         to_remove([], keep_last=keep_last, keep_every=keep_every)
 
 
+@pytest.mark.parametrize("state", [State.VERIFIED, State.DURABLE])
+def test_the_newest_whose_replicas_did_not_drift_stays(state: State) -> None:
+    """Restore prefers it, however many have drifted since; without read-back, too."""
+    run = [checkpoint(1, state), checkpoint(2, state), *map(drifted, range(3, 9))]
+    assert steps(to_remove(run, keep_last=2, keep_every=0)) == [1, 3, 4, 5, 6]
+
+
 @given(runs, st.integers(0, 6), st.integers(0, 7))
 def test_invariants(run: list[StoredStep], keep_last: int, keep_every: int) -> None:
     removed = to_remove(run, keep_last=keep_last, keep_every=keep_every)
@@ -85,10 +103,12 @@ def test_invariants(run: list[StoredStep], keep_last: int, keep_every: int) -> N
         assert any(m in left for m in good)
     else:
         assert removed == []
+    agreed = [m for m in good if not m.is_drifted]
+    assert all(m in left for m in agreed[:1])
     # Whatever is neither named above nor evidence goes: a full store would stop the run.
     assert sum(m.state is not State.BAD for m in left) <= max(
         keep_last, len(good) * (keep_last == 0)
-    ) + 1 + sum(bool(keep_every) and m.step % keep_every == 0 for m in good)
+    ) + 2 + sum(bool(keep_every) and m.step % keep_every == 0 for m in good)
     # Asking again finds nothing more to do, and the order of listing plays no part.
     assert to_remove(left, keep_last=keep_last, keep_every=keep_every) == []
     assert to_remove(run[::-1], keep_last=keep_last, keep_every=keep_every) == removed

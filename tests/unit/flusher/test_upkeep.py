@@ -14,7 +14,7 @@ from flusher.flusher_context import FlusherContext
 from flusher.tenure import Tenure
 from flusher.upkeep import Pruned, ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
-from holdfast.image.manifest import Key, Manifest, State, manifest_name
+from holdfast.image.manifest import READ_BACK, Key, Manifest, State, manifest_name
 from holdfast.store.posix import PosixStore
 from holdfast.telemetry.events import EventLog
 from tests.support.restoring import publish
@@ -151,3 +151,31 @@ def test_what_newer_ones_have_made_needless_is_removed_unread_once_one_is_verifi
     states = {item.key.step: item.state for item in rig.inbox.take() if isinstance(item, ReadBack)}
     assert states == {1: State.VERIFIED, 5: State.VERIFIED}
     assert [manifest.step for manifest in (rig.old, rig.new, *newer) if rig.is_listed(manifest)] == [5]
+
+
+def test_what_drifted_is_read_back_and_never_called_verified(
+    tmp_path: Path, held: contextlib.ExitStack
+) -> None:
+    rig = Rig(tmp_path / "run", held, verify=True)
+    drifted = rig.new.model_copy(update={"drift": "rank 1 differs from most ranks in model/w"})
+    (rig.root / manifest_name(drifted.file)).write_bytes(drifted.to_bytes())
+    rig.published(rig.old, drifted)
+    rig.wait()
+    said = [(item.key.step, item.event, item.note) for item in rig.inbox.take() if isinstance(item, ReadBack)]
+    assert said == [(1, "verified", ""), (2, "drifted", drifted.drift)]
+    kept = Manifest.from_bytes(rig.store.read(manifest_name(drifted.file)), source=drifted.file)
+    assert (kept.state, kept.note, kept.drift) == (State.DURABLE, READ_BACK, drifted.drift)
+    assert rig.is_listed(rig.old), "restore prefers it"
+
+
+def test_what_drifted_and_is_damaged_is_bad(tmp_path: Path, held: contextlib.ExitStack) -> None:
+    rig = Rig(tmp_path / "run", held, verify=True)
+    drifted = rig.new.model_copy(update={"drift": "rank 1 differs from most ranks in model/w"})
+    (rig.root / manifest_name(drifted.file)).write_bytes(drifted.to_bytes())
+    content = bytearray((rig.root / drifted.file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (rig.root / drifted.file).write_bytes(content)
+    rig.published(drifted)
+    rig.wait()
+    kept = Manifest.from_bytes(rig.store.read(manifest_name(drifted.file)), source=drifted.file)
+    assert (kept.state, kept.is_drifted) == (State.BAD, False)

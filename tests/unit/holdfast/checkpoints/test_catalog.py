@@ -34,6 +34,31 @@ def test_only_manifests_count() -> None:
     assert [item.step for item in Catalog(store).list()] == [1]
 
 
+DRIFT = "rank 1 differs from most ranks in model/w"
+
+
+def test_one_that_drifted_is_called_so_and_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    add_small(store, 1)
+    add_small(store, 2, state=State.DURABLE, drift=DRIFT)
+    catalog = Catalog(store)
+    assert [(item.state, item.fault, item.drift) for item in catalog.list()] == [
+        ("drifted", "", DRIFT),
+        ("verified", "", ""),
+    ]
+    assert catalog.get().step == 1
+    assert f"not used: {DRIFT}" in caplog.text
+    assert catalog.get(2).step == 2, "who asks for it gets it"
+
+
+def test_one_that_drifted_is_better_than_none(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    add_small(store, 1, state=State.BAD)
+    add_small(store, 2, state=State.DURABLE, drift=DRIFT)
+    assert Catalog(store).get().step == 2
+    assert f"used, as there is no other: {DRIFT}" in caplog.text
+
+
 def test_states() -> None:
     store = MemoryStore()
     add_small(store, 1)

@@ -13,6 +13,8 @@ from holdfast.image.replicas import (
     Divergence,
     Replicas,
     decode,
+    digest,
+    drift_of,
     encode,
     first_row,
     stride,
@@ -107,3 +109,64 @@ def test_each_rank_and_tensor_is_news_once() -> None:
     assert not news({0: (8, 2), 1: (8, 2), 2: (8, 6)})
     assert news({0: (8, 2), 1: (8, 2), 2: (7, 6)})
     assert news({0: (8, 2), 1: (8, 3), 2: (8, 2)})
+
+
+# -- what stays of it -------------------------------------------------------------------------------------------
+
+
+def _layout_of(nbytes: int) -> Layout:
+    entry, numel = Entry("w", 0, nbytes, REPLICATED, ()), nbytes // 4
+    return Layout(nbytes, CHUNK, 2, (entry,), (TensorInfo("model/w", "float32", (numel,), 0),))
+
+
+def test_a_sample_that_is_equal_does_not_clear_a_tensor_that_drifted() -> None:
+    replicas, layout = Replicas(), _layout_of(1 << 20)
+    assert replicas.compare(layout, 5, {0: (1,), 1: (2,)}) is not None
+    assert replicas.compare(layout, 6, {0: (3,), 1: (3,)}) is None, "other rows"
+    assert "drifted apart at step 5, in model/w" in replicas.suspicion(6)
+    assert replicas.compare(_layout_of(1 << 21), 7, {0: (3,), 1: (3,)}) is None
+    assert replicas.suspicion(7), "more room for the pickle is another layout, and proves nothing"
+
+
+def test_a_tensor_that_was_seen_whole_is_cleared() -> None:
+    replicas, layout = Replicas(), _layout_of(400)
+    assert not replicas.suspicion(4)
+    assert replicas.compare(layout, 5, {0: (1,), 1: (2,)}) is not None
+    assert replicas.suspicion(5)
+    assert replicas.compare(layout, 6, {0: (3,)}) is None, "the other rank is lost"
+    assert replicas.suspicion(6)
+    assert replicas.compare(layout, 7, {0: (3,), 1: (3,)}) is None
+    assert not replicas.suspicion(7)
+
+
+def test_drift_is_what_the_stager_said_or_else_what_the_ranks_did() -> None:
+    one, other = digest(encode([1, 2])), digest(encode([1, 3]))
+    equal = {"0": {"replicas_digest": one}, "1": {"replicas_digest": one}}
+    differ = {**equal, "1": {"replicas_digest": other}, "2": {}}
+    assert drift_of({"ranks": equal}, 7) == ""
+    assert drift_of({"ranks": differ}, 7) == (
+        "step 7: replicas have drifted apart: rank 0 and rank 1 differ from each other"
+    )
+    assert drift_of({"ranks": equal, "divergence": {"message": "model/w drifted"}}, 7) == "model/w drifted"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"ranks": []},
+        {"ranks": {"x": {"replicas_digest": "a"}, "1": {"replicas_digest": "b"}}},
+        {"ranks": {"0": 5, "1": {"replicas_digest": "b"}}},
+        {"divergence": {"message": 5}},
+        {"divergence": "x"},
+        {"ranks": {"9" * 5000: {"replicas_digest": "a"}, "1": {"replicas_digest": "b"}}},
+    ],
+)
+def test_a_record_from_outside_says_no_drift_by_accident(record: dict[str, Any]) -> None:
+    assert drift_of(record, 7) == ""
+
+
+def test_what_is_said_of_drift_fits_a_manifest() -> None:
+    ranks = {str(rank): {"replicas_digest": str(rank)} for rank in range(3000)}
+    assert len(drift_of({"ranks": ranks}, 7)) < 300
+    assert len(drift_of({"divergence": {"message": "x" * 10_000}}, 7)) <= 4096

@@ -123,7 +123,7 @@ class Job:
                 self.begun[step] = False
                 self.full[step] = {}
                 self.freed_below[step] = 0
-            case MarkStaged(step, _, _):
+            case MarkStaged(step, _, _, _):
                 assert self.begun[step] is False
                 self.begun[step] = True
             case Abort(step, _):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +58,7 @@ STORED = st.lists(
         st.integers(1, 3),
         st.sampled_from(["one", "other"]),
         st.sampled_from(["", "", "bad"]),
+        st.sampled_from(["", "", "rank 1 drifted"]),
     ),
     max_size=5,
     unique_by=lambda one: (one.attempt, one.step),
@@ -70,8 +72,13 @@ def test_newest_first_each_whole_and_nothing_is_left_out(
     shelf = [one._replace(number=number) for number, one in enumerate(shelf)]
     listed = candidates(found, shelf)
     assert listed == candidates(list(reversed(found)), shelf), "every rank must come to the same order"
-    orders = [(item.attempt, item.step) for item in listed]
-    assert orders == sorted(orders, reverse=True)
+    drifted = [isinstance(item, Candidate) and bool(item.drift) for item in listed]
+    assert drifted == sorted(drifted), "those whose replicas were not the same come last"
+    for kind in (False, True):
+        orders = [
+            (item.attempt, item.step) for item, is_so in zip(listed, drifted, strict=True) if is_so is kind
+        ]
+        assert orders == sorted(orders, reverse=True)
     for item in listed:
         if isinstance(item, Passed):
             assert item.reason
@@ -289,3 +296,48 @@ def test_a_portable_file_is_shared_out_in_whole_chunks(
     assert position == described.image_bytes
     counts = [sum(unit.reader == rank for unit in units) for rank in range(ranks)]
     assert max(counts) - min(counts) <= 1
+
+
+def drifting(step: int, **said: str) -> list[Holder]:
+    """Slices of two ranks, which say this of their replicas."""
+    key = SliceKey(1, step, 2, "one", "job")
+    return [
+        Holder(
+            key,
+            rank,
+            rank,
+            0,
+            0,
+            "tier",
+            "place",
+            replicas=said.get(f"rank{rank}", ""),
+            drift=said.get("drift", ""),
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "is_drifted"),
+    [
+        ({"rank0": "aa", "rank1": "aa"}, False),
+        ({"rank0": "aa", "rank1": "bb"}, True),
+        ({"rank0": "aa"}, False),
+        ({"drift": "rank 1 drifted"}, True),
+    ],
+)
+def test_slices_say_whether_their_replicas_were_the_same(said: dict[str, str], is_drifted: bool) -> None:
+    older = drifting(4, rank0="cc", rank1="cc")
+    listed = [item for item in candidates([*drifting(5, **said), *older], []) if isinstance(item, Candidate)]
+    assert [item.step for item in listed] == ([4, 5] if is_drifted else [5, 4])
+    assert [bool(item.drift) for item in listed] == [False, is_drifted]
+
+
+def test_the_store_knows_it_of_slices_too() -> None:
+    stored = [StoreCandidate(0, 1, 5, 2, "one", "", "rank 1 drifted"), StoreCandidate(1, 1, 4, 2, "one", "")]
+    listed = candidates(drifting(5), stored)
+    assert [(item.step, item.drift) for item in listed if isinstance(item, Candidate)] == [
+        (4, ""),
+        (5, "rank 1 drifted"),
+        (5, "rank 1 drifted"),
+    ]

@@ -115,6 +115,36 @@ def place_of(manifest: Manifest, path: str) -> int:
     return entry.offset + entry.nbytes // 2
 
 
+def mark_drifted(root: Path, manifest: Manifest) -> str:
+    """As a stager says it of a step at which rank 1 differed."""
+    drifted = manifest.model_copy(update={"state": State.DURABLE, "drift": "rank 1 differs in model/w"})
+    (root / manifest_name(manifest.file)).write_bytes(drifted.to_bytes())
+    return drifted.drift
+
+
+def test_the_step_before_replicas_drifted_is_preferred_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (4, 5, 6):
+        manifest = publish(tmp_path, step, {"x": torch.full((9,), float(step))})
+        if step > 4:
+            drift = mark_drifted(tmp_path, manifest)
+    state = {"x": torch.zeros(9)}
+    assert bring_back(state, tmp_path).step == 4
+    assert torch.equal(state["x"], torch.full((9,), 4.0))
+    assert caplog.text.count(f"{drift}; an older checkpoint is preferred") == 1
+    assert bring_back(state, tmp_path, step=6).step == 6, "who asks for it gets it"
+    assert f"{drift}; step 6 (attempt 1) is restored all the same: there is no other" in caplog.text
+
+
+def test_what_drifted_is_better_than_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = (publish(tmp_path, step, {"x": torch.full((9,), float(step))}) for step in (4, 5))
+    mark_drifted(tmp_path, new)
+    (tmp_path / old.file).unlink()
+    assert bring_back({"x": torch.zeros(9)}, tmp_path).step == 5
+    assert "is restored all the same" in caplog.text
+
+
 # -- what comes back -------------------------------------------------------------------------------------------------
 
 
