@@ -104,12 +104,3 @@ def test_what_the_messages_advise_is_saved_whole(outcome: Outcome) -> None:
         stage = decode(file["stage"][rank], name="stage")
         expected = truth[rank]["stage"]
         assert all(torch.equal(stage[name], tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("stager", [True, False], ids=["beside a stager", "alone"])
-def test_without_the_proof_split_state_would_be_published(tmp_path: Path, stager: bool) -> None:
-    """A deliberate bug: so the tests above can fail."""
-    outcome = Outcome(tmp_path, "unproven", stager=stager)
-    assert [said["tp_plain"].get("saved") for said in outcome.said] == [True, True], outcome.said
-    assert outcome.published | outcome.slices == {0}
