@@ -1,9 +1,9 @@
 """Does the jobs of the pipeline: the only place where a checkpoint's bytes meet the store. Runs in worker threads.
 
-    Open ─► choose a name, Store.begin; or Store.resume with what a dead flusher recorded
+    Open ─► choose a name, Store.begin, intent; or Store.resume with what a dead flusher recorded
     Verify, Patch ─► the slot's memory (holdfast/image/chunks.py)
     WritePart ─► Upload.write_part ─► recorded (flusher/progress.py)
-    Publish ─► claim still ours? ─► Upload.publish ─► manifest
+    Publish ─► Upload.publish ─► manifest        the store looks at the claim in each try (holdfast/store/guarded.py)
 
 Every method gives the event that answers its job, or raises an error of ours. A job that failed may be run again.
 """
@@ -14,7 +14,6 @@ import contextlib
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,13 +33,14 @@ from flusher.steps import (
     Verify,
     WritePart,
 )
-from holdfast.checkpoints.publish import ManifestFacts, Times, build_manifest, choose_name
+from holdfast.checkpoints.intents import Intent, take_back
+from holdfast.checkpoints.publish import ManifestFacts, Times, build_manifest, choose_name, list_file, names_of, writer_id
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError, ProtocolError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.chunks import patch_chunk, verify_chunk
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key, Manifest, manifest_name, step_file_name
+from holdfast.image.manifest import Key, Manifest, manifest_name
 from holdfast.ring.ring import Ring
 from holdfast.store.base import Store, Upload
 
@@ -82,7 +82,7 @@ class Jobs:
     """Args:
     ring: Where the chunks lie.
     store: Where they go.
-    tenure: The claim, checked before anything becomes visible.
+    tenure: The claim; its attempt is in the write-ids.
     clock: Unix seconds, for the manifest.
     """
 
@@ -133,9 +133,11 @@ class Jobs:
         self.forget(key)
         if target is not None:
             target.upload.abort()
+            take_back(self._store, target.write_id)
         elif found is not None:
             with contextlib.suppress(StoreMissing):  # nothing is left of it
                 self._resume_upload(found, self._ring.layout(found.head.layout_digest)).abort()
+            take_back(self._store, found.head.write_id)
 
     def forget(self, key: Key) -> None:
         """Nothing more will be asked about this checkpoint."""
@@ -165,7 +167,7 @@ class Jobs:
 
     def known_manifest(self, key: Key) -> Manifest | None:
         """What the store says of a checkpoint that the ring has forgotten; None if it was given up."""
-        for file in (step_file_name(key.step), step_file_name(key.step, attempt=key.attempt)):
+        for file in names_of(key):
             found = self._manifest(file)
             if found is not None and found.order == key:
                 return found
@@ -180,15 +182,15 @@ class Jobs:
             with self._naming:
                 taken = {name for key, name in self._names.items() if key != job.key}
                 file = self._names[job.key] = choose_name(self._store, job.key, taken)
-            write_id = uuid.uuid4().hex
-            upload = self._store.begin(
-                file, nbytes=layout.image_bytes, chunk_bytes=layout.chunk_bytes, write_id=write_id
-            )
+            write_id = writer_id(self._tenure.attempt)
+            sizes = {"nbytes": layout.image_bytes, "chunk_bytes": layout.chunk_bytes}
+            upload = self._store.begin(file, **sizes, write_id=write_id)
+            target = self._targets[job.key] = _Target(upload, file, write_id, None)
+            Intent.to_publish(file, upload, **sizes, write_id=write_id).write(self._store)
         if upload.part_bytes <= 0 or upload.part_bytes % layout.chunk_bytes:
             raise ProtocolError(
                 f"{self._store.url}: parts of {upload.part_bytes} bytes are no multiple of {layout.chunk_bytes}"
             )
-        target = self._targets[job.key] = _Target(upload, file, write_id, None)
         if upload.token is not None:
             target.progress = Progress.begin(
                 progress_path(self._ring.directory, job.key),
@@ -209,8 +211,11 @@ class Jobs:
         try:
             if before is not None:
                 before.upload.abort()
+                take_back(self._store, before.write_id)
             elif dead is not None:
-                self._resume_upload(dead, self._ring.layout(dead.head.layout_digest)).abort()
+                with contextlib.suppress(StoreMissing):
+                    self._resume_upload(dead, self._ring.layout(dead.head.layout_digest)).abort()
+                take_back(self._store, dead.head.write_id)
         except StoreError as error:
             _log.debug("%s: nothing to take back: %s", key, error)
         progress_path(self._ring.directory, key).unlink(missing_ok=True)
@@ -265,13 +270,10 @@ class Jobs:
         reach(Point.PARTS_DONE)
         with self._timed(job.key, "publish_seconds"):
             if not target.upload.published:
-                self._tenure.check()
                 target.upload.publish()
                 reach(Point.FILE_PUBLISHED)
             if target.progress is not None and not target.progress.published:
                 target.progress.add_published()
-            # Publishing a large file takes a while, and the manifest is what makes it count.
-            self._tenure.check()
         now = self._clock()
         manifest = build_manifest(
             job,
@@ -283,9 +285,9 @@ class Jobs:
             ),
             writer_record=self.record(job.key),
         )
-        self._store.write(manifest_name(target.file), manifest.to_bytes())
+        self.manifests[job.key] = list_file(self._store, manifest)
         reach(Point.MANIFEST_WRITTEN)
-        self.manifests[job.key] = manifest
+        self._tenure.keep_whole(self.manifests[job.key])
         return Published(job.key)
 
     def _timed(self, key: Key, name: str) -> _Timed:

@@ -1,6 +1,6 @@
 """From start to end of a flusher process: what is taken in which order, and given back in the other.
 
-    lock on this machine ─► store answers ─► claim on the run ─► sweep the store, but for uploads that go on
+    lock on this machine ─► store answers ─► claim on the run ─► what dead writers left goes, but for uploads in flight
     ─► a dead flusher's ring, or a new one ─► socket ─► ready ─► Service.run ─► socket, ring, claim and lock given back
 
 A flusher that fails leaves the ring where it is: the next one goes on with it. Nothing that takes long is done before
@@ -22,11 +22,13 @@ from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.progress import Progress
-from flusher.recovery import recorded, remove_orphans, settle
+from flusher.recovery import recorded, settle
 from flusher.service import FlusherService
 from flusher.tenure import Instance, Tenure
 from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
+from holdfast.checkpoints.intents import clear_intents
+from holdfast.checkpoints.publish import writer_attempt
 from holdfast.checkpoints.slice_sets import is_slice_upload
 from holdfast.config import FlusherConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolError
@@ -37,6 +39,7 @@ from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.ring.ring import Ring
 from holdfast.store import open_store, parts_at_once
 from holdfast.store.base import Store
+from holdfast.store.guarded import guarded
 from holdfast.store.names import is_kept
 from holdfast.telemetry.board import Board
 from holdfast.telemetry.events import EventLog
@@ -73,13 +76,14 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         held.callback(inbox.close)  # last of these: the threads of the others still speak into it
         tenure = Tenure(store, config.heartbeat_seconds)
         held.callback(tenure.end)
+        store = guarded(store, tenure.check_once)
         context = FlusherContext(store, tenure, inbox, events)
         rules = UpkeepRules(config.verify, config.keep_last, config.keep_every, config.reuse)
         upkeep = Upkeep(context, rules)
         held.callback(upkeep.stop)
         found = _find_ring(directory, events)
         try:
-            _clean_store(store, recorded(found) if found is not None else [], events)
+            _clean_store(store, tenure.attempt, recorded(found) if found is not None else [], events)
             if found is not None and not _fits(found, config):
                 _publish_leftovers(found, config, context, upkeep)
                 found.close()
@@ -194,16 +198,23 @@ def _fits(ring: Ring, config: FlusherConfig) -> bool:
     return (ring.chunk_bytes, ring.ring_chunks) == (config.chunk_bytes, config.ring_chunks)
 
 
-def _clean_store(store: Store, wanted: list[Progress], events: EventLog) -> None:
+def _clean_store(store: Store, attempt: int, wanted: list[Progress], events: EventLog) -> None:
     """Remove what dead flushers left in the store, but for the uploads that go on.
 
-    What training ranks are sending themselves is left: their job may live, though its stager does not.
+    What training ranks are sending themselves is left: their job may live, though its stager does not. What a later
+    writer is sending is left, too: this one may have stood still since it took its claim.
     """
     write_ids = {progress.head.write_id for progress in wanted}
-    for removed in store.sweep(lambda own: is_slice_upload(own) or is_kept(own, write_ids)):
+
+    def goes_on(own: str) -> bool:
+        return is_slice_upload(own) or is_kept(own, write_ids) or writer_attempt(own) > attempt
+
+    for removed in store.sweep(goes_on):
         events.emit("swept", {"what": removed})
-    for orphan in remove_orphans(store, {progress.head.file for progress in wanted}):
-        _log.warning("%s: a file without a manifest, which its writer did not live to write; removed", orphan)
+    for orphan in clear_intents(store, attempt, write_ids.__contains__):
+        _log.warning(
+            "%s: its writer died before its manifest was written, or while it was removed; removed", orphan
+        )
         events.emit("swept", {"what": f"file without a manifest {orphan}"})
 
 

@@ -11,15 +11,13 @@ costs its checkpoint, never the start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 
 from flusher.engine import Engine
 from flusher.progress import Progress, progress_path
-from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StoreMissing
-from holdfast.image.manifest import Key, is_manifest_name, manifest_name
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.image.manifest import Key
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import CheckpointRecord, Ring
-from holdfast.store.base import Store
 
 _log = logging.getLogger("holdfast.flusher")
 
@@ -80,30 +78,6 @@ def recorded(ring: Ring) -> list[Progress]:
         else:
             found += [] if progress is None else [progress]
     return found
-
-
-def remove_orphans(store: Store, wanted: Collection[str]) -> list[str]:
-    """Remove files of this run that have no manifest: their writer died before it, or while it removed them.
-
-    Args:
-        store: The run, which must be ours.
-        wanted: Files whose upload goes on.
-    """
-    names = {info.name for info in store.list()}
-    orphans = [
-        name
-        for name in sorted(names)
-        if name.endswith(".pt")
-        and is_manifest_name(manifest_name(name))
-        and manifest_name(name) not in names
-        and name not in wanted
-    ]
-    for name in orphans:
-        try:
-            store.delete(name)
-        except StoreMissing:
-            continue
-    return orphans
 
 
 def _full_slots(ring: Ring) -> list[SlotRecord]:

@@ -64,7 +64,12 @@ class Slices:
             if found is None or found.order in under_way():
                 return None
             try:
-                manifest = assemble(self._patient, load_set(self._store, found), check=self._tenure.check)
+                manifest = assemble(
+                    self._patient,
+                    load_set(self._store, found),
+                    attempt=self._tenure.attempt,
+                    check=self._tenure.check,
+                )
             except (DamageError, BusyError) as error:
                 # Damaged, or gone while it was read: a living job removes a set when a newer one is complete.
                 _log.error("%s: the slices in the store are not used: %s", found.order, error)

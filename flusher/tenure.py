@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.checkpoints.claim import Claim
-from holdfast.errors import FencedError, StoreError
+from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
+from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.ring.directory import make_private_directory, open_private_file
 from holdfast.store.base import Store
 
@@ -49,6 +50,33 @@ class Tenure:
         """See that the run is still ours; raises `FencedError` if not."""
         with self._lock:
             self._claim.check()
+
+    def check_once(self) -> None:
+        """As `check`, and the store is asked only once: for a caller that tries again by itself."""
+        with self._lock:
+            self._claim.check(at_once=True)
+
+    def keep_whole(self, manifest: Manifest) -> None:
+        """After a manifest was written: take it back if its file has gone meanwhile.
+
+        A writer that stood still for long writes it when who took the run over has cleared the file away. That name is
+        this writer's alone, so its manifest may be removed though the run is another's.
+
+        Raises:
+            FencedError: It was taken back, and the run is another's.
+            DamageError: It was taken back, and somebody removed the file.
+            StoreError: The store failed.
+        """
+        store, name = self._store, manifest_name(manifest.file)
+        try:
+            store.size(manifest.file)
+            return
+        except StoreMissing:
+            with contextlib.suppress(StoreMissing):
+                if Manifest.from_bytes(store.read(name), source=name).write_id == manifest.write_id:
+                    store.delete(name)
+        self.check()
+        raise DamageError(f"{store.url}/{manifest.file}: was removed while its manifest was written")
 
     def renew(self) -> int:
         """Take the next attempt, for another stager, and return it. Raises `FencedError`, `StoreError`."""

@@ -20,6 +20,7 @@ from flusher.flusher_context import FlusherContext
 from flusher.retention import StoredStep, to_remove
 from flusher.stored_slices import Slices
 from flusher.workers import Workers
+from holdfast.checkpoints.intents import Intent, forget_intent
 from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
@@ -241,6 +242,7 @@ class Upkeep:
     def _look_after(self, key: Key, known: StoredStep) -> None:
         name = manifest_name(known.file)
         try:
+            forget_intent(self._store, known.write_id)
             if self._is_removed(known):
                 return
             self._known[name] = known
@@ -308,8 +310,8 @@ class Upkeep:
         return manifest
 
     def _replace(self, manifest: Manifest) -> None:
-        self._tenure.check()
         self._store.write(manifest_name(manifest.file), manifest.to_bytes())
+        self._tenure.keep_whole(manifest)
 
     def _is_of_another_write(self, name: str) -> bool:
         """Whether the manifest of this name is not the one that is known of it here."""
@@ -333,25 +335,38 @@ class Upkeep:
         )
         if not old:
             return
-        self._tenure.check()
         removed: list[str] = []
         for one in old:
             name = manifest_name(one.file)
             with self._lock:
-                # A step that is published again, by a later attempt, may have this name by now.
                 if any(key.step == one.step for key in self._under_way) or self._is_of_another_write(name):
                     continue
                 if one.write_id in self._waiting:
                     self._removed.add(one.write_id)
                 self._write_ids.pop(name, None)
             self._known.pop(name)
-            removed.append(one.file)
-            # The manifest first: a file without one is no checkpoint, a manifest without its file would be a lie.
-            self._store.delete(name)
-            reach(Point.MANIFEST_DELETED)
-            self._remove(one.file)
+            if self._remove_one(name, one):
+                removed.append(one.file)
         if removed:
             self._inbox.put(Pruned(tuple(removed)))
+
+    def _remove_one(self, name: str, one: StoredStep) -> bool:
+        """Remove a checkpoint, if it is still the write that is meant."""
+        try:
+            manifest = Manifest.from_bytes(self._store.read(name), source=name)
+        except (DamageError, StoreMissing) as error:
+            _log.warning("not removed: %s", error)
+            return False
+        if manifest.write_id != one.write_id:
+            _log.warning("%s: is of another write than the one that is not kept any more; not removed", name)
+            return False
+        Intent.to_remove(manifest).write(self._store)
+        # The manifest first: a file without one is no checkpoint, a manifest without its file would be a lie.
+        self._store.delete(name)
+        reach(Point.MANIFEST_DELETED)
+        self._remove(one.file)
+        forget_intent(self._store, one.write_id)
+        return True
 
     def _guarded(self, call: Callable[[], None], what: str) -> bool:
         try:

@@ -14,13 +14,13 @@ import contextlib
 import json
 import logging
 import time
-import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.checkpoints.publish import ManifestFacts, Times, build_manifest, choose_name
+from holdfast.checkpoints.intents import Intent, forget_intent, take_back
+from holdfast.checkpoints.publish import ASSEMBLY, ManifestFacts, Times, build_manifest, choose_name, list_file, writer_id
 from holdfast.checkpoints.slice_sets import LoadedSet
 from holdfast.crc import combine, combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreMissing
@@ -28,13 +28,12 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Key, Manifest, manifest_name
+from holdfast.image.manifest import Key, Manifest
 from holdfast.image.slices import SliceFrame, frames_of
 from holdfast.ring.pages import direct_window
 from holdfast.store.base import Store
 
 _log = logging.getLogger("holdfast.assembly")
-WRITE_ID_PREFIX = "assemble"  # of the uploads: what a dead one left is told from a flusher's, which may go on
 _READERS = 4
 _BUFFERS = 2  # one is filled while the other is written
 _RECORD_BYTES_MAX = 1 << 16  # of one rank, in the manifest; it is input from outside
@@ -247,6 +246,7 @@ def assemble(
     store: Store,
     loaded: LoadedSet,
     *,
+    attempt: int,
     check: Callable[[], None],
     progress: Callable[[int], None] | None = None,
 ) -> Manifest:
@@ -255,6 +255,7 @@ def assemble(
     Args:
         store: The run.
         loaded: The set.
+        attempt: Of the writer, whose claim `check` looks at.
         check: Sees that the run is still ours, before each part and each visible act; raises `FencedError` if not.
         progress: Called from the calling thread with the bytes newly written.
 
@@ -273,6 +274,7 @@ def assemble(
         loaded.found.order,
         assembler,
         read,
+        attempt=attempt,
         check=check,
         progress=progress,
         facts=ManifestFacts(
@@ -291,6 +293,7 @@ def publish_image(
     image: Image,
     read: Read,
     *,
+    attempt: int,
     check: Callable[[], None],
     progress: Callable[[int], None] | None,
     facts: ManifestFacts,
@@ -302,6 +305,7 @@ def publish_image(
         key: What it is published as.
         image: The image.
         read: Handed on to `image.read_frame`.
+        attempt: Of the writer, whose claim `check` looks at.
         check: Sees that the run is still ours, before each part and each visible act; raises `FencedError` if not.
         progress: Called from the calling thread with the bytes newly written.
         facts: What the manifest tells beside that.
@@ -314,10 +318,12 @@ def publish_image(
     """
     layout = image.layout
     begun = time.monotonic()
-    file, write_id = choose_name(store, key, ()), f"{WRITE_ID_PREFIX}-{uuid.uuid4().hex}"
+    file, write_id = choose_name(store, key, ()), f"{ASSEMBLY}{writer_id(attempt)}"
     check()
-    upload = store.begin(file, nbytes=layout.image_bytes, chunk_bytes=layout.chunk_bytes, write_id=write_id)
+    sizes = {"nbytes": layout.image_bytes, "chunk_bytes": layout.chunk_bytes}
+    upload = store.begin(file, **sizes, write_id=write_id)
     try:
+        Intent.to_publish(file, upload, **sizes, write_id=write_id).write(store)
         with contextlib.closing(_write_parts(upload, image, read)) as parts:
             for nbytes in parts:
                 check()
@@ -328,6 +334,7 @@ def publish_image(
     except BaseException:
         with contextlib.suppress(HoldfastError):
             upload.abort()
+            take_back(store, write_id)
         raise
     reach(Point.IMAGE_NAMED)
     check()
@@ -339,8 +346,9 @@ def publish_image(
         facts=facts,
         writer_record={"seconds": round(time.monotonic() - begun, 6)},
     )
-    store.write(manifest_name(file), manifest.to_bytes())
+    manifest = list_file(store, manifest)
     reach(Point.IMAGE_LISTED)
+    forget_intent(store, write_id)
     return manifest
 
 

@@ -32,7 +32,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -159,6 +159,7 @@ class Claim:
 
     def __init__(self, store: Store, record: _ClaimRecord) -> None:
         self._store = store
+        self._at_once = cast(Store, getattr(store, "inner", store))  # without retries
         self._record = record
         self._lock = threading.Lock()  # a beat must not undo a release
 
@@ -226,21 +227,24 @@ class Claim:
         """Random name of this claim."""
         return self._record.write_id
 
-    def check(self) -> None:
+    def check(self, *, at_once: bool = False) -> None:
         """See that the run is still ours. Call before every act that others can see.
+
+        Args:
+            at_once: Ask the store once: the caller tries again by itself.
 
         Raises:
             FencedError: A higher attempt exists, or our claim is another's or gone.
             StoreError: The store failed, so nobody can say.
         """
-        url, attempt = self._store.url, self.attempt
-        attempts = _attempts(self._store)
+        store, url, attempt = self._at_once if at_once else self._store, self._store.url, self.attempt
+        attempts = _attempts(store)
         if attempts and attempts[-1] > attempt:
-            owner = _read(self._store, attempts[-1])
+            owner = _read(store, attempts[-1])
             who = f"process {owner.pid} on {owner.host}" if owner else "another writer"
             message = f"attempt {attempts[-1]} ({who}) took the run over; attempt {attempt} stops writing"
             raise FencedError(f"{url}: {message}; let only one job use this URL, and end the other")
-        mine = _read(self._store, attempt) if attempt in attempts else None
+        mine = _read(store, attempt) if attempt in attempts else None
         if not _is_of(mine, self.write_id):
             who = f"process {mine.pid} on {mine.host} wrote over" if mine else "someone removed"
             raise FencedError(

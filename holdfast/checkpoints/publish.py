@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
+import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from holdfast.errors import BusyError, DamageError, StoreMissing
+from holdfast.errors import BusyError, DamageError, StoreError, StoreMissing
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import (
     EntryRecord,
     Key,
     Manifest,
-    State,
     TensorRecord,
     manifest_name,
     step_file_name,
@@ -69,7 +70,10 @@ class Publishing(Protocol):
 
 
 def choose_name(store: Store, key: Key, taken: Collection[str]) -> str:
-    """The name under which a checkpoint is published: the plain one, or with the attempt if that is taken.
+    """The name under which a checkpoint is published. No other attempt ever writes it, however late it wakes up.
+
+    The first attempt of a run has the plain names, each later one carries its number. A name at which anything stands
+    is left alone, whoever put it there.
 
     Args:
         store: The run.
@@ -77,23 +81,76 @@ def choose_name(store: Store, key: Key, taken: Collection[str]) -> str:
         taken: Names that other checkpoints on their way have chosen.
 
     Raises:
-        BusyError: This step of this attempt is already published; nothing good is overwritten.
+        BusyError: This step of this attempt is already published, or foreign files stand at its names.
         StoreError: The store failed.
     """
-    for name in (step_file_name(key.step), step_file_name(key.step, attempt=key.attempt)):
-        if name not in taken and not _is_good(store, name):
+    names = names_of(key)
+    for name in names:
+        if name not in taken and not _exists(store, name) and not _exists(store, manifest_name(name)):
             return name
-    raise BusyError(f"{store.url}: {key} is already published; a step is saved once per attempt")
+    raise BusyError(
+        f"{store.url}: {key} cannot be published: {' and '.join(names)} are there already. A step is saved once per "
+        "attempt; files that were put there by hand have to be moved away"
+    )
 
 
-def _is_good(store: Store, file: str) -> bool:
-    """Whether there is a checkpoint of this name that somebody may want to restore."""
-    name = manifest_name(file)
+def names_of(key: Key) -> tuple[str, ...]:
+    """The names that a checkpoint may have, in order; those behind the first are for where a stranger's file stands."""
+    plain, numbered = step_file_name(key.step), step_file_name(key.step, attempt=key.attempt)
+    zero = numbered.replace("-a", "-a0")
+    return (plain, numbered, zero) if key.attempt == 1 else (numbered, zero)
+
+
+def _exists(store: Store, name: str) -> bool:
     try:
-        manifest = Manifest.from_bytes(store.read(name), source=name)
-        return manifest.state is not State.BAD and store.size(manifest.file) == manifest.image_bytes
-    except (StoreMissing, DamageError):
+        store.size(name)
+    except StoreMissing:
         return False
+    return True
+
+
+def list_file(store: Store, manifest: Manifest) -> Manifest:
+    """Write the manifest of a published file, which makes it a checkpoint. Nothing that stands there is replaced.
+
+    Returns:
+        The manifest as it stands in the store: of an earlier try, if its answer was lost.
+
+    Raises:
+        BusyError: The manifest of another write stands there.
+        StoreError: The store failed.
+    """
+    name = manifest_name(manifest.file)
+    if store.create(name, manifest.to_bytes()):
+        return manifest
+    try:
+        there = Manifest.from_bytes(store.read(name), source=name)
+    except StoreMissing as error:
+        raise StoreError(f"{store.url}/{name}: was removed while it was written", retriable=True) from error
+    except DamageError as error:
+        raise BusyError(f"{store.url}/{name}: something else stands there already: {error}") from error
+    if there.write_id != manifest.write_id:
+        raise BusyError(
+            f"{store.url}/{name}: is the manifest of write {there.write_id}, attempt {there.attempt}; this is write "
+            f"{manifest.write_id}, attempt {manifest.attempt}, which stays unlisted"
+        )
+    return there
+
+
+ASSEMBLY = "assemble-"
+"""Begins the write-ids of files that are put together in the store, not flushed from a ring."""
+
+_WRITER = re.compile(rf"(?:{ASSEMBLY})?w(\d{{6,19}})-")
+
+
+def writer_id(attempt: int) -> str:
+    """A write-id for an upload of the run's writer: a sweep sees by it of which attempt it is."""
+    return f"w{attempt:06d}-{uuid.uuid4().hex}"
+
+
+def writer_attempt(write_id: str) -> int:
+    """The attempt of an upload, from its write-id or what begins with it; 0 for a write-id that tells none."""
+    match = _WRITER.match(write_id)
+    return int(match[1]) if match else 0
 
 
 def saved_at_unix(record: Mapping[str, Any]) -> float | None:

@@ -138,6 +138,12 @@ class Retrying:
         self._inner = inner
         self._call = _Caller(budget or RetryBudget(), sleep)
 
+    def around(self, inner: Store) -> Retrying:
+        """Another store, tried again and counted as this one."""
+        other = Retrying(inner)
+        other._call = self._call
+        return other
+
     def failures(self) -> dict[str, int]:
         """How often each call failed and was tried again, so far. Any thread."""
         return self._call.failures()

@@ -6,7 +6,7 @@ claim ─► newest complete set ─► file ─► manifest ─► read back �
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import click
@@ -20,7 +20,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.faultpoint import identify
 from holdfast.image.manifest import Manifest, State
 from holdfast.store.base import Store
-from operator_side.commands.claimed import claimed, read_back
+from operator_side.commands.claimed import Claimed, claimed, read_back
 from operator_side.commands.target import TARGET, Target
 
 _log = logging.getLogger("holdfast.cli")
@@ -67,8 +67,8 @@ def assemble_command(as_json: bool, target: Target, keep_slices: bool) -> None:
     if _chosen(catalog, target.step) is None:  # before the claim: looking must not need it
         _say(store, _Outcome(None, []), as_json=as_json)
         return
-    with claimed(store) as (_, check):
-        outcome = _run(catalog, target, check, keep_slices=keep_slices, quiet=as_json)
+    with claimed(store) as ours:
+        outcome = _run(ours, target, keep_slices=keep_slices, quiet=as_json)
     _say(store, outcome, as_json=as_json)
     if outcome.manifest is not None and outcome.manifest.state is State.BAD:
         raise DamageError(
@@ -76,22 +76,21 @@ def assemble_command(as_json: bool, target: Target, keep_slices: bool) -> None:
         )
 
 
-def _run(
-    catalog: Catalog, target: Target, check: Callable[[], None], *, keep_slices: bool, quiet: bool
-) -> _Outcome:
-    store, manifest = catalog.store, None
+def _run(ours: Claimed, target: Target, *, keep_slices: bool, quiet: bool) -> _Outcome:
+    store, manifest = ours.store, None
+    catalog = Catalog(store)
     for found in _chosen(catalog, target.step) or ():
         manifest = _manifest_of(catalog, found)
         try:
             if manifest is None:
-                manifest = _assemble(store, found, check, quiet=quiet)
+                manifest = _assemble(ours, found, quiet=quiet)
         except DamageError as error:
             if target.step is not None:
                 raise
             _log.warning("this set of slices is damaged and is not used: %s", error)
             continue
         if manifest.state is not State.VERIFIED:
-            manifest = read_back(store, manifest, check, quiet=quiet)
+            manifest = read_back(store, manifest, quiet=quiet)
         break
     else:
         raise DamageError(
@@ -99,7 +98,6 @@ def _run(
         )
     removed: list[str] = []
     if manifest.state is State.VERIFIED and not keep_slices:
-        check()
         order = manifest.order
         for found in find_sets(store.list()):
             if found.order == order or (target.step is None and found.order < order):
@@ -142,10 +140,10 @@ def _manifest_of(catalog: Catalog, found: SliceSet) -> Manifest | None:
     return None
 
 
-def _assemble(store: Store, found: SliceSet, check: Callable[[], None], *, quiet: bool) -> Manifest:
-    loaded = load_set(store, found)
+def _assemble(ours: Claimed, found: SliceSet, *, quiet: bool) -> Manifest:
+    loaded = load_set(ours.store, found)
     with progress_bar(f"step {found.step}", loaded.layout.image_bytes, hidden=quiet) as advance:
-        return assemble(store, loaded, check=check, progress=advance)
+        return assemble(ours.store, loaded, attempt=ours.attempt, check=ours.check, progress=advance)
 
 
 def _say(store: Store, outcome: _Outcome, *, as_json: bool) -> None:

@@ -6,22 +6,39 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from holdfast.checkpoints.assembly import WRITE_ID_PREFIX
 from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.intents import clear_intents
+from holdfast.checkpoints.publish import ASSEMBLY
 from holdfast.checkpoints.verification import verify_file
 from holdfast.command.output import progress_bar
 from holdfast.errors import StoreError
 from holdfast.image.manifest import Manifest, State, manifest_name
 from holdfast.store.base import Store
+from holdfast.store.guarded import guarded
 
 _log = logging.getLogger("holdfast.cli")
 _HEARTBEAT_SECONDS = 5.0
 
 
+class Claimed(NamedTuple):
+    """A run that is ours.
+
+    Attributes:
+        store: The run; it looks at the claim in each try of what others can see.
+        attempt: Ours.
+        check: Sees that the run is still ours, and beats; to be called often.
+    """
+
+    store: Store
+    attempt: int
+    check: Callable[[], None]
+
+
 @contextmanager
-def claimed(store: Store) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Hold the claim on the run. Yields the attempt, and a check that the claim still holds, to be called often.
+def claimed(store: Store) -> Iterator[Claimed]:
+    """Hold the claim on the run.
 
     Uploads that an earlier tool left unfinished are removed first.
 
@@ -31,22 +48,27 @@ def claimed(store: Store) -> Iterator[tuple[int, Callable[[], None]]]:
     """
     claim = Claim.take(store, heartbeat_seconds=_HEARTBEAT_SECONDS)
     try:
-        store.sweep(lambda own: not own.startswith(f"{WRITE_ID_PREFIX}-"))
-        yield claim.attempt, _watch(claim)
+        ours = guarded(store, lambda: claim.check(at_once=True))
+        ours.sweep(_is_not_a_tools)
+        clear_intents(ours, claim.attempt, _is_not_a_tools)
+        yield Claimed(ours, claim.attempt, _watch(claim))
     finally:
         claim.release()
 
 
-def read_back(store: Store, manifest: Manifest, check: Callable[[], None], *, quiet: bool) -> Manifest:
-    """Read a published checkpoint back, and write into its manifest whether it is good."""
+def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
+    """Read a published checkpoint back, and write into its manifest whether it is good. The run is ours."""
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
         report = verify_file(store, manifest, progress=advance)
     state = State.VERIFIED if report.ok else State.BAD
     note = "" if report.ok else report.summary()
     done = manifest.model_copy(update={"state": state, "note": note[:4096]})
-    check()
     store.write(manifest_name(manifest.file), done.to_bytes())
     return done
+
+
+def _is_not_a_tools(own: str) -> bool:
+    return not own.startswith(ASSEMBLY)
 
 
 def _watch(claim: Claim) -> Callable[[], None]:

@@ -99,18 +99,19 @@ def import_state(
     foreign: Foreign = door("import")(path, under=under, renamed=renamed, dropped=dropped)
     catalog = target.catalog()
     store = catalog.store
-    with claimed(store) as (attempt, check):
+    with claimed(store) as ours:
         if not force:
             _refuse_beside_others(catalog)
         now = time.time()
-        key = Key(attempt, step)
+        key = Key(ours.attempt, step)
         with progress_bar(path.name, foreign.image_bytes, hidden=as_json) as advance:
             manifest = publish_image(
-                store,
+                ours.store,
                 key,
                 foreign.image(key),
                 _nothing_to_read,
-                check=check,
+                attempt=ours.attempt,
+                check=ours.check,
                 progress=advance,
                 facts=ManifestFacts(
                     Times(now, now),
@@ -118,7 +119,7 @@ def import_state(
                     "import",
                 ),
             )
-        manifest = read_back(store, manifest, check, quiet=as_json)
+        manifest = read_back(ours.store, manifest, quiet=as_json)
     _say(store.url, manifest, foreign, as_json=as_json)
     if manifest.state is State.BAD:
         raise DamageError(f"{manifest.file}: {manifest.note}; run the command again with --force")

@@ -52,7 +52,9 @@ def test_slices_become_the_very_file_that_the_stager_makes(backend: Backend) -> 
     (found,) = find_sets(backend.again().list())
     assert found.complete
     done: list[int] = []
-    manifest = assemble(backend.again(), load_set(backend.store, found), check=nothing, progress=done.append)
+    manifest = assemble(
+        backend.again(), load_set(backend.store, found), attempt=9, check=nothing, progress=done.append
+    )
     assert sum(done) == image.layout.image_bytes
     assert backend.store.read(manifest.file) == image.final
     assert (manifest.order, manifest.state) == (Key(2, 7), State.DURABLE)
@@ -81,7 +83,7 @@ def test_a_real_file_of_torch_comes_out_byte_for_byte(tmp_path: Path, ranks: int
     store = open_store(str(tmp_path / "run"))
     write_slices(store, image, attempt=1, step=3)
     (found,) = find_sets(store.list())
-    manifest = assemble(store, load_set(store, found), check=nothing)
+    manifest = assemble(store, load_set(store, found), attempt=9, check=nothing)
     data = store.read(manifest.file)
     assert data == (tmp_path / "x.pt").read_bytes()
     assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None

@@ -70,7 +70,7 @@ def make(faulty: Faulty, image: Image) -> Manifest:
     """Write, assemble, clear away; the one way that all the faults lie on."""
     write_slices(faulty.store, image, attempt=1, step=7)
     (found,) = find_sets(faulty.store.list())
-    manifest = assemble(faulty.store, load_set(faulty.store, found), check=nothing)
+    manifest = assemble(faulty.store, load_set(faulty.store, found), attempt=9, check=nothing)
     remove_set(faulty.store, found)
     remove_stale(faulty.store, 2)
     return manifest

@@ -304,9 +304,9 @@ class Checks:
             return
         looked = self._last_look.get(task, 99)
         self._last_look[task] = looked + 1
-        visible = what == "publish" or (what == "write" and is_manifest_name(name))
-        # list, then read of the own claim, then the act (again after a lost answer).
-        if visible and looked > 1 and not self._world.plan.fail_share:
+        visible = what == "publish" or (what in {"write", "create", "delete"} and name.startswith("step-"))
+        # list, then read of the own claim, then the act: in each try, also after a lost answer.
+        if visible and looked > 1:
             self.broken(f"{process.name}: {what} {name} without a look at the claim right before it")
 
     def object_written(self, process: Process, name: str) -> None: ...

@@ -153,8 +153,8 @@ MUTATIONS = {
             "claim_unchecked",
             "a flusher publishes without a look at the claim",
             "flusher.tenure",
-            "        with self._lock:\n            self._claim.check()\n\n",
-            "\n",
+            "            self._claim.check(at_once=True)\n",
+            "            pass\n",
         ),
         Mutation(
             "slots_freed_before_written",
@@ -187,8 +187,8 @@ MUTATIONS = {
                 ("flusher.jobs", "                target.upload.publish()\n", "                pass\n"),
                 (
                     "flusher.jobs",
-                    "        self._store.write(manifest_name(target.file), manifest.to_bytes())\n",
-                    "        self._store.write(manifest_name(target.file), manifest.to_bytes())\n"
+                    "        self.manifests[job.key] = list_file(self._store, manifest)\n",
+                    "        self.manifests[job.key] = list_file(self._store, manifest)\n"
                     "        target.upload.publish()\n",
                 ),
             ),
@@ -218,7 +218,7 @@ MUTATIONS = {
             "sweeps_what_goes_on",
             "a new flusher sweeps the uploads that its own ring still needs",
             "flusher.lifetime",
-            "store.sweep(lambda own: is_slice_upload(own) or is_kept(own, write_ids))",
+            "store.sweep(goes_on)",
             "store.sweep()",
             1500,
         ),
@@ -242,8 +242,8 @@ MUTATIONS = {
             "file_deleted_first",
             "retention deletes the file before its manifest",
             "flusher.upkeep",
-            "            self._store.delete(name)\n",
-            "            self._store.delete(one.file)\n            self._store.delete(name)\n",
+            "        self._store.delete(name)\n",
+            "        self._store.delete(one.file)\n        self._store.delete(name)\n",
         ),
         _one(
             "size_unchecked",

@@ -72,10 +72,12 @@ class MemoryStore:
             self.objects[name] = data
 
     def create(self, name: str, data: bytes) -> bool:
+        self.before("create", name)
         with self.lock:
             return self.objects.setdefault(name, data) is data
 
     def delete(self, name: str) -> None:
+        self.before("delete", name)
         with self.lock:
             self.objects.pop(name, None)
 

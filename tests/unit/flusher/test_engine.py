@@ -24,6 +24,7 @@ from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreErro
 from holdfast.image.manifest import Key, Manifest, State, manifest_name
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
+from holdfast.store.guarded import guarded
 from holdfast.telemetry.events import EventLog
 from tests.support.images import Image, from_torch_file, made_up
 from tests.support.memory_store import MemoryStore
@@ -65,7 +66,8 @@ class Rig:
         self.inbox, self.heard = Inbox(), Heard()
         self.tenure = Tenure(self.store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
-        self.context = FlusherContext(self.store, self.tenure, self.inbox, self.events)
+        guard = guarded(self.store, self.tenure.check_once)
+        self.context = FlusherContext(guard, self.tenure, self.inbox, self.events)
         self.upkeep = Upkeep(self.context, UpkeepRules(verify=verify, keep_last=0, keep_every=0))
         self.engine = self.new_engine()
 
@@ -164,7 +166,7 @@ class Failing:
             raise StoreError(f"{act} {name}: no", retriable=self.retriable)
 
 
-@pytest.mark.parametrize("act", ["begin", "write_part", "publish", "write"])
+@pytest.mark.parametrize("act", ["begin", "write_part", "publish", "create"])
 def test_what_may_help_is_tried_again_and_the_checkpoint_kept_until_it_does(
     rig: Rig, tmp_path: Path, act: str
 ) -> None:
@@ -179,7 +181,7 @@ def test_what_may_help_is_tried_again_and_the_checkpoint_kept_until_it_does(
     assert rig.ring.checkpoints() == []
 
 
-@pytest.mark.parametrize("act", ["begin", "write_part", "publish", "write"])
+@pytest.mark.parametrize("act", ["begin", "write_part", "publish", "create"])
 def test_what_waiting_does_not_mend_holds_the_checkpoint_until_a_person_does(
     rig: Rig, tmp_path: Path, act: str
 ) -> None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from flusher.steps import Publish
-from holdfast.checkpoints.publish import ManifestFacts, Times, build_manifest, choose_name, saved_at_unix
+from holdfast.checkpoints.publish import (
+    ManifestFacts,
+    Times,
+    build_manifest,
+    choose_name,
+    list_file,
+    names_of,
+    saved_at_unix,
+    writer_attempt,
+    writer_id,
+)
 from holdfast.errors import BusyError
 from holdfast.image.index import LayoutIndex
-from holdfast.image.manifest import Key, Manifest, State
+from holdfast.image.manifest import Key, Manifest, State, is_manifest_name, manifest_name
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 
@@ -45,34 +56,52 @@ def test_manifest_survives_its_own_round_trip_with_all_fields() -> None:
     assert len(made.tensors) == 4
 
 
-def test_names_already_taken_get_the_attempt_and_then_no_name_at_all() -> None:
+def test_only_the_first_attempt_has_plain_names_and_no_attempt_another_ones() -> None:
     store = MemoryStore()
-    plain, suffixed = "step-000000007.pt", "step-000000007-a003.pt"
-    assert choose_name(store, Key(3, 7), ()) == plain
-    assert choose_name(store, Key(3, 7), {plain}) == suffixed
-    store.objects[plain] = bytes(IMAGE.layout.image_bytes)
-    assert choose_name(store, Key(3, 7), ()) == plain  # a file without a manifest is no checkpoint
-    store.objects["step-000000007.json"] = manifest(plain).to_bytes()
-    assert choose_name(store, Key(3, 7), ()) == suffixed
-    with pytest.raises(BusyError, match="already published"):
-        choose_name(store, Key(3, 7), {suffixed})
+    names = {attempt: set(names_of(Key(attempt, 7))) for attempt in (1, 2, 3, 12, 999, 1000, 10_000)}
+    assert choose_name(store, Key(1, 7), ()) == "step-000000007.pt"
+    assert choose_name(store, Key(3, 7), ()) == "step-000000007-a003.pt"
+    assert choose_name(store, Key(1000, 7), ()) == "step-000000007-a1000.pt"
+    for one, other in itertools.combinations(names.values(), 2):
+        assert not one & other
+    assert all(is_manifest_name(manifest_name(name)) for found in names.values() for name in found)
 
 
-@pytest.mark.parametrize("what", ["bad", "damaged", "file gone", "file short"])
-def test_a_name_whose_checkpoint_is_of_no_use_may_be_taken(what: str) -> None:
+@pytest.mark.parametrize("what", ["file", "manifest", "both", "of no use"])
+def test_whatever_stands_at_a_name_is_left_alone(what: str) -> None:
+    """A late writer of the same attempt, a person's backup, a checkpoint that was found bad: nothing is replaced."""
     store = MemoryStore()
-    plain = "step-000000007.pt"
-    store.objects[plain] = bytes(IMAGE.layout.image_bytes)
-    store.objects["step-000000007.json"] = manifest(plain).to_bytes()
-    if what == "bad":
-        store.objects["step-000000007.json"] = manifest(plain, state=State.BAD).to_bytes()
-    elif what == "damaged":
-        store.objects["step-000000007.json"] = b"{}"
-    elif what == "file gone":
-        del store.objects[plain]
-    else:
-        store.objects[plain] = b""
-    assert choose_name(store, Key(3, 7), ()) == plain
+    name = "step-000000007-a003.pt"
+    if what != "manifest":
+        store.objects[name] = bytes(IMAGE.layout.image_bytes)
+    if what != "file":
+        store.objects[manifest_name(name)] = manifest(name, state=State.BAD).to_bytes()
+    if what == "of no use":
+        store.objects[manifest_name(name)] = b"{}"
+    assert choose_name(store, Key(3, 7), ()) == "step-000000007-a0003.pt"
+    with pytest.raises(BusyError, match="saved once per attempt"):
+        choose_name(store, Key(3, 7), {"step-000000007-a0003.pt"})
+
+
+def test_a_manifest_is_written_once_and_never_over_another() -> None:
+    store = MemoryStore()
+    made = manifest("step-000000007.pt")
+    assert list_file(store, made) == made
+    again = made.model_copy(update={"created": "later"})
+    assert list_file(store, again) == made, "the answer to the first try was lost: that one counts"
+    with pytest.raises(BusyError, match="stays unlisted"):
+        list_file(store, made.model_copy(update={"write_id": "another"}))
+    assert Manifest.from_bytes(store.objects["step-000000007.json"], source="x") == made
+    store.objects["step-000000007.json"] = b"somebody's"
+    with pytest.raises(BusyError, match="something else"):
+        list_file(store, made)
+
+
+def test_a_sweep_knows_whose_an_upload_is() -> None:
+    assert writer_attempt(writer_id(7)) == 7
+    assert writer_attempt(f"{writer_id(12)}-step-000000001.pt") == 12
+    assert writer_attempt("0123456789abcdef0123456789abcdef") == 0, "an older version's tells nothing"
+    assert writer_id(7) != writer_id(7)
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def test_a_whole_set_is_loaded(store: MemoryStore) -> None:
     loaded = load_set(store, found)
     assert loaded.layout == IMAGE.layout
     assert [seal.rank for seal in loaded.seals] == [0, 1, 2]
-    assert assemble(store, loaded, check=nothing).order == (2, 7)
-    assert store.objects["step-000000007.pt"] == IMAGE.final
+    assert assemble(store, loaded, attempt=9, check=nothing).order == (2, 7)
+    assert store.objects["step-000000007-a002.pt"] == IMAGE.final
 
 
 def break_seal_missing(store: MemoryStore) -> str:
@@ -188,7 +188,7 @@ def test_damage_of_any_part_is_named_and_nothing_is_published(store: MemoryStore
     before = dict(store.objects)
     (found,) = find_sets(store.list())
     with pytest.raises(DamageError) as caught:
-        assemble(store, load_set(store, found), check=nothing)
+        assemble(store, load_set(store, found), attempt=9, check=nothing)
     assert said in str(caught.value)
     assert store.objects == before
     assert store.open_uploads == []
@@ -211,7 +211,7 @@ def test_any_flipped_byte_of_a_frame_is_named(store: MemoryStore, rank: int) -> 
             data[at] ^= 0x10
             store.objects[name] = bytes(data)
             with pytest.raises(DamageError, match=f"chunk {frame.chunk} .* from rank {rank}") as caught:
-                assemble(store, loaded, check=nothing)
+                assemble(store, loaded, attempt=9, check=nothing)
             assert name in str(caught.value)
         store.objects[name] = whole
     assert not any(name.startswith("step-") for name in store.objects)
@@ -230,8 +230,8 @@ def test_a_byte_that_is_flipped_on_its_way_once_does_no_harm(store: MemoryStore)
             flipped.append(what)
 
     store.before = before
-    assert assemble(store, load_set(store, found), check=nothing).file == "step-000000007.pt"
-    assert store.objects["step-000000007.pt"] == IMAGE.final
+    assert assemble(store, load_set(store, found), attempt=9, check=nothing).file == "step-000000007-a002.pt"
+    assert store.objects["step-000000007-a002.pt"] == IMAGE.final
     assert flipped
 
 
@@ -247,8 +247,8 @@ def test_a_writer_that_lost_the_run_publishes_nothing(store: MemoryStore, number
             raise FencedError("another")
 
     with pytest.raises(FencedError):
-        assemble(store, load_set(store, found), check=check)
-    assert "step-000000007.json" not in store.objects
+        assemble(store, load_set(store, found), attempt=9, check=check)
+    assert "step-000000007-a002.json" not in store.objects
     assert store.open_uploads == []
 
 
@@ -264,7 +264,7 @@ def test_a_store_that_fails_keeps_the_slices_and_no_upload(store: MemoryStore, a
     store.before = before
     before_objects = dict(store.objects)
     with pytest.raises(StoreError, match="full"):
-        assemble(store, loaded, check=nothing)
+        assemble(store, loaded, attempt=9, check=nothing)
     assert store.objects == before_objects
     assert store.open_uploads == []
 
@@ -301,7 +301,7 @@ def test_slices_are_no_checkpoints_of_the_catalog(store: MemoryStore) -> None:
         catalog.get()
     write_slices(store, IMAGE, attempt=2, step=9)
     (older,) = [found for found in catalog.slices() if found.step == 7]
-    assemble(store, load_set(store, older), check=nothing)
+    assemble(store, load_set(store, older), attempt=9, check=nothing)
     assert catalog.get().step == 7
     with pytest.raises(StoreMissing, match=r"step 9 is there as slices.*assemble memory://store/run@9"):
         catalog.get(9)

@@ -140,4 +140,7 @@ def test_a_rank_with_nothing_to_send_has_a_seal_alone() -> None:
     assert len(found.slices) < 9
     kept = tier_of(store, image, 0).kept()
     assert len(kept) == 9
-    assert store.objects[assemble(store, load_set(store, found), check=lambda: None).file] == image.final
+    assert (
+        store.objects[assemble(store, load_set(store, found), attempt=9, check=lambda: None).file]
+        == image.final
+    )

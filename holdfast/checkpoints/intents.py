@@ -1,0 +1,200 @@
+"""What the run's writer is about to name or to remove, written down first: only that is cleared away after its death.
+
+    publish   intent ─► file ─► manifest ─► intent away
+    remove    intent ─► manifest away ─► file away ─► intent away
+    clear     the next writer, for each intent of an earlier attempt:
+                  manifest there, asked for by its name ─► only the intent goes
+                  none, and the file is that very write ─► the file goes, then the intent
+
+A file without an intent is nobody's leftover: a person put it there, or restored it from a backup. A late writer's
+intents are its own, since their names hold its write-id.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.checkpoints.publish import writer_attempt
+from holdfast.errors import DamageError, StoreError, StoreMissing
+from holdfast.image.manifest import Manifest, manifest_name
+from holdfast.sealed import seal, unseal
+from holdfast.store.base import Store, Upload
+
+_log = logging.getLogger("holdfast.intents")
+
+_PREFIX = ".holdfast/intent-"
+_WRITE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_NAME = re.compile(rf"\.holdfast/intent-({_WRITE_ID.pattern})\.json")
+_CRC_FIELD = "intent_crc32"
+_BYTES_MAX = 1 << 16  # it is input from outside
+_Text = Annotated[str, Field(min_length=1, max_length=4096)]
+_Size = Annotated[int, Field(gt=0, lt=2**62)]
+
+
+class Intent(BaseModel):
+    """One file that is about to get its name, or to lose it.
+
+    Attributes:
+        act: Which of the two.
+        file: Its name.
+        write_id: Of the upload that wrote it.
+        nbytes: Its size.
+        chunk_bytes: As given to `Store.begin`.
+        part_bytes: The upload's, with `publish`.
+        token: The upload's, with `publish`, where the store has one: it tells this write from any other.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    format: Literal["holdfast-intent/1"] = "holdfast-intent/1"
+    act: Literal["publish", "remove"]
+    file: Annotated[str, Field(pattern=r"^step-\d{9,19}(-a\d{3,19})?\.pt$")]
+    write_id: _Text
+    nbytes: _Size
+    chunk_bytes: _Size
+    part_bytes: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    token: Annotated[str, Field(max_length=4096)] = ""
+
+    @classmethod
+    def to_publish(cls, file: str, upload: Upload, *, nbytes: int, chunk_bytes: int, write_id: str) -> Self:
+        """Of an upload that was begun with these arguments."""
+        return cls(
+            act="publish",
+            file=file,
+            write_id=write_id,
+            nbytes=nbytes,
+            chunk_bytes=chunk_bytes,
+            part_bytes=upload.part_bytes,
+            token=upload.token or "",
+        )
+
+    @classmethod
+    def to_remove(cls, manifest: Manifest) -> Self:
+        """Of a checkpoint that is not kept any more."""
+        return cls(
+            act="remove",
+            file=manifest.file,
+            write_id=manifest.write_id,
+            nbytes=manifest.image_bytes,
+            chunk_bytes=manifest.chunk_bytes,
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of its object."""
+        return intent_name(self.write_id)
+
+    def write(self, store: Store) -> None:
+        """Write it down. Raises `StoreError`."""
+        store.write(self.name, seal(self.model_dump_json().encode(), _CRC_FIELD))
+
+
+def intent_name(write_id: str) -> str:
+    """Name of the object in which the intent about a write lies. The write-id may come from outside, in a manifest."""
+    text = (
+        write_id if _WRITE_ID.fullmatch(write_id) else sha256(write_id.encode(errors="replace")).hexdigest()
+    )
+    return f"{_PREFIX}{text}.json"
+
+
+def forget_intent(store: Store, write_id: str) -> None:
+    """What was intended is done. Not raised, only logged: that the store fails; the next writer does it then."""
+    try:
+        store.delete(intent_name(write_id))
+    except StoreError as error:
+        _log.warning("%s stays for the next writer: %s", intent_name(write_id), error)
+
+
+def clear_intents(store: Store, before_attempt: int, is_wanted: Callable[[str], bool]) -> list[str]:
+    """Remove what earlier writers left half done, and their intents.
+
+    Only for the run's one writer.
+
+    Args:
+        store: The run.
+        before_attempt: The writer's own attempt: what it or a later one intends stays.
+        is_wanted: Asked with a write-id: this upload goes on, or is another process's.
+
+    Returns:
+        The files that were removed.
+
+    Raises:
+        StoreError: The store failed; may be called again.
+    """
+    removed: list[str] = []
+    for info in store.list():
+        match = _NAME.fullmatch(info.name)
+        if match is None or is_wanted(match[1]) or writer_attempt(match[1]) >= before_attempt:
+            continue
+        if info.nbytes > _BYTES_MAX:
+            _log.warning("%s/%s: %d bytes, is no intent; left as it is", store.url, info.name, info.nbytes)
+            continue
+        file = take_back(store, match[1])
+        removed += [file] if file else []
+    return removed
+
+
+def take_back(store: Store, write_id: str) -> str:
+    """Remove the file of this write if it is there and not listed, and the intent; the file's name, or nothing.
+
+    Raises:
+        StoreError: The store failed; may be called again.
+    """
+    intent = _read(store, intent_name(write_id))
+    if intent is None:
+        return ""
+    removes = not _is_listed(store, intent) and _is_that_write(store, intent)
+    if removes:
+        store.delete(intent.file)
+    store.delete(intent.name)
+    return intent.file if removes else ""
+
+
+def _read(store: Store, name: str) -> Intent | None:
+    """The intent of this name; None if it is gone, or says nothing that can be believed: then it stays, too."""
+    try:
+        body = unseal(store.read(name), _CRC_FIELD)
+        intent = None if body is None else Intent.model_validate_json(body)
+    except StoreMissing:
+        return None
+    except (ValidationError, RecursionError):
+        intent = None
+    if intent is None or intent.name != name:
+        _log.warning("%s/%s: is no intent that this version reads; left as it is", store.url, name)
+        return None
+    return intent
+
+
+def _is_listed(store: Store, intent: Intent) -> bool:
+    """Whether a manifest stands there, of this write or of another one, whole or not."""
+    try:
+        store.size(manifest_name(intent.file))
+    except StoreMissing:
+        return False
+    return True
+
+
+def _is_that_write(store: Store, intent: Intent) -> bool:
+    """Whether what stands at the file's name is what this intent speaks of."""
+    try:
+        if store.size(intent.file) != intent.nbytes:
+            return False
+        if not intent.token:
+            return True  # a removal that had begun, or a store that cannot tell one write from another
+        upload = store.resume(
+            intent.file,
+            nbytes=intent.nbytes,
+            chunk_bytes=intent.chunk_bytes,
+            part_bytes=intent.part_bytes,
+            write_id=intent.write_id,
+            token=intent.token,
+        )
+    except (StoreMissing, DamageError):
+        return False
+    return upload.published
