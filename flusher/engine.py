@@ -366,6 +366,9 @@ class Engine:
             self._inbox.put(error)
         except HoldfastError as error:
             self._inbox.put(JobFailed(job.key, job.slots, error))
+        except OSError as error:  # of the machine, such as no descriptors: it costs time
+            told = StoreError(f"{job.key}: {type(job).__name__}: {error}", retriable=True)
+            self._inbox.put(_Retry(job, round_number, told))
         except Exception as error:  # noqa: BLE001 - a bug costs this checkpoint, never the ring with all the others
             _log.exception("%s: %s failed in a way nobody foresaw", job.key, type(job).__name__)
             self._inbox.put(

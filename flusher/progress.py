@@ -21,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flusher.steps import Resume
 from holdfast.crc import crc32
-from holdfast.errors import ProtocolError, StoreError
+from holdfast.errors import ProtocolError
 from holdfast.image.manifest import Key
-from holdfast.ring.directory import open_private_file
+from holdfast.ring.directory import machine_error, open_private_file
 
 _BYTES_MAX = 1 << 30
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -121,7 +121,7 @@ class Progress:
         return Resume(self.head.part_bytes // chunk_bytes, dict(self.parts))
 
     def add_part(self, part: int, segment_crcs: tuple[tuple[int, ...], ...]) -> None:
-        """The store has this part. Raises `StoreError` when the record cannot be written."""
+        """The store has this part. Raises `StoreError` when the record cannot be written: it is tried again."""
         self._append(_Part(part=part, chunks=segment_crcs))
         self.parts[part] = segment_crcs
 
@@ -144,11 +144,7 @@ class Progress:
                 finally:
                     os.close(fd)
         except OSError as error:
-            raise StoreError(
-                f"{self._path}: what was written cannot be recorded: {error.strerror}; make room in the runtime "
-                "directory",
-                retriable=True,
-            ) from error
+            raise machine_error(self._path, error) from error
 
 
 def _whole_lines(data: bytes) -> tuple[int, list[bytes]]:

@@ -5,7 +5,8 @@
     FULL, of no checkpoint ─► freed
 
 Everything read here was written by processes that are gone, perhaps in the middle of a word: a damaged record or file
-costs its checkpoint, never the start.
+costs its checkpoint, never the start. An error of the machine (`StoreError`: no descriptors, no room) tells nothing of
+what is in the ring: it ends the start, and the ring stays for the next one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 
 from flusher.engine import Engine
 from flusher.progress import Progress, progress_path
-from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.errors import ConfigError, PeerLost, ProtocolError
 from holdfast.image.manifest import Key
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import CheckpointRecord, Ring
@@ -73,7 +74,7 @@ def recorded(ring: Ring) -> list[Progress]:
     for name in ring.checkpoint_names():
         try:
             progress = Progress.load(progress_path(ring.directory, Key(*name)))
-        except HoldfastError as error:
+        except (ProtocolError, ConfigError) as error:
             _log.error("%s", error)
         else:
             found += [] if progress is None else [progress]
@@ -98,7 +99,7 @@ def _take_up_one(engine: Engine, ring: Ring, key: Key, slots: list[SlotRecord]) 
         if said is None or said.state != "staged":
             return False
         layout = ring.layout(said.layout_digest)
-    except HoldfastError as error:
+    except (ProtocolError, ConfigError) as error:
         engine.give_up(key, error)
         return False
     engine.begin(key, layout)
@@ -113,6 +114,6 @@ def _said(ring: Ring, key: Key) -> CheckpointRecord | None:
     """What the checkpoint's file says; None if it is gone or damaged."""
     try:
         return ring.checkpoint(*key)
-    except HoldfastError as error:
+    except (ProtocolError, ConfigError) as error:
         _log.error("%s", error)
         return None

@@ -17,7 +17,7 @@ import os
 from flusher.engine import Engine
 from flusher.listener import DurableStep
 from flusher.upkeep import ReadBack
-from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.manifest import Key, State
 from holdfast.ring import doorbell as ipc
@@ -125,7 +125,7 @@ class StagerDesk:
             if self.refuse_begins and not engine.knows(key):
                 raise PeerLost(self.refuse_begins)
             layout = self._ring.layout(layout_digest)
-        except HoldfastError as error:
+        except (PeerLost, ProtocolError, ConfigError) as error:
             self.failed(key, error)
         else:
             engine.begin(key, layout)

@@ -19,7 +19,7 @@ import re
 import stat
 from pathlib import Path
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, StoreError
 from holdfast.ring.directory import open_private_file
 
 _log = logging.getLogger("holdfast.stager.segments")
@@ -57,7 +57,7 @@ class SegmentList:
             self._fd = open_private_file(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(self._fd, json.dumps(self._listed).encode())
-        except (OSError, ConfigError) as error:
+        except (OSError, ConfigError, StoreError) as error:
             _log.warning("segments of Open MPI are not looked after in %s: %s", base, error)
 
     def close(self) -> None:

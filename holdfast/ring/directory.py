@@ -8,15 +8,28 @@ The run key comes from the store's URL, so that a stager finds the flusher of it
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
 from pathlib import Path
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, StoreError
 from holdfast.store import normalise_url
 
 _KEY_DIGITS = 16
+_PLANTED = frozenset(
+    {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.ENODEV, errno.EACCES, errno.EPERM}
+)
+"""What `open` says of a file that is not what it should be."""
+_ADVICE = {
+    errno.EMFILE: "this process has too many open files; raise its limit (ulimit -n, LimitNOFILE=)",
+    errno.ENFILE: "this machine has too many open files; end what holds them, or raise fs.file-max",
+    errno.ENOSPC: "no room or no inodes are left there; make room (df, df -i), or set runtime_dir",
+    errno.EDQUOT: "the quota there is used up; make room, or set runtime_dir",
+    errno.ENOMEM: "the machine is out of memory; make room",
+    errno.EROFS: "it is mounted read-only; mount it for writing, or set runtime_dir",
+}
 
 
 def run_key(store_url: str) -> str:
@@ -85,11 +98,18 @@ def check_private_directory(
         )
 
 
+def machine_error(path: Path, error: OSError) -> StoreError:
+    """What to raise where the machine, and not what lies at `path`, is the cause: waiting and trying again may help."""
+    advice = _ADVICE.get(error.errno or 0, "it is tried again; see the kernel's log (dmesg) if it stays so")
+    return StoreError(f"{path}: {error.strerror or error}; {advice}", retriable=True)
+
+
 def open_private_file(path: Path, flags: int) -> int:
     """Open a file of a private directory, without following a link; new files get mode 0600.
 
     Raises:
         ConfigError: It is a link, not a regular file, or not ours.
+        StoreError: The machine lacks something, such as descriptors or room: the file may be fine, try again.
         FileNotFoundError, FileExistsError: As `os.open`.
     """
     try:
@@ -97,6 +117,8 @@ def open_private_file(path: Path, flags: int) -> int:
     except (FileNotFoundError, FileExistsError):
         raise
     except OSError as error:
+        if error.errno not in _PLANTED:
+            raise machine_error(path, error) from error
         raise ConfigError(f"{path}: not usable: {error.strerror}; remove it") from error
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():

@@ -26,9 +26,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from holdfast.errors import ConfigError, ProtocolError
+from holdfast.errors import ConfigError, ProtocolError, StoreError
 from holdfast.image.layout import Layout
-from holdfast.ring.directory import check_private_directory, make_private_directory, open_private_file
+from holdfast.ring.directory import (
+    check_private_directory,
+    machine_error,
+    make_private_directory,
+    open_private_file,
+)
 from holdfast.ring.journal import Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
 from holdfast.sealed import seal, unseal
@@ -239,6 +244,10 @@ class Ring:
             fd = open_private_file(self.directory / f"stager-{self.attempt}", os.O_RDWR)
         except FileNotFoundError:
             return False
+        except StoreError:
+            return (
+                True  # out of descriptors: nobody knows, and a living stager may still write into its slots
+            )
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -377,9 +386,12 @@ class Ring:
         # In memory: a rename is enough, there is nothing to sync.
         temporary = self.directory / f".new-{os.getpid()}-{name}"
         fd = open_private_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with open(fd, "wb") as file:  # noqa: PTH123
-            file.write(data)
-        temporary.rename(self.directory / name)
+        try:
+            with open(fd, "wb") as file:  # noqa: PTH123
+                file.write(data)
+            temporary.rename(self.directory / name)
+        except OSError as error:
+            raise machine_error(self.directory / name, error) from error
 
 
 def checkpoint_names(directory: Path) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from holdfast.errors import StoreError
 from holdfast.ring.directory import make_private_directory, open_private_file
 
 _NAME = "keeper"
@@ -62,6 +63,8 @@ def is_kept(directory: Path) -> bool:
         fd = open_private_file(path, os.O_RDWR)
     except FileNotFoundError:
         return False
+    except StoreError:
+        return True  # out of descriptors: nobody knows, and the next look tells
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(fd), path.lstat()):

@@ -19,11 +19,18 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.errors import DamageError
+from holdfast.errors import DamageError, StoreError
 from holdfast.store.base import ObjectInfo
 from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
 from holdfast.store.posix_errors import is_full, translated
-from holdfast.store.posix_io import make_directories, read_whole, sync_directory, write_all
+from holdfast.store.posix_io import (
+    make_directories,
+    open_regular,
+    read_whole,
+    refuse_links,
+    sync_directory,
+    write_all,
+)
 from holdfast.store.posix_reuse import SpareRoom
 from holdfast.store.posix_upload import PosixUpload
 
@@ -98,7 +105,7 @@ class PosixStore:
                     continue
                 for file in files:
                     try:
-                        status = (Path(directory) / file).stat()
+                        status = (Path(directory) / file).lstat()
                     except FileNotFoundError:
                         continue  # deleted while we looked
                     if stat.S_ISREG(status.st_mode):
@@ -109,13 +116,18 @@ class PosixStore:
         """Size of a file in bytes."""
         path = self._path(name)
         with translated("read", path):
-            return path.stat().st_size
+            status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreError(
+                f"{path}: is no regular file; links below a run are not followed, put the file itself there"
+            )
+        return status.st_size
 
     def read(self, name: str) -> bytes:
         """The whole of a small file."""
         path = self._path(name)
-        with translated("read", path):
-            return path.read_bytes()
+        with translated("read", path), open(open_regular(path, 0), "rb") as file:  # noqa: PTH123 (a descriptor)
+            return file.read()
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset`; page-aligned ones go past the page cache."""
@@ -172,6 +184,7 @@ class PosixStore:
         """Remove a file, durably; the next upload may get its room."""
         path = self._path(name)
         with translated("delete", path):
+            refuse_links(self._root, self._root / TEMPORARY)
             kept = self._room.keep(path)
         if not kept:
             self.delete(name)
@@ -180,7 +193,7 @@ class PosixStore:
         """Start a big file; its room is reserved before the first byte is sent."""
         return PosixUpload(
             path=self._path(name),
-            temporary=self._root / temporary_name(write_id, name),
+            temporary=self._temporary_path(write_id, name),
             nbytes=nbytes,
             part_bytes=chunk_bytes,
             room=self._room,
@@ -200,7 +213,7 @@ class PosixStore:
         """Go on with a file; which of its parts were written, only the caller's own record knows."""
         return PosixUpload(
             path=self._path(name),
-            temporary=self._root / temporary_name(write_id, name),
+            temporary=self._temporary_path(write_id, name),
             nbytes=nbytes,
             part_bytes=part_bytes,
             token=token,
@@ -211,6 +224,7 @@ class PosixStore:
         removed = []
         directory = self._root / TEMPORARY
         with translated("sweep", directory):
+            refuse_links(self._root, directory)
             try:
                 entries = sorted(directory.iterdir())
             except FileNotFoundError:
@@ -228,7 +242,16 @@ class PosixStore:
         return removed
 
     def _path(self, name: str) -> Path:
-        return self._root / check_name(name)
+        path = self._root / check_name(name)
+        with translated("reach", path):
+            refuse_links(self._root, path.parent)
+        return path
+
+    def _temporary_path(self, write_id: str, name: str) -> Path:
+        path = self._root / temporary_name(write_id, name)
+        with translated("reach", path):
+            refuse_links(self._root, path.parent)
+        return path
 
     def _prepare(self, path: Path, name: str, data: bytes) -> Path:
         """The finished temporary file for a small file, and the directory that it will stand in."""
@@ -242,7 +265,7 @@ class PosixStore:
                 return self._write_temporary(name, data)
 
     def _write_temporary(self, name: str, data: bytes) -> Path:
-        temporary = self._root / temporary_name(f"small.{secrets.token_hex(8)}", name)
+        temporary = self._temporary_path(f"small.{secrets.token_hex(8)}", name)
         make_directories(temporary.parent)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:

@@ -27,7 +27,7 @@ _ADVICE = {
     errno.EISDIR: "a directory stands where the file should be; move it away",
     errno.EEXIST: "something else stands where a directory should be; choose another path or move it away",
     errno.ENAMETOOLONG: "choose a shorter path for the run",
-    errno.ELOOP: "a symbolic link leads back to itself; mend it",
+    errno.ELOOP: "a symbolic link stands there, and below a run none is followed; put the file itself there",
     errno.EFBIG: "the file system or a limit (ulimit -f) does not take files of this size",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENXIO: "the device is gone; see that it is attached and mounted",

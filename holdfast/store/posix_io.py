@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,6 +61,40 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def refuse_links(root: Path, directory: Path) -> None:
+    """See that no directory between `root` and `directory` is a symbolic link: it might lead out of the run.
+
+    The run's own directory, and what is above it, may be links: a person has set them.
+
+    Raises:
+        StoreError: One is; names it.
+    """
+    place = root
+    for part in directory.relative_to(root).parts:
+        place /= part
+        try:
+            is_link = stat.S_ISLNK(place.lstat().st_mode)
+        except FileNotFoundError:
+            return
+        if is_link:
+            raise StoreError(
+                f"{place}: is a symbolic link, and below a run none is followed; put the directory itself there, or "
+                "give the path behind the link as the store's"
+            )
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """Open a regular file for reading, and nothing else: no link is followed, no pipe waited for."""
+    descriptor = os.open(path, flags | os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise StoreError(f"{path}: is no regular file; move it away")
+
+
 def write_in_order(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
     """Write the views back to back from `offset`."""
     for view in views:
@@ -72,7 +107,7 @@ def open_direct(path: Path) -> int:
     if not _DIRECT:
         return -1
     try:
-        return os.open(path, os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
+        return os.open(path, os.O_WRONLY | _DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
@@ -119,11 +154,11 @@ def read_whole(path: Path, offset: int, view: memoryview) -> int:
 def _open_for_reading(path: Path, *, direct: bool) -> int:
     if direct and _DIRECT:
         try:
-            return os.open(path, os.O_RDONLY | _DIRECT | os.O_CLOEXEC)
+            return open_regular(path, _DIRECT)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return open_regular(path, 0)
 
 
 def _read_direct(descriptor: int, view: memoryview, offset: int) -> int:

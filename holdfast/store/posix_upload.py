@@ -175,7 +175,9 @@ class PosixUpload:
         with translated("begin", self._path, needed_bytes=self._ledger.nbytes):
             make_directories(self._path.parent)
             make_directories(self._temporary.parent)
-            self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            # A call that is tried again may have left one; the name is random, so it is nobody else's.
+            self._temporary.unlink(missing_ok=True)
+            self._file = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 if room is not None:
                     self._file = room.take(self._temporary, self._file)
@@ -213,7 +215,7 @@ class PosixUpload:
 
     def _open_again(self) -> tuple[int, int]:
         """Both descriptors of the temporary file that is there, if it is ours."""
-        file = os.open(self._temporary, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(self._temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_ino != self._inode:
                 raise StoreMissing(
