@@ -16,6 +16,7 @@ from holdfast.image.manifest import (
     EntryRecord,
     Key,
     Manifest,
+    State,
     TensorRecord,
     manifest_name,
     step_file_name,
@@ -86,11 +87,13 @@ def choose_name(store: Store, key: Key, taken: Collection[str]) -> str:
     """
     names = names_of(key)
     for name in names:
-        if name not in taken and not _exists(store, name) and not _exists(store, manifest_name(name)):
-            return name
+        # The manifest first: who asks for a step that is published is told so.
+        if _is_manifest_there(store, name, key) or name in taken or _exists(store, name):
+            continue
+        return name
     raise BusyError(
-        f"{store.url}: {key} cannot be published: {' and '.join(names)} are there already. A step is saved once per "
-        "attempt; files that were put there by hand have to be moved away"
+        f"{store.url}: {key} cannot be published: {' and '.join(names)} are there already; move away what was put "
+        "there by hand"
     )
 
 
@@ -99,6 +102,20 @@ def names_of(key: Key) -> tuple[str, ...]:
     plain, numbered = step_file_name(key.step), step_file_name(key.step, attempt=key.attempt)
     zero = numbered.replace("-a", "-a0")
     return (plain, numbered, zero) if key.attempt == 1 else (numbered, zero)
+
+
+def _is_manifest_there(store: Store, file: str, key: Key) -> bool:
+    """Whether anything stands at the name of this file's manifest; raises `BusyError` if that is this checkpoint."""
+    name = manifest_name(file)
+    try:
+        there = Manifest.from_bytes(store.read(name), source=name)
+    except StoreMissing:
+        return False
+    except DamageError:
+        return True
+    if there.order == key and there.state is not State.BAD:
+        raise BusyError(f"{store.url}: {key} is already published; a step is saved once per attempt")
+    return True
 
 
 def _exists(store: Store, name: str) -> bool:

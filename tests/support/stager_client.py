@@ -80,9 +80,9 @@ class FlusherProcess:
         return sorted(path.name for path in files if not path.name.startswith("writer-"))
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a step, as JSON."""
-        found: dict[str, Any] = json.loads((self.store / f"step-{step:09d}.json").read_text())
-        return found
+        """The manifest of a step, of the newest attempt that has it, as JSON."""
+        found = [json.loads(path.read_text()) for path in self.store.glob(f"step-{step:09d}*.json")]
+        return max(found, key=lambda manifest: int(manifest["attempt"]), default={})
 
     def happened(self, event: str) -> list[dict[str, Any]]:
         """Lines of the event log."""

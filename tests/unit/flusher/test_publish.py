@@ -79,8 +79,15 @@ def test_whatever_stands_at_a_name_is_left_alone(what: str) -> None:
     if what == "of no use":
         store.objects[manifest_name(name)] = b"{}"
     assert choose_name(store, Key(3, 7), ()) == "step-000000007-a0003.pt"
-    with pytest.raises(BusyError, match="saved once per attempt"):
+    with pytest.raises(BusyError, match="move away"):
         choose_name(store, Key(3, 7), {"step-000000007-a0003.pt"})
+
+
+def test_a_step_is_published_once_per_attempt() -> None:
+    store = MemoryStore()
+    store.objects["step-000000007.json"] = manifest("step-000000007.pt").to_bytes()
+    with pytest.raises(BusyError, match="already published"):
+        choose_name(store, Key(1, 7), ())
 
 
 def test_a_manifest_is_written_once_and_never_over_another() -> None:

@@ -36,7 +36,7 @@ ACTS: dict[str, Callable[[PosixStore], object]] = {
     "resume": resumed,
     "check": lambda store: store.check(write=True),
     "retire": lambda store: store.retire("step-000000009.pt"),
-    "claim": lambda store: Claim.take(store),
+    "claim": Claim.take,
 }
 INSIDE: dict[str, Callable[[PosixStore], object]] = {
     "write": lambda store: store.write("slices/a", DATA),
