@@ -12,12 +12,13 @@ import fcntl
 import logging
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.command.place import sync_directory
-from holdfast.errors import BusyError
+from holdfast.errors import BusyError, StoreError
 
 _log = logging.getLogger("holdfast.cli")
 
@@ -36,6 +37,7 @@ def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
 
     Raises:
         BusyError: Another process writes the same file.
+        StoreError: Something that is not the caller's own file stands there; it is left as it is.
         OSError: The file cannot be written.
     """
     part = path.with_name(f".{path.name}.{crc32:08x}-{nbytes}.part")
@@ -54,19 +56,30 @@ def partial(path: Path, crc32: int, nbytes: int) -> Iterator[int]:
             raise
         os.fsync(fd)
         part.rename(path)
+        if not os.path.samestat(os.fstat(fd), path.lstat()):
+            raise StoreError(
+                f"{path}: somebody put another file there; fetch to a directory that is yours alone"
+            )
     finally:
         os.close(fd)
     sync_directory(path.parent)
     _remove_others(path)
 
 
-def _locked(part: Path) -> int:
+def _locked(part: Path, *, create: bool = True) -> int:
+    """Open and lock the file, which must be the caller's own: others may write into its directory.
+
+    Raises:
+        BusyError: Another process writes it.
+        StoreError: Something else stands there, such as a link; it is left as it is.
+        OSError: It cannot be opened.
+    """
     while True:
-        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = _opened(part, create=create)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(fd), part.stat()):
+                if os.path.samestat(os.fstat(fd), part.lstat()):
                     return fd
         except OSError as error:
             os.close(fd)
@@ -78,11 +91,39 @@ def _locked(part: Path) -> int:
         os.close(fd)  # whoever had it has just renamed or removed it
 
 
+def _opened(part: Path, *, create: bool) -> int:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.suppress(FileExistsError):
+        if create:
+            return os.open(part, flags | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        fd = os.open(part, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _strange(part) from error
+        if isinstance(error, FileNotFoundError) and create:
+            return _opened(part, create=create)  # whoever had it has just renamed it
+        raise
+    found = os.fstat(fd)
+    # A second name of another file of the caller's, or a file into which somebody else can still write.
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid != os.geteuid():
+        os.close(fd)
+        raise _strange(part)
+    return fd
+
+
+def _strange(part: Path) -> StoreError:
+    return StoreError(
+        f"{part}: is no file of uid {os.geteuid()} that only this name leads to; holdfast writes nothing through it. "
+        "Remove it, or fetch to another directory"
+    )
+
+
 def _remove_others(path: Path) -> None:
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}-\d+\.part")
     for other in path.parent.iterdir():
         if name.fullmatch(other.name):
-            with contextlib.suppress(OSError, BusyError):
-                fd = _locked(other)
+            with contextlib.suppress(OSError, BusyError, StoreError):
+                fd = _locked(other, create=False)
                 other.unlink()
                 os.close(fd)

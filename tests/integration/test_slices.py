@@ -322,7 +322,7 @@ def test_the_next_flusher_makes_the_file_and_clears_away_when_its_own_job_has_on
         stager.close()
     assert flusher.wait() == 0
     assert slices_in(run_dir) == []
-    assert (run_dir / "step-000000006.pt").read_bytes() == other.final
+    assert (run_dir / "step-000000006-a002.pt").read_bytes() == other.final
     events = [json.loads(line) for line in flusher.events.read_text().splitlines()]
     (assembled,) = [event for event in events if event["event"] == "assembled"]
     assert (assembled["step"], assembled["attempt"], assembled["slices"]) == (5, 1, RANKS)
@@ -352,7 +352,9 @@ def test_both_ways_make_the_same_file(run_dir: Path, image: Image, start: Start)
     stager.finish()
     assert flusher.wait() == 0
     stager.close()
-    by_stager, by_ranks = (manifest_at(run_dir, f"step-00000000{step}.pt") for step in (9, 5))
+    by_stager, by_ranks = (
+        manifest_at(run_dir, f"{name}.pt") for name in ("step-000000009-a002", "step-000000005")
+    )
     assert (run_dir / by_stager.file).read_bytes() == (run_dir / by_ranks.file).read_bytes()
     same = (
         "image_bytes",
@@ -391,8 +393,8 @@ def test_a_flusher_that_is_killed_anywhere_is_followed_by_one_that_ends_it(
     assert sorted(path.name for path in run_dir.glob("step-*")) == [
         "step-000000005.json",
         "step-000000005.pt",
-        "step-000000007.json",
-        "step-000000007.pt",
+        "step-000000007-a003.json",
+        "step-000000007-a003.pt",
     ]
 
 
@@ -412,7 +414,7 @@ def test_slices_that_are_older_than_what_is_published_become_no_file(
     stager.finish()
     assert second.wait() == 0
     stager.close()
-    assert not (run_dir / "step-000000007.pt").exists()
+    assert not list(run_dir.glob("step-000000007*"))
     nothing = holdfast("assemble", run_dir)
     assert nothing.returncode == 0
     assert "nothing to do" in nothing.stdout
