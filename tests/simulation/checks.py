@@ -8,7 +8,8 @@ recalled ⇒ saved         what a restore gets from the ring, in FULL slots or f
                          to be of; and what was staged before is there (tests/simulation/hot.py)
 slots                    each has one owner; payloads land only in the slot that waits for them; all free at the end
 in flight                at most two checkpoints are being received
-one writer               nothing becomes visible without a look at the claim right before it
+one writer               nothing becomes visible without a look at the claim right before it, in each try
+replaced ⇒ harmless      a writer that stands still, is replaced and wakes changes nothing of what was published since
 every wait ends          when faults stop, every step has its verdict, every process ends, all staged is durable
 """
 
@@ -69,6 +70,8 @@ class Checks:
         self._job_of: dict[int, int] = {}  # attempt → job
         self.job_of_attempt: dict[int, int] = {}  # as the ring says
         self._intruded = False
+        self.winners: dict[str, bytes] = {}  # what another host has published since it took the run over
+        self.winners_upload = ""
         self.failure = ""
 
     def broken(self, what: str) -> None:
@@ -86,6 +89,7 @@ class Checks:
         store_changed = version != self._seen_version
         if store_changed:
             self._seen_version = version
+            self.winner_is_untouched()
             self.listed_is_complete()
         if store_changed or self.ring_changed:
             self.ring_changed = False
@@ -97,6 +101,26 @@ class Checks:
         if scheduler.events % 3 == 0 and not self._slots_seen:
             self._slots_seen = True
             self.slots_have_one_owner()
+
+    # -- replaced => harmless -------------------------------------------------------------------------------------
+
+    def winner_is_untouched(self) -> None:
+        """Whatever a writer that was replaced still does, what the newer attempt has published stands as it was."""
+        state, intruder = self._world.store, self._world.intruder
+        if (
+            not self.winners
+            or intruder is None
+            or f".holdfast/writer-{intruder.attempt + 1:06d}.json" in state.objects
+        ):
+            return
+        for name, data in self.winners.items():
+            if state.objects.get(name) is not data:
+                what = "removed" if name not in state.objects else "written over"
+                self.broken(
+                    f"{name} of attempt {intruder.attempt} was {what} by a writer that it had replaced"
+                )
+        if self.winners_upload not in state.uploads:
+            self.broken(f"an upload of attempt {intruder.attempt} was swept by a writer that it had replaced")
 
     # -- listed => complete --------------------------------------------------------------------------------------
 
@@ -111,6 +135,8 @@ class Checks:
                 self.broken(f"listed but not complete: {item.name}: {item.fault}")
             manifest = item.manifest
             assert manifest is not None
+            if state.objects[item.name] is self.winners.get(item.name):
+                continue  # another host's, of a training of its own
             if item.file_bytes != manifest.image_bytes or (item.fault and manifest.state is not State.BAD):
                 self.broken(f"listed but not complete: {item.fault} ({item.file_bytes} bytes)")
             self._check_manifest(manifest, state.objects[manifest.file])
@@ -422,7 +448,7 @@ class Checks:
     def deadlines_held(self, job: Job) -> None:
         """A process vanished two minutes ago: whatever was offered then has its verdict at every rank that lives."""
         plan = self._world.plan
-        if plan.slow_seconds or plan.full or any(fault.what == "stop" for fault in plan.faults):
+        if plan.slow_seconds or plan.full or any(fault.what in {"stop", "freeze"} for fault in plan.faults):
             return
         for offer in self._world.offered:
             waits = offer.job == job.number and not offer.transfer.settled.is_set()

@@ -239,6 +239,22 @@ MUTATIONS = {
             3000,
         ),
         _one(
+            "names_without_attempt",
+            "a later attempt takes the plain name where it is free, as a writer before it may be about to",
+            "holdfast.checkpoints.publish",
+            "return (plain, numbered, zero) if key.attempt == 1 else (numbered, zero)",
+            "return (plain, numbered, zero)",
+            1500,
+        ),
+        _one(
+            "later_upload_swept",
+            "a writer that stood still in its start sweeps the uploads of the one that has replaced it",
+            "flusher.lifetime",
+            " or writer_attempt(own) > attempt",
+            "",
+            3000,
+        ),
+        _one(
             "file_deleted_first",
             "retention deletes the file before its manifest",
             "flusher.upkeep",

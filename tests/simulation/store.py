@@ -91,6 +91,7 @@ class StoreClient:
         if fails and not lost:
             raise StoreError(f"{URL}/{name}: {what}: connection reset", retriable=True)
         world.store_act(self._process, what, name)
+        world.before_act(self._process, what, name)
         result = call()
         if writes:
             state.version += 1

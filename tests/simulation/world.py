@@ -17,6 +17,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -27,8 +28,10 @@ from typing import Any
 from flusher.lifetime import live
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.claim import Claim, Identity
+from holdfast.checkpoints.publish import choose_name, writer_id
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError
+from holdfast.image.manifest import Key, manifest_name
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
@@ -43,8 +46,9 @@ from tests.simulation.hot import reread, restored_from_ring
 from tests.simulation.images import CHUNK_BYTES, image
 from tests.simulation.runtime import SIM
 from tests.simulation.scheduler import Process, Scheduler
-from tests.simulation.store import URL, StoreClient, StoreState, pristine
+from tests.simulation.store import URL, OpenUpload, StoreClient, StoreState, pristine
 from tests.simulation.transport import Job, notice_death
+from tests.support.checkpoints import manifest_of, small_image
 from tests.support.images import Image
 from trainer_side.link.link import Link
 from trainer_side.transfer import TransferState
@@ -54,6 +58,7 @@ __all__ = ["Broken", "Plan", "World"]
 _SECONDS_MAX = 40_000.0
 _EVENTS_MAX = 60_000
 _VARIANTS = 12
+_WINNERS = small_image(3)
 POINTS = {
     "rank": ["frame_sent", "slice_sent"],
     "stager": ["chunk_received", "chunk_full", "sealed", "staged"],
@@ -143,6 +148,19 @@ class Plan:
             plan.faults.append(Fault("full", at_event=int(2 ** chance.uniform(4, 10))))
         return plan
 
+    def may_freeze(self, seed: int) -> None:
+        """In some worlds a flusher stands still at an act of the store, and meanwhile another host takes the run over.
+
+        From dice of their own: every other choice of a seed stays what it is.
+        """
+        chance = random.Random(f"freeze {seed}")
+        if chance.random() < 0.12:
+            point = chance.choice(["any", "visible", "visible"])
+            number = (
+                int(2 ** chance.uniform(0, 7)) if point == "any" else chance.choice([1, 1, 2, 2, 3, 4, 5, 7])
+            )
+            self.faults.append(Fault("freeze", kind="flusher", point=point, number=number))
+
     @staticmethod
     def _fault(chance: Any) -> Fault:
         what = chance.choices(
@@ -210,6 +228,7 @@ class World:
         self.seed, self.directory = seed, directory
         self.scheduler = Scheduler(seed, trace=trace)
         self.plan = Plan.of(self.scheduler)
+        self.plan.may_freeze(seed)
         plan = self.plan
         self.store = StoreState(plan.store_kind, plan.part_chunks)
         self.store.fail_share, self.store.slow_seconds = plan.fail_share, plan.slow_seconds
@@ -225,6 +244,7 @@ class World:
         self.calm = False  # no more faults
         self.flip_next_payload = False
         self.intruder: Claim | None = None
+        self.acts = {"any": 0, "visible": 0}  # of flushers on the store
         self.node_lost = 0
         self._ring: tuple[int, Ring] | None = None
         self.checks = Checks(self)
@@ -598,6 +618,55 @@ class World:
         ring.slot_memory(slot)[at] ^= 1 << chance.randrange(8)
         self.scheduler.note(f"! a bit flips in slot {slot}: step {record.step}, chunk {record.chunk}")
         self.checks.tainted.add((record.attempt, record.step))
+
+    def before_act(self, process: Process, what: str, name: str) -> None:
+        """A flusher has looked at its claim, and is about to do something in the store: here it may stand still."""
+        if process.kind != "flusher" or self.calm or self.intruder is not None:
+            return
+        visible = name.startswith("step-") and what in {"publish", "create", "write", "delete"}
+        for kind in ("any", "visible") if visible or what == "sweep" else ("any",):
+            self.acts[kind] += 1
+            for fault in self.plan.faults:
+                if (
+                    fault.what == "freeze"
+                    and not fault.done
+                    and (fault.point, fault.number)
+                    == (
+                        kind,
+                        self.acts[kind],
+                    )
+                ):
+                    fault.done = True
+                    self._freeze(process, f"{what} {name}")
+
+    def _freeze(self, process: Process, where: str) -> None:
+        sim = self.scheduler
+        seconds = sim.chance.choice([5.0, 60.0])
+        sim.note(f"! {process.name} stands still before {where} for {seconds:g} s")
+        process.stopped_until = sim.now + seconds
+        sim.later(seconds / 2, self._win)
+        sim.step("frozen")
+
+    def _win(self) -> None:
+        """Another host takes the run over, and has published each step that is on its way here, and verified it."""
+        if self.intruder is not None:
+            return
+        sim, state = self.scheduler, self.store
+        self.checks.intruded()
+        claim = self.intruder = Claim.take(
+            pristine_writer(state), takeover=True, identity=Identity("other host", "b", "n", 7, 1)
+        )
+        sim.note(f"! another host takes the run over, as attempt {claim.attempt}")
+        for step in sorted({offer.step for offer in self.offered}):
+            file = choose_name(pristine(state), Key(claim.attempt, step), ())
+            manifest = manifest_of(_WINNERS, step=step, attempt=claim.attempt, file=file)
+            state.objects[file], state.objects[manifest_name(file)] = _WINNERS, manifest.to_bytes()
+            for name in (file, manifest_name(file)):
+                self.checks.winners[name] = state.objects[name]
+        token = f"{writer_id(claim.attempt)}/0"
+        state.uploads[token] = OpenUpload("step-000000999.pt", token.partition("/")[0], 1, 1)
+        self.checks.winners_upload = token
+        state.version += 1
 
     # -- what the fakes tell -------------------------------------------------------------------------------------
 
