@@ -34,7 +34,15 @@ from flusher.steps import (
     WritePart,
 )
 from holdfast.checkpoints.intents import Intent, take_back
-from holdfast.checkpoints.publish import ManifestFacts, Times, build_manifest, choose_name, list_file, names_of, writer_id
+from holdfast.checkpoints.publish import (
+    ManifestFacts,
+    Times,
+    build_manifest,
+    choose_name,
+    list_file,
+    names_of,
+    writer_id,
+)
 from holdfast.crc import combine_all
 from holdfast.errors import DamageError, ProtocolError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach

@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.checkpoints.intents import Intent, forget_intent, take_back
-from holdfast.checkpoints.publish import ASSEMBLY, ManifestFacts, Times, build_manifest, choose_name, list_file, writer_id
+from holdfast.checkpoints.publish import (
+    ASSEMBLY,
+    ManifestFacts,
+    Times,
+    build_manifest,
+    choose_name,
+    list_file,
+    writer_id,
+)
 from holdfast.checkpoints.slice_sets import LoadedSet
 from holdfast.crc import combine, combine_all, crc32
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreMissing
