@@ -25,7 +25,7 @@ from holdfast.image.slices import area_bytes, frames_of
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire.frames import Proposal
 from trainer_side.joining import join
-from trainer_side.link.link import Link
+from trainer_side.link.to_stager import ToStager
 from trainer_side.transfer import TransferState
 
 WAIT_SECONDS_MAX = 120.0
@@ -121,7 +121,6 @@ def main() -> None:
     rank = -1
     try:
         link = join(TrainerConfig())
-        assert isinstance(link, Link)
         rank = link.rank
         run(link, scenario, image_bytes, steps, said)
     except HoldfastError as error:
@@ -130,8 +129,8 @@ def main() -> None:
     (out / name).write_text(json.dumps(said))
 
 
-def run(link: Link, scenario: str, image_bytes: int, steps: int, said: dict[str, Any]) -> None:
-    plan = layout(image_bytes, link.welcome.chunk_bytes, link.ranks)
+def run(link: ToStager, scenario: str, image_bytes: int, steps: int, said: dict[str, Any]) -> None:
+    plan = layout(image_bytes, link.chunk_bytes, link.ranks)
     changed = plan.tensors[1].path if scenario == "differ" and link.rank == 1 else ""
     agreement = link.agree(proposal(plan, changed=changed))
     said["agreement"] = [agreement.pickle_reserve_bytes, agreement.per_rank_reserve_bytes]
