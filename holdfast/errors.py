@@ -13,7 +13,7 @@
 
 Each class carries a stable `code` (for logs and `--json`), the exit code of the command line, and whether trying the
 same thing again may help. Messages name what, where, expected, got, and what to do next. The code names a section of
-docs/troubleshooting.md as well: what ends a command, or a training script by a traceback, says where it is.
+docs/troubleshooting.md as well: what ends a command or a training script says where it is.
 """
 
 from __future__ import annotations

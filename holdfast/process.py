@@ -22,8 +22,8 @@ def yield_to_training(niceness: int) -> None:
 FINALIZE_SECONDS_MAX = 30.0  # it takes milliseconds, and some seconds where many processes share few cores
 
 
-def end_within(seconds_max: float, call: Callable[[], object], what: str) -> None:
-    """Call `call`; if it has not returned after `seconds_max`, say so on stderr and end the process with code 0.
+def end_within(seconds_max: float, call: Callable[[], object], what: str, *, code: int = 0) -> None:
+    """Call `call`; if it has not returned after `seconds_max`, say so on stderr and end the process with `code`.
 
     Main thread, at exit. `what`: names the call. It has to release the GIL while it waits, or no thread can end it:
     mpi4py's `MPI.Finalize` keeps it, the same function called by ctypes does not.
@@ -36,7 +36,7 @@ def end_within(seconds_max: float, call: Callable[[], object], what: str) -> Non
         )
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
 
     timer = threading.Timer(seconds_max, leave)
     timer.daemon = True

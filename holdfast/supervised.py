@@ -5,6 +5,8 @@
     <01>holdfast {"restored": {"rank": 3, "step": 1200}}                     the rank itself, trainer_side
     <01>holdfast {"stepped": {"rank": 3, "step": 1201}}                      the same, after its first step
 
+and, for people as well, the error that ends a training script (`last_words`).
+
 Only the standard library: this runs in front of every rank.
 """
 
@@ -13,8 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.errors import HoldfastError
 
 ATTEMPT_VARIABLE = "HOLDFAST_RUN_ATTEMPT"
 MARK = "\x01holdfast "
@@ -37,6 +43,21 @@ def tell(kind: str, *, step: int) -> None:
     """From a training rank: it has come so far. Nothing where no `holdfast run` listens."""
     if ATTEMPT_VARIABLE in os.environ:
         say(kind, rank=own_rank(), step=step)
+
+
+LAST_WORDS = re.compile(r"holdfast: rank \d+: ([A-Z]\w+): .*")
+
+
+def last_words(error: HoldfastError, *, rank: int, place: str) -> str:
+    """What a training rank says of the error that ends it; its first line matches `LAST_WORDS`.
+
+    Args:
+        error: It.
+        rank: The rank, among the trainers.
+        place: The line of the script that met the error; empty if none is known.
+    """
+    where = f" (at {place})" if place else ""
+    return f"\nholdfast: rank {rank}: {type(error).__name__}: {error}{where}\nhelp: {error.help}\n"
 
 
 DIARY_VARIABLE = "HOLDFAST_DRILL_DIARY"

@@ -85,7 +85,7 @@ def stager(**arguments: Any) -> None:
     port = TrainersPort.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
     try:
         lost_ranks = _serve(port, config, problem)
-    except HoldfastError:
+    except (HoldfastError, click.exceptions.Exit):
         raise
     except Exception:  # noqa: BLE001 - whatever it is, the trainers must not wait for it
         # Told by a death that MPI sees at once: at the end of MPI the trainers would wait for us, and we for them.
@@ -113,9 +113,12 @@ def _serve(port: TrainersPort, config: StagerConfig | None, problem: HoldfastErr
         segments = SegmentList(config.runtime_dir)
         flusher = attach(config)
     except HoldfastError as error:
-        refuse_start(port, error)
+        is_told = refuse_start(port, error)
         if segments is not None:
             segments.close()
+        if is_told:  # the lowest rank says it: once for the job
+            _log.debug("the start was refused", exc_info=error)
+            click.get_current_context().exit(error.exit_code)
         raise
     events = EventLog(config.events, role="stager")
     service = StagerService(config, port, flusher, events=events)

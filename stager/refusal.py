@@ -19,16 +19,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("holdfast.stager")
 
-_LEAVE_SECONDS_MAX = 10.0
 _PAUSE_SECONDS = 5e-3
 
 
-def refuse_start(port: TrainersPort, error: HoldfastError) -> None:
-    """Tell every trainer why there will be no stager, and stay until they have heard it."""
+def refuse_start(port: TrainersPort, error: HoldfastError) -> bool:
+    """Tell every trainer why there will be no stager, and stay until each has heard it or is gone.
+
+    A script may load its model for minutes before it makes its Checkpointer, so nothing but their leaving ends this.
+
+    Returns:
+        Whether a trainer has asked, and so says it.
+    """
     waiting = set(range(port.ranks))
     message = Welcome.refusal(error)
-    deadline = time.monotonic() + _LEAVE_SECONDS_MAX
-    while waiting and time.monotonic() < deadline:
+    is_told = False
+    while waiting:
         seen = port.poll()
         for rank, raw in seen.messages:
             try:
@@ -39,7 +44,9 @@ def refuse_start(port: TrainersPort, error: HoldfastError) -> None:
                 continue
             if kind is Kind.HELLO:
                 port.send(rank, message)
+                is_told = True
             elif kind is Kind.BYE:
                 waiting.discard(rank)
         waiting -= {rank for rank, _ in seen.lost}
         time.sleep(_PAUSE_SECONDS)
+    return is_told

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from holdfast.config import StagerConfig
-from holdfast.errors import HoldfastError, ProtocolError, StateError
+from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
@@ -253,7 +253,5 @@ class TrainerDesk:
         if isinstance(answer, Agreement):
             message = answer.to_frame(attempt)
         else:
-            if isinstance(answer, StateError):
-                _log.error("%s", answer)
             message = wire.encode(Kind.REFUSED, attempt=attempt, body=wire.error_body(answer))
         self._trainers.send_all(message)

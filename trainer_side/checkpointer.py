@@ -34,6 +34,7 @@ from trainer_side.joining import join, open_tier_set
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.open_sources import open_watch
 from trainer_side.pace.pacer import Pacer, chosen, open_pacer
+from trainer_side.ranks.uncaught import end_by_exit_codes
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.save.areas import Areas
@@ -85,6 +86,7 @@ class Checkpointer:
         config: TrainerConfig | None = None,
         every: int | Literal["auto"] | None = None,
     ) -> None:
+        end_by_exit_codes()
         for name in list[object](state):
             if not (isinstance(name, str) and name and "/" not in name):
                 raise StateError(f"names in the state are non-empty strings without '/', got {name!r}")

@@ -49,6 +49,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 _AWAITING_PAUSE_SECONDS = 1e-3
 _LEAVE_SECONDS_MAX = 5.0
+_QUIET_SECONDS = 10.0  # so long nobody is told what this rank waits for
 
 
 def join(config: TrainerConfig) -> ToStager:
@@ -94,8 +95,15 @@ def meet_stager(config: TrainerConfig, world: World) -> Link:
 
 
 def _await_welcome(port: StagerPort, seconds_max: float) -> Welcome:
-    deadline = time.monotonic() + seconds_max
+    begun = time.monotonic()
+    deadline, is_said = begun + seconds_max, False
     while time.monotonic() < deadline:
+        if not is_said and time.monotonic() - begun > _QUIET_SECONDS:
+            is_said = True
+            _log.warning(
+                "waiting for the stager until %s: it has not answered yet",
+                time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - time.monotonic())),
+            )
         for message in port.poll():
             frame = wire.decode(message)
             if frame.kind is Kind.WELCOME:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from holdfast.supervised import MARK
+from holdfast.supervised import LAST_WORDS, MARK
 from operator_side.supervise.supervisor_messages import (
     Ended,
     Event,
@@ -77,11 +77,16 @@ def parse_report(text: str) -> Report | None:
 
 
 def exception_of(lines: list[str]) -> str:
-    """The exception of the last traceback in these lines, such as `torch.OutOfMemoryError`; empty if there is none."""
+    """The exception of the last traceback in these lines, such as `torch.OutOfMemoryError`; empty if there is none.
+
+    An error of holdfast's own has no traceback, but words of its own.
+    """
     found, inside = "", False
     for line in lines:
         line = _TORCH_PREFIX.sub("", line)
-        if line.startswith("Traceback (most recent call last):"):
+        if words := LAST_WORDS.match(line):
+            found, inside = f"holdfast.errors.{words[1]}", False
+        elif line.startswith("Traceback (most recent call last):"):
             inside = True
         elif inside and line and not line[0].isspace():
             match = _EXCEPTION.fullmatch(line.rstrip())

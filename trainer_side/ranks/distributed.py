@@ -16,6 +16,7 @@ import torch
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
+from trainer_side.ranks.uncaught import end_by_exit_codes
 
 if TYPE_CHECKING:
     from trainer_side.ranks.mpi import World
@@ -36,6 +37,7 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
     """
     from trainer_side.ranks.mpi import World  # starts MPI: not when somebody only imports this package
 
+    end_by_exit_codes()
     world = World.join(TrainerConfig().start_seconds_max)
     refuse_other_launchers(world.ranks)
     if backend is None:
@@ -58,6 +60,7 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
     if backend == "nccl":
         torch.cuda.set_device(world.local_rank)
     torch.distributed.init_process_group(backend, rank=world.rank, world_size=world.ranks)
+    end_by_exit_codes()  # again: torch.distributed has put a hook of its own around it
     return world.rank, world.ranks
 
 

@@ -67,7 +67,7 @@ def _finalize() -> None:
     # With an exception that nobody caught: the others may still work, and wait for this rank in a collective call of
     # their own. Who waits for them without end hangs the job; who ends is seen.
     failed = hasattr(sys, "last_value")
-    if failed and not World.is_joined():
+    if failed and World.joined() is None:
         return  # nobody has met anybody yet
     deadline = time.monotonic() + _FAILED_SECONDS if failed else math.inf
     world = MPI.COMM_WORLD
@@ -91,7 +91,8 @@ def _finalize() -> None:
     except NotImplementedError:  # an MPI without fault tolerance: mpirun ends the job when a process dies
         if failed:
             return
-    end_within(FINALIZE_SECONDS_MAX, ctypes.CDLL(MPI.__file__).MPI_Finalize, "MPI_Finalize")
+    code = getattr(sys.last_value, "exit_code", 1) if failed else 0
+    end_within(FINALIZE_SECONDS_MAX, ctypes.CDLL(MPI.__file__).MPI_Finalize, "MPI_Finalize", code=code)
 
 
 atexit.register(_finalize)  # first registered, last called
@@ -133,6 +134,8 @@ class World:
         self._trainers.Set_errhandler(MPI.ERRORS_RETURN)
         self._council = self._trainers.Dup()
         self._council.Set_errhandler(MPI.ERRORS_RETURN)
+        self._uncaught = self._trainers.Dup()
+        self._uncaught.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.ranks = self._trainers.rank, self._trainers.size
         self._port = None if self.stager is None else MpiStagerPort(self._control, self.stager)
         node = self._trainers.Split_type(MPI.COMM_TYPE_SHARED)
@@ -154,9 +157,9 @@ class World:
         return cls._joined
 
     @classmethod
-    def is_joined(cls) -> bool:
-        """Whether this process has met the others."""
-        return cls._joined is not None
+    def joined(cls) -> World | None:
+        """The world, if this process has met the others."""
+        return cls._joined
 
     def _leave(self) -> None:
         """At exit: a rank that never got as far as a link must say good-bye as well, or the stager waits for it."""
@@ -184,6 +187,10 @@ class World:
     def council(self) -> MpiCouncilPort:
         """The way to the other trainers for local tiers, at any time."""
         return MpiCouncilPort(self._council)
+
+    def uncaught(self) -> MpiCouncilPort:
+        """The way to the other trainers for an error that ends this one."""
+        return MpiCouncilPort(self._uncaught)
 
 
 class MpiStagerPort:

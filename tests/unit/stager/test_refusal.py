@@ -18,8 +18,28 @@ def test_a_refused_start_reaches_every_trainer() -> None:
     for rank in range(2):
         port.say(rank, Kind.HELLO, attempt=0, body=b"{}")
         port.say(rank, Kind.BYE, attempt=0)
-    refuse_start(cast("Any", port), FencedError("host a has the run"))
+    assert refuse_start(cast("Any", port), FencedError("host a has the run"))
     for _, frame in port.told(Kind.WELCOME):
         with pytest.raises(FencedError, match="host a has the run"):
             wire.Welcome.from_frame(frame)
     assert [rank for rank, _ in port.told(Kind.WELCOME)] == [0, 1]
+
+
+def test_a_trainer_may_come_as_late_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that loads its model for minutes; and one that ends without ever having asked."""
+    port = FakePort()
+    turns = iter(range(5000))
+
+    def pause(_seconds: float) -> None:
+        turn = next(turns)
+        monkeypatch.setattr("stager.refusal.time.monotonic", lambda: 60.0 * turn)
+        if turn == 1000:
+            port.say(0, Kind.HELLO, attempt=0, body=b"{}")
+            port.say(0, Kind.BYE, attempt=0)
+        if turn == 2000:
+            port.say(1, Kind.BYE, attempt=0)
+
+    monkeypatch.setattr("stager.refusal.time.sleep", pause)
+    assert refuse_start(cast("Any", port), FencedError("host a has the run"))
+    assert next(turns) > 2000
+    assert [rank for rank, _ in port.told(Kind.WELCOME)] == [0]

@@ -1,0 +1,46 @@
+"""Scripts with a mistake, and what their user is told: `python story.py OUT SCENARIO STEPS`.
+
+late        seconds pass between init_torch_distributed and Checkpointer
+plain       restores, saves every step, waits until each is durable
+lone        only rank 0 calls step()    never   every=0, and no save()
+raises      an error that is not holdfast's
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_side import Checkpointer, init_torch_distributed
+
+LATE_SECONDS = 13.0  # more than a stager that gives up would wait
+
+
+def main() -> None:
+    out, scenario, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    out.mkdir(parents=True, exist_ok=True)
+    rank, _ = init_torch_distributed("gloo")
+    if scenario == "late":
+        time.sleep(LATE_SECONDS)
+    if scenario == "raises":
+        raise ValueError("not holdfast's")
+    model = torch.nn.Linear(10, 10)
+    more: dict[str, Any] = {"fresh": True} if scenario == "fresh" else {}
+    every = 0 if scenario == "never" else 1
+    with Checkpointer({"model": model}, every=every, **more) as checkpointer:
+        first = 0 if scenario in {"unrestored", "fresh"} else checkpointer.restore()
+        for step in range(first, steps):
+            torch.distributed.all_reduce(torch.ones(1))
+            if scenario != "lone" or rank == 0:
+                checkpointer.step(step)
+            while scenario != "never" and checkpointer.durable_step < step:
+                time.sleep(0.01)
+        (out / f"done-{rank}").touch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What the user of a job is told when something is wrong: one true sentence, once, at once, and an exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import StoreError
+from tests.integration.jobs import story
+from tests.support.cluster import Cluster, assert_nothing_left
+
+pytestmark = [pytest.mark.mpi]
+RANKS = 2
+SECONDS_MAX = 200
+
+
+def cluster_on(directory: Path, store: Path, **env: str) -> Cluster:
+    return Cluster(directory, str(store), env, script=story.__file__)
+
+
+def check_said_once(output: str, error: str, *words: str) -> None:
+    """One message, from one rank, without a traceback."""
+    said = [line for line in output.splitlines() if error in line]
+    assert len(said) == 1, output
+    assert said[0].startswith(f"holdfast: rank 0: {error}: "), output
+    for word in words:
+        assert word in said[0], said[0]
+    assert output.count("help: holdfast explain") == 1, output
+    assert "Traceback" not in output
+
+
+def test_a_refused_start_reaches_ranks_that_come_late_and_is_the_jobs_exit_code(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.write_text("somebody's file")
+    cluster = cluster_on(tmp_path, store)
+    with cluster.start(RANKS, "late", "2") as job:
+        assert job.wait(SECONDS_MAX) == StoreError.exit_code, job.output()
+        check_said_once(job.output(), "StoreError", str(store), "Not a directory", "story.py:")
+    assert not list(cluster.out(1).iterdir())
+    assert_nothing_left(cluster.runtime)
+
+
+def test_an_exception_that_is_not_holdfasts_is_left_alone(tmp_path: Path) -> None:
+    cluster = cluster_on(tmp_path, tmp_path / "store")
+    with cluster.start(RANKS, "raises", "2") as job:
+        assert job.wait(SECONDS_MAX) == 1, job.output()
+        for rank in range(RANKS):
+            assert f"[rank{rank}]: Traceback (most recent call last):" in job.output()
+            assert f"[rank{rank}]: ValueError: not holdfast's" in job.output()

@@ -1,0 +1,120 @@
+"""A `HoldfastError` that nobody catches: one message of one rank, and on all the exit code of its class.
+
+    uncaught on this rank ─► told to the ranks above ─► a rank below has said the same? ─ yes ─► ends quietly
+                                                                        └─ no, or rank 0 ─► says it, and where
+
+A refusal comes on all ranks alike: fifty lines of traceback from each hide its one sentence. Every other exception
+goes to the hook that was there before.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from holdfast.errors import HoldfastError
+from holdfast.supervised import last_words, own_rank
+
+_log = logging.getLogger("holdfast.trainer")
+
+_LISTEN_SECONDS = 2.0  # an agreed refusal comes on all ranks within moments
+_PAUSE_SECONDS = 5e-3
+_NEXT_RANKS = (
+    16  # so many hear of an error of a rank other than 0, lest thousands of ranks send each other millions
+)
+_OF_A_RANK = re.compile(r"^(rank \d+: )+")
+_PACKAGES = frozenset({"trainer_side", "holdfast"})
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class RanksPort(Protocol):
+    """Messages among the training ranks."""
+
+    rank: int
+    ranks: int
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send to another rank; to a dead one it does nothing."""
+        ...
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        """All messages that have come, each with its rank. Never waits."""
+        ...
+
+
+def end_by_exit_codes() -> None:
+    """From now on an uncaught `HoldfastError` ends this process as the module says. May be called again."""
+    previous: _Hook = sys.excepthook
+    if getattr(previous, "says_refusals", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, HoldfastError):
+            previous(kind, error, trace)
+            return
+        _log.debug("traceback of the error", exc_info=(kind, error, trace))
+        _say(error, trace)
+        sys.stdout.flush()
+        raise SystemExit(
+            error.exit_code
+        )  # the interpreter ends with this code, after all that is to run at exit
+
+    hook.says_refusals = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def _say(error: HoldfastError, trace: TracebackType | None) -> None:
+    port = _port()
+    if (port is None or speaks(port, error)) and sys.__stderr__ is not None:
+        # Not sys.stderr: torch.distributed replaces it while its own hook runs around this one.
+        rank = own_rank() if port is None else port.rank
+        sys.__stderr__.write(last_words(error, rank=rank, place=_place(trace)))
+        sys.__stderr__.flush()
+
+
+def speaks(port: RanksPort, error: HoldfastError, *, seconds_max: float = _LISTEN_SECONDS) -> bool:
+    """Whether this rank is the one to say it: no rank below it has said the same within `seconds_max`."""
+    mine = [error.code, _OF_A_RANK.sub("", str(error))]
+    message = json.dumps(mine).encode()
+    above = range(port.rank + 1, port.ranks)
+    try:
+        for rank in above if port.rank == 0 else above[:_NEXT_RANKS]:
+            port.send(rank, message)
+        deadline = time.monotonic() + seconds_max
+        while port.rank > 0 and time.monotonic() < deadline:
+            if any(rank < port.rank and json.loads(said) == mine for rank, said in port.poll()):
+                return False
+            time.sleep(_PAUSE_SECONDS)
+    except HoldfastError as lost:
+        _log.debug("the other ranks are not told: %s", lost)
+    return True
+
+
+def _port() -> RanksPort | None:
+    """The way to the other ranks; None before they have met."""
+    mpi = sys.modules.get("trainer_side.ranks.mpi")
+    world = None if mpi is None else mpi.World.joined()
+    return None if world is None else world.uncaught()
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Where the script has called holdfast: `train.py:45`."""
+    frames = traceback.extract_tb(trace)
+    own = Path(__file__).parents[2]
+    theirs = [
+        frame
+        for frame in frames
+        if not (
+            (path := Path(frame.filename)).is_relative_to(own) and path.relative_to(own).parts[0] in _PACKAGES
+        )
+    ]
+    called = [frame for frame in theirs if "site-packages" not in frame.filename] or theirs
+    return f"{called[-1].filename}:{called[-1].lineno}" if called else ""
