@@ -18,7 +18,7 @@ class Updates:
     """Sums the steps of all optimizers. Training thread.
 
     Args:
-        optimizers: Those whose steps are timed.
+        optimizers: Those whose steps are timed; one whose class never calls `Optimizer.__init__` has no hooks.
         clock: Seconds that only go forward.
     """
 
@@ -30,6 +30,8 @@ class Updates:
         self._seconds = 0.0
         self._hooks: list[RemovableHandle] = []
         for optimizer in optimizers:
+            if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+                continue
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
             self._hooks.append(optimizer.register_step_post_hook(self._after))
 

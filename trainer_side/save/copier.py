@@ -112,6 +112,7 @@ class Copier:
         self._proof = HookProof(gated)
         self._by_hand = 0  # so many `with checkpointer.changing()` the training thread is in
         self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
+        self._stuck: CopyJob | None = None  # the one that was not waited for any longer
         self._idle = threading.Event()  # no staging area and no tensor is touched
         self._idle.set()
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
@@ -125,7 +126,7 @@ class Copier:
             None, or why it is in vain.
         """
         job = self._job
-        stuck = job is not None and job.abandoned.is_set()
+        stuck = job is not None and job is self._stuck
         if self._idle.wait(0.0 if stuck else self._seconds_max):
             return None
         what = f"the copy of step {job.transfer.step}" if job is not None else "a copy"
@@ -183,6 +184,7 @@ class Copier:
         if job is None or job.abandoned.is_set():
             return
         reason = DeclineCause.COPY_STUCK.because(f"it did not end within {self._seconds_max:g} s")
+        self._stuck = job
         job.give_up(reason)
         step = job.transfer.step
         _log.error(
@@ -232,7 +234,7 @@ class Copier:
                 _log.debug("the copy failed", exc_info=True)
             finally:
                 self.gate.open()  # whatever happened here, the training goes on
-                self._job = None
+                self._job = self._stuck = None
                 del job  # and while this thread waits, another area may take the place of its
                 self._idle.set()
 

@@ -1,7 +1,8 @@
 """A training job whose state is changed in one of the ways of tests/support/changes.py, and saved after every update.
 
-`python changing.py OUT TRAINING SAVES [--blind]`. Writes to OUT what was there at each save: `STEP.json`, the CRC-32 of
-each tensor by its path; and how each rank counted: `stats-RANK.json`. `--blind`: nothing is detected, nothing waits.
+`python changing.py OUT TRAINING SAVES [--blind] [--trusting]`. Writes to OUT what was there at each save: `STEP.json`,
+the CRC-32 of each tensor by its path; and how each rank counted: `stats-RANK.json`. `--blind`: nothing is detected,
+nothing waits. `--trusting`: nothing waits, so that detection stands alone.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def main() -> None:
     changes.copy_slowly(BATCH_SECONDS)
     if "--blind" in sys.argv:
         changes.see_nothing()
+    if "--trusting" in sys.argv:
+        changes.trust_everything()
     training = kind()
     training.step(0)
     checkpointer = Checkpointer(training.state)
@@ -59,7 +62,15 @@ def main() -> None:
     checkpointer.close()
     stats = checkpointer.stats
     (out / f"stats-{rank}.json").write_text(
-        json.dumps({"saved": stats.saved, "failed": stats.failed, "causes": stats.causes})
+        json.dumps(
+            {
+                "saved": stats.saved,
+                "failed": stats.failed,
+                "causes": stats.causes,
+                "kept": stats.kept,
+                "kept_step": checkpointer.kept_step,
+            }
+        )
     )
     torch.distributed.destroy_process_group()
 
