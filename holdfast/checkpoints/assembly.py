@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from holdfast.checkpoints.claim import Claimed
 from holdfast.checkpoints.intents import Intent, forget_intent, take_back
 from holdfast.checkpoints.publish import (
     ASSEMBLY,
@@ -278,12 +279,10 @@ def assemble(
     """
     assembler, read = _assembler_of(store, loaded)
     manifest = publish_image(
-        store,
+        Claimed(store, attempt, check),
         loaded.found.order,
         assembler,
         read,
-        attempt=attempt,
-        check=check,
         progress=progress,
         facts=ManifestFacts(
             _times(loaded),
@@ -296,25 +295,21 @@ def assemble(
 
 
 def publish_image(
-    store: Store,
+    ours: Claimed,
     key: Key,
     image: Image,
     read: Read,
     *,
-    attempt: int,
-    check: Callable[[], None],
     progress: Callable[[int], None] | None,
     facts: ManifestFacts,
 ) -> Manifest:
     """Publish an image as a portable file, and then its manifest. Blocks; memory is two parts of the upload.
 
     Args:
-        store: The run.
+        ours: The run, whose claim is checked before each part and each visible act.
         key: What it is published as.
         image: The image.
         read: Handed on to `image.read_frame`.
-        attempt: Of the writer, whose claim `check` looks at.
-        check: Sees that the run is still ours, before each part and each visible act; raises `FencedError` if not.
         progress: Called from the calling thread with the bytes newly written.
         facts: What the manifest tells beside that.
 
@@ -324,6 +319,7 @@ def publish_image(
     Raises:
         DamageError, BusyError, FencedError, StoreError: As `assemble`.
     """
+    store, attempt, check = ours
     layout = image.layout
     begun = time.monotonic()
     file, write_id = choose_name(store, key, ()), f"{ASSEMBLY}{writer_id(attempt)}"

@@ -32,7 +32,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -152,6 +152,20 @@ class _ClaimRecord(BaseModel):
 
     def to_bytes(self) -> bytes:
         return seal(self.model_dump_json().encode(), _CRC_FIELD)
+
+
+class Claimed(NamedTuple):
+    """A run that is ours.
+
+    Attributes:
+        store: The run; it looks at the claim in each try of what others can see.
+        attempt: Ours.
+        check: Sees that the run is still ours, and beats; to be called often.
+    """
+
+    store: Store
+    attempt: int
+    check: Callable[[], None]
 
 
 class Claim:

@@ -13,6 +13,7 @@ import click
 
 from holdfast.checkpoints.assembly import assemble
 from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.claim import Claimed
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets, load_set, remove_set
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, progress_bar
@@ -20,7 +21,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.faultpoint import identify
 from holdfast.image.manifest import Manifest, State
 from holdfast.store.base import Store
-from operator_side.commands.claimed import Claimed, claimed, read_back
+from operator_side.commands.claimed import claimed, read_back
 from operator_side.commands.target import TARGET, Target
 
 _log = logging.getLogger("holdfast.cli")

@@ -6,9 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
-from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.claim import Claim, Claimed
 from holdfast.checkpoints.intents import clear_intents
 from holdfast.checkpoints.publish import ASSEMBLY
 from holdfast.checkpoints.verification import verify_file
@@ -20,20 +19,6 @@ from holdfast.store.guarded import guarded
 
 _log = logging.getLogger("holdfast.cli")
 _HEARTBEAT_SECONDS = 5.0
-
-
-class Claimed(NamedTuple):
-    """A run that is ours.
-
-    Attributes:
-        store: The run; it looks at the claim in each try of what others can see.
-        attempt: Ours.
-        check: Sees that the run is still ours, and beats; to be called often.
-    """
-
-    store: Store
-    attempt: int
-    check: Callable[[], None]
 
 
 @contextmanager

@@ -106,12 +106,10 @@ def import_state(
         key = Key(ours.attempt, step)
         with progress_bar(path.name, foreign.image_bytes, hidden=as_json) as advance:
             manifest = publish_image(
-                ours.store,
+                ours,
                 key,
                 foreign.image(key),
                 _nothing_to_read,
-                attempt=ours.attempt,
-                check=ours.check,
                 progress=advance,
                 facts=ManifestFacts(
                     Times(now, now),
