@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 
 import click
-import pytest
 
 from holdfast import errors
 from holdfast.command.cli import cli
@@ -35,22 +34,28 @@ TOPICS = [*(getattr(errors, name).code for name in errors.__all__ if name != "Ho
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("topic", TOPICS)
-def test_what_an_error_leads_to_is_there(topic: str) -> None:
-    (command, code), (page, anchor) = (
-        re.findall(pattern, help_for(topic))[0]
-        for pattern in (r"^(holdfast explain) (\w+) ", r"\((.+)#(\w+)\)$")
-    )
-    assert (command, code, page) == ("holdfast explain", topic, PAGE)
-    assert anchor in headings(ROOT / page)
-    assert len(section(code).splitlines()) > 3
+def test_what_an_error_leads_to_is_there() -> None:
+    for topic in TOPICS:
+        (command, code), (page, anchor) = (
+            re.findall(pattern, help_for(topic))[0]
+            for pattern in (r"^(holdfast explain) (\w+) ", r"\((.+)#(\w+)\)$")
+        )
+        assert (command, code, page) == ("holdfast explain", topic, PAGE)
+        assert anchor in headings(ROOT / page), topic
+        assert len(section(code).splitlines()) > 3, topic
 
 
-@pytest.mark.parametrize(
-    "kind", [getattr(errors, name) for name in errors.__all__ if name != "HoldfastError"]
-)
-def test_a_section_says_its_class_and_exit_code(kind: type[HoldfastError]) -> None:
-    assert section(kind.code).startswith(f"## {kind.code}\n\n`{kind.__name__}`, exit code {kind.exit_code}.")
+def test_a_section_says_its_class_and_exit_code() -> None:
+    kinds: list[type[HoldfastError]] = [
+        getattr(errors, name) for name in errors.__all__ if name != "HoldfastError"
+    ]
+    assert [
+        kind.code
+        for kind in kinds
+        if not section(kind.code).startswith(
+            f"## {kind.code}\n\n`{kind.__name__}`, exit code {kind.exit_code}."
+        )
+    ] == []
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ import pytest
 
 from holdfast.errors import ConfigError
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
+from tests.support.seeds import each_seed
 
 CHECKPOINTS = [4, 9, 14, 19, 24, 29]
 NOTICE_SECONDS = 30.0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_seed(20)
 def test_each_kill_has_a_checkpoint_of_its_own_behind_it(seed: int) -> None:
     kills = plan(seed, 4, "both", ranks=2, checkpoints=CHECKPOINTS)
     gaps = [max(step for step in CHECKPOINTS if step <= kill.after_step) for kill in kills]

@@ -7,8 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.support.seeds import each_seed
 from tests.unit.operator_side.report.logs import EVENTS, STATUS, Page, facts_of, page_of
 
 _ODD: list[Any] = [
@@ -25,7 +24,7 @@ def _changed(value: Any, odd: random.Random) -> Any:
     return odd.choice(_ODD)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@each_seed(30)
 def test_there_is_a_page(seed: int, tmp_path: Path) -> None:
     odd = random.Random(seed)
     lines = [json.loads(line) for path in (STATUS, EVENTS) for line in path.read_text().splitlines()]

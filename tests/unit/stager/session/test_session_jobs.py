@@ -41,6 +41,7 @@ from stager.session.session_messages import (
     Tell,
     Tick,
 )
+from tests.support.seeds import each_seed
 from tests.unit.stager.session.sessions import CHUNK, is_empty, phases_of, slots_of
 
 
@@ -292,7 +293,7 @@ class Job:
         assert not self.session.outstanding()
 
 
-@pytest.mark.parametrize("seed", range(150))
+@each_seed(150)
 def test_a_random_job_keeps_the_rules(seed: int) -> None:
     Job(seed).run()
 
@@ -328,7 +329,7 @@ class Flow(Job):
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["parts", "whole"])
-@pytest.mark.parametrize("seed", range(60))
+@each_seed(60)
 def test_newer_checkpoints_never_starve_an_older_one(seed: int, keeps: bool) -> None:
     """Progress: no step fails or stands still, whatever the order of events."""
     Flow(1000 + seed, keeps=keeps).run()

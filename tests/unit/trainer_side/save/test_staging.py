@@ -15,6 +15,7 @@ import torch
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, area_bytes, frames_of
+from tests.support.seeds import each_seed
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Route, Router, SlicePlan
 from trainer_side.save.staging import Staging, huge_buffer
@@ -224,7 +225,7 @@ def _fill_in_place(model: Any, chance: random.Random) -> None:
     chance.choice(model).normal_()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_seed(4)
 def test_what_is_taken_at_once_is_taken_from_where_it_lies_now(seed: int) -> None:
     """One area, many checkpoints, buffers that move, or not, between them: always the bytes of this one."""
     torch.manual_seed(seed)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from holdfast.errors import StateError
+from tests.support.seeds import each_seed
 from tests.unit.trainer_side.assemble import make_plan, sent, taken
 from trainer_side.state import skeleton as skeleton_module
 from trainer_side.state.per_rank import PerRank
@@ -351,7 +352,7 @@ def test_what_cannot_be_saved_is_refused_as_ever(what: str, reference: _Referenc
     assert reference.compare(state, skeleton) is False
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each_seed(3)
 def test_over_many_random_changes_both_captures_are_the_same(seed: int, reference: _Reference) -> None:
     CHANCE.seed(seed)
     state = _state()

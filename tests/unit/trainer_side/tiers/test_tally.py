@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-import pytest
-
+from tests.support.seeds import each_seed
 from trainer_side.tiers.file_slots import FileSlots
 from trainer_side.tiers.tally import Order, StepVerdict, Tally
 
@@ -159,7 +158,7 @@ class _World:
             assert common, f"no step is held by all of {self.ranks} ranks any more: {self.holds}"
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_seed(60)
 def test_once_a_step_is_complete_there_is_always_one_that_all_ranks_hold(seed: int) -> None:
     world = _World(seed)
     world.play(1500)
