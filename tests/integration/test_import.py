@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,19 @@ def test_a_job_goes_on_from_what_torch_saved(tmp_path: Path) -> None:
     items = Catalog(open_store(cluster.store)).list()
     assert [(item.step, item.state) for item in items] == [(5, "verified"), (2, "verified")]
     assert "rng" in load(tmp_path / "store" / "step-000000005.pt"), "from now on it is there"
+
+
+def test_killed_it_is_run_again(tmp_path: Path) -> None:
+    file = tmp_path / "old.pt"
+    torch.save({"x": torch.arange(5000.0)}, file)
+    command = [HOLDFAST, "import", str(file), str(tmp_path / "run"), "--step", "7"]
+    killed = subprocess.run(
+        command, env={**os.environ, "HOLDFAST_FAULT": "tool@image_named=kill"}, check=False
+    )
+    assert killed.returncode == -9
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    store = open_store(str(tmp_path / "run"))
+    manifest = Catalog(store).get()
+    assert (manifest.attempt, manifest.step, manifest.state) == (2, 7, "verified")
+    assert torch.equal(torch.load(tmp_path / "run" / manifest.file)["x"], torch.arange(5000.0))

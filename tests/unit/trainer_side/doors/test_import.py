@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from holdfast.checkpoints.verification import verify_file
 from holdfast.command import cli
 from holdfast.errors import StateError
 from holdfast.store import open_store
-from tests.support.job import HOLDFAST
 from tests.support.restoring import publish
 from tests.unit.trainer_side.doors.test_safetensors_out import training_state
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same, bring_back
@@ -201,21 +199,6 @@ def test_a_run_with_checkpoints_or_with_a_writer_is_left_alone(tmp_path: Path, r
     assert run(file, tmp_path / "run", "--step", 4, "--force")[0] == 0
     newest = Catalog(store).get()
     assert newest.step == 4, "of a later attempt, and so the newest"
-
-
-def test_killed_it_is_run_again(tmp_path: Path) -> None:
-    file = saved_by_torch(tmp_path / "old.pt", {"x": torch.arange(5000.0)})
-    command = [HOLDFAST, "import", str(file), str(tmp_path / "run"), "--step", "7"]
-    killed = subprocess.run(
-        command, env={**os.environ, "HOLDFAST_FAULT": "tool@image_named=kill"}, check=False
-    )
-    assert killed.returncode == -9
-    again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    store = open_store(str(tmp_path / "run"))
-    manifest = Catalog(store).get()
-    assert (manifest.attempt, manifest.step, manifest.state) == (2, 7, "verified")
-    assert torch.equal(torch.load(tmp_path / "run" / manifest.file)["x"], torch.arange(5000.0))
 
 
 def test_what_the_file_lacks_stays_only_where_the_script_says_so(tmp_path: Path) -> None:

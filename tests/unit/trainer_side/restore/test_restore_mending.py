@@ -127,7 +127,7 @@ def test_sizes_in_a_layout_are_not_believed(store: CountingStore, where: str) ->
     huge = 1 << 56
     begin = huge if where == "head" else 100
     entry = Entry("archive/data/0", begin, huge if where == "tensor" else 4096, REPLICATED, ())
-    chunk_bytes = 1 << 40 if where != "chunks" else 1 << 55
+    chunk_bytes = 1 << 42 if where != "chunks" else 1 << 55
     layout = Layout(begin + entry.nbytes + 100, chunk_bytes, 1, (entry,), ())
     seal = made.seal(0).model_copy(
         update={

@@ -333,10 +333,10 @@ def test_literals_of_any_window_are_those_of_the_whole() -> None:
 # -- sizes -------------------------------------------------------------------------------------------------------
 
 
-def test_ten_thousand_tensors(tmp_path: Path) -> None:
-    state = {"model": {f"layer.{index}.weight": torch.full((3,), float(index)) for index in range(10_000)}}
+def test_thousands_of_tensors(tmp_path: Path) -> None:
+    state = {"model": {f"layer.{index}.weight": torch.full((3,), float(index)) for index in range(4000)}}
     layout = save(state, tmp_path / "many.pt", chunk_bytes=65536)
-    assert len(layout.tensors) == 10_000
+    assert len(layout.tensors) == 4000
     assert Layout.from_bytes(layout.to_bytes()) == layout
     loaded = torch.load(tmp_path / "many.pt", weights_only=True, mmap=True)
     assert all(tensor[0] == index for index, tensor in enumerate(loaded["model"].values()))
