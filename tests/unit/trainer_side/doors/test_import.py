@@ -190,7 +190,7 @@ def test_a_run_with_checkpoints_or_with_a_writer_is_left_alone(tmp_path: Path, r
     file = saved_by_torch(tmp_path / "old.pt", {"x": torch.zeros(3)})
     code, _, err = run(file, tmp_path / "run", "--step", 4)
     assert code == 2
-    assert "step 9 is the newest" in err
+    assert "this run has checkpoints already, the newest of step 9" in err
     store = open_store(str(tmp_path / "run"))
     claim = Claim.take(store)
     code, _, err = run(file, tmp_path / "run", "--step", 4, "--force")
