@@ -38,6 +38,7 @@ from trainer_side.ranks.uncaught import end_by_exit_codes
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.save.areas import Areas
+from trainer_side.save.beginning import Beginning
 from trainer_side.save.copier import Copier
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.places import Room
@@ -66,6 +67,9 @@ class Checkpointer:
         config: Settings; by default `HOLDFAST_*` in the environment and `holdfast.toml`.
         every: `step()` saves after every so many steps; 0 leaves it to `save()`; `"auto"`: it decides by what
             checkpoints cost (docs/interval.md). The same on every rank; by default the setting `every`.
+        fresh: Begin the run anew although it may have checkpoints, and without `restore()`. Steps may be numbered from
+            0 again: a checkpoint of a later job counts as newer whatever its step, and the older ones stay until
+            retention removes them. A restarted script that says it begins anew each time.
 
     Attributes:
         restored: What `restore()` has brought back, and from where; None before, and on a new run.
@@ -85,6 +89,7 @@ class Checkpointer:
         *,
         config: TrainerConfig | None = None,
         every: int | Literal["auto"] | None = None,
+        fresh: bool = False,
     ) -> None:
         end_by_exit_codes()
         for name in list[object](state):
@@ -117,7 +122,10 @@ class Checkpointer:
             self._link.appointments.ability = Ability(area_bytes_max=NO_LIMIT if limit is None else limit)
         self._areas = Areas()
         self._engine = CopyEngine(device_bytes_max=self._config.device_bytes_max)
-        context = RankContext(self._config, self._link, self._tiers, self._ledger, self._events)
+        self._beginning = Beginning(fresh=fresh, seconds_max=self._config.start_seconds_max)
+        context = RankContext(
+            self._config, self._link, self._tiers, self._ledger, self._events, self._beginning
+        )
         room = Room(self._areas, self._engine, self._copier, context)
         planner = Planner(self._state, room, context)
         self._saver = Saver(self._state, planner, room, self._copier, context)
@@ -175,7 +183,7 @@ class Checkpointer:
             The number of the step to run next: 0 on a new run, otherwise one more than the saved step.
 
         Raises:
-            ConfigError: `may_lack` names what is not in the state.
+            ConfigError: `may_lack` names what is not in the state; or `fresh=True` was said.
             DamageError: There are checkpoints, and none is good; names each with its reason.
             StateError: The checkpoint holds other names or shapes than this state.
         """
@@ -184,6 +192,7 @@ class Checkpointer:
             raise ConfigError(
                 f"may_lack: expected names of the state ({', '.join(self._state)}), got {may_lack!r}"
             )
+        self._beginning.restored()
         store = open_store(self._link.store_url)
         self.restored = restore(
             self._state,
@@ -242,7 +251,9 @@ class Checkpointer:
 
         Raises:
             StateError: The state cannot be saved: what and where; or the ranks' states differ.
-            ConfigError: `host_bytes_max` is less than one staging area takes.
+            ConfigError: `host_bytes_max` is less than one staging area takes. At the first save: the run has
+                checkpoints, and the script has neither called `restore()` nor said `fresh=True`.
+            StoreError: At the first save without either: whether the run has checkpoints cannot be seen.
             PeerLost: While agreeing on a new layout a rank did not answer.
         """
         return self._saver.save(step)

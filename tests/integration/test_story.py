@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import StoreError
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.errors import ConfigError, StoreError
+from holdfast.store import open_store
 from tests.integration.jobs import story
 from tests.support.cluster import Cluster, assert_nothing_left
 
@@ -48,3 +50,30 @@ def test_an_exception_that_is_not_holdfasts_is_left_alone(tmp_path: Path) -> Non
         for rank in range(RANKS):
             assert f"[rank{rank}]: Traceback (most recent call last):" in job.output()
             assert f"[rank{rank}]: ValueError: not holdfast's" in job.output()
+
+
+def test_a_script_that_never_restores_puts_nothing_over_the_checkpoints_of_its_run(tmp_path: Path) -> None:
+    """Refused at its first save on all ranks, unless it says fresh=True; then attempts order the steps."""
+    store = tmp_path / "store"
+    cluster = cluster_on(tmp_path, store)
+    with cluster.start(RANKS, "plain", "2") as job:
+        job.succeed(SECONDS_MAX)
+    cluster.wait_for_flusher()
+    before = {path: path.read_bytes() for path in store.glob("step-*")}
+    assert len(before) == 4
+
+    with cluster.start(RANKS, "unrestored", "3") as job:
+        assert job.wait(SECONDS_MAX) == ConfigError.exit_code, job.output()
+        check_said_once(job.output(), "ConfigError", str(store), "2 checkpoints", "restore()", "fresh=True")
+    assert not list(cluster.out(2).iterdir())
+    cluster.wait_for_flusher()
+    assert {path: path.read_bytes() for path in store.glob("step-*")} == before
+
+    with cluster.start(RANKS, "fresh", "1") as job:
+        job.succeed(SECONDS_MAX)
+        assert job.output().count("begins the run anew beside them") == 1, job.output()
+    cluster.wait_for_flusher()
+    newest = Catalog(open_store(str(store))).list()[0].manifest
+    assert newest is not None
+    assert newest.step == 0
+    assert newest.attempt > 1

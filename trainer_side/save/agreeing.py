@@ -37,8 +37,23 @@ class RanksAgreeing:
     def __init__(self, state: Mapping[str, Any], context: RankContext) -> None:
         self._state, self._council, self._events = state, context.tiers.council, context.events
         self._rank, self._ranks = context.link.rank, context.link.ranks
+        self._context = context
         self._said: set[str] = set()
         self.sum_seconds = 0.0
+
+    def begin(self) -> None:
+        """See that the first save of all may be. Where it may not, the others hear it from rank 0 in `agree`.
+
+        Raises:
+            ConfigError: The run has checkpoints, and the script has neither called `restore()` nor said `fresh`.
+            StoreError: Whether it has cannot be seen.
+        """
+        if self._rank != 0:
+            return
+        error = self._context.beginning.refusal(self._context.link.store_url, self._context.tiers.tiers)
+        if error is not None:
+            self._refuse(error)
+            raise error
 
     def collect(self) -> Any:
         """The state, where all ranks are about to agree on it. Some `state_dict()` work on one rank only.
@@ -57,6 +72,7 @@ class RanksAgreeing:
         """Compare the state with that of the other ranks. Collective.
 
         Raises:
+            ConfigError: Rank 0 has found that the first save must not be (see `begin`).
             StateError: It cannot be saved, here or on another rank; or the ranks hold different tensors, or different
                 bytes in tensors of which one copy is saved.
             PeerLost: A rank did not answer in time.
@@ -79,11 +95,11 @@ class RanksAgreeing:
         self._say_rank0_only(agreement.rank0_only)
         return agreement
 
-    def _refuse(self, error: StateError) -> None:
-        """Raises the StateError that all ranks are told: this one's own, or that of a rank before it."""
+    def _refuse(self, error: HoldfastError) -> None:
+        """Raises the error that all ranks are told: this one's own, or that of a rank before it."""
         try:
             self._council.agree(Proposal.refused(error))
-        except StateError:
+        except (StateError, type(error)):
             raise
         except HoldfastError:
             _log.debug("nobody has heard the refusal", exc_info=True)

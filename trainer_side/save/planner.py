@@ -81,12 +81,16 @@ class Planner:
         Raises:
             Outgrown: A plain value, or one of `PerRank`, does not fit its room.
             StateError: The state cannot be saved: what and where; or the ranks' states differ.
-            ConfigError: `host_bytes_max` is less than one staging area takes.
+            ConfigError: `host_bytes_max` is less than one staging area takes; or the run has checkpoints, and the
+                script has neither called `restore()` nor said `fresh`.
+            StoreError: Whether it has cannot be seen.
             PeerLost: While agreeing a rank did not answer.
             NoRoom: Other ranks are spared from now on, and there is no memory for the larger slice, or the area of the
                 one before is still being read. The next save tries again.
         """
         # The first time all ranks wait for each other.
+        if self._plan is None:
+            self._agreeing.begin()
         tree = self._agreeing.collect() if self._plan is None else collect(self._state)
         self._widen(tree)
         self._spare()

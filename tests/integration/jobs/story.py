@@ -2,6 +2,7 @@
 
 late        seconds pass between init_torch_distributed and Checkpointer
 plain       restores, saves every step, waits until each is durable
+unrestored  never calls restore()       fresh   the same, and says so
 lone        only rank 0 calls step()    never   every=0, and no save()
 raises      an error that is not holdfast's
 """
@@ -28,6 +29,7 @@ def main() -> None:
         time.sleep(LATE_SECONDS)
     if scenario == "raises":
         raise ValueError("not holdfast's")
+    torch.manual_seed(1)
     model = torch.nn.Linear(10, 10)
     more: dict[str, Any] = {"fresh": True} if scenario == "fresh" else {}
     every = 0 if scenario == "never" else 1

@@ -1,0 +1,92 @@
+"""Whether this job goes on with its run or begins it anew: seen before the first byte of the first save.
+
+    restore() was called, whatever it found ────────────────────────────────► goes on
+    it was not; rank 0 looks: nothing in the store or its tiers ────────────► a new run
+                              checkpoints there ─ fresh=True ───────────────► begins anew, and that is said
+                                                └ otherwise ────────────────► refused, on all ranks alike
+
+A script that forgot restore() trains from its random start, and its checkpoints are newer than the good ones: a restore
+takes them, and retention removes the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from holdfast.errors import ConfigError, HoldfastError, StoreError
+from holdfast.image.manifest import is_manifest_name
+from holdfast.store import open_store
+from trainer_side.tiers.kept_slices import ask_kept
+from trainer_side.tiers.tier import Tier
+
+_log = logging.getLogger("holdfast.trainer")
+
+_NAMED = 3
+
+
+class Beginning:
+    """See the module. Training thread.
+
+    Args:
+        fresh: As the script says it.
+        seconds_max: How long a tier may take to say what it keeps.
+    """
+
+    def __init__(self, *, fresh: bool, seconds_max: float) -> None:
+        self._fresh, self._seconds_max = fresh, seconds_max
+        self._is_settled = False
+
+    def restored(self) -> None:
+        """The script has called `restore()`.
+
+        Raises:
+            ConfigError: It has also said `fresh=True`.
+        """
+        if self._fresh:
+            raise ConfigError(
+                "restore() after Checkpointer(..., fresh=True): fresh=True begins the run anew, so there is nothing to "
+                "restore; leave out one of the two"
+            )
+        self._is_settled = True
+
+    def refusal(self, store_url: str, tiers: Sequence[Tier]) -> HoldfastError | None:
+        """Why the first save must not be; None if it may. Rank 0 alone asks, once; the others hear it from rank 0."""
+        if self._is_settled:
+            return None
+        self._is_settled = True
+        try:
+            there = self._there(store_url, tiers)
+        except HoldfastError as error:
+            if self._fresh:
+                return None
+            return StoreError(
+                f"{store_url}: this script has not called restore(), and whether the run has checkpoints cannot be "
+                f"seen: {error}; call restore() before the first step, or say Checkpointer(..., fresh=True)"
+            )
+        if not there:
+            return None
+        what = f"{len(there)} checkpoints ({', '.join(there[:_NAMED])}{', …' if len(there) > _NAMED else ''})"
+        if self._fresh:
+            _log.warning(
+                "%s has %s; fresh=True begins the run anew beside them: checkpoints of this job count as newer, and "
+                "retention removes the others",
+                store_url,
+                what,
+            )
+            return None
+        return ConfigError(
+            f"{store_url} has {what}, and this script has not called restore(): its first save would put training that "
+            "began anew in their place. Call checkpointer.restore() before the first step to go on with them; give "
+            "another store; or say Checkpointer(..., fresh=True) to begin anew in this one"
+        )
+
+    def _there(self, store_url: str, tiers: Sequence[Tier]) -> list[str]:
+        """Names of what a restore could look at, newest first."""
+        found = []
+        if store_url:
+            names = sorted((info.name for info in open_store(store_url).list()), reverse=True)
+            found += [name for name in names if is_manifest_name(name)]
+        for tier in tiers:
+            found += [f"{tier.name}: {kept.place}" for kept in ask_kept(tier, self._seconds_max)]
+        return found
