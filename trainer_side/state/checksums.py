@@ -10,14 +10,16 @@ ranks wait for each other there anyway, and what differs is refused before the f
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
 from holdfast.crc import crc32
-from trainer_side.state.survey import Slot, Survey
+from trainer_side.state.survey import Slot, StoragePart, Survey
 
+_COPIED_BYTES = 4096
 _PIECE_BYTES = 32 << 20
 _SMALL_BYTES = 1 << 20  # below it tensors of a device are brought over together
 
@@ -30,19 +32,19 @@ def checksums(found: Survey, leave_out: Collection[str]) -> tuple[int, ...]:
         leave_out: Paths of those that are not read; theirs is 0.
     """
     by_view: dict[tuple[object, ...], int] = {}
-    wanted: dict[torch.device, list[tuple[tuple[object, ...], torch.Tensor]]] = {}
+    on_devices: dict[torch.device, dict[tuple[object, ...], torch.Tensor]] = {}
     for slot in found.slots:
         view = _view(slot)
         if slot.path in leave_out or view in by_view:
             continue
-        by_view[view] = 0
-        memory = _bytes_of(found, slot)
-        if memory is not None:
-            wanted.setdefault(memory.device, []).append((view, memory))
-    for device, tensors in wanted.items():
-        memories = [memory for _, memory in tensors]
-        crcs = map(_host_crc, memories) if device.type == "cpu" else device_crcs(memories)
-        by_view.update(zip((view for view, _ in tensors), crcs, strict=True))
+        memory = _memory_of(found.parts[slot.storage], slot)
+        if isinstance(memory, torch.Tensor) and memory.device.type != "cpu":
+            on_devices.setdefault(memory.device, {})[view] = memory
+            by_view[view] = 0
+        else:
+            by_view[view] = _host_crc(memory)
+    for tensors in on_devices.values():
+        by_view.update(zip(tensors, device_crcs([*tensors.values()]), strict=True))
     return tuple(0 if slot.path in leave_out else by_view[_view(slot)] for slot in found.slots)
 
 
@@ -50,25 +52,39 @@ def _view(slot: Slot) -> tuple[object, ...]:
     return (slot.storage, slot.dtype, slot.offset, slot.shape, slot.stride)
 
 
-def _bytes_of(found: Survey, slot: Slot) -> torch.Tensor | None:
-    """The tensor's bytes as one-dimensional uint8: its own memory where that has no gaps; None if it has no bytes."""
-    if not math.prod(slot.shape):
-        return None
-    part = found.parts[slot.storage]
-    dtype: torch.dtype = getattr(torch, slot.dtype)
-    tensor = torch.empty(0, dtype=dtype, device=part.storage.device)
-    first = part.start_bytes // dtype.itemsize + slot.offset
-    # What `expand` repeats is there once.
-    sizes = [size if stride else 1 for size, stride in zip(slot.shape, slot.stride, strict=True)]
-    tensor.set_(part.storage, first, sizes, slot.stride)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, slot.stride, strict=True))
-    if span == tensor.numel():  # in whatever order: the strides are the same on every rank
-        tensor.set_(part.storage, first, (span,), (1,))
+def _memory_of(part: StoragePart, slot: Slot) -> torch.Tensor | tuple[int, int]:
+    """Where a tensor's bytes lie: address and size in host memory, else as one-dimensional uint8. A tensor with gaps is
+    copied; one without is taken as it lies, in whatever order: the strides are the same on every rank.
+    """
+    numbers = math.prod(slot.shape)
+    if not numbers:
+        return 0, 0
+    dtype = _dtype(slot.dtype)
+    sizes, device = slot.shape, part.storage.device
+    if 0 in slot.stride:  # what `expand` repeats is there once
+        sizes = tuple(size if stride else 1 for size, stride in zip(sizes, slot.stride, strict=True))
+        numbers = math.prod(sizes)
+    begin, nbytes = part.start_bytes + slot.offset * dtype.itemsize, numbers * dtype.itemsize
+    if sum((size - 1) * stride for size, stride in zip(sizes, slot.stride, strict=True)) + 1 == numbers:
+        if device.type == "cpu":
+            return part.storage.data_ptr() + begin, nbytes
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(part.storage, begin, (nbytes,), (1,))
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    tensor.set_(part.storage, begin // dtype.itemsize, sizes, slot.stride)
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _host_crc(memory: torch.Tensor) -> int:
-    return crc32(memoryview((ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())))
+@functools.cache
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _host_crc(memory: torch.Tensor | tuple[int, int]) -> int:
+    address, nbytes = (memory.data_ptr(), memory.numel()) if isinstance(memory, torch.Tensor) else memory
+    if nbytes <= _COPIED_BYTES:  # cheaper than a view of it
+        return crc32(ctypes.string_at(address, nbytes)) if nbytes else 0
+    return crc32(memoryview((ctypes.c_uint8 * nbytes).from_address(address)))
 
 
 def device_crcs(memories: Sequence[torch.Tensor]) -> Iterator[int]:
