@@ -240,9 +240,7 @@ class Engine:
                 self._events.emit("flush_failed", told, step=key.step)
                 self._listener.failed(key, error)
             case ReadBack():
-                told = {"attempt": item.key.attempt, "note": item.note, "seconds": item.seconds}
-                self._events.emit(item.event, told, step=item.key.step)
-                self._listener.read_back(item)
+                self._read_back(item)
             case Pruned():
                 self._events.emit("pruned", {"files": item.files})
             case Published(key):
@@ -295,6 +293,17 @@ class Engine:
         )
         self._listener.durable(key, durable)
         self._upkeep.published(key, manifest)
+
+    def _read_back(self, item: ReadBack) -> None:
+        key = item.key
+        told: dict[str, object] = {"attempt": key.attempt, "note": item.note, "seconds": item.seconds}
+        if item.nonfinite is not None:
+            told["nonfinite"] = item.nonfinite
+        self._events.emit(item.event, told, step=key.step)
+        if item.nonfinite:
+            told = {"attempt": key.attempt, "values": item.nonfinite, "message": item.numbers}
+            self._events.emit("nonfinite", told, step=key.step)
+        self._listener.read_back(item)
 
     def _end(self, key: Key, ended: DurableStep | HoldfastError) -> None:
         self._opened.pop(key, None)
@@ -386,6 +395,8 @@ class Engine:
             else:
                 self._submit(job, round_number + 1)
 
+        if error.no_room:
+            self._upkeep.make_room()
         self._later.put(job.key, self._held.held(job.key, error), again)
 
     def _discard(self, key: Key, error: HoldfastError) -> None:

@@ -23,6 +23,7 @@ from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.progress import Progress
 from flusher.recovery import recorded, settle
+from flusher.retention import Keep
 from flusher.service import FlusherService
 from flusher.tenure import Instance, Tenure
 from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
@@ -78,7 +79,10 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         held.callback(tenure.end)
         store = guarded(store, tenure.check_once)
         context = FlusherContext(store, tenure, inbox, events)
-        rules = UpkeepRules(config.verify, config.keep_last, config.keep_every, config.reuse)
+        keep = Keep(config.keep_last, config.keep_every, config.hourly_kept, config.daily_kept)
+        rules = UpkeepRules(
+            config.verify, keep, config.reuse, refuse_nonfinite=config.on_nonfinite == "refuse"
+        )
         upkeep = Upkeep(context, rules)
         held.callback(upkeep.stop)
         found = _find_ring(directory, events)

@@ -1,26 +1,46 @@
 """Which checkpoints of a run may go. A pure rule: the service deletes, manifest first, then the file.
 
     kept:   the newest `keep_last` good ones · every step that `keep_every` divides · the newest verified
-        one, always · the newest whose replicas are not known to have drifted apart, always
-    goes:   the good ones beyond that · bad ones older than the newest good one
+        one, always · the newest verified one whose numbers are finite, always · the newest whose replicas are not
+        known to have drifted apart, always · rungs of the ladder: the first one of each of the newest
+        `keep_hourly` hours and `keep_daily` days that have one
+    goes:   the good ones beyond that · bad ones older than the newest good one · of those that are bad for
+        their numbers all but the newest `keep_last`: a training that has diverged makes them without end
 
 Good is verified or durable. A bad one newer than all the good ones stays: it is the evidence of what just
 went wrong.
+
+Finite means: with as few numbers that are not finite as any verified one has. A mask of minus infinity in the
+state has its share in each checkpoint and says nothing; NaN in the weights has more. One that was not counted
+(an older version wrote it) passes for finite: more is then kept, not less. What is not finite, or drifted
+apart, gets no rung, so that a training that goes on with NaN for a week leaves the ladder before it as it was.
+
+Hours and days tell how far checkpoints are apart, and never which is newer. The first of an hour stays the
+first whatever comes later, and rungs are counted, not compared with the time now: a clock that jumps, or a
+run that pauses for a month, removes none of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Self
 
 from holdfast.image.manifest import Manifest, State
+
+_HOUR_SECONDS = 3600
+_DAY_SECONDS = 24 * _HOUR_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
     """What is remembered of a checkpoint in the store. Not its manifest: that names every tensor, and a run may keep
     all of its checkpoints.
+
+    Attributes:
+        created_unix: When it was published; None if its manifest does not say so in a way that can be read.
+        nonfinite: How many of its numbers are not finite; None: not counted.
     """
 
     attempt: int
@@ -29,6 +49,8 @@ class StoredStep:
     state: State
     write_id: str
     is_drifted: bool = False
+    created_unix: float | None = None
+    nonfinite: int | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -38,6 +60,11 @@ class StoredStep:
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
         """The same, of a manifest."""
+        try:
+            created_unix = datetime.fromisoformat(manifest.created).timestamp()
+        except (ValueError, OverflowError, OSError):
+            created_unix = None
+        nonfinite = None if manifest.nonfinite is None else manifest.nonfinite.values
         return cls(
             manifest.attempt,
             manifest.step,
@@ -45,32 +72,76 @@ class StoredStep:
             manifest.state,
             manifest.write_id,
             manifest.is_drifted,
+            created_unix,
+            nonfinite,
         )
 
 
-def to_remove(known: Sequence[StoredStep], *, keep_last: int, keep_every: int) -> list[StoredStep]:
-    """Those of `known` that need not be kept, oldest first.
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What is to be kept, as the settings of these names.
 
     Args:
-        known: All whose manifests are readable, in any order.
-        keep_last: How many of the newest good ones to keep; 0 keeps all, bad ones too.
-        keep_every: Keep good ones whose step this divides as well; 0 is off.
+        last: How many of the newest good ones; 0 keeps all, bad ones too.
+        every: Good ones whose step this divides as well; 0 is off.
+        hourly: The first good one of so many hours as well. `daily`: of so many days.
 
     Raises:
         ValueError: A negative number.
     """
-    if keep_last < 0 or keep_every < 0:
-        raise ValueError(f"keep_last and keep_every must not be negative, got {keep_last} and {keep_every}")
-    if keep_last == 0:
+
+    last: int
+    every: int = 0
+    hourly: int = 0
+    daily: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.last, self.every, self.hourly, self.daily) < 0:
+            raise ValueError(f"what is to be kept must not be negative, got {self}")
+
+    def without_rungs(self) -> Keep:
+        """The same, but for the ladder: for a store without room."""
+        return Keep(self.last, self.every)
+
+
+def to_remove(known: Sequence[StoredStep], keep: Keep) -> list[StoredStep]:
+    """Those of `known` that need not be kept, oldest first.
+
+    Args:
+        known: All whose manifests are readable, in any order.
+        keep: What is to be kept.
+    """
+    if keep.last == 0:
         return []
     newest_first = sorted(known, key=lambda one: one.order, reverse=True)
     good = [one for one in newest_first if one.state is not State.BAD]
-    if not good:
-        return []
-    kept = {one.file for one in good[:keep_last]}
-    kept.update(one.file for one in good if keep_every and one.step % keep_every == 0)
+    evidence = newest_first if not good else [one for one in newest_first if one.order > good[0].order]
+    diverged = [one for one in evidence if one.state is State.BAD and one.nonfinite]
+    kept = {one.file for one in evidence} - {one.file for one in diverged[keep.last :]}
+    kept.update(one.file for one in good[: keep.last])
+    kept.update(one.file for one in good if keep.every and one.step % keep.every == 0)
     # A durable one is good until it is read back; until then this one is what a restore can be sure of.
-    kept.update([one.file for one in good if one.state is State.VERIFIED][:1])
     kept.update([one.file for one in good if not one.is_drifted][:1])
-    kept.update(one.file for one in newest_first if one.order > good[0].order)
+    verified = [one for one in good if one.state is State.VERIFIED]
+    kept.update(one.file for one in verified[:1])
+    fewest = min((one.nonfinite for one in verified if one.nonfinite is not None), default=0)
+    finite = [one for one in good if one.nonfinite is None or one.nonfinite <= fewest]
+    kept.update([one.file for one in finite if one.state is State.VERIFIED][:1])
+    kept.update([one.file for one in verified if not one.nonfinite][:1])
+    sound = [one for one in finite if not one.is_drifted]
+    kept.update(_rungs(sound, _HOUR_SECONDS, keep.hourly))
+    kept.update(_rungs(sound, _DAY_SECONDS, keep.daily))
     return [one for one in reversed(newest_first) if one.file not in kept]
+
+
+def _rungs(newest_first: Sequence[StoredStep], seconds: int, rungs: int) -> list[str]:
+    """The first of each of the newest `rungs` spans of time that have one. Which span is newer, the checkpoints say."""
+    first: dict[int, str] = {}
+    for one in newest_first:
+        if one.created_unix is None:
+            continue
+        span = int(one.created_unix // seconds)
+        if span not in first and len(first) == rungs:
+            continue
+        first[span] = one.file
+    return list(first.values())

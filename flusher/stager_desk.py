@@ -184,7 +184,7 @@ class StagerDesk:
         """As `flusher.listener.FlushListener`."""
         if self._concerns(result.key):
             if result.state is State.VERIFIED:
-                self.channel.send("verified", **result.key._asdict())
+                self.channel.send("verified", **result.key._asdict(), note=result.note[:_TEXT_CHARACTERS_MAX])
             elif result.state is State.BAD:
                 self.channel.send("bad", **result.key._asdict(), note=result.note[:_TEXT_CHARACTERS_MAX])
 

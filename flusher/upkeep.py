@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from flusher.flusher_context import FlusherContext
-from flusher.retention import StoredStep, to_remove
+from flusher.retention import Keep, StoredStep, to_remove
 from flusher.stored_slices import Slices
 from flusher.workers import Workers
 from holdfast.checkpoints.intents import Intent, forget_intent
@@ -35,6 +35,9 @@ _UNREAD_LOOKED_AT = 3  # an older one is restored only when these are bad, and r
 class ReadBack(NamedTuple):
     """A checkpoint was read back. `state` is `durable` when the store failed and nothing is known, or when it is whole
     and `is_drifted`.
+
+    Attributes:
+        nonfinite: How many of its numbers are not finite; None: not counted. `numbers`: the same in words, if some are.
     """
 
     key: Key
@@ -42,6 +45,8 @@ class ReadBack(NamedTuple):
     note: str
     seconds: float
     is_drifted: bool = False
+    nonfinite: int | None = None
+    numbers: str = ""
 
     @property
     def event(self) -> str:
@@ -63,15 +68,15 @@ class UpkeepRules:
 
     Attributes:
         verify: Whether they are read back.
-        keep_last: How many of the newest good ones are kept; 0 keeps all.
-        keep_every: Good ones whose step this divides are kept as well; 0 is off.
+        keep: Which of them stay.
         reuse: Whether the room of a removed one may be written over by the next checkpoint.
+        refuse_nonfinite: Whether one with numbers that are not finite is marked bad.
     """
 
     verify: bool
-    keep_last: int
-    keep_every: int
+    keep: Keep
     reuse: bool = True
+    refuse_nonfinite: bool = False
 
 
 class Upkeep:
@@ -295,17 +300,24 @@ class Upkeep:
         begun = time.monotonic()
         try:
             report = verify_file(cast(Store, _ReadBackStore(self._store, self._wait)), manifest)
-            is_drifted = report.ok and manifest.is_drifted
-            whole = State.DURABLE if is_drifted else State.VERIFIED
-            state = whole if report.ok else State.BAD
-            note = (READ_BACK if is_drifted else "") if report.ok else report.summary()
         except StoreError as error:
             self._inbox.put(ReadBack(key, State.DURABLE, str(error), time.monotonic() - begun))
             return manifest
-        done = manifest.model_copy(update={"state": state, "note": note[:4096]})
+        counted = report.nonfinite
+        numbers = counted.told() if counted is not None and counted.values else ""
+        refused = bool(numbers) and self._rules.refuse_nonfinite
+        is_drifted = report.ok and not refused and manifest.is_drifted
+        whole = State.DURABLE if is_drifted else State.VERIFIED
+        state = whole if report.ok and not refused else State.BAD
+        if numbers:
+            _log.warning("%s: %s%s", key, numbers, "; restore does not use it" if refused else "")
+        note = report.summary() if not report.ok else numbers if refused else READ_BACK if is_drifted else ""
+        done = manifest.model_copy(update={"state": state, "note": note[:4096], "nonfinite": counted})
         if self._guarded(lambda: self._replace(done), f"{key} not marked {state}"):
-            said = manifest.drift if is_drifted else note
-            self._inbox.put(ReadBack(key, state, said, time.monotonic() - begun, is_drifted))
+            values = None if counted is None else counted.values
+            said = manifest.drift if is_drifted else note or numbers
+            seconds = time.monotonic() - begun
+            self._inbox.put(ReadBack(key, state, said, seconds, is_drifted, values, numbers))
             return done
         return manifest
 
@@ -317,8 +329,15 @@ class Upkeep:
         """Whether the manifest of this name is not the one that is known of it here."""
         return self._write_ids.get(name, self._known[name].write_id) != self._known[name].write_id
 
-    def _prune(self) -> None:
-        if self._rules.keep_last == 0:
+    def make_room(self) -> None:
+        """The store is full: remove what only the ladder keeps. What the other settings keep stays all the same."""
+        keep = self._rules.keep
+        if keep != keep.without_rungs():
+            self._submit(lambda: self._guarded(lambda: self._prune(keep.without_rungs()), "no room was made"))
+
+    def _prune(self, keep: Keep | None = None) -> None:
+        keep = keep or self._rules.keep
+        if keep.last == 0:
             return
         names = [info.name for info in self._store.list() if is_manifest_name(info.name)]
         for name in names:
@@ -330,9 +349,7 @@ class Upkeep:
                 except (DamageError, StoreMissing) as error:
                     _log.warning("not looked at for retention: %s", error)
         self._known = {name: self._known[name] for name in names if name in self._known}
-        old = to_remove(
-            list(self._known.values()), keep_last=self._rules.keep_last, keep_every=self._rules.keep_every
-        )
+        old = to_remove(list(self._known.values()), keep)
         if not old:
             return
         removed: list[str] = []

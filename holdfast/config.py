@@ -57,6 +57,7 @@ __all__ = [
 # Checkpoints under way at once: those in the staging areas of a rank, and one that begins while slower ranks end.
 IN_FLIGHT_MAX = 9
 RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and freeing
+_KEEP_HOURLY, _KEEP_DAILY = 24, 7
 _CHUNK_BYTES_MAX = 1 << 30  # one chunk is one MPI message, whose counts are 32 bits
 _ENVIRONMENT_PREFIX = "HOLDFAST_"
 _CONFIG_VARIABLE = "HOLDFAST_CONFIG"
@@ -270,6 +271,13 @@ class _RingConfig(_RoleConfig):
             checkpoint streams through it.
         keep_last: Number of the newest good checkpoints to keep in the store; 0 keeps all.
         keep_every: Also keep every checkpoint whose step is a multiple of this number; 0: none.
+        keep_hourly: Also keep the first checkpoint of each of so many hours that have one; 0: none. None: 24 unless
+            `keep_last` is set.
+        keep_daily: Also keep the first checkpoint of each of so many days that have one; 0: none. None: 7 unless
+            `keep_last` is set.
+        on_nonfinite: What to do with a checkpoint that has numbers that are not finite (NaN or infinite), which are
+            counted as it is read back: `warn` says so and marks it verified; `refuse` marks it bad, and restore uses
+            the one before.
         verify: Read every checkpoint back after it was published, and mark it verified or bad.
         reuse: Write a new checkpoint over the file of one that is no longer kept and that nobody has open (ext4 and XFS
             only). Turn it off where other machines read these files over NFS from this one.
@@ -289,7 +297,10 @@ class _RingConfig(_RoleConfig):
     ring_bytes: _Size = 1 << 30
     keep_last: _Count = 3
     keep_every: _Count = 0
+    keep_hourly: _Count | None = None
+    keep_daily: _Count | None = None
     verify: bool = True
+    on_nonfinite: Literal["warn", "refuse"] = "warn"
     reuse: bool = True
     linger: bool = False
     writers: Annotated[int, Field(ge=1, le=64)] | None = None
@@ -308,6 +319,28 @@ class _RingConfig(_RoleConfig):
                 f"at least {least} bytes, which is {RING_CHUNKS_MIN} chunks of {chunk_bytes} bytes"
             )
         return value
+
+    @field_validator("on_nonfinite", mode="after")
+    @classmethod
+    def _refusing_needs_reading(cls, value: str, info: ValidationInfo) -> str:
+        if value == "refuse" and info.data.get("verify") is False:
+            raise ValueError("warn where verify is off: numbers are counted as a checkpoint is read back")
+        return value
+
+    @property
+    def hourly_kept(self) -> int:
+        """`keep_hourly`, or what it is where nobody has said it: who sets `keep_last` alone has planned the room."""
+        return self._rungs(self.keep_hourly, _KEEP_HOURLY)
+
+    @property
+    def daily_kept(self) -> int:
+        """`keep_daily`, in the same way."""
+        return self._rungs(self.keep_daily, _KEEP_DAILY)
+
+    def _rungs(self, said: int | None, default: int) -> int:
+        if said is not None:
+            return said
+        return 0 if "keep_last" in self.model_fields_set else default
 
     @property
     def ring_chunks(self) -> int:

@@ -89,6 +89,7 @@ class StoreError(HoldfastError):
             another writer's file at the name): no call on it helps, a new upload of the same bytes may. With
             `retriable` too, so only if trying again was in vain.
         retry_after_seconds: The store asked not to be called again before so long; 0 where it did not.
+        no_room: The store is full, or a quota is exhausted: removing something helps.
     """
 
     code = "store"
@@ -101,11 +102,13 @@ class StoreError(HoldfastError):
         retriable: bool = False,
         begin_anew: bool = False,
         retry_after_seconds: float = 0.0,
+        no_room: bool = False,
     ) -> None:
         super().__init__(message)
         self.retriable = retriable
         self.begin_anew = begin_anew
         self.retry_after_seconds = retry_after_seconds
+        self.no_room = no_room
 
 
 class StoreMissing(StoreError):

@@ -102,7 +102,11 @@ class FlusherDesk:
             case "bad":
                 _log.error("step %d was read back and is bad: %s", fields["step"], fields["note"])
             case "verified":
-                _log.info("step %d was read back and is good", fields["step"])
+                note = str(fields.get("note", ""))  # of numbers that are not finite
+                if note:
+                    _log.warning("step %d was read back and is as it was saved, but %s", fields["step"], note)
+                else:
+                    _log.info("step %d was read back and is good", fields["step"])
             case "drained":
                 self.drained = True
             case _:

@@ -8,6 +8,10 @@
 The manifest holds what the flusher computed from its memory; so a difference is damage on the way to the
 store or in it. A chunk that differs is read once more: damage on the way back is not damage of the checkpoint. The
 zip's own fields are what `unzip -t` would believe: they must say the same.
+
+Numbers that are not finite are counted on the same pass, while the bytes are in the cache. Here and not where the
+flusher checks what came from the ranks: every checkpoint comes by here, whoever wrote it (the flusher, one that went on
+with an upload, a tool that made a file of slices), and no slot of the ring waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import logging
 import queue
 import struct
 import zipfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,8 +29,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from holdfast import crc
+from holdfast.checkpoints.nonfinite import FloatFormat, count_nonfinite, float_formats, nonfinite_record
 from holdfast.errors import DamageError, StoreMissing
-from holdfast.image.manifest import EntryRecord, Manifest
+from holdfast.image.manifest import EntryRecord, Manifest, NonfiniteRecord
 from holdfast.ring.pages import direct_window
 from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
@@ -70,12 +75,14 @@ class VerifyReport:
         step: Its step.
         checked_bytes: How many bytes were read and checked.
         damage: What does not hold; empty when all does.
+        nonfinite: Numbers that are not finite; None when they could not be counted, as of a damaged file.
     """
 
     file: str
     step: int
     checked_bytes: int
     damage: tuple[Damage, ...]
+    nonfinite: NonfiniteRecord | None = None
 
     @property
     def ok(self) -> bool:
@@ -130,8 +137,10 @@ def verify_file(
             report.
     """
 
-    def report(*damage: Damage, checked_bytes: int = 0) -> VerifyReport:
-        return VerifyReport(manifest.file, manifest.step, checked_bytes, damage)
+    def report(
+        *damage: Damage, checked_bytes: int = 0, nonfinite: NonfiniteRecord | None = None
+    ) -> VerifyReport:
+        return VerifyReport(manifest.file, manifest.step, checked_bytes, damage, nonfinite)
 
     for entry, following in pairwise(manifest.entries):
         if following.offset < entry.offset + entry.nbytes:
@@ -160,15 +169,22 @@ def verify_file(
     # riddles.
     if not damage and _directory_damage(store, manifest):
         damage += _directory_damage(store, manifest)  # what was read wrong on its way is right this time
-    return report(*damage, checked_bytes=manifest.image_bytes)
+    return report(
+        *damage, checked_bytes=manifest.image_bytes, nonfinite=None if damage else found.nonfinite()
+    )
 
 
 class _Sum(NamedTuple):
-    """CRC-32 of a run of bytes of one chunk that belongs to one entry (or to none)."""
+    """CRC-32 of a run of bytes of one chunk that belongs to one entry (or to none).
+
+    Attributes:
+        nonfinite: How many of its numbers are not finite; None: it has no floating ones, or cuts one in two.
+    """
 
     entry: int | None
     crc32: int
     nbytes: int
+    nonfinite: int | None
 
 
 def _chunk_bytes(manifest: Manifest, chunk: int) -> int:
@@ -184,15 +200,16 @@ def _chunk_sums(
     for _ in range(threads):
         buffers.put(direct_window(nbytes))
     bounds = _Bounds(manifest.entries)
+    formats = float_formats(manifest)
 
     def sums_of(chunk: int) -> list[_Sum]:
         buffer = buffers.get()
         try:
-            sums = list(_sums(store, manifest, chunk, bounds, buffer))
+            sums = list(_sums(store, manifest, chunk, (bounds, formats), buffer))
             if _combined(sums) == manifest.chunk_crc32s[chunk]:
                 return sums
             # A byte may have changed on its way here only: what lies in the store is the same every time.
-            again = list(_sums(store, manifest, chunk, bounds, buffer))
+            again = list(_sums(store, manifest, chunk, (bounds, formats), buffer))
             if _combined(again) == manifest.chunk_crc32s[chunk]:
                 _log.warning(
                     "%s: chunk %d was read wrong once and right again: the way from the store damages bytes",
@@ -231,8 +248,13 @@ class _Bounds:
 
 
 def _sums(
-    store: Store, manifest: Manifest, chunk: int, bounds: _Bounds, buffer: memoryview
+    store: Store,
+    manifest: Manifest,
+    chunk: int,
+    contents: tuple[_Bounds, Mapping[int, FloatFormat]],
+    buffer: memoryview,
 ) -> Iterator[_Sum]:
+    bounds, formats = contents
     offset = chunk * manifest.chunk_bytes
     end = offset + _chunk_bytes(manifest, chunk)
     while offset < end:
@@ -242,7 +264,13 @@ def _sums(
         while position < len(part):
             entry, stop = bounds.at(offset + position, offset + len(part))
             piece = part[position : stop - offset]
-            yield _Sum(entry, crc.crc32(piece), len(piece))
+            this = None if entry is None else formats.get(entry)
+            nonfinite = None
+            if entry is not None and this is not None:
+                # Files of holdfast cut no number in two: storages and reads begin at multiples of its size.
+                skipped = (offset + position - manifest.entries[entry].offset) % this.nbytes
+                nonfinite = count_nonfinite(piece, this) if not skipped else None
+            yield _Sum(entry, crc.crc32(piece), len(piece), nonfinite)
             position += len(piece)
         offset += len(part)
 
@@ -256,6 +284,8 @@ class _Found:
         self._entry_crc32s = [0] * len(manifest.entries)
         self._bad_chunks: list[tuple[int, int]] = []
         self._tensors = _Tensors(manifest)
+        self._formats = float_formats(manifest)
+        self._nonfinite: dict[int, int] | None = {}
 
     def add(self, chunk: int, sums: Sequence[_Sum]) -> None:
         chunk_crc32 = _combined(sums)
@@ -263,8 +293,21 @@ class _Found:
         for s in sums:
             if s.entry is not None:
                 self._entry_crc32s[s.entry] = crc.combine(self._entry_crc32s[s.entry], s.crc32, s.nbytes)
+                self._count(s, s.entry)
         if chunk_crc32 != self._manifest.chunk_crc32s[chunk]:
             self._bad_chunks.append((chunk, chunk_crc32))
+
+    def _count(self, found: _Sum, entry: int) -> None:
+        if self._nonfinite is None or entry not in self._formats:
+            return
+        if found.nonfinite is None:
+            self._nonfinite = None
+        elif found.nonfinite:
+            self._nonfinite[entry] = self._nonfinite.get(entry, 0) + found.nonfinite
+
+    def nonfinite(self) -> NonfiniteRecord | None:
+        """Numbers that are not finite; None when a read has cut one in two."""
+        return None if self._nonfinite is None else nonfinite_record(self._manifest, self._nonfinite)
 
     def damage(self) -> list[Damage]:
         """Chunks first, for the place; entries next, for what it means; the whole only when nothing else

@@ -2,7 +2,7 @@
 
 `step-000000123.json` beside `step-000000123.pt`. Listing manifests lists the run; a file without a manifest is not a
 checkpoint. A manifest is written last and whole. It is written once more when the checkpoint has been read back
-(`state` becomes `verified` or `bad`); nothing else in it changes then.
+(`state` becomes `verified` or `bad`, `note` and `nonfinite` are added); nothing else in it changes then.
 
 Order is (attempt, step), never a clock: clocks jump, and step numbers repeat after a restart from an older step.
 """
@@ -19,7 +19,9 @@ from holdfast.errors import DamageError
 from holdfast.sealed import seal, unseal
 
 _CRC_FIELD = "manifest_crc32"
+NONFINITE_NAMED_MAX = 100  # of a state that is broken all over, a manifest need not name every tensor twice
 MANIFEST_BYTES_MAX = 1 << 28  # over a million tensors; a larger one is not read at all
+_NAMES_TOLD = 4
 _NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")
 READ_BACK = "read back and found whole"  # the note of a checkpoint that is whole, and whose replicas had drifted apart
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
@@ -67,6 +69,28 @@ class TensorRecord(_ManifestRecord):
     entry: _Whole
 
 
+class NonfiniteRecord(_ManifestRecord):
+    """Numbers in floating tensors that are not finite (NaN or infinite), counted when the file was read back.
+
+    Attributes:
+        values: How many there are. In a storage that several tensors share they count once.
+        tensors: How many tensors have some.
+        named: How many each of those has, by path: the first `NONFINITE_NAMED_MAX` in the order of the state.
+    """
+
+    values: _Whole
+    tensors: _Whole
+    named: Annotated[dict[_Text, _Whole], Field(max_length=NONFINITE_NAMED_MAX)] = Field(default_factory=dict)
+
+    def told(self) -> str:
+        """For people: how many, and the first of the tensors."""
+        if not self.values:
+            return "every number is finite"
+        names = list(self.named)[:_NAMES_TOLD]
+        more = f" and {self.tensors - len(names)} more" if self.tensors > len(names) else ""
+        return f"{self.values} numbers are not finite (NaN or infinite), in {', '.join(names)}{more}"
+
+
 class Manifest(_ManifestRecord):
     """All that is known of one checkpoint.
 
@@ -80,6 +104,7 @@ class Manifest(_ManifestRecord):
         chunk_crc32s: CRC-32 of each window of `chunk_bytes` of the file: what restore checks as it reads.
         write_id: Random, names this one write; also on the object itself where the store keeps metadata.
         pgt1_seconds: From the first `save()` of a rank to staged. `pgt2_seconds`: to durable.
+        nonfinite: Numbers that are not finite; None: they were not counted.
         record: Times, bytes and waits of each phase on each rank (docs/format.md), for people and reports.
     """
 
@@ -103,6 +128,7 @@ class Manifest(_ManifestRecord):
     pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     entries: tuple[EntryRecord, ...]
     tensors: tuple[TensorRecord, ...]
+    nonfinite: NonfiniteRecord | None = None
     record: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -132,7 +158,8 @@ class Manifest(_ManifestRecord):
 
     def to_bytes(self) -> bytes:
         """JSON, with the CRC-32 of all the rest in its last line."""
-        return seal(self.model_dump_json(indent=None).encode(), _CRC_FIELD)
+        unknown = {"nonfinite"} if self.nonfinite is None else None
+        return seal(self.model_dump_json(indent=None, exclude=unknown).encode(), _CRC_FIELD)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Manifest:

@@ -77,7 +77,8 @@ def no_room(path: Path, *, needed_bytes: int, cause: str) -> StoreError:
     known = "an unknown number of" if free is None else str(free)
     return StoreError(
         f"{path}: no room ({cause}): {needed_bytes} bytes are needed, {known} are free; "
-        "remove old checkpoints, lower keep_last, or choose a larger store"
+        "remove old checkpoints, lower keep_last, or choose a larger store",
+        no_room=True,
     )
 
 

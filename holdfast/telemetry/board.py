@@ -111,7 +111,8 @@ class Board:
             case "durable":
                 self._durable(attempt, step, fields, now)
             case "verified" | "drifted" | "bad" | "verify_failed":
-                self._note(attempt, step, read_back=event, read_back_at_unix=now)
+                nonfinite = fields.get("nonfinite")
+                self._note(attempt, step, read_back=event, read_back_at_unix=now, nonfinite=nonfinite)
             case "flush_held":
                 self._note(attempt, step, held=cut(str(fields.get("message", "held"))))
             case "flush_resumed":

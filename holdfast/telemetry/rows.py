@@ -66,6 +66,7 @@ class CheckpointRow:
         state: `saving`, `staged`, `durable`, `verified`, `drifted`, `bad`, or `failed`.
         in_store: Its manifest is in the store now.
         note: Why it is bad, or failed.
+        nonfinite: How many of its numbers are not finite; None: not counted.
     """
 
     attempt: int
@@ -81,6 +82,7 @@ class CheckpointRow:
     failed_at_unix: float | None = None
     pgt1_seconds: float | None = None
     pgt2_seconds: float | None = None
+    nonfinite: int | None = None
     record_stalls: dict[int, float] = field(default_factory=dict)
     ranks: dict[int, RankTimes] = field(default_factory=dict)
 
@@ -225,6 +227,7 @@ class _Gathering:
                 _advance(row, "durable")
             case "verified" | "drifted" | "bad":
                 row.read_at_unix, row.note = event.time, text(event.fields.get("note"))
+                row.nonfinite = whole(event.fields.get("nonfinite"))
                 _advance(row, event.event)
             case "flush_failed":
                 self._refused(event)
@@ -257,6 +260,7 @@ class _Gathering:
         row.pgt1_seconds = row.pgt1_seconds or number(one.pgt1_seconds)
         row.pgt2_seconds = row.pgt2_seconds or number(one.pgt2_seconds)
         row.note = one.note or row.note
+        row.nonfinite = one.nonfinite if row.nonfinite is None else row.nonfinite
 
     def result(self) -> CheckpointRows:
         """A step that became durable after all was taken; one that was only declined is no checkpoint."""
@@ -276,7 +280,7 @@ def _advance(row: CheckpointRow, state: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint as its manifest in the store has it. `note`: why it is bad."""
+    """A checkpoint as its manifest in the store has it. `note`: why it is bad. `nonfinite`: as `CheckpointRow`."""
 
     attempt: int
     step: int
@@ -288,6 +292,7 @@ class StoredCheckpoint:
     pgt2_seconds: float
     record: Mapping[str, Any]
     note: str = ""
+    nonfinite: int | None = None
 
     @classmethod
     def of(cls, manifest: Manifest) -> StoredCheckpoint | None:
@@ -307,6 +312,7 @@ class StoredCheckpoint:
             pgt2_seconds=manifest.pgt2_seconds,
             record=manifest.record,
             note=manifest.drift if manifest.is_drifted else manifest.note,
+            nonfinite=manifest.nonfinite.values if manifest.nonfinite else None,
         )
 
 

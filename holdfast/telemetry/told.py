@@ -21,7 +21,7 @@ TROUBLES = frozenset(
             "fenced",
             "ring_lost",
         ),
-        *("slices_bad", "stager_refused"),
+        *("slices_bad", "stager_refused", "nonfinite"),
     }
 )
 # Of each event the fields that say what happened, in the order in which they are read.

@@ -42,12 +42,17 @@ def claimed(store: Store) -> Iterator[Claimed]:
 
 
 def read_back(store: Store, manifest: Manifest, *, quiet: bool) -> Manifest:
-    """Read a published checkpoint back, and write into its manifest whether it is good. The run is ours."""
+    """Read a published checkpoint back, and write into its manifest whether it is good. The run is ours.
+
+    Numbers that are not finite are counted and said: who imports or assembles a checkpoint may want it all the same.
+    """
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
         report = verify_file(store, manifest, progress=advance)
     state = State.VERIFIED if report.ok else State.BAD
     note = "" if report.ok else report.summary()
-    done = manifest.model_copy(update={"state": state, "note": note[:4096]})
+    if report.nonfinite is not None and report.nonfinite.values:
+        _log.warning("%s: %s", manifest.file, report.nonfinite.told())
+    done = manifest.model_copy(update={"state": state, "note": note[:4096], "nonfinite": report.nonfinite})
     store.write(manifest_name(manifest.file), done.to_bytes())
     return done
 

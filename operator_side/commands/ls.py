@@ -36,10 +36,11 @@ def ls(as_json: bool, target: Target) -> None:
            partial   slices, of which some are missing
 
     JSON: {"url", "checkpoints": [{"step", "attempt", "state", "fault", "file", "file_bytes", "ranks", "created",
-    "pgt1_seconds", "pgt2_seconds", "drift"}], "slices": [{"step", "attempt", "state": "slices|partial", "fault",
-    "ranks", "sealed", "nbytes"}]}. Values that a damaged manifest does not have are null. pgt1_seconds is the time from
-    save() until the checkpoint was staged, pgt2_seconds until it was durable. drift says which replicas differed; it is
-    empty where none did.
+    "pgt1_seconds", "pgt2_seconds", "drift", "nonfinite"}], "slices": [{"step", "attempt", "state": "slices|partial",
+    "fault", "ranks", "sealed", "nbytes"}]}. Values that a damaged manifest does not have are null. pgt1_seconds is the
+    time from save() until the checkpoint was staged, pgt2_seconds until it was durable. drift says which replicas
+    differed; it is empty where none did. nonfinite is the number of values in floating tensors that are NaN or
+    infinite, counted when the checkpoint was read back; null: not counted.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
     catalog = target.catalog()
     items = catalog.list()
@@ -68,13 +69,23 @@ def ls(as_json: bool, target: Target) -> None:
     for found in sets:
         rows.add_row(*_slice_cells(found), style="yellow")
     for item in items:
-        rows.add_row(*_cells(item), style="red" if item.fault else "yellow" if item.drift else "")
+        rows.add_row(
+            *_cells(item), style="red" if item.fault else "yellow" if item.drift or _broken(item) else ""
+        )
     out.print(rows)
     for item in items:
         if item.fault:
             out.print(plain(item.fault), markup=False, style="red", soft_wrap=True)
         elif item.drift:
             out.print(plain(f"{item.name}: {item.drift}"), markup=False, style="yellow", soft_wrap=True)
+        if _broken(item) and not item.fault:
+            out.print(plain(f"{item.name}: {_broken(item)}"), markup=False, style="yellow", soft_wrap=True)
+
+
+def _broken(item: CatalogItem) -> str:
+    """Its numbers that are not finite; empty where none is, or none was counted."""
+    counted = item.manifest.nonfinite if item.manifest else None
+    return counted.told() if counted and counted.values else ""
 
 
 def _cells(item: CatalogItem) -> tuple[str, ...]:
@@ -127,4 +138,5 @@ def _document(item: CatalogItem) -> dict[str, Any]:
         "pgt1_seconds": manifest.pgt1_seconds if manifest else None,
         "pgt2_seconds": manifest.pgt2_seconds if manifest else None,
         "drift": item.drift,
+        "nonfinite": manifest.nonfinite.values if manifest and manifest.nonfinite else None,
     }

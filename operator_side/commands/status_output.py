@@ -106,7 +106,9 @@ def _levels(picture: Picture) -> Table:
             rows.add_row(f"newest {name}", "-", "-", "-", style="dim")
             continue
         at = "-" if not level.at_unix else _age(picture, level.at_unix)
-        rows.add_row(f"newest {name}", str(level.step), at, str(level.attempt))
+        broken = f", {level.nonfinite:,} numbers not finite" if level.nonfinite else ""
+        style = "yellow" if broken else ""
+        rows.add_row(f"newest {name}{broken}", str(level.step), at, str(level.attempt), style=style)
     return rows
 
 

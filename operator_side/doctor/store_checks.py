@@ -151,7 +151,7 @@ def _directory(root: Path, plan: CheckPlan) -> Iterator[Finding]:
         "store room",
         CheckState.OK if enough else CheckState.WARN,
         f"{free_bytes / _MIB:,.0f} MiB are free in {root}",
-        "" if enough else "lower keep_last or use a larger disk: keep_last + 1 checkpoints must fit",
+        "" if enough else "lower keep_last or use a larger disk: keep_last + 2 checkpoints must fit",
     )
 
 

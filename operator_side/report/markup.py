@@ -128,7 +128,7 @@ def keys(*names: tuple[str, str]) -> Html:
 
 def stands_out(row: CheckpointRow) -> bool:
     """Whether it is to be shown rather than one that went well."""
-    return row.state in {"bad", "drifted", "failed", "staged", "saving"}
+    return row.state in {"bad", "drifted", "failed", "staged", "saving"} or bool(row.nonfinite)
 
 
 _MANY_COLUMNS = 6  # do not fit on a small screen: these tables are moved sideways instead of squeezed

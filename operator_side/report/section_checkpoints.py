@@ -37,7 +37,7 @@ def checkpoints(facts: RunFacts) -> Html | None:
         (
             str(row.step),
             str(row.attempt),
-            said(f"{row.state}: {row.note}" if row.note else row.state),
+            said(_state(row)),
             "yes" if row.in_store else "-",
             size(row.image_bytes),
             moment(row.saved_at_unix),
@@ -68,6 +68,12 @@ def checkpoints(facts: RunFacts) -> Html | None:
         else tag("p", "Neither the manifests nor the logs have times of ranks."),
         *(_rank_by_rank(row) for row in detailed),
     )
+
+
+def _state(row: CheckpointRow) -> str:
+    if row.note:
+        return f"{row.state}: {row.note}"
+    return f"{row.state}, {plural(row.nonfinite, 'number')} not finite" if row.nonfinite else row.state
 
 
 def _worth_details(rows: Sequence[CheckpointRow]) -> list[CheckpointRow]:

@@ -127,6 +127,12 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
             f"{plural(len(drifted), 'checkpoint')}, the first of them step {first.step} (attempt {first.attempt}), put "
             "together what ranks held whose replicas were not the same: restore prefers an older one."
         )
+    broken = [row for row in rows if row.nonfinite]
+    if broken:
+        yield (
+            f"Numbers that are not finite (NaN or infinite) are in {plural(len(broken), 'checkpoint')}; the first is "
+            f"step {broken[0].step} (attempt {broken[0].attempt})."
+        )
     if facts.checkpoints.not_taken:
         causes = ", ".join(
             f"{count:,} {cause}" for cause, count in facts.checkpoints.causes.most_common(_NAMED_MAX)

@@ -50,11 +50,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The newest checkpoint of a level, and when it got there."""
+    """The newest checkpoint of a level, when it got there, and how many of its numbers are known not to be finite."""
 
     attempt: int
     step: int
     at_unix: float | None
+    nonfinite: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +287,7 @@ def _row_of_stored(one: StoredCheckpoint) -> CheckpointSaid:
         pgt2_seconds=one.pgt2_seconds,
         stall_seconds=max(stall_seconds_of(one.record).values(), default=None),
         read_back="" if one.state == "durable" else one.state,
+        nonfinite=one.nonfinite,
     )
 
 
@@ -319,7 +321,7 @@ def _newest(rows: Mapping[Key, CheckpointSaid], level: str) -> Level | None:
         }[level]
         is_lost = row.read_back == "bad" or (row.failed and row.durable_at_unix is None)
         if at is not None and not is_lost:
-            return Level(*key, at)
+            return Level(*key, at, row.nonfinite)
     return None
 
 

@@ -18,6 +18,7 @@ import torch
 from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
+from flusher.retention import Keep
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
@@ -68,7 +69,7 @@ class _Rig:
         self.tenure = Tenure(self.store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
         self.context = FlusherContext(self.store, self.tenure, self.inbox, self.events)
-        self.upkeep = Upkeep(self.context, UpkeepRules(verify=True, keep_last=0, keep_every=0))
+        self.upkeep = Upkeep(self.context, UpkeepRules(verify=True, keep=Keep(0)))
         self.engine = Engine(
             self.ring,
             self.context,

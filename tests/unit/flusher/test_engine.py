@@ -17,6 +17,7 @@ from flusher.engine import Engine
 from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
+from flusher.retention import Keep
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
@@ -68,7 +69,7 @@ class Rig:
         self.events = EventLog(directory / "events.jsonl", role="flusher")
         guard = guarded(self.store, self.tenure.check_once)
         self.context = FlusherContext(guard, self.tenure, self.inbox, self.events)
-        self.upkeep = Upkeep(self.context, UpkeepRules(verify=verify, keep_last=0, keep_every=0))
+        self.upkeep = Upkeep(self.context, UpkeepRules(verify=verify, keep=Keep(0)))
         self.engine = self.new_engine()
 
     def new_engine(self) -> Engine:

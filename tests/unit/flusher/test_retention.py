@@ -8,12 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flusher.retention import StoredStep, to_remove
+from flusher.retention import Keep, StoredStep, to_remove
 from holdfast.image.manifest import State, step_file_name
 
 
-def checkpoint(step: int, state: State = State.VERIFIED, attempt: int = 1) -> StoredStep:
-    return StoredStep(attempt, step, step_file_name(step, attempt=attempt), state, write_id="")
+def checkpoint(
+    step: int,
+    state: State = State.VERIFIED,
+    attempt: int = 1,
+    hour: float | None = None,
+    nonfinite: int | None = None,
+) -> StoredStep:
+    created = None if hour is None else hour * 3600
+    name = step_file_name(step, attempt=attempt)
+    return StoredStep(attempt, step, name, state, write_id="", created_unix=created, nonfinite=nonfinite)
 
 
 def drifted(step: int, state: State = State.DURABLE) -> StoredStep:
@@ -37,56 +45,54 @@ runs = st.lists(
 
 
 def test_the_newest_stay() -> None:
-    assert steps(
-        to_remove([checkpoint(step) for step in (30, 10, 50, 20, 40)], keep_last=2, keep_every=0)
-    ) == [10, 20, 30]
+    assert steps(to_remove([checkpoint(step) for step in (30, 10, 50, 20, 40)], Keep(2, 0))) == [10, 20, 30]
 
 
 def test_multiples_stay() -> None:
     run = [checkpoint(step) for step in range(0, 60, 10)]
-    assert steps(to_remove(run, keep_last=1, keep_every=20)) == [10, 30]
+    assert steps(to_remove(run, Keep(1, 20))) == [10, 30]
 
 
 def test_zero_keeps_all() -> None:
     run = [checkpoint(1, State.BAD), checkpoint(2), checkpoint(3)]
-    assert to_remove(run, keep_last=0, keep_every=0) == []
+    assert to_remove(run, Keep(0, 0)) == []
 
 
 def test_the_newest_verified_one_stays_behind_many_that_are_only_durable() -> None:
     run = [checkpoint(1), checkpoint(2), *(checkpoint(step, State.DURABLE) for step in range(3, 9))]
-    assert steps(to_remove(run, keep_last=2, keep_every=0)) == [1, 3, 4, 5, 6]
+    assert steps(to_remove(run, Keep(2, 0))) == [1, 3, 4, 5, 6]
 
 
 def test_bad_ones_do_not_count_as_kept_and_go_when_a_good_one_is_newer() -> None:
     run = [checkpoint(1), checkpoint(2), checkpoint(3, State.BAD), checkpoint(4), checkpoint(5, State.BAD)]
-    assert steps(to_remove(run, keep_last=2, keep_every=0)) == [1, 3]
+    assert steps(to_remove(run, Keep(2, 0))) == [1, 3]
 
 
 def test_bad_ones_alone_stay_as_evidence() -> None:
-    assert to_remove([checkpoint(1, State.BAD), checkpoint(2, State.BAD)], keep_last=1, keep_every=0) == []
+    assert to_remove([checkpoint(1, State.BAD), checkpoint(2, State.BAD)], Keep(1, 0)) == []
 
 
 def test_a_later_attempt_is_newer_however_low_its_step() -> None:
     run = [checkpoint(100, attempt=1), checkpoint(5, attempt=2)]
-    assert steps(to_remove(run, keep_last=1, keep_every=0)) == [100]
+    assert steps(to_remove(run, Keep(1, 0))) == [100]
 
 
 @pytest.mark.parametrize(("keep_last", "keep_every"), [(-1, 0), (1, -1)])
 def test_negative_numbers_are_refused(keep_last: int, keep_every: int) -> None:
     with pytest.raises(ValueError, match="negative"):
-        to_remove([], keep_last=keep_last, keep_every=keep_every)
+        to_remove([], Keep(keep_last, keep_every))
 
 
 @pytest.mark.parametrize("state", [State.VERIFIED, State.DURABLE])
 def test_the_newest_whose_replicas_did_not_drift_stays(state: State) -> None:
     """Restore prefers it, however many have drifted since; without read-back, too."""
     run = [checkpoint(1, state), checkpoint(2, state), *map(drifted, range(3, 9))]
-    assert steps(to_remove(run, keep_last=2, keep_every=0)) == [1, 3, 4, 5, 6]
+    assert steps(to_remove(run, Keep(2))) == [1, 3, 4, 5, 6]
 
 
 @given(runs, st.integers(0, 6), st.integers(0, 7))
 def test_invariants(run: list[StoredStep], keep_last: int, keep_every: int) -> None:
-    removed = to_remove(run, keep_last=keep_last, keep_every=keep_every)
+    removed = to_remove(run, Keep(keep_last, keep_every))
     left = [one for one in run if one not in removed]
     good = sorted((m for m in run if m.state is not State.BAD), key=lambda m: m.order, reverse=True)
 
@@ -110,5 +116,123 @@ def test_invariants(run: list[StoredStep], keep_last: int, keep_every: int) -> N
         keep_last, len(good) * (keep_last == 0)
     ) + 2 + sum(bool(keep_every) and m.step % keep_every == 0 for m in good)
     # Asking again finds nothing more to do, and the order of listing plays no part.
-    assert to_remove(left, keep_last=keep_last, keep_every=keep_every) == []
-    assert to_remove(run[::-1], keep_last=keep_last, keep_every=keep_every) == removed
+    assert to_remove(left, Keep(keep_last, keep_every)) == []
+    assert to_remove(run[::-1], Keep(keep_last, keep_every)) == removed
+
+
+# -- numbers that are not finite ---------------------------------------------------------------------------------------
+
+
+def test_a_training_that_goes_on_with_nan_never_removes_the_newest_finite_one() -> None:
+    run = [checkpoint(1, nonfinite=0), checkpoint(2, nonfinite=0)]
+    for step in range(3, 30):
+        run.append(checkpoint(step, nonfinite=1000 + step))
+        run = [one for one in run if one not in to_remove(run, Keep(3))]
+    assert steps(run) == [2, 27, 28, 29]
+
+
+def test_a_mask_that_is_in_every_checkpoint_does_not_make_them_all_broken() -> None:
+    run = [checkpoint(1, nonfinite=9), checkpoint(2, nonfinite=9)]
+    run += [checkpoint(step, nonfinite=500) for step in (3, 4)]
+    assert steps(to_remove(run, Keep(1))) == [1, 3]
+
+
+def test_one_that_was_not_counted_passes_for_finite() -> None:
+    run = [checkpoint(1), checkpoint(2, nonfinite=7), checkpoint(3, nonfinite=7)]
+    assert steps(to_remove(run, Keep(1))) == [2]
+
+
+def test_those_that_are_refused_for_their_numbers_do_not_fill_the_store() -> None:
+    run = [checkpoint(1, nonfinite=0)]
+    run += [checkpoint(step, State.BAD, nonfinite=5) for step in range(2, 9)]
+    assert steps(to_remove(run, Keep(2))) == [2, 3, 4, 5, 6]
+    alone = run[1:]
+    assert steps(to_remove(alone, Keep(2))) == [2, 3, 4, 5, 6]
+
+
+# -- the ladder --------------------------------------------------------------------------------------------------------
+
+
+def grown(hours: list[float], keep: Keep, nonfinite_from: int | None = None) -> list[StoredStep]:
+    """What is left of a run that publishes at these times, and removes after each."""
+    run: list[StoredStep] = []
+    for step, hour in enumerate(hours):
+        broken = nonfinite_from is not None and step >= nonfinite_from
+        run.append(checkpoint(step, hour=hour, nonfinite=100 if broken else 0))
+        run = [one for one in run if one not in to_remove(run, keep)]
+    return run
+
+
+def test_the_ladder_of_a_week() -> None:
+    hours = [quarter / 4 for quarter in range(4 * 24 * 10)]  # ten days, every 15 minutes
+    left = grown(hours, Keep(3, hourly=24, daily=7))
+    times = [hours[one.step] for one in left]
+    assert times[-3:] == hours[-3:]
+    hourly = [at for at in times if at >= 9 * 24 and at == int(at)]
+    assert hourly == [float(hour) for hour in range(9 * 24, 10 * 24)]
+    assert [at for at in times if at < 9 * 24] == [24.0 * day for day in range(3, 9)]
+    assert len(left) <= 3 + 24 + 7
+
+
+def test_a_training_that_goes_on_with_nan_for_a_week_leaves_the_ladder_before_it() -> None:
+    keep, hours = Keep(3, hourly=24, daily=7), [float(hour) for hour in range(24 * 12)]
+    before = grown(hours[: 24 * 4], keep)
+    after = grown(hours, keep, nonfinite_from=24 * 4)
+    ladder = [one.step for one in before]
+    assert [one.step for one in after if one.step < 24 * 4] == ladder
+    assert [one.step for one in after][-3:] == [24 * 12 - 3, 24 * 12 - 2, 24 * 12 - 1]
+
+
+def test_a_pause_of_a_month_removes_no_rung() -> None:
+    keep = Keep(1, hourly=3, daily=2)
+    left = grown([0.0, 1.0, 2.0, 3.0, 30 * 24.0], keep)
+    assert steps(left) == [0, 2, 3, 4]
+
+
+def test_without_rungs_is_the_rule_of_before() -> None:
+    assert Keep(3, 10, hourly=24, daily=7).without_rungs() == Keep(3, 10)
+
+
+ladders = st.builds(Keep, st.integers(1, 4), st.integers(0, 5), st.integers(0, 6), st.integers(0, 4))
+counted = st.lists(
+    st.tuples(st.sampled_from(State), st.floats(0, 400), st.none() | st.sampled_from([0, 3, 90])), max_size=30
+)
+
+
+def run_of(told: list[tuple[State, float, int | None]]) -> list[StoredStep]:
+    # What is only durable was not read back, so nothing of it was counted.
+    return [
+        checkpoint(step, state, hour=hour, nonfinite=None if state is State.DURABLE else nonfinite)
+        for step, (state, hour, nonfinite) in enumerate(told)
+    ]
+
+
+@given(counted, ladders)
+def test_invariants_of_ladder_and_finite_ones(
+    told: list[tuple[State, float, int | None]], keep: Keep
+) -> None:
+    """Whatever the clocks say."""
+    run = run_of(told)
+    removed = to_remove(run, keep)
+    left = [one for one in run if one not in removed]
+    assert set(removed) <= set(to_remove(run, keep.without_rungs()))
+    good = [one for one in run[::-1] if one.state is not State.BAD]
+    assert all(one in left for one in good[: keep.last])
+    verified = [one for one in good if one.state is State.VERIFIED]
+    fewest = min((one.nonfinite for one in verified if one.nonfinite is not None), default=0)
+    finite = [one for one in verified if one.nonfinite is None or one.nonfinite == fewest]
+    assert all(one in left for one in finite[:1])
+    assert all(one in left for one in verified[:1])
+    every = sum(bool(keep.every) and one.step % keep.every == 0 for one in good)
+    assert sum(one in left for one in good) <= keep.last + every + keep.hourly + keep.daily + 3
+
+
+@given(counted, ladders)
+def test_asking_again_removes_no_more_while_the_clock_goes_forward(
+    told: list[tuple[State, float, int | None]], keep: Keep
+) -> None:
+    hours = sorted(hour for _, hour, _ in told)
+    run = run_of([(state, hour, count) for (state, _, count), hour in zip(told, hours, strict=True)])
+    left = [one for one in run if one not in to_remove(run, keep)]
+    assert to_remove(left, keep) == []
+    assert to_remove(run[::-1], keep) == to_remove(run, keep)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flusher.flusher_context import FlusherContext
+from flusher.retention import Keep
 from flusher.service import FlusherService
 from flusher.tenure import Tenure
 from flusher.upkeep import Upkeep, UpkeepRules
@@ -55,7 +56,7 @@ def test_work_that_ends_between_two_looks_does_not_leave_the_loop_asleep(tmp_pat
         tenure = Tenure(store, config.heartbeat_seconds)
         held.callback(tenure.end)
         context = FlusherContext(store, tenure, inbox, EventLog(None, role="flusher"))
-        upkeep = LateUpkeep(context, UpkeepRules(verify=False, keep_last=0, keep_every=0))
+        upkeep = LateUpkeep(context, UpkeepRules(verify=False, keep=Keep(0)))
         held.callback(upkeep.stop)
         listener = Listener(tmp_path / "run" / SOCKET_NAME)
         held.callback(listener.close)
@@ -105,7 +106,7 @@ class Bench:
         tenure = Tenure(self.store, config.heartbeat_seconds)
         held.callback(tenure.end)
         context = FlusherContext(self.store, tenure, inbox, EventLog(None, role="flusher"))
-        upkeep = Upkeep(context, UpkeepRules(verify=False, keep_last=0, keep_every=0))
+        upkeep = Upkeep(context, UpkeepRules(verify=False, keep=Keep(0)))
         held.callback(upkeep.stop)
         listener = Listener(directory / SOCKET_NAME)
         held.callback(listener.close)

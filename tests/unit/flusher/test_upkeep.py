@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from flusher.flusher_context import FlusherContext
+from flusher.retention import Keep
 from flusher.tenure import Tenure
 from flusher.upkeep import Pruned, ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.image.manifest import READ_BACK, Key, Manifest, State, manifest_name
 from holdfast.store.posix import PosixStore
 from holdfast.telemetry.events import EventLog
@@ -49,7 +51,7 @@ class Rig:
         held.callback(tenure.end)
         self.upkeep = Upkeep(
             FlusherContext(self.store, tenure, self.inbox, EventLog(None, role="flusher")),
-            UpkeepRules(verify=verify, keep_last=1, keep_every=0),
+            UpkeepRules(verify=verify, keep=Keep(1)),
             gives_way_seconds_max=gives_way_seconds_max,
         )
         held.callback(self.upkeep.stop)
@@ -179,3 +181,104 @@ def test_what_drifted_and_is_damaged_is_bad(tmp_path: Path, held: contextlib.Exi
     rig.wait()
     kept = Manifest.from_bytes(rig.store.read(manifest_name(drifted.file)), source=drifted.file)
     assert (kept.state, kept.is_drifted) == (State.BAD, False)
+
+
+class _Diverged:
+    """Upkeep of a run whose first checkpoint is finite, and all others are not."""
+
+    def __init__(self, root: Path, held: contextlib.ExitStack, *, refuse: bool) -> None:
+        self.root, self.steps = root, range(1, 8)
+        root.mkdir()
+        self.store, self.inbox = PosixStore(root), Inbox()
+        held.callback(self.inbox.close)
+        tenure = Tenure(self.store, 30.0)
+        held.callback(tenure.end)
+        rules = UpkeepRules(verify=True, keep=Keep(3), refuse_nonfinite=refuse)
+        context = FlusherContext(self.store, tenure, self.inbox, EventLog(None, role="flusher"))
+        self.upkeep = Upkeep(context, rules)
+        held.callback(self.upkeep.stop)
+
+    def _unread(self, step: int) -> Manifest:
+        state = {"x": torch.full((9,), 1.0 if step == 1 else float("nan"))}
+        durable = publish(self.root, step, state).model_copy(update={"state": State.DURABLE})
+        (self.root / manifest_name(durable.file)).write_bytes(durable.to_bytes())
+        return durable
+
+    def look_after_all(self) -> list[ReadBack]:
+        for step in self.steps:
+            manifest = self._unread(step)
+            self.upkeep.published(Key(manifest.attempt, manifest.step), manifest)
+            deadline = time.monotonic() + SECONDS_MAX
+            while not self.upkeep.idle and time.monotonic() < deadline:
+                time.sleep(0.005)
+        return [item for item in self.inbox.take() if isinstance(item, ReadBack)]
+
+    def left(self) -> dict[int, Manifest]:
+        found = {}
+        for path in self.root.glob("step-*.json"):
+            manifest = Manifest.from_bytes(path.read_bytes(), source=path.name)
+            found[manifest.step] = manifest
+        return found
+
+
+def test_nan_is_counted_said_and_never_removes_the_newest_finite_checkpoint(
+    tmp_path: Path, held: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = _Diverged(tmp_path / "run", held, refuse=False)
+    said = run.look_after_all()
+    assert [(item.state, item.nonfinite) for item in said] == [
+        (State.VERIFIED, 0),
+        *[(State.VERIFIED, 9)] * 6,
+    ]
+    left = run.left()
+    assert sorted(left) == [1, 5, 6, 7]
+    counted = left[7].nonfinite
+    assert counted is not None
+    assert (counted.values, counted.named) == (9, {"x": 9})
+    assert "step 7 (attempt 1): 9 numbers are not finite (NaN or infinite), in x" in caplog.text
+
+
+def test_where_nan_is_refused_such_a_checkpoint_is_bad_and_only_the_newest_stay(
+    tmp_path: Path, held: contextlib.ExitStack
+) -> None:
+    run = _Diverged(tmp_path / "run", held, refuse=True)
+    said = run.look_after_all()
+    assert [item.state for item in said] == [State.VERIFIED, *[State.BAD] * 6]
+    left = run.left()
+    assert {step: manifest.state for step, manifest in left.items()} == {
+        1: State.VERIFIED,
+        5: State.BAD,
+        6: State.BAD,
+        7: State.BAD,
+    }
+    assert "9 numbers are not finite" in left[7].note
+    assert Catalog(run.store).get().step == 1
+
+
+def test_a_store_without_room_loses_the_rungs_of_the_ladder_and_nothing_else(
+    tmp_path: Path, held: contextlib.ExitStack
+) -> None:
+    root = tmp_path / "run"
+    for step in range(1, 6):
+        created = f"2026-01-01T{step:02d}:00:00+00:00"
+        manifest = publish(root, step, {"x": torch.zeros(9)}).model_copy(update={"created": created})
+        (root / manifest_name(manifest.file)).write_bytes(manifest.to_bytes())
+    store, inbox = PosixStore(root), Inbox()
+    held.callback(inbox.close)
+    tenure = Tenure(store, 30.0)
+    held.callback(tenure.end)
+    context = FlusherContext(store, tenure, inbox, EventLog(None, role="flusher"))
+    upkeep = Upkeep(context, UpkeepRules(verify=False, keep=Keep(2, hourly=24)))
+    held.callback(upkeep.stop)
+
+    def wait() -> list[int]:
+        deadline = time.monotonic() + SECONDS_MAX
+        while not upkeep.idle and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return sorted(int(path.name[5:14]) for path in root.glob("step-*.json"))
+
+    newest = publish(root, 6, {"x": torch.zeros(9)})
+    upkeep.published(Key(newest.attempt, newest.step), newest)
+    assert wait() == [1, 2, 3, 4, 5, 6]
+    upkeep.make_room()
+    assert wait() == [5, 6]

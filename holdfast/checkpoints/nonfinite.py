@@ -1,0 +1,81 @@
+"""Count numbers that are not finite (NaN, infinite) in the bytes of floating tensors, in bounded memory.
+
+Every floating format keeps its exponent in the same bits of each value: where all of them are set, the value is not
+finite. So the bytes are looked at as whole numbers, and no format has to be known to numpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.image.manifest import NONFINITE_NAMED_MAX, Manifest, NonfiniteRecord
+
+_BLOCK_VALUES = 1 << 16  # what is computed of them stays in the cache of one core
+
+
+@dataclass(frozen=True, slots=True)
+class FloatFormat:
+    """How a dtype lies in memory.
+
+    Attributes:
+        nbytes: Of one value.
+        mask: The bits that are all set in a value that is not finite, and in no other.
+    """
+
+    nbytes: int
+    mask: int
+
+
+_FORMATS = {
+    "bfloat16": FloatFormat(2, 0x7F80),
+    "float16": FloatFormat(2, 0x7C00),
+    "float32": FloatFormat(4, 0x7F800000),
+    "float64": FloatFormat(8, 0x7FF0000000000000),
+    "complex64": FloatFormat(4, 0x7F800000),  # two values
+    "complex128": FloatFormat(8, 0x7FF0000000000000),
+    "float8_e5m2": FloatFormat(1, 0x7C),
+    "float8_e4m3fn": FloatFormat(1, 0x7F),
+}
+
+
+def float_formats(manifest: Manifest) -> dict[int, FloatFormat]:
+    """The format of each entry that holds floating numbers and nothing else, by its index.
+
+    An entry holds a whole storage. One that several tensors look at in different formats is left out: what its bytes
+    mean is not known.
+    """
+    found: dict[int, FloatFormat | None] = {}
+    for tensor in manifest.tensors:
+        this = _FORMATS.get(tensor.dtype)
+        found[tensor.entry] = this if found.get(tensor.entry, this) == this else None
+    return {entry: this for entry, this in found.items() if this is not None}
+
+
+def count_nonfinite(data: memoryview, this: FloatFormat) -> int:
+    """How many values in `data` are not finite; bytes after the last whole value do not count."""
+    values = np.frombuffer(data, dtype=f"<u{this.nbytes}", count=len(data) // this.nbytes)
+    mask = values.dtype.type(this.mask)
+    masked = np.empty(min(_BLOCK_VALUES, len(values)), values.dtype)
+    count = 0
+    for begin in range(0, len(values), _BLOCK_VALUES):
+        block = values[begin : begin + _BLOCK_VALUES]
+        exponents = np.bitwise_and(block, mask, out=masked[: len(block)])
+        count += int(np.count_nonzero(exponents == mask))
+    return count
+
+
+def nonfinite_record(manifest: Manifest, counts: dict[int, int]) -> NonfiniteRecord:
+    """What the manifest says of it.
+
+    Args:
+        manifest: Its tensors are named.
+        counts: By index of the entry; those with nothing may be left out.
+    """
+    touched = [tensor for tensor in manifest.tensors if counts.get(tensor.entry)]
+    return NonfiniteRecord(
+        values=sum(counts.values()),
+        tensors=len(touched),
+        named={tensor.path: counts[tensor.entry] for tensor in touched[:NONFINITE_NAMED_MAX]},
+    )
