@@ -55,6 +55,7 @@ def folders(parent: Path | None) -> Iterator[Folders]:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=parent)))
         if file_system(scratch) == "tmpfs":
             raise RuntimeError(f"{scratch} is in memory (tmpfs); give --folder a place on a disk")
+        (scratch / "store").mkdir()
         # The ring belongs in memory, and beside no other run's.
         runtime = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir="/dev/shm"))

@@ -32,6 +32,7 @@ _log = logging.getLogger("holdfast.flusher")
 @setting_options(
     FlusherConfig,
     store=str,
+    create=bool,
     chunk_bytes=str,
     ring_bytes=str,
     keep_last=int,

@@ -41,6 +41,7 @@ from holdfast.ring.ring import Ring
 from holdfast.store import open_store, parts_at_once
 from holdfast.store.base import Store
 from holdfast.store.guarded import guarded
+from holdfast.store.missing_parent import refuse_missing_parent
 from holdfast.store.names import is_kept
 from holdfast.telemetry.board import Board
 from holdfast.telemetry.events import EventLog
@@ -72,6 +73,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         held.enter_context(export_spans("flusher", store.url, events))
         directory = runtime_directory(config.store, config.runtime_dir)
         held.enter_context(_instance(directory))
+        refuse_missing_parent(config.store, create=config.create)
         store.check(write=True)
         inbox = Inbox()
         held.callback(inbox.close)  # last of these: the threads of the others still speak into it

@@ -205,6 +205,8 @@ class TrainerConfig(_RoleConfig):
         tier_seconds_max: Seconds to wait for the slowest rank's slice after the first rank has sealed its own; then the
             step counts as incomplete in that tier.
         store: URL of the run. Needed only where there is no stager to tell it.
+        create: In a job without a stager: make the directories above the run's own, too. Without it a path whose parent
+            directory does not exist is refused, because its file system may not be mounted.
         chunk_bytes: Size of a chunk, a multiple of 4096. Used only where there is no stager to tell it.
         watch: Sources of preemption notices for this machine: `aws`, `gcp`, `azure`, `auto` (finds out once which
             metadata server answers), and the signals `sigterm` and `sigusr1` to this process. Separated by commas in
@@ -242,6 +244,7 @@ class TrainerConfig(_RoleConfig):
     tier_writers: Annotated[int, Field(ge=1, le=64)] | None = None
     tier_seconds_max: _Seconds = 300.0
     store: _StoreUrl | None = None
+    create: bool = False
     chunk_bytes: _ChunkBytes = CHUNK_BYTES
     watch: Annotated[tuple[_Watch, ...], BeforeValidator(_listed), NoDecode] = ()
     watch_seconds: _Seconds = 5.0
@@ -266,6 +269,8 @@ class _RingConfig(_RoleConfig):
 
     Attributes:
         store: URL of the run: a path, s3://bucket/run, or another URL that fsspec knows.
+        create: Make the directories above the run's own, too. Without it a path whose parent directory does not exist
+            is refused, because its file system may not be mounted.
         chunk_bytes: Size of the chunks in which a checkpoint is sent and written, such as 16MiB; a multiple of 4096.
         ring_bytes: Shared memory for checkpoints on their way to the store, such as 1GiB; at least 8 chunks. A larger
             checkpoint streams through it.
@@ -293,6 +298,7 @@ class _RingConfig(_RoleConfig):
     """
 
     store: _StoreUrl
+    create: bool = False
     chunk_bytes: _ChunkBytes = CHUNK_BYTES
     ring_bytes: _Size = 1 << 30
     keep_last: _Count = 3

@@ -44,6 +44,7 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
 @setting_options(
     StagerConfig,
     store=str,
+    create=bool,
     ring_bytes=str,
     chunk_bytes=str,
     keep_last=int,

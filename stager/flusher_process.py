@@ -180,6 +180,7 @@ def _start(config: StagerConfig, deadline: float) -> None:
 def _arguments(config: StagerConfig) -> list[str]:
     arguments = [
         *("--store", config.store),
+        "--create" if config.create else "--no-create",
         *("--chunk-bytes", str(config.chunk_bytes)),
         *("--ring-bytes", str(config.ring_bytes)),
         *("--keep-last", str(config.keep_last)),

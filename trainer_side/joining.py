@@ -23,6 +23,7 @@ from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.faultpoint import identify
 from holdfast.store import open_store
 from holdfast.store.base import Store
+from holdfast.store.missing_parent import refuse_missing_parent
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind, Welcome
@@ -32,7 +33,7 @@ from trainer_side.link.no_stager import NoStager
 from trainer_side.link.outgoing import StagerPort
 from trainer_side.link.to_stager import ToStager
 from trainer_side.ranks.distributed import refuse_other_launchers
-from trainer_side.ranks.peers import Peers, gather
+from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.tiers.keeper import Keeper, open_tiers
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
@@ -200,6 +201,7 @@ def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: 
 
     With the store as a tier it is also cleared of what killed ranks of older attempts have left half sent.
     """
+    agree(peers, _missing_parent(config, store_url))
     store = open_store(store_url)
     attempt = 1 + newest_attempt(
         tiers,
@@ -219,6 +221,14 @@ def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: 
                 error,
             )
     return attempt
+
+
+def _missing_parent(config: TrainerConfig, store_url: str) -> HoldfastError | None:
+    try:
+        refuse_missing_parent(store_url, create=config.create or config.restore_without_store)
+    except HoldfastError as error:
+        return error
+    return None
 
 
 def _sweep(store: Store, attempt: int) -> None:

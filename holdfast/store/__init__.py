@@ -58,6 +58,11 @@ def open_store(url: str) -> Store:
     return Retrying(GenericStore(normal))
 
 
+def is_local(url: str) -> bool:
+    """Whether the store at `url` is a directory."""
+    return _scheme(normalise_url(url)) in _LOCAL
+
+
 def parts_at_once(url: str) -> int:
     """How many parts of one upload are best sent at the same time to the store at `url`."""
     scheme = _scheme(normalise_url(url))

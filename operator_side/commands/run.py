@@ -48,6 +48,12 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
 )
 @click.option("--store", help="URL of the run: a path, s3://bucket/run, or another URL that fsspec knows.")
 @click.option(
+    "--create",
+    is_flag=True,
+    help="Make the directories above the run's own, too. Without it a path whose parent directory does not exist is "
+    "refused, because its file system may not be mounted.",
+)
+@click.option(
     "--hosts",
     "--hostfile",
     type=click.Path(path_type=Path),
@@ -148,6 +154,7 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     """
     from holdfast.config import StagerConfig
     from holdfast.ring.directory import runtime_directory
+    from holdfast.store.missing_parent import refuse_missing_parent
     from operator_side.supervise.core import Core
     from operator_side.supervise.job_processes import JobProcesses, RunFiles
     from operator_side.supervise.limits import Limits
@@ -156,7 +163,10 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     if options["min_ranks"] is not None and options["min_ranks"] > options["ranks"]:
         raise ConfigError(f"--min-ranks {options['min_ranks']} is more than --ranks {options['ranks']}")
     logging.getLogger("holdfast.run").setLevel(logging.INFO)
+    if options["create"]:
+        options["settings"] = (*options["settings"], "create=true")
     config = StagerConfig.from_sources(store=options["store"], **_settings(options["settings"]))
+    refuse_missing_parent(config.store, create=config.create)
     fleet = _fleet(options)
     logs = _logs(options["logs"], config.store)
     lock = _lock(logs)
@@ -335,7 +345,7 @@ def _arguments(settings: dict[str, str]) -> list[str]:
     found: list[str] = []
     for name, value in settings.items():
         option = f"--{name.replace('_', '-')}"
-        if name in {"verify", "linger"}:
+        if name in {"verify", "linger", "reuse", "create"}:
             yes = value.lower() in {"1", "true", "yes", "on"}
             found.append(option if yes else option.replace("--", "--no-", 1))
         else:

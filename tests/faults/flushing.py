@@ -50,7 +50,7 @@ class FaultedFlusher(FlusherProcess):
         self.events = events or base / "events.jsonl"
         self.log = stderr or base / "flusher.log"
         command = [
-            *(*prefix, sys.executable, "-m", "flusher", "--store", store),
+            *(*prefix, sys.executable, "-m", "flusher", "--create", "--store", store),
             *("--chunk-bytes", chunk, "--ring-bytes", ring, "--runtime-dir", str(base / "rt")),
             *("--events", str(self.events), "--grace-seconds", "0", *options),
         ]

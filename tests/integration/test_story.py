@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from holdfast.errors import ConfigError, StoreError
 from holdfast.store import open_store
 from tests.integration.jobs import story
 from tests.support.cluster import Cluster, assert_nothing_left
+from tests.support.job import HOLDFAST, environment
 
 pytestmark = [pytest.mark.mpi]
 RANKS = 2
@@ -77,3 +79,26 @@ def test_a_script_that_never_restores_puts_nothing_over_the_checkpoints_of_its_r
     assert newest is not None
     assert newest.step == 0
     assert newest.attempt > 1
+
+
+def test_a_store_on_a_file_system_that_is_not_mounted(tmp_path: Path) -> None:
+    """Refused by the stager, and by `holdfast run` before it starts anything; --create makes it all the same."""
+    store = tmp_path / "nfs" / "team" / "run"
+    cluster = cluster_on(tmp_path, store)
+    with cluster.start(RANKS, "plain", "1") as job:
+        assert job.wait(SECONDS_MAX) == StoreError.exit_code, job.output()
+        check_said_once(job.output(), "StoreError", str(store), f"no directory {store.parent}", "--create")
+    assert not (tmp_path / "nfs").exists()
+    command = [HOLDFAST, "run", "-n", "1", "--store", str(store), "--logs", str(tmp_path / "logs"), "--"]
+    ran = subprocess.run(
+        [*command, "true"], env=environment(tmp_path / "runtime"), capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == StoreError.exit_code, ran.stderr
+    assert f"no directory {store.parent}" in ran.stderr
+    assert not (tmp_path / "nfs").exists()
+    assert not (tmp_path / "logs").exists()
+    created = Cluster(tmp_path, str(store), {"HOLDFAST_CREATE": "true"}, script=story.__file__)
+    created.started = 1
+    with created.start(RANKS, "plain", "1") as job:
+        job.succeed(SECONDS_MAX)
+    assert list(store.glob("step-000000000*.pt"))

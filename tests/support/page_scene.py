@@ -42,7 +42,7 @@ runpy.run_path("examples/train_gpt.py", run_name="__main__")
 # stager; then what other tools would have written.
 _MAKE = """\
 set -e
-mkdir -p mnt/nvme0
+mkdir -p mnt/nvme0 mnt/nfs
 holdfast run -n 2 --store s3://bucket/run --logs ~/.local/state/holdfast/runs/logs -- python train.py
 export HOLDFAST_EVENTS=$PWD/rank-0.jsonl
 mpirun -n 1 python train.py : -n 1 holdfast stager --store mnt/run --events stager.jsonl

@@ -32,7 +32,7 @@ class FlusherProcess:
         self.store = base / "store" / "run"
         self.events = base / "events.jsonl"
         command = [
-            *(sys.executable, "-m", "flusher", "--store", str(self.store)),
+            *(sys.executable, "-m", "flusher", "--create", "--store", str(self.store)),
             *("--chunk-bytes", chunk, "--ring-bytes", ring, "--runtime-dir", str(base / "rt")),
             *("--events", str(self.events), "--grace-seconds", "0", *options),
         ]
