@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,8 +13,12 @@ from hypothesis import HealthCheck, settings
 from tests.support.costs import Costs
 from tests.support.hangs import Hangs
 from tests.support.moto_s3 import running_moto
+from tests.support.once import made_once
 from tests.support.s3_place import S3Place, fresh_bucket, s3_environment
 from tests.support.swift import SwiftServer, install, running_swift
+
+if TYPE_CHECKING:
+    from tests.support.main_job import Finished
 
 # An example may take as long as a busy machine makes it take.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,6 +45,20 @@ def swift_server() -> Iterator[SwiftServer]:
         pytest.skip(f"Swift cannot be installed here: {str(error.stderr)[-300:]}")
     with running_swift() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The main job, never interrupted: one run for all workers."""
+    from tests.support.main_job import Finished, finish  # torch comes with it, which most runs do without
+
+    return Finished.of(made_once(tmp_path_factory, "main-job", finish))
+
+
+@pytest.fixture
+def reference(finished: Finished) -> Path:
+    """What its ranks wrote."""
+    return finished.out
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Generator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.chaos.place import BucketPlace, DirectoryPlace
 from tests.chaos.results import RESULTS, Result, append
 from tests.chaos.scenario import uninterrupted
 from tests.chaos.slots import Machine
+from tests.support.once import made_once
 
 _SESSION = time.strftime("%Y-%m-%dT%H:%M:%S")
 _ran: list[Result] = []
@@ -23,17 +25,17 @@ _ran: list[Result] = []
 @pytest.fixture(scope="session")
 def directory_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of the size that scenarios on a directory have."""
-    directory = tmp_path_factory.mktemp("reference")
-    uninterrupted(DirectoryPlace.settings, DirectoryPlace.size, directory)
-    return directory
+    return made_once(
+        tmp_path_factory, "chaos", partial(uninterrupted, DirectoryPlace.settings, DirectoryPlace.size)
+    )
 
 
 @pytest.fixture(scope="session")
 def bucket_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of the size that scenarios on S3 have."""
-    directory = tmp_path_factory.mktemp("reference-s3")
-    uninterrupted(BucketPlace.settings, BucketPlace.size, directory)
-    return directory
+    return made_once(
+        tmp_path_factory, "chaos-s3", partial(uninterrupted, BucketPlace.settings, BucketPlace.size)
+    )
 
 
 @pytest.fixture

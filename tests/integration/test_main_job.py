@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.story.test_main_job import RUN, SAVED, finished, local
+from tests.story.test_main_job import local
 from tests.support.cluster import Cluster, load, same
+from tests.support.main_job import RUN, SAVED, Finished
 
 pytestmark = [pytest.mark.mpi]
 
 
 @pytest.fixture
-def after(finished: Cluster, local: Cluster) -> Cluster:
+def after(finished: Finished, local: Cluster) -> Cluster:
     """A fresh cluster whose store holds what the finished one published."""
     shutil.copytree(finished.store, local.store)
     return local

@@ -20,9 +20,9 @@ from tests.integration.jobs import buggy, supervised, train
 from tests.support.cluster import SMALL, Cluster, check_continued, wait_until
 from tests.support.events import read_events
 from tests.support.job import REPOSITORY, environment
+from tests.support.main_job import EVERY, PAUSE_AT, SAVED, STEPS
 
 pytestmark = [pytest.mark.mpi]
-STEPS, EVERY, PAUSE_AT, SAVED = 14, 4, 9, 7
 SECONDS_MAX = 250.0
 FILE_BYTES_MAX = 16 << 10  # claims and manifests fit, parts do not
 RING = "the stager's ring"
@@ -157,16 +157,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield made
     finally:
         made.close()
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same training, never interrupted."""
-    directory = tmp_path_factory.mktemp("reference")
-    cluster = Cluster(directory, str(directory / "store"), {}, script=train.__file__)
-    with cluster.start(2, str(STEPS), str(EVERY)) as job:
-        job.succeed(120)
-    return cluster.out(1)
 
 
 def check_resumed(run: Run, reference: Path, cause: str) -> None:

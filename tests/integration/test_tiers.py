@@ -20,22 +20,11 @@ from tests.integration.jobs import train
 from tests.support.cluster import Cluster, check_continued, wait_until
 from tests.support.events import read_events
 from tests.support.job import Job
+from tests.support.main_job import PAUSE_AT, RUN, SAVED, STEPS
 
 pytestmark = [pytest.mark.mpi]
-STEPS, EVERY, PAUSE_AT, SAVED = 14, 4, 9, 7
-RUN = (str(STEPS), str(EVERY))
 RANKS = 2
 SMALL_ALONE = {"HOLDFAST_CHUNK_BYTES": "65536"}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same training, never interrupted, without tiers."""
-    directory = tmp_path_factory.mktemp("reference")
-    cluster = Cluster(directory, str(directory / "store"), {}, script=train.__file__)
-    with cluster.start(2, *RUN) as job:
-        job.succeed(120)
-    return cluster.out(1)
 
 
 @pytest.fixture

@@ -11,19 +11,11 @@ from holdfast.store import open_store
 from holdfast.store.generic import GenericStore
 from holdfast.store.retrying import Retrying
 from tests.integration.jobs import train
-from tests.story.test_main_job import (
-    PAUSE_AT,
-    RUN,
-    SAVED,
-    check_files,
-    check_killed_and_continued,
-    finished,
-    local,
-    reference,
-)
+from tests.story.test_main_job import check_files, check_killed_and_continued, local
 from tests.support.cluster import Cluster, kill_ranks, load
 from tests.support.fsspec_site import sitecustomize
 from tests.support.job import REPOSITORY
+from tests.support.main_job import PAUSE_AT, RUN, SAVED
 
 pytestmark = [pytest.mark.mpi]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.ring.directory import runtime_directory
-from tests.integration.test_run import SAVED, STEPS, Run, check_resumed, reference, run
+from tests.integration.test_run import Run, check_resumed, run
 from tests.support.cluster import check_continued, load, wait_until
+from tests.support.main_job import SAVED, STEPS
 
 pytestmark = [pytest.mark.mpi]
 

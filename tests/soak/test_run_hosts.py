@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_run import SAVED, SECONDS_MAX, STEPS, Run
+from tests.integration.test_run import SECONDS_MAX, Run
 from tests.support.cluster import load, losses, wait_until
+from tests.support.main_job import SAVED, STEPS
 from tests.support.two_hosts import TwoHosts, two_hosts, why_not
 
 pytestmark = [pytest.mark.mpi]

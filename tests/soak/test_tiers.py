@@ -10,23 +10,19 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_tiers import (
-    PAUSE_AT,
     RANKS,
-    RUN,
-    SAVED,
     SMALL_ALONE,
-    STEPS,
     check_resumed_alone,
     check_resumed_from,
     cluster,
     events,
     kill_all_ranks,
     memory,
-    reference,
     stager_of,
     wait_for_pause,
 )
 from tests.support.cluster import Cluster, check_continued
+from tests.support.main_job import PAUSE_AT, RUN, SAVED, STEPS
 
 pytestmark = [pytest.mark.mpi]
 

@@ -12,32 +12,14 @@ from holdfast.store import open_store
 from tests.integration.jobs import train
 from tests.support.cluster import Cluster, check_continued, check_loadable, kill_ranks
 from tests.support.fsspec_site import sitecustomize  # noqa: F401 - registers the driver here, too
+from tests.support.main_job import PAUSE_AT, RUN, SAVED, STEPS
 
 pytestmark = [pytest.mark.mpi]
-STEPS, EVERY, PAUSE_AT, SAVED = 14, 4, 9, 7
-RUN = (str(STEPS), str(EVERY))
 
 
 @pytest.fixture
 def local(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path, str(tmp_path / "store"), {}, script=train.__file__)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    """The same training, never interrupted."""
-    directory = tmp_path_factory.mktemp("reference")
-    cluster = Cluster(directory, str(directory / "store"), {}, script=train.__file__)
-    with cluster.start(2, *RUN) as job:
-        job.succeed(120)
-    cluster.wait_for_flusher()
-    return cluster
-
-
-@pytest.fixture
-def reference(finished: Cluster) -> Path:
-    """What its ranks wrote."""
-    return finished.out(1)
 
 
 def check_files(store: Path) -> None:
