@@ -198,6 +198,11 @@ class Engine:
         return self._held.seconds
 
     @property
+    def failing(self) -> str:
+        """Why the store takes nothing; empty while nothing waits for it."""
+        return str(self._held.error) if self._held.seconds else ""
+
+    @property
     def held_error(self) -> StoreError | None:
         """Why all that is left waits for the store; None while a job runs, or none waits."""
         return self._held.error if self._later and not self._running and not self._discards else None

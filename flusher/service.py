@@ -145,6 +145,8 @@ class FlusherService:
         if self._terminating:
             self._take_no_more()
         self._end_if_held()
+        if self._desk is not None:
+            self._desk.say_held(self._engine.failing)
         upkeep_is_idle = self._upkeep.idle
         # It may have ended after the first look, and its last word been taken above: nothing would wake the loop again.
         self._look_again = upkeep_is_idle and not upkeep_was_idle

@@ -50,6 +50,7 @@ class StagerDesk:
         self.attempt = 0
         self.finishing = False
         self.refuse_begins = ""
+        self._held_said = ""
 
     # -- what the stager says ------------------------------------------------------------------------------------
 
@@ -74,6 +75,13 @@ class StagerDesk:
                     return False
                 self._take(message, engine)
         return True
+
+    def say_held(self, message: str) -> None:
+        """Say why the store takes nothing, when that has changed; the stager says it where the user looks."""
+        message = message[:_TEXT_CHARACTERS_MAX]
+        if self.welcomed and message != self._held_said:
+            self._held_said = message
+            self.channel.send("held", message=message)
 
     def welcome(self, *, resumed: bool) -> None:
         """Answer hello: from now on its chunks may come. With `resumed` it says once more all that it knows."""

@@ -146,6 +146,8 @@ class Actions:
             seconds = now - self._offered_at.pop(action.step, now)
             self._begun_at.pop(action.step, None)
             # A slow store declines every step for the same reason: it is said once, and the events count them.
+            if self._line.held:
+                reason = f"{reason}; the store takes nothing: {self._line.held}"
             said = re.sub(r"[0-9]+", "#", str(reason))
             if said != self._said:
                 _log.warning("step %d is %s: %s", action.step, action.kind.name.lower(), reason)

@@ -107,10 +107,25 @@ class FlusherDesk:
                     _log.warning("step %d was read back and is as it was saved, but %s", fields["step"], note)
                 else:
                     _log.info("step %d was read back and is good", fields["step"])
+            case "held":
+                self._hear_held(fields["message"])
             case "drained":
                 self.drained = True
             case _:
                 raise ProtocolError(f"message {kind} is not expected from the flusher here")
+
+    def _hear_held(self, message: str) -> None:
+        """In the job's own log: the flusher's own is a file that nobody looks at before the job has ended."""
+        if message and not self._line.held:
+            _log.error(
+                "the store takes nothing: %s. What is staged waits in the ring; when that is full, steps are declined. "
+                "The flusher's log: %s",
+                message,
+                self._line.log_path,
+            )
+        elif not message:
+            _log.warning("the store takes checkpoints again")
+        self._line.held = message
 
     def _hear_freed(self, slots: list[int]) -> None:
         """The journal is the truth: word of what was seen free when a flusher took over may come later, and again."""

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from holdfast.config import StagerConfig
@@ -47,6 +48,7 @@ class FlusherLine:
         flusher: The one that is attached, or was; its ring stays mapped.
         cut: Why there is no flusher; empty while there is one.
         failures: How many flushers ended, or could not be started, since the last that did something.
+        held: Why the store takes nothing, as the flusher says; empty while it takes something.
         attempts: Of this job; more than one after a ring could not be kept.
     """
 
@@ -60,13 +62,18 @@ class FlusherLine:
     ) -> None:
         self._config, self._events, self._clock = config, events, clock
         self.flusher = flusher
-        self.cut = ""
+        self.cut = self.held = ""
         self.failures = 0
         self.attempts = {flusher.attempt}
         self._unsent: deque[tuple[str, dict[str, Any]]] = deque()
         self._cut_at = self._try_at = 0.0
         self._thread: threading.Thread | None = None
         self._found: queue.SimpleQueue[Flusher | HoldfastError] = queue.SimpleQueue()
+
+    @property
+    def log_path(self) -> Path:
+        """Where the flushers of this run say what happened to them."""
+        return log_path(self._config.store)
 
     # -- while it is whole ---------------------------------------------------------------------------------------
 
@@ -156,7 +163,7 @@ class FlusherLine:
         self.flusher.channel.close()
         self.flusher = flusher
         self.attempts.add(flusher.attempt)
-        self.cut = ""
+        self.cut = self.held = ""
         seconds = self._clock() - self._cut_at
         self._events.emit(
             "flusher_replaced",
@@ -190,7 +197,7 @@ class FlusherLine:
                 "flushers have ended or failed to start %d times with nothing done in between; %s says why. The next "
                 "one is started in %g s",
                 self.failures,
-                log_path(self._config.store),
+                self.log_path,
                 pause_seconds,
             )
 

@@ -24,7 +24,7 @@ from holdfast.telemetry.status_document import RankSaid
 from stager.actions import Actions
 from stager.flusher_desk import FlusherDesk, slot_owners
 from stager.flusher_line import FlusherLine
-from stager.flusher_process import Flusher, log_path, reap
+from stager.flusher_process import Flusher, reap
 from stager.notices import Notices
 from stager.payloads import Payloads
 from stager.session.session import Session
@@ -168,6 +168,7 @@ class StagerService:
         """
         told: Flusher | None = None
         deadline = self._clock() + _DRAIN_SECONDS_MAX
+        said = ""
         while told is None or not self._flusher_desk.drained:
             is_settled = not (self._line.cut or self._session.may_stage)
             if self.lost_ranks and is_settled and is_kept(self._line.flusher.ring.directory):
@@ -186,17 +187,29 @@ class StagerService:
                     _DRAIN_SECONDS_MAX,
                 )
                 return
+            if bool(self._line.held) != bool(said):  # its words change with each try
+                said = self._line.held
+                self._say_waiting(said, left_seconds)
             self._line.wait(min(left_seconds, _TICK_SECONDS))
             self._flusher_desk.hear()
             self._flusher_desk.mend()
             self._actions.take(Tick())
             reap()
 
+    def _say_waiting(self, held: str, left_seconds: float) -> None:
+        if held:
+            _log.warning(
+                "waiting for the store until %s: %s. The flusher's log: %s",
+                time.strftime("%H:%M:%S", time.localtime(time.time() + left_seconds)),
+                held,
+                self._line.log_path,
+            )
+
     def _drain_failed(self) -> PeerLost:
         flusher, line = self._line.flusher, self._line
         return PeerLost(
             f"{line.failures} flushers in a row ended, or could not be started, before all was durable "
-            f"({line.cut or 'the last one has just been started'}); mend what {log_path(self._config.store)} says, "
+            f"({line.cut or 'the last one has just been started'}); mend what {line.log_path} says, "
             f"then start the job, or `holdfast flusher --store {flusher.store_url}`: it publishes what is in "
             f"{flusher.ring.directory}"
         )

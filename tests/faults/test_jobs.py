@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ def test_training_goes_on_while_the_disk_is_full_and_what_was_staged_comes_out_w
             disk.make_room()
             (out / "go").touch()
             job.succeed(150)
+        output = job.output()
+        assert "the store takes nothing: " in output, output
+        assert "no room (the file system is too full)" in output, (
+            "the job's own log does not name the full disk"
+        )
+        assert "The flusher's log: " in output
+        assert re.search(r"is declined: .*; the store takes nothing: .*no room", output), output
+        assert "the store takes checkpoints again" in output
         cluster.wait_for_flusher()
         lines = [json.loads(line) for line in events.read_text().splitlines()]
         durable = {line["step"] for line in lines if line["event"] == "durable"}

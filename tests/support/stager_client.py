@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holdfast.ring.doorbell import SOCKET_NAME, Message, connect
+from holdfast.ring.doorbell import SOCKET_NAME, VERSION, Message, connect
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from tests.support.events import read_events
@@ -100,7 +100,7 @@ class StagerClient:
         self.channel = connect(directory / SOCKET_NAME, wait_seconds=DEADLINE_SECONDS)
         self.heard: list[Message] = []
         self.tells: set[str] | None = None
-        self.channel.send("hello", version=2, pid=os.getpid(), attempt=attempt)
+        self.channel.send("hello", version=VERSION, pid=os.getpid(), attempt=attempt)
         try:
             self.welcome = self.wait("welcome").fields
         except AssertionError:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("holdfast.trainer.link")
 
 _LEAVE_SECONDS_MAX = 5.0
+_QUIET_SECONDS = 10.0  # so long nobody is told what the end waits for
 _EXIT_SECONDS_MAX = 10.0
 
 
@@ -251,8 +252,19 @@ class Link:
         self._closed = True
         atexit.unregister(self._at_exit)
         deadline = self._clock() + seconds_max
+        is_said = self.rank != 0  # all of them wait: one says so
         for transfer in self._accepted:
             event = transfer.ended if wait_for is TransferState.DURABLE else transfer.settled
+            quiet_seconds = min(_QUIET_SECONDS, max(0.0, deadline - self._clock()))
+            if not is_said and not event.wait(quiet_seconds) and self.problem is None:
+                is_said = True
+                _log.warning(
+                    "waiting until %s for step %d, which is %s, to be %s; if it is the store, the stager says why",
+                    time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - self._clock())),
+                    transfer.step,
+                    transfer.state.value,
+                    wait_for.value,
+                )
             if not event.wait(max(0.0, deadline - self._clock())) and self.problem is None:
                 _log.error(
                     "rank %d: step %d is %s, not %s, after waiting %g s at close",

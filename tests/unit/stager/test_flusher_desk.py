@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -173,3 +174,35 @@ def test_a_store_that_fails_is_told(bench: Bench) -> None:
     bench.turn()
     assert wire.json_body(bench.port.told(Kind.FAILED)[0][1]) == {"code": "store", "message": "disk full"}
     assert len(bench.port.told(Kind.FAILED)) == 2
+
+
+def test_a_store_that_takes_nothing_is_named_in_the_jobs_log_with_each_decline(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Once when it begins, with the flusher's log; with what is declined for it; and when it is over."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    bench.flusher.send("held", message="/mnt/run: no space left on device")
+    bench.turn()
+    (said,) = [line for line in caplog.messages if "the store takes nothing" in line]
+    assert "no space left on device" in said
+    assert str(log_path(str(tmp_path / "store"))) in said
+    bench.port.say(0, Kind.DECLINE, step=1, body=b"busy: all staging areas are still being sent")
+    bench.turn()
+    (declined,) = [line for line in caplog.messages if "step 1 is declined" in line]
+    assert declined.endswith("the store takes nothing: /mnt/run: no space left on device")
+    bench.flusher.send("held", message="")
+    bench.turn()
+    assert "the store takes checkpoints again" in caplog.messages
+
+
+def test_the_end_says_until_when_it_waits_for_the_store(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    bench.flusher.send("held", message="/mnt/run: no space left on device")
+    for rank in range(2):
+        bench.port.say(rank, Kind.BYE)
+    bench.flusher.send("drained")
+    bench.service.run()
+    (waiting,) = [line for line in caplog.messages if line.startswith("waiting for the store until ")]
+    assert "no space left on device" in waiting

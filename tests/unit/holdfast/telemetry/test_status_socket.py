@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import PeerLost, ProtocolError
-from holdfast.ring.doorbell import MESSAGE_BYTES_MAX, Channel, Listener, Message, connect
+from holdfast.ring.doorbell import MESSAGE_BYTES_MAX, VERSION, Channel, Listener, Message, connect
 from holdfast.telemetry import status_socket as desk
 from holdfast.telemetry.status_document import (
     RANKS_MAX,
@@ -108,7 +108,7 @@ def test_who_asks_and_never_reads_is_hung_up_on_and_others_are_answered(path: Pa
 @pytest.mark.parametrize("kind", ["hello", "finish"])
 def test_who_says_anything_else_is_hung_up_on(path: Path, kind: str) -> None:
     with contextlib.closing(connect(path)) as stranger:
-        fields = {"version": 2, "pid": 1, "attempt": 0} if kind == "hello" else {}
+        fields = {"version": VERSION, "pid": 1, "attempt": 0} if kind == "hello" else {}
         stranger.send(kind, **fields)
         wait_closed(stranger)
     assert ask(path, seconds_max=SECONDS_MAX) is not None
