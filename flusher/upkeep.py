@@ -22,7 +22,7 @@ from flusher.stored_slices import Slices
 from flusher.workers import Workers
 from holdfast.checkpoints.intents import Intent, forget_intent
 from holdfast.checkpoints.verification import verify_file
-from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
+from holdfast.errors import DamageError, FencedError, HoldfastError, StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.manifest import READ_BACK, Key, Manifest, State, is_manifest_name, manifest_name
 from holdfast.store.base import Store
@@ -379,7 +379,11 @@ class Upkeep:
             return False
         Intent.to_remove(manifest).write(self._store)
         # The manifest first: a file without one is no checkpoint, a manifest without its file would be a lie.
-        self._store.delete(name)
+        try:
+            self._store.delete(name)
+        except FencedError:
+            forget_intent(self._store, one.write_id)
+            raise
         reach(Point.MANIFEST_DELETED)
         self._remove(one.file)
         forget_intent(self._store, one.write_id)

@@ -46,6 +46,9 @@ class Point(StrEnum):
     PART_WRITTEN = "part_written"  # flusher: the store has it, the ring's own record does not say so
     PART_RECORDED = "part_recorded"  # flusher: that is recorded, its slots are not free yet
     PARTS_DONE = "parts_done"  # flusher: all parts written, nothing published
+    CLAIM_SEEN = (
+        "claim_seen"  # flusher: the run is its own; now it names, lists, marks or removes something in it
+    )
     FILE_NAMED = "file_named"  # flusher: the file has its name, which is not yet known to be durable
     FILE_PUBLISHED = "file_published"  # flusher: the file is in place, its manifest is not
     MANIFEST_WRITTEN = "manifest_written"  # flusher: durable, and nobody was told

@@ -3,7 +3,7 @@
     publish   intent ─► file ─► manifest ─► intent away
     remove    intent ─► manifest away ─► file away ─► intent away
     clear     the next writer, for each intent of an earlier attempt:
-                  manifest there, asked for by its name ─► only the intent goes
+                  manifest there, asked for by its name ─► only the intent goes, or stays if it is to remove
                   none, and the file is that very write ─► the file goes, then the intent
 
 A file without an intent is nobody's leftover: a person put it there, or restored it from a backup. A late writer's
@@ -149,7 +149,10 @@ def take_back(store: Store, write_id: str) -> str:
     intent = _read(store, intent_name(write_id))
     if intent is None:
         return ""
-    removes = not _is_listed(store, intent) and _is_that_write(store, intent)
+    is_listed = _is_listed(store, intent)
+    if is_listed and intent.act == "remove":
+        return ""  # who meant to remove it may only stand still: it would leave the file to nobody
+    removes = not is_listed and _is_that_write(store, intent)
     if removes:
         store.delete(intent.file)
     store.delete(intent.name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Mapping, Sequence
 
+from holdfast.faultpoint import Point, reach
 from holdfast.store.base import ObjectInfo, Store, Upload
 from holdfast.store.names import Keep
 from holdfast.store.retrying import Retrying
@@ -130,6 +131,7 @@ class GuardedStore:
     def _look(self, name: str) -> None:
         if not name.startswith(_PRIVATE):
             self._check()
+            reach(Point.CLAIM_SEEN)
 
 
 class GuardedUpload:
@@ -165,6 +167,7 @@ class GuardedUpload:
         """As the upload's, while the run is ours."""
         if not self._inner.published:
             self._check()
+            reach(Point.CLAIM_SEEN)
         self._inner.publish()
 
     def abort(self) -> None:

@@ -258,8 +258,8 @@ MUTATIONS = {
             "file_deleted_first",
             "retention deletes the file before its manifest",
             "flusher.upkeep",
-            "        self._store.delete(name)\n",
-            "        self._store.delete(one.file)\n        self._store.delete(name)\n",
+            "            self._store.delete(name)\n",
+            "            self._store.delete(one.file)\n            self._store.delete(name)\n",
         ),
         _one(
             "size_unchecked",
