@@ -130,7 +130,7 @@ class Checkpointer:
         planner = Planner(self._state, room, context)
         self._saver = Saver(self._state, planner, room, self._copier, context)
         self.restored: Restored | None = None
-        self._closed = self._stepped = False
+        self._closed = self._stepped = self._asked = False
         self._watching = open_watch(self._config, self._link.notice, rank=self._link.rank)
         diary.note("begins", True)
 
@@ -211,6 +211,14 @@ class Checkpointer:
         if self.restored is not None:
             self._tiers.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
             self._link.appointments.restored(self.restored.step)
+            written = self.restored.manifest
+            if written is not None and written.ranks != self.ranks and self.rank == 0:
+                _log.warning(
+                    "%d ranks have written step %d, and this job has %d: the whole state is resumed, not the same bits",
+                    written.ranks,
+                    written.step,
+                    self.ranks,
+                )
         tell("restored", step=-1 if self.restored is None else self.restored.step)
         return 0 if self.restored is None else self.restored.step + 1
 
@@ -256,6 +264,7 @@ class Checkpointer:
             StoreError: At the first save without either: whether the run has checkpoints cannot be seen.
             PeerLost: While agreeing on a new layout a rank did not answer.
         """
+        self._asked = True
         return self._saver.save(step)
 
     def wait_copied(self) -> None:
@@ -279,6 +288,13 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        if self._stepped and not self._asked and self.rank == 0 and self._pacer is None:
+            _log.warning(
+                "no checkpoint was taken: %s, and save() was not called; give Checkpointer(..., every=N), or call it",
+                f"step() saves after every {self._every} steps, which were not reached"
+                if self._every
+                else "every=0",
+            )
         if self._watching is not None:
             self._watching.close()
         if self._pacer is not None:

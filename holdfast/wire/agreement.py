@@ -77,7 +77,8 @@ class Round:
         self._proposals = {}
         return PeerLost(
             f"{self._who} waited {self._seconds_max:g} s for the layout of rank {', '.join(missing)}; do all ranks "
-            "save at the same steps?"
+            "save at the same steps? Every rank must call step() or save(), each for its own part: not inside "
+            "`if rank == 0:`"
         )
 
     def lost(self, reason: str) -> HoldfastError | None:

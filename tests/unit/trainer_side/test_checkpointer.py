@@ -482,3 +482,10 @@ def test_where_the_larger_area_may_not_be_had_the_slices_stay_and_so_for_all(lin
     link.appointments.sparing = Sparing((1,), area_bytes(layout.sparing((1,)), 0))
     assert rank.save(2)
     assert link.layouts == [layout, layout.sparing((1,))]
+
+
+def test_a_job_that_took_no_checkpoint_says_why(link: FakeLink, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointer = Rank(link, every=0).checkpointer
+    checkpointer.step(0)
+    checkpointer.close()
+    assert [line for line in caplog.messages if line.startswith("no checkpoint was taken: every=0")]
