@@ -88,4 +88,4 @@ def _say(document: dict[str, Any]) -> None:
         click.echo(json.dumps(document))
         sys.stdout.flush()
     except BrokenPipeError:  # whoever started this process is gone; the ring is worth keeping all the same
-        _log.warning("the process that started this flusher no longer reads its output: %s", document)
+        _log.warning("the process that started this flusher does not read its output any more: %s", document)

@@ -112,7 +112,7 @@ class Engine:
         try:
             progress = self._jobs.find_progress(key)
         except ProtocolError as error:
-            _log.error("%s: what was written of it is not known: %s", key, error)
+            _log.error("%s: the record of what is already written cannot be read: %s", key, error)
             return None
         if progress is None or progress.head.layout_digest != layout.digest:
             return None
@@ -127,7 +127,9 @@ class Engine:
     def chunk(self, record: SlotRecord) -> None:
         """A slot is FULL. Raises `ProtocolError` when the journal does not say so."""
         if record.state is not SlotState.FULL:
-            raise ProtocolError(f"slot {record.slot}: said to be full, the journal says {record.state.name}")
+            raise ProtocolError(
+                f"slot {record.slot}: the stager says that it is full, the journal says {record.state.name}"
+            )
         key = Key(record.attempt, record.step)
         self._tell(ChunkFull(key, record.slot, record.chunk, record.nbytes, record.sources))
 
@@ -384,7 +386,7 @@ class Engine:
             told = StoreError(f"{job.key}: {type(job).__name__}: {error}", retriable=True)
             self._inbox.put(_Retry(job, round_number, told))
         except Exception as error:  # noqa: BLE001 - a bug costs this checkpoint, never the ring with all the others
-            _log.exception("%s: %s failed in a way nobody foresaw", job.key, type(job).__name__)
+            _log.exception("%s: %s failed with an unexpected error", job.key, type(job).__name__)
             self._inbox.put(
                 JobFailed(job.key, job.slots, StoreError(f"{job.key}: {type(error).__name__}: {error}"))
             )

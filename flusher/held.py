@@ -62,7 +62,7 @@ class RetryCounts:
         if hold is None:
             hold = self._holds[key] = _Hold(0, self._clock(), 0.0)
             _log.error(
-                "%s: the store fails; the checkpoint stays in the ring and is tried again until it succeeds. When the "
+                "%s: the store fails; the checkpoint stays in the ring and is retried until it succeeds. When the "
                 "ring is full, further steps are declined. The cause: %s",
                 key,
                 error,
@@ -75,7 +75,7 @@ class RetryCounts:
         hold.failures += 1
         pause_seconds = min(_PAUSE_SECONDS_FIRST * 2.0 ** min(hold.failures - 1, 16), _PAUSE_SECONDS_MAX)
         hold.due = self._clock() + pause_seconds
-        _log.warning("%s: tried again in %.0f s (failure %d): %s", key, pause_seconds, hold.failures, error)
+        _log.warning("%s: retried in %.0f s (failure %d): %s", key, pause_seconds, hold.failures, error)
         return pause_seconds
 
     def progressed(self, key: Key) -> bool:
@@ -84,7 +84,7 @@ class RetryCounts:
         hold = self._holds.pop(key, None)
         if hold is not None:
             seconds = self._clock() - hold.since
-            _log.warning("%s: the store takes it again, after %.1f s", key, seconds)
+            _log.warning("%s: the store takes the checkpoint again, after %.1f s", key, seconds)
             told = {"attempt": key.attempt, "seconds": round(seconds, 3), "failures": hold.failures}
             self._events.emit("flush_resumed", told, step=key.step)
         return hold is not None

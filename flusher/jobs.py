@@ -197,7 +197,8 @@ class Jobs:
             Intent.to_publish(file, upload, **sizes, write_id=write_id).write(self._store)
         if upload.part_bytes <= 0 or upload.part_bytes % layout.chunk_bytes:
             raise ProtocolError(
-                f"{self._store.url}: parts of {upload.part_bytes} bytes are no multiple of {layout.chunk_bytes}"
+                f"{self._store.url}: the store uploads parts of {upload.part_bytes} bytes, expected a multiple of the "
+                f"chunk size {layout.chunk_bytes}"
             )
         if upload.token is not None:
             target.progress = Progress.begin(
@@ -242,8 +243,8 @@ class Jobs:
         if lost:
             shown = ", ".join(str(part) for part in sorted(lost)[:8])
             raise StoreError(
-                f"{self._store.url}/{head.file}: {len(lost)} parts that were written are no longer there (part "
-                f"{shown}); somebody removed them, or the store lost them",
+                f"{self._store.url}/{head.file}: {len(lost)} parts that were written are gone (part {shown}); another "
+                "process removed them, or the store lost them",
                 begin_anew=True,
             )
         self._targets[job.key] = _Target(upload, head.file, head.write_id, progress)

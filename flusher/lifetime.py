@@ -169,7 +169,7 @@ def _huge_pages(ring: Ring) -> Iterator[None]:
         moved_bytes, ring_bytes = ring.use_huge_pages(ended.is_set), ring.ring_chunks * ring.chunk_bytes
         seconds = time.monotonic() - begun
         _log.info(
-            "%d of the ring's %d bytes lie in huge pages, after %.1f s", moved_bytes, ring_bytes, seconds
+            "%d of the ring's %d bytes are in huge pages, after %.1f s", moved_bytes, ring_bytes, seconds
         )
 
     thread = threading.Thread(target=move, name="huge-pages", daemon=True)
@@ -195,7 +195,7 @@ def _find_ring(directory: Path, events: EventLog) -> Ring | None:
     try:
         return Ring.attach(directory)
     except (ProtocolError, ConfigError) as error:
-        _log.error("ring of a flusher that ended too early is not readable and is removed: %s", error)
+        _log.error("the ring of a flusher that ended too early cannot be read, so it is removed: %s", error)
         events.emit("ring_lost", {"message": str(error)})
         return None
 
@@ -253,4 +253,4 @@ class _Quiet:
         pass
 
     def failed(self, key: Key, error: HoldfastError) -> None:
-        _log.error("%s: could not be recovered: %s", key, error)
+        _log.error("%s: could not be recovered from the ring: %s", key, error)

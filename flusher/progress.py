@@ -97,7 +97,9 @@ class Progress:
             return None
         with open(fd, "r+b") as file:  # noqa: PTH123 (a descriptor, opened without following links)
             if os.fstat(fd).st_size > _BYTES_MAX:
-                raise ProtocolError(f"{path}: above {_BYTES_MAX} bytes; it is no record of a flush")
+                raise ProtocolError(
+                    f"{path}: expected a record of a flush of at most {_BYTES_MAX} bytes, got a longer file"
+                )
             whole_bytes, bodies = _whole_lines(file.read(_BYTES_MAX))
             file.truncate(whole_bytes)
         if not bodies:
@@ -111,9 +113,7 @@ class Progress:
                 else:
                     progress.published = _Published.model_validate_json(body).published
         except (ValidationError, RecursionError) as error:
-            raise ProtocolError(
-                f"{path}: not a record of a flush that this version reads: {error}"
-            ) from error
+            raise ProtocolError(f"{path}: this version cannot read the record of a flush: {error}") from error
         return progress
 
     def resume(self, chunk_bytes: int) -> Resume:

@@ -57,7 +57,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
             if ring.state(slot) is SlotState.FILLING:
                 ring.free(slot)  # its writer is gone, so this state is ours now
         except ProtocolError as error:
-            _log.error("slot stays out of use until the next start: %s", error)
+            _log.error("a slot of the ring stays out of use until the next start: %s", error)
     take_up(engine, ring)
     slots = _full_slots(ring)
     for key in (Key(*name) for name in ring.checkpoint_names()):
@@ -87,7 +87,7 @@ def _full_slots(ring: Ring) -> list[SlotRecord]:
         try:
             record = ring.record(slot)
         except ProtocolError as error:
-            _log.error("slot stays out of use until the next start: %s", error)
+            _log.error("a slot of the ring stays out of use until the next start: %s", error)
         else:
             found += [record] if record.state is SlotState.FULL else []
     return found

@@ -198,7 +198,7 @@ class FlusherService:
             if not desk.hear(self._engine):
                 self._welcome(desk)
         except ProtocolError as error:
-            _log.error("stager (process %d): %s; taken for lost", desk.channel.peer_pid, error)
+            _log.error("the stager (process %d) is taken for lost: %s", desk.channel.peer_pid, error)
             self._events.emit("stager_refused", {"message": str(error)})
             self._forget_channel(desk)
             desk.refuse(error)
@@ -293,7 +293,8 @@ class FlusherService:
             # It stands still. Its slots cannot be another's: it may still write into them.
             if not self._said_it_stands_still:
                 _log.warning(
-                    "the stager of attempt %d says nothing, but lives; waited for", self._ring.attempt
+                    "the stager of attempt %d does not answer, but its process is alive; waiting for it",
+                    self._ring.attempt,
                 )
                 self._said_it_stands_still = True
             self._ends_at = time.monotonic() + _LOOK_AGAIN_SECONDS
@@ -304,9 +305,9 @@ class FlusherService:
     def _check_old_stager_is_gone(self) -> None:
         if self._waits_for_old_stager and self._ring.is_held():
             raise BusyError(
-                f"{self._store.url}: the stager of attempt {self._ring.attempt} of this run still has the ring mapped, "
-                f"and says nothing (`fuser {self._ring.directory}/ring` on {platform.node()} names it). Wait for it "
-                "or end it; each run has one"
+                f"{self._store.url}: the stager of attempt {self._ring.attempt} of this run still uses the ring, but "
+                f"does not answer (`fuser {self._ring.directory}/ring` on {platform.node()} names its process). Wait "
+                "for it or end it; a run can have only one stager"
             )
 
     def _end_waiting(self, why: str) -> None:
@@ -323,8 +324,8 @@ class FlusherService:
         if self._terminating or (waited_seconds >= self._config.held_seconds_max and not self._is_kept()):
             why = "told to end" if self._terminating else f"nothing succeeded for {waited_seconds:.0f} s"
             raise StoreError(
-                f"{error} ({why}). Nothing is lost: what is staged stays in {self._ring.directory}; once the store is "
-                f"mended, `holdfast flusher --store {self._store.url}` publishes it"
+                f"{error} ({why}). Nothing is lost: staged checkpoints stay in {self._ring.directory}; fix the "
+                f"store, then run `holdfast flusher --store {self._store.url}` to publish them"
             )
 
     def _take_no_more(self) -> None:
@@ -345,7 +346,10 @@ class FlusherService:
         wanted = bool(self._ring.checkpoint_names()) or (self._ring.is_held() and not finishing)
         self.leaves_ring = self._terminating and wanted
         if self.leaves_ring:
-            _log.warning("told to end: the ring in %s is left to the next flusher", self._ring.directory)
+            _log.warning(
+                "this flusher was told to end; the next flusher takes over the ring in %s",
+                self._ring.directory,
+            )
             self._events.emit("ring_left", {"receiving": len(self._engine.receiving())})
 
     def _say_last_words(self) -> None:

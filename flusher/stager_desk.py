@@ -118,11 +118,13 @@ class StagerDesk:
                 self.finishing = True
                 engine.abort_receiving(PeerLost("the training ended before all chunks had come"))
             case _:
-                raise ProtocolError(f"message {message.kind} is not one that a stager sends")
+                raise ProtocolError(f"{message.kind} is not a message that a stager may send")
 
     def _key(self, fields: dict[str, int]) -> Key:
         if fields["attempt"] != self._ring.attempt:
-            raise ProtocolError(f"attempt {fields['attempt']}, this stager was given {self._ring.attempt}")
+            raise ProtocolError(
+                f"the stager names attempt {fields['attempt']}, expected attempt {self._ring.attempt}"
+            )
         return Key(fields["attempt"], fields["step"])
 
     def _take_begin(self, key: Key, layout_digest: str, engine: Engine) -> None:

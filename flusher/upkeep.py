@@ -216,7 +216,7 @@ class Upkeep:
                 try:
                     found.append(Manifest.from_bytes(self._store.read(name), source=name))
                 except (DamageError, StoreMissing) as error:
-                    _log.warning("not looked at for read-back: %s", error)
+                    _log.warning("a checkpoint is not read back from the store: %s", error)
             found.sort(key=lambda manifest: manifest.order, reverse=True)
             self._say_newest(found)
             for manifest in found[:_UNREAD_LOOKED_AT]:
@@ -224,7 +224,7 @@ class Upkeep:
                 if self._rules.verify and is_unread:
                     self.published(Key(manifest.attempt, manifest.step), manifest)
         except StoreError as error:
-            _log.warning("what an earlier flusher left unread stays so: %s", error)
+            _log.warning("checkpoints that an earlier flusher did not read back stay unverified: %s", error)
 
     def _say_newest(self, found: Sequence[Manifest]) -> None:
         """How far the run is as this flusher begins."""
@@ -347,7 +347,7 @@ class Upkeep:
                         Manifest.from_bytes(self._store.read(name), source=name)
                     )
                 except (DamageError, StoreMissing) as error:
-                    _log.warning("not looked at for retention: %s", error)
+                    _log.warning("a checkpoint is left out when old ones are removed: %s", error)
         self._known = {name: self._known[name] for name in names if name in self._known}
         old = to_remove(list(self._known.values()), keep)
         if not old:
@@ -402,7 +402,9 @@ class Upkeep:
     def _wait(self) -> None:
         self._way_is_free.wait(self._gives_way_seconds_max)
         if self._stopped:
-            raise StoreError("the flusher ends; the rest was not read back")
+            raise StoreError(
+                "the flusher ends, so the rest of the checkpoint was not read back from the store"
+            )
 
 
 class _PatientStore:

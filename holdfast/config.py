@@ -1,10 +1,10 @@
-"""The settings of each role: read in one place, checked once, frozen.
+"""Settings of each role (`TrainerConfig`, `StagerConfig`, `FlusherConfig`): read in one place, checked once, frozen.
 
     arguments  >  HOLDFAST_* environment  >  holdfast.toml  >  defaults
 
-The file is `holdfast.toml` in the working directory, or the one that `HOLDFAST_CONFIG` names. A key at its
+The file is `holdfast.toml` in the working directory, or the file that `HOLDFAST_CONFIG` names. A key at its
 top level is for every role that has such a setting; a table `[trainer]`, `[stager]` or `[flusher]` is for
-that role alone and wins:
+that role alone and wins over the top level:
 
     store = "s3://bucket/run"
     ring_bytes = "4GiB"
@@ -12,8 +12,8 @@ that role alone and wins:
     keep_last = 5
 
 Each name is a field below; its environment variable is the name in capitals with `HOLDFAST_` before it.
-Sizes are bytes, or text with a unit. A wrong value becomes a `ConfigError` that names the field, what was
-expected, what was given, and where it was set.
+Sizes are bytes, or text with a unit. A wrong value raises a `ConfigError` that names the field, the expected
+value, the given value, and the place where it was set.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
     "parse_size",
 ]
 
-# Checkpoints under way at once: those in the staging areas of a rank, and one that begins while slower ranks end.
+# Checkpoints in flight at once: those in a rank's staging areas, and one that begins while slower ranks end theirs.
 IN_FLIGHT_MAX = 9
 RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and freeing
 _KEEP_HOURLY, _KEEP_DAILY = 24, 7
@@ -74,10 +74,10 @@ _log = logging.getLogger("holdfast.config")
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes from a number of bytes or a text such as `512MiB`, `1.5GiB` or `16 MB`.
+    """Number of bytes that `value` names: a number, or a text such as `512MiB`, `1.5GiB` or `16 MB`.
 
     Raises:
-        ValueError: It is not a size, or not a whole number of bytes.
+        ValueError: `value` is not a size, or not a whole number of bytes.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -91,7 +91,7 @@ def parse_size(value: int | str) -> int:
 
 
 def default_runtime_dir() -> Path:
-    """The default directory of rings: in shared memory, one per user."""
+    """The default directory of rings, one per user, in shared memory."""
     return Path(f"/dev/shm/holdfast-{os.getuid()}")  # noqa: S108 - made with mode 0700 and its owner checked (ring.py)
 
 
@@ -141,10 +141,10 @@ class _RoleConfig(BaseSettings):
 
     @classmethod
     def from_sources(cls, **arguments: Any) -> Self:
-        """Build from arguments, environment and file. An argument that is None was not given (command line).
+        """Build the settings from arguments, environment and file; an argument that is None counts as not given.
 
         Raises:
-            ConfigError: naming each wrong field, what was expected and got, and where it was set.
+            ConfigError: A setting is wrong; the message names each wrong one, and where it was set.
         """
         return cls(**{name: value for name, value in arguments.items() if value is not None})
 
@@ -168,7 +168,7 @@ class _RoleConfig(BaseSettings):
             return handler(data)
         except ValidationError as error:
             lines = [_explanation(cls, detail) for detail in error.errors(include_url=False)]
-            # No `from`: pydantic's text would only repeat it, in its own words.
+            # `from None`, because pydantic's own text would only repeat the message.
             raise ConfigError("\n".join(lines)) from None
 
 

@@ -1,19 +1,19 @@
-"""Every error that holdfast raises on purpose, named by what its handler does next.
+"""All errors that holdfast raises on purpose, one class for each way to handle them.
 
     HoldfastError
-    ├── ConfigError        the operator mends a setting                       exit 2
-    ├── StateError         the user mends the state that is to be saved       exit 3
-    ├── StoreError         the operator mends the store, or we retry          exit 4
-    │   └── StoreMissing   there is no such object or run                     exit 5
-    ├── DamageError        bytes are not what they were; take another copy    exit 6
+    ├── ConfigError        a person must fix a setting                        exit 2
+    ├── StateError         the user must fix the state that is to be saved    exit 3
+    ├── StoreError         the operator fixes the store, or holdfast retries  exit 4
+    │   └── StoreMissing   there is no such object, step or run               exit 5
+    ├── DamageError        bytes have changed; take another copy              exit 6
     ├── ProtocolError      a peer sent what the protocol does not allow       exit 7
     ├── FencedError        another writer owns this run; stop                 exit 8
     ├── PeerLost           a peer died or missed a deadline                   exit 9
-    └── BusyError          no room or still busy; the step is declined        exit 10
+    └── BusyError          there is no room; the step is declined             exit 10
 
-Each class carries a stable `code` (for logs and `--json`), the exit code of the command line, and whether trying the
-same thing again may help. Messages name what, where, expected, got, and what to do next. The code names a section of
-docs/troubleshooting.md as well: what ends a command or a training script says where it is.
+Each class has a stable `code` (for logs and `--json`) and the exit code of the command line; a StoreError also says
+whether a retry may help. Messages name what failed, where, what was expected, what was found, and what to do. The code
+is also the name of a section of docs/troubleshooting.md, which is named wherever an error ends a command or a script.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _PAGE = "docs/troubleshooting.md"
 
 
 def help_for(topic: str) -> str:
-    """The command that shows causes and cures on any machine, and their place in the pages.
+    """The command that explains an error on any machine, and the section of docs/troubleshooting.md about it.
 
     Args:
-        topic: A section of the page: the code of an error, or `run`.
+        topic: Name of a section of that page: the `code` of an error class, or `run`.
     """
     return f"holdfast explain {topic} ({_PAGE}#{topic})"
 
 
 class HoldfastError(Exception):
-    """Base of all errors raised on purpose. Never raised itself.
+    """Base class of all errors that holdfast raises on purpose; only its subclasses are raised.
 
-    A traceback of one ends with a line that says where its causes and cures are; `str()` is the message alone.
+    A traceback ends with a line that says where to read about causes and fixes; `str()` is the message alone.
     """
 
     code: ClassVar[str] = "holdfast"
@@ -61,35 +61,36 @@ class HoldfastError(Exception):
 
     @property
     def help(self) -> str:
-        """Where causes and cures of errors of this class are, as `help_for` names it."""
+        """Where to read about causes and fixes of errors of this class, as `help_for` tells it."""
         return help_for(self.code)
 
 
 class ConfigError(HoldfastError):
-    """A setting, argument or environment is wrong, and a person must mend it."""
+    """A setting, an argument or the environment is wrong, and a person must fix it."""
 
     code = "config"
     exit_code = 2
 
 
 class StateError(HoldfastError):
-    """The state handed over cannot be saved as it is; the message names the path in the state."""
+    """The state cannot be saved or restored as it is; the message names the path in the state."""
 
     code = "state"
     exit_code = 3
 
 
 class StoreError(HoldfastError):
-    """The store refused or failed. `retriable` says whether the same call may succeed later.
+    """The store refused a call, or a call to it failed.
 
     Args:
-        message: What failed, naming the URL and the cause.
-        retriable: False for permission, missing bucket, full disk: nothing that waiting mends by itself.
-        begin_anew: What this upload wrote is lost or cannot be trusted (a failed sync, a swept temporary file,
-            another writer's file at the name): no call on it helps, a new upload of the same bytes may. With
-            `retriable` too, so only if trying again was in vain.
-        retry_after_seconds: The store asked not to be called again before so long; 0 where it did not.
-        no_room: The store is full, or a quota is exhausted: removing something helps.
+        message: What failed, with the URL and the cause.
+        retriable: Whether the same call may succeed later. False for a missing permission, a missing bucket or a full
+            disk: waiting does not fix these.
+        begin_anew: Whether a new upload of the same bytes may succeed although no further call on this upload can: the
+            bytes that it wrote are lost or cannot be trusted (a failed sync, a temporary file that was removed,
+            another writer's file at the name). If `retriable` is set too, retry the same call first.
+        retry_after_seconds: Seconds for which the store asked not to be called again; 0 if it did not ask.
+        no_room: Whether the store is full or a quota is exhausted, so that removing objects helps.
     """
 
     code = "store"
@@ -112,14 +113,14 @@ class StoreError(HoldfastError):
 
 
 class StoreMissing(StoreError):
-    """There is no such object, step or run."""
+    """The store has no such object, step or run."""
 
     code = "missing"
     exit_code = 5
 
 
 class DamageError(HoldfastError):
-    """Bytes differ from what was written: a CRC, a size or a structure does not hold."""
+    """Bytes differ from those that were written: a CRC, a size or a structure is wrong."""
 
     code = "damage"
     exit_code = 6
@@ -133,7 +134,7 @@ class ProtocolError(HoldfastError):
 
 
 class FencedError(HoldfastError):
-    """Another writer holds this run, or took it over; this one must not write any more."""
+    """Another writer holds this run or has taken it over, so this process must not write to it any more."""
 
     code = "fenced"
     exit_code = 8
@@ -147,7 +148,7 @@ class PeerLost(HoldfastError):
 
 
 class BusyError(HoldfastError):
-    """There is no room, or the one before is still under way; this step is declined, training goes on."""
+    """There is no room, or the step before is still in flight; this step is declined, and training goes on."""
 
     code = "busy"
     exit_code = 10

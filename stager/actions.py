@@ -128,7 +128,9 @@ class Actions:
             case HandedOver(rank, step):
                 name = self._trainers.name(rank)
                 _log.warning(
-                    "%s has handed over all that it owes step %d: its end costs it nothing", name, step
+                    "%s has handed over all its bytes of step %d, so its end does not harm the step",
+                    name,
+                    step,
                 )
                 self._events.emit("handed_over", {"of_rank": rank, "name": name}, step=step)
             case Diverged(step, message, body):

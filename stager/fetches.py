@@ -68,7 +68,7 @@ class Fetches:
                 )
         waiting = self._waiting.setdefault(rank, deque())
         if len(waiting) >= _WAITING_MAX:
-            raise ProtocolError(f"FETCH from rank {rank}: {_WAITING_MAX} are not answered yet")
+            raise ProtocolError(f"FETCH from rank {rank}: {_WAITING_MAX} requests of it are not answered yet")
         waiting.append(frame)
 
     def left(self, rank: int) -> None:

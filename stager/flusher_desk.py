@@ -100,13 +100,15 @@ class FlusherDesk:
             case "failed":
                 self._actions.take(Failed(fields["step"], fields["code"], fields["message"]))
             case "bad":
-                _log.error("step %d was read back and is bad: %s", fields["step"], fields["note"])
+                _log.error(
+                    "step %d was read back from the store and is damaged: %s", fields["step"], fields["note"]
+                )
             case "verified":
-                note = str(fields.get("note", ""))  # of numbers that are not finite
+                note = str(fields.get("note", ""))  # tensors with numbers that are not finite
                 if note:
                     _log.warning("step %d was read back and is as it was saved, but %s", fields["step"], note)
                 else:
-                    _log.info("step %d was read back and is good", fields["step"])
+                    _log.info("step %d was read back from the store and is good", fields["step"])
             case "held":
                 self._hear_held(fields["message"])
             case "drained":

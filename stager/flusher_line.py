@@ -126,7 +126,9 @@ class FlusherLine:
         self.cut = f"the flusher (process {pid}) has ended, and no other one is there yet"
         self._cut_at = self._clock()
         self._unsent.clear()
-        _log.error("the flusher (process %d) has ended; the ring is kept, and another one is started", pid)
+        _log.error(
+            "the flusher (process %d) has ended; the ring is kept, and another flusher is started", pid
+        )
         self._events.emit("flusher_lost", {"pid": pid})
         self._fail("")
         return True
@@ -176,7 +178,10 @@ class FlusherLine:
         )
         what = "goes on with the ring as it is" if flusher.resumed else "has a new ring"
         _log.warning(
-            "another flusher (process %d) %s, %.1f s after the end of the last", flusher.pid, what, seconds
+            "another flusher (process %d) %s, %.1f s after the end of the last one",
+            flusher.pid,
+            what,
+            seconds,
         )
 
     def close(self) -> None:
@@ -191,7 +196,7 @@ class FlusherLine:
             pause_seconds = min(_PAUSE_SECONDS_MAX, _PAUSE_SECONDS_MIN * 2 ** min(self.failures - 2, 16))
         self._try_at = self._clock() + pause_seconds
         if why:
-            _log.error("no other flusher: %s; tried again in %g s", why, pause_seconds)
+            _log.error("no other flusher could be started: %s; retried in %g s", why, pause_seconds)
         if self.failures >= _LOOK_AT_LOG_AFTER:
             _log.error(
                 "flushers have ended or failed to start %d times with nothing done in between; %s says why. The next "
@@ -214,7 +219,7 @@ class FlusherLine:
                 found.close()
                 raise ProtocolError(
                     f"the flusher (process {found.pid}) has chunks of {found.ring.chunk_bytes} bytes, expected "
-                    f"{ring.chunk_bytes} as this job began with; end it, so that one with that size can be started"
+                    f"{ring.chunk_bytes}, with which this job began; end that flusher, so that a new one can be started"
                 )
         except HoldfastError as error:
             self._found.put(error)

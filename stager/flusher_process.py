@@ -80,7 +80,9 @@ def attach(config: StagerConfig, *, held: Flusher | None = None) -> Flusher:
     socket_path = directory / ipc.SOCKET_NAME
     try:
         channel = ipc.connect(socket_path)
-        _log.info("process %d already serves this run; attaching to it", channel.peer_pid)
+        _log.info(
+            "the flusher (process %d) already serves this run; the stager attaches to it", channel.peer_pid
+        )
     except PeerLost:
         _start(config, deadline)
         channel = ipc.connect(socket_path, wait_seconds=max(0.0, deadline - time.monotonic()))
@@ -90,14 +92,14 @@ def attach(config: StagerConfig, *, held: Flusher | None = None) -> Flusher:
         welcome = _await_welcome(channel, deadline)
         if welcome["chunk_bytes"] != config.chunk_bytes:
             _log.warning(
-                "the flusher that is there has chunks of %d bytes; chunk_bytes = %d is not used",
+                "the flusher that serves this run has chunks of %d bytes, so the setting chunk_bytes = %d is not used",
                 welcome["chunk_bytes"],
                 config.chunk_bytes,
             )
         resumed = welcome["resumed"]
         if resumed and (held is None or welcome["attempt"] != attempt):
             raise ProtocolError(
-                f"the flusher (process {welcome['pid']}) resumes attempt {welcome['attempt']}, asked for {attempt}"
+                f"the flusher (process {welcome['pid']}) resumes attempt {welcome['attempt']}, expected {attempt}"
             )
         if resumed and held is not None:
             ring = held.ring
@@ -116,7 +118,7 @@ def reap() -> None:
         _started.remove(process)
         code = process.returncode
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        _log.info("flusher, process %d, ended with %s", process.pid, how)
+        _log.info("the flusher (process %d) ended with %s", process.pid, how)
 
 
 def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any]:
             if channel.closed:
                 raise PeerLost(f"the flusher (process {channel.peer_pid}) hung up before it answered")
     raise PeerLost(
-        f"the flusher (process {channel.peer_pid}) did not answer in time; is it still serving another job?"
+        f"the flusher (process {channel.peer_pid}) did not answer in time; look whether it still serves another job"
     )
 
 
@@ -167,7 +169,7 @@ def _start(config: StagerConfig, deadline: float) -> None:
         error, ready = None, False
     if ready:
         _started.append(process)
-        _log.info("started flusher, process %d, log %s", process.pid, path)
+        _log.info("started the flusher (process %d), its log is %s", process.pid, path)
         return
     code = process.wait()
     if isinstance(error, dict):
@@ -222,7 +224,8 @@ def log_path(store_url: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the flusher's log needs {folder}: {error.strerror}; set XDG_STATE_HOME to a folder of yours"
+            f"the folder {folder} for the flusher's log cannot be made: {error.strerror}; set XDG_STATE_HOME to a "
+            "folder that you may write to"
         ) from error
     return folder / f"flusher-{run_key(store_url)}.log"
 

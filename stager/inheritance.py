@@ -43,8 +43,8 @@ class Inheritance:
         if left and self._first_look_at is None:
             self._first_look_at = now
             _log.warning(
-                "an earlier job has staged %s, which the flusher is still writing; the trainers wait for it, for "
-                "%g s at most",
+                "an earlier job has staged %s, which the flusher is still writing; the trainers wait at most %g s "
+                "until it is durable",
                 _named(left),
                 self._seconds_max,
             )
@@ -53,14 +53,14 @@ class Inheritance:
             return False
         if left:
             _log.error(
-                "%s, staged by an earlier job, is not durable after %g s: the trainers restore what is, and go on "
-                "from an older step. The flusher's log says what it waits for",
+                "%s, staged by an earlier job, is not durable after %g s: the trainers go on from an older step, which "
+                "is durable. Look at the flusher's log for the cause",
                 _named(left),
                 self._seconds_max,
             )
         elif staged:
             _log.warning(
-                "an earlier job has staged %s, which is not in the store yet: the ring has all of it for the restore",
+                "an earlier job has staged %s, which is not in the store yet; the trainers restore it from the ring",
                 _named([step for _, step in staged]),
             )
         self._settled = True

@@ -101,8 +101,8 @@ class TrainersPort:
         while not request.Test():
             if time.monotonic() > deadline:
                 raise PeerLost(
-                    f"stager: not all {world.size} processes joined within {seconds_max:g} s; does every trainer make "
-                    "a Checkpointer?"
+                    f"stager: not all {world.size} processes joined within {seconds_max:g} s; look whether every "
+                    "trainer makes a Checkpointer"
                 )
             time.sleep(_PAUSE_SECONDS)
         stagers = np.flatnonzero(roles == Role.STAGER)
@@ -220,7 +220,7 @@ class TrainersPort:
         """Withdraw a posted receive whose payload will not come."""
         for request in self._receives.pop((rank, slot), []):
             if not _withdrawn(request):
-                _log.warning("receive from rank %d into slot %d could not be withdrawn", rank, slot)
+                _log.warning("the MPI receive from rank %d into slot %d could not be withdrawn", rank, slot)
 
     def _datatype(self, pieces: tuple[Extent, ...]) -> MPI.Datatype:
         found = self._datatypes.get(pieces)

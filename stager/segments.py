@@ -58,7 +58,7 @@ class SegmentList:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(self._fd, json.dumps(self._listed).encode())
         except (OSError, ConfigError, StoreError) as error:
-            _log.warning("segments of Open MPI are not looked after in %s: %s", base, error)
+            _log.warning("leftover shared memory of Open MPI cannot be removed in %s: %s", base, error)
 
     def close(self) -> None:
         """This job is at its end: mpirun would remove its segments, if it still lives."""
@@ -87,7 +87,7 @@ def _clear(path: Path) -> None:
     except BlockingIOError:
         return  # its stager lives
     except ValueError as error:
-        _log.warning("%s: not a list of segments, removed: %s", path, error)
+        _log.warning("%s: expected a list of shared memory segments, so the file is removed: %s", path, error)
         path.unlink()
     finally:
         os.close(fd)

@@ -182,7 +182,7 @@ class StagerService:
             left_seconds = deadline - self._clock()
             if left_seconds <= 0:
                 _log.error(
-                    "the flusher (process %d) has not written all within %g s; it goes on by itself",
+                    "the flusher (process %d) has not written all checkpoints within %g s; it goes on alone",
                     self._line.flusher.pid,
                     _DRAIN_SECONDS_MAX,
                 )

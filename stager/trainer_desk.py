@@ -129,7 +129,7 @@ class TrainerDesk:
         try:
             frame = wire.decode(message)
             if not frame.kind.to_stager:
-                raise ProtocolError(f"{frame.kind.name} is not a message of trainers")
+                raise ProtocolError(f"{frame.kind.name} is not a message that a trainer may send")
             if frame.kind not in {Kind.HELLO, Kind.BYE} and frame.attempt not in self._line.attempts:
                 raise ProtocolError(
                     f"{frame.kind.name} of attempt {frame.attempt}, this job is attempt {self._line.flusher.attempt}"
@@ -215,8 +215,8 @@ class TrainerDesk:
         for rank, seconds in self._trainers.beat(self._line.flusher.attempt):
             name = self._trainers.name(rank)
             _log.error(
-                "%s HAS BEEN SILENT for %.0f s: stopped, cut off, or gone; what it had not sent is given up, "
-                "and no checkpoint is taken until it is heard again",
+                "%s has been silent for %.0f s: its process is stopped, cut off, or gone; the steps that it had not "
+                "sent are given up, and no checkpoint is taken until it is heard again",
                 name,
                 seconds,
             )
@@ -238,7 +238,7 @@ class TrainerDesk:
         self._trainers.leave(rank, lost=loud)
         self._fetches.left(rank)
         if loud:
-            _log.error("%s; what it had not sent is given up, the rest goes on", reason)
+            _log.error("%s; the steps that it had not sent are given up, the other ranks go on", reason)
             self._events.emit("rank_lost", {"lost_rank": rank, "reason": reason})
         self._notices.left(rank, reason)  # first: what the session gives up for it is then not tried again
         self._interval.left(reason, lost=loud)

@@ -1,14 +1,14 @@
-"""The `Checkpointer`: what a training loop talks to, and who does what it asks.
+"""The `Checkpointer`, the object that a training loop talks to, and the parts that do its work.
 
-    save(step) ─► Saver ──► Planner   what is copied, and to which place of the image; agrees with the other ranks
-                    ├─────► Room      staging areas and slots of local tiers; waits for them, or declines
-                    ├─────► Copier    the copy thread, and the gate that holds optimizers back
-                    ├─────► Link      to the stager, on the MPI thread
-                    └─────► TierSet   into local tiers, if there are any
-    restore() ─► restore.py
-    step(step) ─► appointments: whether it is time, also after a notice
+    save(step) ─► Saver ──► Planner   chooses what is copied to which place of the image; agrees with the other ranks
+                    ├─────► Room      finds staging areas and slots of local tiers; waits for them, or declines the step
+                    ├─────► Copier    runs the copy thread, and the gate that holds optimizers back
+                    ├─────► Link      sends the copy to the stager, on the MPI thread
+                    └─────► TierSet   writes the copy into local tiers, if there are any
+    restore() ─► restore/restore.py
+    step(step) ─► appointments: say whether a checkpoint is due, also after a preemption notice
 
-No collective operation after start-up and restore. Every wait has a deadline.
+After start-up and restore the training thread takes part in no collective operation. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -56,31 +56,33 @@ _EXIT_SECONDS_MAX = 10.0  # for a script that ends without close()
 class Checkpointer:
     """Takes checkpoints of a training run, and brings the newest one back.
 
-    Every training rank of the MPI job makes one, with the same names and tensors; making it is collective (start-up).
-    All methods belong to the training thread.
+    Every training rank of the MPI job makes one Checkpointer, with the same names and tensors. Making it is collective:
+    each rank waits for all the others. All methods must be called on the training thread.
 
     Args:
-        state: Names to objects with `state_dict()`/`load_state_dict()` (modules, optimizers, schedulers, samplers, what
-            torch.distributed.checkpoint calls Stateful), tensors, plain values, or `PerRank(...)` around what differs
-            per rank. Parameters of modules and tensors of optimizers, each under a name of its own, are taken to be the
-            same on every rank; all else is saved as rank 0 has it.
-        config: Settings; by default `HOLDFAST_*` in the environment and `holdfast.toml`.
-        every: `step()` saves after every so many steps; 0 leaves it to `save()`; `"auto"`: it decides by what
-            checkpoints cost (docs/interval.md). The same on every rank; by default the setting `every`.
-        fresh: Begin the run anew although it may have checkpoints, and without `restore()`. Steps may be numbered from
-            0 again: a checkpoint of a later job counts as newer whatever its step, and the older ones stay until
-            retention removes them. A restarted script that says it begins anew each time.
+        state: Names mapped to objects with `state_dict()` and `load_state_dict()` (modules, optimizers, schedulers,
+            samplers, anything that torch.distributed.checkpoint calls Stateful), tensors, plain values, or
+            `PerRank(...)` around a value that differs per rank. Holdfast assumes that parameters of modules and tensors
+            of optimizers, each under a name of its own, are the same on every rank; it saves rank 0's copy of all else.
+        config: Settings. None: from `HOLDFAST_*` in the environment and from `holdfast.toml`.
+        every: Number of training steps from one checkpoint of `step()` to the next. 0: only `save()` takes checkpoints.
+            `"auto"`: chosen from what checkpoints cost (docs/interval.md). None: the setting `every`. Must be the same
+            on every rank.
+        fresh: Whether to begin the run anew although it may have checkpoints, and without `restore()`. Steps may then
+            be numbered from 0 again: a checkpoint of a later job counts as newer whatever its step, and the older ones
+            stay until retention removes them. A script that is restarted with `fresh=True` begins anew each time.
 
     Attributes:
-        restored: What `restore()` has brought back, and from where; None before, and on a new run.
+        restored: The checkpoint that `restore()` has brought back, and where each part of it came from. None before
+            `restore()`, and on a new run.
 
     Raises:
-        ConfigError: Wrong settings, or neither a stager in this MPI job nor local tiers.
-        StoreError: The stager, or a job without one, cannot use the store; training has not begun.
+        ConfigError: A setting is wrong, or the job has neither a stager nor local tiers.
+        StoreError: The stager, or rank 0 of a job without one, cannot use the store; training has not begun.
         FencedError: Another stager writes this run.
         PeerLost: A rank or the stager did not come within `start_seconds_max`.
-        StateError: Something in the state is split among the ranks by its class (FSDP1, DeepSpeed,
-            `ZeroRedundancyOptimizer`, pipelines): what, where, and what to do instead.
+        StateError: An object in the state is split among the ranks by its class (FSDP1, DeepSpeed,
+            `ZeroRedundancyOptimizer`, pipelines); the message names the object and what to do instead.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class Checkpointer:
 
     @property
     def rank(self) -> int:
-        """This rank, among the training ranks."""
+        """Number of this rank among the training ranks, from 0."""
         return self._link.rank
 
     @property
@@ -146,12 +148,12 @@ class Checkpointer:
 
     @property
     def staged_step(self) -> int:
-        """Newest step known to be safe from the death of every training rank; -1 before the first."""
+        """Newest step that is known to survive the death of every training rank; -1 before the first."""
         return self._link.staged_step
 
     @property
     def durable_step(self) -> int:
-        """Newest step known to be published in the store; -1 before the first."""
+        """Newest step that is known to be published in the store; -1 before the first."""
         return self._link.durable_step
 
     @property
@@ -161,31 +163,34 @@ class Checkpointer:
 
     @property
     def notice(self) -> Notice | None:
-        """What was last said of the end of a rank's machine, to whichever rank; None before. Changes in `step()` alone,
-        at the same step on every rank: after it all of them may leave their loops together.
+        """Newest preemption notice that any rank of the job has received; None before the first.
+
+        It changes only inside `step()`, and at the same step on every rank, so that all ranks may leave their training
+        loops together.
         """
         return self._link.appointments.notice
 
     @property
     def stats(self) -> Stats:
-        """What this rank has done so far."""
+        """Counts of the checkpoints that this rank has begun, ended and declined so far."""
         return self._ledger.stats
 
     def restore(self, *, step: int | None = None, may_lack: Collection[str] = ()) -> int:
-        """Bring the state back from the newest good checkpoint. Collective; before the first step.
+        """Bring the state back from the newest good checkpoint. Collective: every rank calls it before its first step.
 
         Args:
-            step: A certain step instead of the newest.
-            may_lack: Names of the state that the checkpoint need not have: they stay as they are, and that is said. For
-                one that was imported, or for what is new in the script; the next save has them.
+            step: The step to restore. None: the newest step that is good.
+            may_lack: Names of the state that the checkpoint need not have, because it was imported or the script is
+                newer. Their values stay as they are, and a warning names them; the next save includes them.
 
         Returns:
             The number of the step to run next: 0 on a new run, otherwise one more than the saved step.
 
         Raises:
-            ConfigError: `may_lack` names what is not in the state; or `fresh=True` was said.
-            DamageError: There are checkpoints, and none is good; names each with its reason.
+            ConfigError: `may_lack` has a name that is not in the state, or the Checkpointer has `fresh=True`.
+            DamageError: There are checkpoints, and none is good; the message names each with its reason.
             StateError: The checkpoint holds other names or shapes than this state.
+            StoreMissing: There is no checkpoint of `step`.
         """
         unknown = [name for name in may_lack if name not in self._state]
         if isinstance(may_lack, str) or unknown:
@@ -223,10 +228,13 @@ class Checkpointer:
         return 0 if self.restored is None else self.restored.step + 1
 
     def step(self, step: int) -> bool:
-        """Tell that step `step` (from 0) is done; saves when it is time. Returns whether a save was begun.
+        """Tell holdfast that training step `step` (from 0) is done; a save begins if one is due.
 
-        It is time after `every` steps, and at the step that the stager, or without one rank 0, has named after a notice
-        (docs/operations.md).
+        A save is due after `every` steps. After a preemption notice another save is due at the step that the stager
+        has named for all ranks; in a job without a stager rank 0 names it (docs/operations.md).
+
+        Returns:
+            Whether a save was begun.
         """
         if not self._stepped:
             self._stepped = True
@@ -249,42 +257,48 @@ class Checkpointer:
     def save(self, step: int) -> bool:
         """Take a checkpoint of the state as it is now, after step `step`. Returns as soon as training may go on.
 
-        With `on_full="skip"` it never waits for room. With `"wait"` it waits until fewer than `in_flight_max` steps are
-        on their way to the ring, and each local tier has a free slot, at most `full_seconds_max` each time.
+        With `on_full="skip"` the call never waits for room. With `"wait"` it waits until fewer than `in_flight_max`
+        steps are on their way to the ring, and then until each local tier has a free slot; each wait takes at most
+        `full_seconds_max`.
 
         Returns:
-            False if the step is declined: all staging areas are still being sent, or the stager is lost and there are
-            no local tiers. True if it was begun here, for the stager or for a tier. Another rank may still decline it,
-            or this one, if its copy fails or numbers outgrow their room; `stats` counts it.
+            False if this rank declines the step: all staging areas are still being sent, or the stager is lost and
+            there are no local tiers. True if this rank has begun the step, for the stager or for a tier. The step may
+            still fail: another rank may decline it, this rank's copy may fail, or plain values may outgrow the room
+            that is reserved for them. `stats` counts each of these.
 
         Raises:
-            StateError: The state cannot be saved: what and where; or the ranks' states differ.
-            ConfigError: `host_bytes_max` is less than one staging area takes. At the first save: the run has
-                checkpoints, and the script has neither called `restore()` nor said `fresh=True`.
-            StoreError: At the first save without either: whether the run has checkpoints cannot be seen.
-            PeerLost: While agreeing on a new layout a rank did not answer.
+            StateError: The state cannot be saved, or the ranks' states differ; the message names the place.
+            ConfigError: `host_bytes_max` is less than one staging area takes; or, at the first save, the run has
+                checkpoints, and the script has neither called `restore()` nor set `fresh=True`.
+            StoreError: At the first save without either, the store does not tell whether the run has checkpoints.
+            PeerLost: A rank did not answer while the ranks agreed on a new layout.
         """
         self._asked = True
         return self._saver.save(step)
 
     def wait_copied(self) -> None:
-        """Wait until all of the last `save()` is copied, at most `copy_seconds_max`. Not collective.
+        """Wait until the last `save()` has copied the whole state, at most `copy_seconds_max`. Not collective.
 
-        After it the state may be changed by any means until the next save. Only needed before changes that are not
-        made in a step of an optimizer: weights of an average that are put in place, `load_state_dict`, clipping of
-        weights, `optimizer.eval()` of one without a schedule.
+        After this call any code may change the state until the next save. Call it only before changes that no
+        `optimizer.step()` makes: swapping in averaged weights, `load_state_dict`, clipping of weights, or
+        `optimizer.eval()` of a schedule-free optimizer.
         """
         self._copier.wait_copied()
 
     def changing(self) -> AbstractContextManager[None]:
-        """For changes by hand: `with checkpointer.changing(): …` begins with `wait_copied()`.
+        """Context for changes that no `optimizer.step()` makes: `with checkpointer.changing(): …`.
 
-        A `save()` inside takes the state as it is there, and returns when it is copied.
+        Entering it calls `wait_copied()`. A `save()` inside it takes the state as it is at that moment, and returns
+        only when the state is copied.
         """
         return self._copier.changing()
 
     def close(self) -> None:
-        """Wait until what was accepted is durable (at most `close_seconds_max`), then leave. Safe to call twice."""
+        """Wait until every step that was begun is durable (at most `close_seconds_max`), then leave the job.
+
+        A second call does nothing.
+        """
         if self._closed:
             return
         self._closed = True

@@ -86,7 +86,10 @@ def meet_stager(config: TrainerConfig, world: World) -> Link:
     try:
         welcome = _await_welcome(port, config.start_seconds_max)
         if welcome.ranks != world.ranks:
-            raise ProtocolError(f"the stager sees {welcome.ranks} trainers, MPI {world.ranks}")
+            raise ProtocolError(
+                f"the stager counts {welcome.ranks} training ranks, expected {world.ranks} as MPI counts them; "
+                "start the whole job with one mpirun"
+            )
     except HoldfastError:
         port.leave(_LEAVE_SECONDS_MAX)
         raise
@@ -110,9 +113,12 @@ def _await_welcome(port: StagerPort, seconds_max: float) -> Welcome:
             if frame.kind is Kind.WELCOME:
                 return Welcome.from_frame(frame)
             if frame.kind is not Kind.BEAT:
-                raise ProtocolError(f"the stager said {frame.kind.name} before WELCOME")
+                raise ProtocolError(
+                    f"the stager sent {frame.kind.name}, expected WELCOME first; "
+                    "install the same holdfast on all machines"
+                )
         time.sleep(_AWAITING_PAUSE_SECONDS)
-    raise PeerLost(f"the stager did not answer within {seconds_max:g} s; look at its messages")
+    raise PeerLost(f"the stager did not answer within {seconds_max:g} s; look at its log")
 
 
 def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
@@ -188,8 +194,8 @@ def _beside(attempt: int, inventory: Inventory, *, rank: int) -> int:
         return attempt
     if rank == 0:
         _log.warning(
-            "local tiers hold attempt %d, the stager's is %d: a job without a stager has written them when it did not "
-            "reach the store. Until the next job restore takes those of this job in the tiers for the newer ones",
+            "local tiers hold checkpoints of attempt %d, but this job is attempt %d: a job without a stager wrote them "
+            "while it did not reach the store. Until the next job, restore takes them for newer than those of this job",
             inventory.newest_attempt,
             attempt,
         )
@@ -216,7 +222,8 @@ def _alone(config: TrainerConfig, store_url: str, tiers: Sequence[Tier], peers: 
                 _sweep(store, attempt)
         except HoldfastError as error:
             _log.warning(
-                "attempt %d of this job is not written down in the store, or not cleared for it: %s",
+                "attempt %d of this job could not be recorded in the store, or leftovers of older attempts could not "
+                "be removed: %s",
                 attempt,
                 error,
             )
@@ -234,7 +241,10 @@ def _missing_parent(config: TrainerConfig, store_url: str) -> HoldfastError | No
 def _sweep(store: Store, attempt: int) -> None:
     """Nobody else does it in a job without a stager. Whoever wrote before is fenced by this attempt, or looked up."""
     if living := may_live(store, attempt):
-        _log.warning("what older attempts have left half sent stays in the store: %s may still write", living)
+        _log.warning(
+            "unfinished uploads of older attempts stay in the store, because %s may still be writing them",
+            living,
+        )
         return
     for what in sweep_uploads(store, attempt):
-        _log.info("removed what an older attempt left half sent: %s", what)
+        _log.info("removed the unfinished upload of an older attempt: %s", what)

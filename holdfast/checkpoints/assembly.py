@@ -225,7 +225,7 @@ class Assembler:
                 raise DamageError(
                     f"{self._where(rank)}: bytes {frame.offset} to {frame.offset + frame.nbytes} (chunk {chunk} of "
                     f"{self._key} from rank {rank}): CRC-32 {found:#010x}, the rank sealed {expected:#010x}; they hold "
-                    f"{self._finisher.index.contents(chunk, rank)}. Nothing is published of it; take another step"
+                    f"{self._finisher.index.contents(chunk, rank)}. Nothing of the step is published; take another step"
                 )
         if not whole:
             at = 0
@@ -290,7 +290,7 @@ def assemble(
             "assembly",
         ),
     )
-    _log.info("%s: put together from %d slices as %s", loaded.found.order, len(loaded.seals), manifest.file)
+    _log.info("%s: assembled from %d slices into %s", loaded.found.order, len(loaded.seals), manifest.file)
     return manifest
 
 
@@ -384,7 +384,7 @@ def _assembler_of(store: Store, loaded: LoadedSet) -> tuple[Assembler, Read]:
             store.read_into(loaded.found.name(rank).slice, offset, view)
         except StoreMissing as error:
             raise DamageError(
-                f"{loaded.found.order}: a slice went while it was read, so a newer step is complete: {error}"
+                f"{loaded.found.order}: a slice was removed while it was read, as a newer step is complete: {error}"
             ) from error
 
     return Assembler(loaded, lambda rank: f"{store.url}/{loaded.found.name(rank).slice}"), read
@@ -395,7 +395,8 @@ def _write_parts(upload: Parts, image: Image, read: Read) -> Generator[int, None
     layout = image.layout
     if upload.part_bytes <= 0 or upload.part_bytes % layout.chunk_bytes:
         raise ProtocolError(
-            f"the store wants parts of {upload.part_bytes} bytes, no multiple of {layout.chunk_bytes}"
+            f"the store uploads parts of {upload.part_bytes} bytes, expected a multiple of the chunk size "
+            f"{layout.chunk_bytes}"
         )
     nbytes_max = min(upload.part_bytes, layout.image_bytes)
     buffers = [direct_window(nbytes_max) for _ in range(_BUFFERS)]

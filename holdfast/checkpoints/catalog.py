@@ -121,8 +121,8 @@ class Catalog:
         if not of_step:
             if any(found.step == step for found in complete_sets(self.slices())):
                 raise StoreMissing(
-                    f"{self._store.url}: step {step} is there as slices, not as a file; `holdfast pull` fetches it all "
-                    f"the same, `holdfast assemble {self._store.url}@{step}` makes a file of it"
+                    f"{self._store.url}: step {step} is there as slices, not as a file; `holdfast pull` can fetch it "
+                    f"as it is, and `holdfast assemble {self._store.url}@{step}` makes a file of it"
                 )
             near = sorted({item.step for item in items}, key=lambda other: (abs(other - step), other))
             names = ", ".join(str(other) for other in sorted(near[:_NEAR_STEPS]))
@@ -143,7 +143,7 @@ class Catalog:
     def _say_passed(self, items: Sequence[CatalogItem], chosen: CatalogItem) -> None:
         """Name the newer ones that are not used; of the chosen one, that its ranks did not agree."""
         for item in items[: items.index(chosen)]:
-            _log.warning("%s: not used: %s", self._store.url, item.fault or item.drift)
+            _log.warning("%s: a checkpoint is not used: %s", self._store.url, item.fault or item.drift)
         if chosen.drift:
             _log.warning("%s: used, as there is no other: %s", self._store.url, chosen.drift)
 

@@ -228,7 +228,7 @@ class Claim:
                 _log.info("claimed %s as attempt %d", store.url, record.attempt)
                 return claim
         raise FencedError(
-            f"{store.url}: {_TAKE_ROUNDS_MAX} times another writer was faster; start one at a time"
+            f"{store.url}: another writer claimed the run faster {_TAKE_ROUNDS_MAX} times; start one job at a time"
         )
 
     @property
@@ -292,7 +292,7 @@ class Claim:
                 self.check()
                 self._put(self._record.model_copy(update={"released": True}))
             except (FencedError, StoreError) as error:
-                _log.warning("claim not released: %s", error)
+                _log.warning("the claim on the run could not be released: %s", error)
 
     def _put(self, record: _ClaimRecord) -> None:
         self._store.write(_name(record.attempt), record.to_bytes())
@@ -303,7 +303,7 @@ class Claim:
             try:
                 self._store.delete(_name(attempt))
             except StoreError as error:  # it costs a line in a listing, and the next start tries again
-                _log.warning("old claim not removed: %s", error)
+                _log.warning("an old claim on the run could not be removed: %s", error)
 
 
 def newest_attempt(store: Store) -> int:
@@ -378,7 +378,7 @@ def _highest_published(store: Store) -> int:
             try:
                 highest = max(highest, Manifest.from_bytes(store.read(info.name), source=info.name).attempt)
             except (DamageError, StoreMissing) as error:
-                _log.warning("not counted for the next attempt: %s", error)
+                _log.warning("a file is not counted when the number of the next attempt is chosen: %s", error)
     return highest
 
 
@@ -395,11 +395,16 @@ def _read(store: Store, attempt: int) -> _ClaimRecord | None:
         reason = error.errors(include_url=False, include_input=False)[0]["msg"]
         record = None
     if record is None:
-        _log.warning("%s/%s: damaged claim (%s), taken for that of a dead writer", store.url, name, reason)
+        _log.warning(
+            "%s/%s: the claim is damaged (%s) and taken for that of a dead writer", store.url, name, reason
+        )
         return None
     if record.attempt != attempt:
         _log.warning(
-            "%s/%s: says attempt %d, taken for that of a dead writer", store.url, name, record.attempt
+            "%s/%s: the claim names attempt %d and is taken for that of a dead writer",
+            store.url,
+            name,
+            record.attempt,
         )
         return None
     return record
@@ -422,7 +427,13 @@ def _refuse_if_alive(
         return
     interval_seconds = min(max(heartbeat_seconds, first.heartbeat_seconds), _HEARTBEAT_SECONDS_MAX)
     watched_seconds = 2 * interval_seconds
-    _log.info("%s: watching attempt %d on %s for %.1f s", store.url, attempt, first.host, watched_seconds)
+    _log.info(
+        "%s: watching the writer of attempt %d on %s for %.1f s",
+        store.url,
+        attempt,
+        first.host,
+        watched_seconds,
+    )
     for _ in range(2 * _LOOKS_PER_HEARTBEAT):
         sleep(interval_seconds / _LOOKS_PER_HEARTBEAT)
         now = _read(store, attempt)

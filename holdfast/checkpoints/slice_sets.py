@@ -72,7 +72,7 @@ def layout_name(attempt: int, digest: str) -> str:
         DamageError: The digest, which comes from outside, is none.
     """
     if not _DIGEST.fullmatch(digest):
-        raise DamageError(f"layout digest {digest[:80]!r}: 64 hexadecimal digits were expected")
+        raise DamageError(f"layout digest: expected 64 hexadecimal digits, got {digest[:80]!r}")
     return f"{PREFIX}layout-a{attempt:03d}-{digest}.layout"
 
 
@@ -183,12 +183,14 @@ def read_seal(store: Store, name: SliceName, nbytes: int) -> SliceSeal:
     """
     source = f"{store.url}/{name.seal}"
     if nbytes > SEAL_BYTES_MAX:
-        raise DamageError(f"{source}: {nbytes} bytes, a seal has at most {SEAL_BYTES_MAX}; not read")
+        raise DamageError(
+            f"{source}: expected a seal of at most {SEAL_BYTES_MAX} bytes, got {nbytes} bytes; it is not read"
+        )
     seal = SliceSeal.from_bytes(store.read(name.seal), source=source)
     if (seal.attempt, seal.step, seal.rank, seal.ranks) != name:
         raise DamageError(
-            f"{source}: is the seal of step {seal.step}, attempt {seal.attempt}, rank {seal.rank} of {seal.ranks}: it "
-            "was renamed or copied"
+            f"{source}: the file is the seal of step {seal.step}, attempt {seal.attempt}, rank {seal.rank} of "
+            f"{seal.ranks}: it was renamed or copied"
         )
     return seal
 
@@ -205,16 +207,18 @@ def read_layout(store: Store, attempt: int, digest: str) -> Layout:
     source = f"{store.url}/{name}"
     nbytes = store.size(name)
     if nbytes > LAYOUT_BYTES_MAX:
-        raise DamageError(f"{source}: {nbytes} bytes, a layout has at most {LAYOUT_BYTES_MAX}; not read")
+        raise DamageError(
+            f"{source}: expected a layout of at most {LAYOUT_BYTES_MAX} bytes, got {nbytes} bytes; it is not read"
+        )
     try:
         layout = Layout.from_bytes(store.read(name))
     except ProtocolError as error:
         raise DamageError(f"{source}: {error}") from error
     if layout.digest != digest:
-        raise DamageError(f"{source}: is the layout {layout.digest}: it was renamed or altered")
+        raise DamageError(f"{source}: the file is the layout {layout.digest}: it was renamed or altered")
     if layout.chunk_bytes > CHUNK_BYTES_MAX:
         raise DamageError(
-            f"{source}: chunks of {layout.chunk_bytes} bytes, at most {CHUNK_BYTES_MAX} are handled here"
+            f"{source}: expected chunks of at most {CHUNK_BYTES_MAX} bytes, got {layout.chunk_bytes}"
         )
     return layout
 
@@ -227,7 +231,7 @@ def load_set(store: Store, found: SliceSet) -> LoadedSet:
         StoreError: The store failed.
     """
     if not found.complete:
-        raise DamageError(f"{store.url}: {found.fault}; an older step has to do")
+        raise DamageError(f"{store.url}: {found.fault}; take an older step")
     names = [found.name(rank) for rank in sorted(found.seals)]
     try:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="seals") as readers:

@@ -212,7 +212,7 @@ def _chunk_sums(
             again = list(_sums(store, manifest, chunk, (bounds, formats), buffer))
             if _combined(again) == manifest.chunk_crc32s[chunk]:
                 _log.warning(
-                    "%s: chunk %d was read wrong once and right again: the way from the store damages bytes",
+                    "%s: chunk %d was read wrong once and right the next time: the path from the store damages bytes",
                     manifest.file,
                     chunk,
                 )

@@ -26,7 +26,7 @@ def place(destination: Path, file_name: str, *, force: bool) -> Path:
         if not path.parent.is_dir():
             raise ConfigError(f"{path}: its directory {path.parent} does not exist; make it first")
         if path.is_dir():
-            raise ConfigError(f"{path}: is a directory; name a file in it")
+            raise ConfigError(f"{path}: expected a file, it is a directory; name a file in it")
         if path.exists() and not force:
             raise ConfigError(f"{path}: is already there; --force replaces it")
     except OSError as error:  # a name that is too long, a directory that may not be entered
@@ -50,10 +50,12 @@ def place_folder(destination: Path, mark: str, *, force: bool) -> Path:
         if not path.parent.is_dir():
             raise ConfigError(f"{path}: its directory {path.parent} does not exist; make it first")
         if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path}: is a file; name a folder")
+            raise ConfigError(f"{path}: expected a folder, it is a file; name a folder")
         if path.is_dir() and any(path.iterdir()):
             if not (path / mark).exists():
-                raise ConfigError(f"{path}: holds other things (there is no {mark} in it); name a new folder")
+                raise ConfigError(
+                    f"{path}: the folder has other contents (there is no {mark} in it); name a new folder"
+                )
             if not force:
                 raise ConfigError(f"{path}: is already there; --force replaces it")
     except OSError as error:

@@ -89,7 +89,7 @@ def verify_chunk(memory: memoryview, job: VerifyJob) -> tuple[int, ...]:
         if by_rank[source.rank] != source.crc32:
             raise DamageError(
                 f"{job.key}: chunk {chunk} from rank {source.rank}: CRC-32 {by_rank[source.rank]:#010x}, the rank "
-                f"sent {source.crc32:#010x}; damaged on the way or in the ring; it holds "
+                f"sent {source.crc32:#010x}; the chunk was damaged on the way or in the ring; it holds "
                 f"{job.index.contents(chunk, source.rank)}"
             )
     return tuple(crcs)
@@ -121,8 +121,9 @@ def patch_chunk(memory: memoryview, job: PatchJob) -> tuple[tuple[int, int], ...
         found = crc32(copy)
         if found != verified:
             raise DamageError(
-                f"{job.key}: chunk {job.chunk}: CRC-32 {found:#010x} of bytes {first} to {end}, {verified:#010x} "
-                "when it was verified; damaged in the ring since: test the memory of this machine"
+                f"{job.key}: chunk {job.chunk}: bytes {first} to {end} have CRC-32 {found:#010x}, and had "
+                f"{verified:#010x} when they were verified; they were damaged in the ring since then: test the memory "
+                "of this machine"
             )
         for at, value in values:
             copy[at : at + len(value)] = value

@@ -193,8 +193,8 @@ class Layout:
         if senders > SOURCES_MAX:
             less_bytes = max(self.chunk_bytes // 4 // _ALIGNMENT_BYTES, 1) * _ALIGNMENT_BYTES
             raise ProtocolError(
-                f"layout: {senders} ranks send into chunk {most} of {self.chunk_bytes} bytes, {SOURCES_MAX} may: small "
-                "values that each rank has of its own (PerRank) lie side by side; start the stager with a smaller "
+                f"layout: {senders} ranks send into chunk {most} of {self.chunk_bytes} bytes, at most {SOURCES_MAX} "
+                "may, because small PerRank values of many ranks lie side by side; start the stager with a smaller "
                 f"chunk_bytes, such as {less_bytes}"
             )
 
@@ -347,8 +347,8 @@ class Layout:
             raw = inflater.decompress(data, _MAX_LAYOUT_BYTES)
             if inflater.unconsumed_tail or not inflater.eof:
                 raise ProtocolError(
-                    f"layout: truncated, or above {_MAX_LAYOUT_BYTES} bytes; start the job again, and if its state "
-                    "holds millions of tensors, join some of them"
+                    f"layout: it is truncated, or above {_MAX_LAYOUT_BYTES} bytes; start the job again, and if its "
+                    "state holds millions of tensors, join some of them"
                 )
             document = json.loads(raw)
             if document["format"] not in (_FORMAT, _FORMAT_SPARED):
@@ -370,7 +370,7 @@ class Layout:
                 spared=_wholes(document["spared"]) if document["format"] == _FORMAT_SPARED else (),
             )
         except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ProtocolError(f"layout: not readable: {error}") from error
+            raise ProtocolError(f"layout: it cannot be read: {error}") from error
 
 
 def _text(value: Any) -> str:

@@ -175,12 +175,12 @@ class Manifest(_ManifestRecord):
         body = unseal(data, _CRC_FIELD)
         if body is None:
             raise DamageError(
-                f"{source}: manifest is truncated or altered (its CRC-32 does not hold); the step is not used"
+                f"{source}: the manifest is truncated or altered (its CRC-32 is wrong); the step is not used"
             )
         try:
             return cls.model_validate_json(body)
         except (ValidationError, RecursionError) as error:
-            raise DamageError(f"{source}: not a manifest this version reads: {error}") from error
+            raise DamageError(f"{source}: this version cannot read the manifest: {error}") from error
 
 
 def step_file_name(step: int, *, attempt: int = 0) -> str:

@@ -105,7 +105,7 @@ class SliceSeal(BaseModel):
         try:
             found = cls.model_validate_json(body)
         except (ValidationError, RecursionError) as error:
-            raise DamageError(f"{source}: not a seal this version reads: {error}") from error
+            raise DamageError(f"{source}: this version cannot read the seal: {error}") from error
         if found.rank >= found.ranks:
             raise DamageError(f"{source}: the seal names rank {found.rank} of {found.ranks}")
         return found
@@ -117,10 +117,11 @@ class SliceSeal(BaseModel):
             DamageError: It does not.
         """
         if self.layout_digest != layout.digest or self.ranks != layout.ranks:
-            raise DamageError(f"{source}: the seal is of another layout than the one beside it")
+            raise DamageError(f"{source}: the seal names another layout than the layout file beside it")
         if len(self.frame_crc32s) != len(frames_of(layout, self.rank)):
             raise DamageError(
-                f"{source}: {len(self.frame_crc32s)} frame CRCs, expected {len(frames_of(layout, self.rank))}"
+                f"{source}: the seal has {len(self.frame_crc32s)} frame CRCs, expected "
+                f"{len(frames_of(layout, self.rank))}"
             )
 
 

@@ -90,7 +90,7 @@ def check_private_directory(
     """
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"{what} {directory} is a link or a file, expected a directory; remove it")
+        raise ConfigError(f"{what} {directory}: expected a directory, it is a link or a file; remove it")
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
             f"{what} {directory}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; "
@@ -119,7 +119,7 @@ def open_private_file(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno not in _PLANTED:
             raise machine_error(path, error) from error
-        raise ConfigError(f"{path}: not usable: {error.strerror}; remove it") from error
+        raise ConfigError(f"{path}: cannot be opened: {error.strerror}; remove it") from error
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         os.close(fd)

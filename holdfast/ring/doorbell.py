@@ -94,7 +94,9 @@ class Message(NamedTuple):
             raise ProtocolError(f"message of {len(data)} bytes is not JSON: {error}") from error
         kind = document.get("kind") if isinstance(document, dict) else None
         if not isinstance(kind, str) or kind not in FIELDS:
-            raise ProtocolError(f"message of unknown kind {kind!r:.60}; are both sides of the same version?")
+            raise ProtocolError(
+                f"message of unknown kind {kind!r:.60}; install the same version of holdfast for both processes"
+            )
         for name, expected in FIELDS[kind].items():
             _check(kind, name, expected, document.get(name))
         return cls(kind, document)
@@ -163,7 +165,7 @@ class Channel:
             return
         if len(self._outbox) >= _OUTBOX_MESSAGES_MAX:
             _log.warning(
-                "process %d has not read %d messages; taken for lost", self.peer_pid, len(self._outbox)
+                "process %d has not read %d messages and is taken for lost", self.peer_pid, len(self._outbox)
             )
             self.close()
             return
@@ -314,8 +316,8 @@ def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
             gone = error.errno in {errno.ENOENT, errno.ECONNREFUSED}
             if not gone or time.monotonic() >= deadline:
                 raise PeerLost(
-                    f"no flusher listens on {path}: {error.strerror} (waited {wait_seconds} s); "
-                    "its log says why it ended; start the job again, and the stager starts a new one"
+                    f"no flusher listens on {path}: {error.strerror} (waited {wait_seconds} s); the flusher's log says "
+                    "why it ended; start the job again, and the stager starts a new flusher"
                 ) from error
         time.sleep(_RETRY_SECONDS)
 

@@ -173,7 +173,9 @@ class Journal:
             ProtocolError: It is no state.
         """
         if not 0 <= slot < self.header.ring_chunks:
-            raise ProtocolError(f"{self._source}: slot {slot}, the ring has {self.header.ring_chunks}")
+            raise ProtocolError(
+                f"{self._source}: there is no slot {slot}, the ring has {self.header.ring_chunks} slots"
+            )
         word: int = _STATE.unpack_from(self._memory, HEADER_BYTES + slot * RECORD_BYTES)[0]
         if word >= len(_STATES):
             raise ProtocolError(f"{self._source}: record {slot}: state {word}, expected 0, 1 or 2")
@@ -245,22 +247,23 @@ class Journal:
     def _read_header(self) -> Header:
         if len(self._memory) < HEADER_BYTES:
             raise ProtocolError(
-                f"{self._source}: {len(self._memory)} bytes, too short for a header of {HEADER_BYTES}"
+                f"{self._source}: the file has {len(self._memory)} bytes, expected a header of {HEADER_BYTES} bytes"
             )
         raw = self._memory[: _HEADER.size]
         (stated,) = _STATE.unpack_from(self._memory, _HEADER.size)
         magic, version, ring_chunks, chunk_bytes, attempt = _HEADER.unpack(raw)
         if magic != _MAGIC:
             raise ProtocolError(
-                f"{self._source}: header: magic {magic!r}, expected {_MAGIC!r}; not a journal of holdfast"
+                f"{self._source}: header: magic {magic!r}, expected {_MAGIC!r}; the file is not a journal of holdfast"
             )
         if version != _VERSION:
-            raise ProtocolError(f"{self._source}: header: version {version}, this one reads {_VERSION}")
+            raise ProtocolError(f"{self._source}: header: version {version}, this holdfast reads {_VERSION}")
         if stated != crc32(raw):
             raise ProtocolError(f"{self._source}: header: header_crc {stated:#x}, expected {crc32(raw):#x}")
         header = Header(chunk_bytes, ring_chunks, attempt).checked(f"{self._source}: header")
         if len(self._memory) != header.journal_bytes:
             raise ProtocolError(
-                f"{self._source}: {len(self._memory)} bytes, {ring_chunks} chunks need {header.journal_bytes}"
+                f"{self._source}: the file has {len(self._memory)} bytes, expected {header.journal_bytes} for "
+                f"{ring_chunks} chunks"
             )
         return header

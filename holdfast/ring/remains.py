@@ -116,11 +116,11 @@ def read_held(body: bytes) -> list[HeldCheckpoint]:
         raw = inflater.decompress(body, _RAW_BYTES_MAX)
         if inflater.unconsumed_tail or not inflater.eof:
             raise ProtocolError(
-                f"FETCHED: what the ring holds is truncated, or above {_RAW_BYTES_MAX} bytes unpacked"
+                f"FETCHED: the list of the ring's contents is truncated, or above {_RAW_BYTES_MAX} bytes unpacked"
             )
         rows = _ROWS.validate_json(raw)
     except (zlib.error, ValidationError, RecursionError) as error:
-        raise ProtocolError(f"FETCHED: what the ring holds cannot be read: {error}") from error
+        raise ProtocolError(f"FETCHED: the list of the ring's contents cannot be read: {error}") from error
     return [
         HeldCheckpoint(
             attempt,

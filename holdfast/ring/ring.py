@@ -114,7 +114,7 @@ class Ring:
             ring_fd = open_private_file(directory / "ring", os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             raise ConfigError(
-                f"{directory} already holds a ring; end its flusher, or remove the directory"
+                f"{directory} already has a ring; end its flusher, or remove the directory"
             ) from None
         try:
             try:
@@ -122,7 +122,7 @@ class Ring:
             except OSError as error:
                 (directory / "ring").unlink()
                 raise ConfigError(
-                    f"{directory}: no {header.ring_bytes} bytes for the ring: {error.strerror}; lower ring_bytes"
+                    f"{directory}: the ring needs {header.ring_bytes} bytes there: {error.strerror}; lower ring_bytes"
                 ) from error
             journal_fd = open_private_file(directory / "journal", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
@@ -149,7 +149,7 @@ class Ring:
             try:
                 nbytes = os.fstat(journal_fd).st_size
                 if nbytes == 0:
-                    raise ProtocolError(f"{directory / 'journal'}: empty")
+                    raise ProtocolError(f"{directory / 'journal'}: the file is empty, expected a journal")
                 journal = mmap.mmap(journal_fd, nbytes)
             finally:
                 os.close(journal_fd)
@@ -259,7 +259,9 @@ class Ring:
     def slot_memory(self, slot: int) -> memoryview:
         """The `chunk_bytes` bytes of one slot: writable, page-aligned, shared with the other process."""
         if not 0 <= slot < self.ring_chunks:
-            raise ProtocolError(f"{self.directory}: slot {slot}, the ring has {self.ring_chunks}")
+            raise ProtocolError(
+                f"{self.directory}: there is no slot {slot}, the ring has {self.ring_chunks} slots"
+            )
         return self._memory[slot * self.chunk_bytes : (slot + 1) * self.chunk_bytes]
 
     def mark_filling(self, slot: int, attempt: int, step: int, chunk: int) -> None:
@@ -369,7 +371,7 @@ class Ring:
             try:
                 layout = Layout.from_bytes(read_side_file(path))
             except FileNotFoundError:
-                raise ProtocolError(f"{path}: missing, but a checkpoint names it") from None
+                raise ProtocolError(f"{path}: the file is missing, but a checkpoint names it") from None
             if layout.digest != digest:
                 raise ProtocolError(f"{path}: digest {layout.digest}, expected {digest}")
             self._check_layout(layout, str(path))
@@ -379,7 +381,7 @@ class Ring:
     def _check_layout(self, layout: Layout, source: str) -> None:
         if layout.chunk_bytes != self.chunk_bytes:
             raise ProtocolError(
-                f"{source}: chunk_bytes {layout.chunk_bytes}, the ring has {self.chunk_bytes}"
+                f"{source}: the layout has chunks of {layout.chunk_bytes} bytes, the ring has {self.chunk_bytes}"
             )
 
     def _write(self, name: str, data: bytes) -> None:
@@ -412,14 +414,16 @@ def read_checkpoint(directory: Path, attempt: int, step: int) -> CheckpointRecor
     body = unseal(data, _CRC_FIELD)
     if body is None:
         raise ProtocolError(
-            f"{path}: its CRC-32 does not hold; damaged in memory, or not written by this version"
+            f"{path}: its CRC-32 is wrong; the file was damaged in memory, or another version has written it"
         )
     try:
         found = CheckpointRecord.model_validate_json(body)
     except (ValidationError, RecursionError) as error:
-        raise ProtocolError(f"{path}: not a checkpoint record: {error}") from error
+        raise ProtocolError(f"{path}: the file is not a checkpoint record: {error}") from error
     if (found.attempt, found.step) != (attempt, step):
-        raise ProtocolError(f"{path}: attempt or step inside is {found.attempt}, {found.step}")
+        raise ProtocolError(
+            f"{path}: the record names attempt {found.attempt}, step {found.step}, which its file name does not"
+        )
     return found
 
 
@@ -438,6 +442,6 @@ def _check_room(directory: Path, needed_bytes: int) -> None:
     free_bytes = found.f_bavail * found.f_frsize
     if free_bytes < needed_bytes:
         raise ConfigError(
-            f"{directory}: the ring needs {needed_bytes} bytes of memory there, {free_bytes} are free; lower "
+            f"{directory}: the ring needs {needed_bytes} bytes of memory there, {free_bytes} bytes are free; lower "
             "ring_bytes, make room, or give the container more shared memory (--shm-size)"
         )

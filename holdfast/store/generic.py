@@ -82,7 +82,9 @@ class GenericStore:
             back = self._fs.cat_file(path)
             self._fs.rm_file(path)
         if back != data:
-            raise DamageError(f"{self._url}: gave back other bytes than were written; see to the store first")
+            raise DamageError(
+                f"{self._url}: the store returned other bytes than were written; repair the store first"
+            )
 
     def list(self) -> list[ObjectInfo]:
         """All visible objects, sorted by name."""
@@ -103,7 +105,7 @@ class GenericStore:
             data = self._fs.cat_file(path, start=offset, end=offset + view.nbytes) if view.nbytes else b""
         if len(data) != view.nbytes:
             raise DamageError(
-                f"{path}: bytes {offset} to {offset + view.nbytes} were expected, {len(data)} of them are there; "
+                f"{path}: expected bytes {offset} to {offset + view.nbytes}, only {len(data)} of them are there; "
                 "the object is truncated, take another checkpoint"
             )
         view[:] = data

@@ -110,7 +110,7 @@ class GenericUpload:
         nbytes = self._store.size_of(self._path)
         if nbytes != self._ledger.nbytes:
             raise StoreError(
-                f"{self._path}: has {nbytes} bytes after the move, {self._ledger.nbytes} were expected; begin anew",
+                f"{self._path}: expected {self._ledger.nbytes} bytes after the move, got {nbytes}; begin a new upload",
                 begin_anew=True,
             )
         self._published = True

@@ -54,7 +54,7 @@ def check_write_id(write_id: str) -> str:
     """
     if not _WRITE_ID.fullmatch(write_id):
         raise StoreError(
-            f"write-id {write_id[:80]!r} is refused: 1 to 100 letters, digits, '_', '.' or '-' are expected"
+            f"write-id {write_id[:80]!r} is refused: expected 1 to 100 letters, digits, '_', '.' or '-'"
         )
     return write_id
 

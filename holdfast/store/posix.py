@@ -83,7 +83,7 @@ class PosixStore:
                 temporary.unlink()
         if back != data:
             raise DamageError(
-                f"{temporary}: gave back other bytes than were written; see to the disk before training on it"
+                f"{temporary}: the disk returned other bytes than were written; repair it before you train on it"
             )
 
     def list(self) -> list[ObjectInfo]:
@@ -135,8 +135,8 @@ class PosixStore:
         with translated("read", path):
             if read_whole(path, offset, view) < view.nbytes:
                 raise DamageError(
-                    f"{path}: ends at byte {path.stat().st_size}, but bytes {offset} to "
-                    f"{offset + view.nbytes} were expected; the file is truncated, take another checkpoint"
+                    f"{path}: expected bytes {offset} to {offset + view.nbytes}, but the file ends at byte "
+                    f"{path.stat().st_size}; it is truncated, take another checkpoint"
                 )
 
     def write(self, name: str, data: bytes) -> None:

@@ -94,12 +94,14 @@ class SpareRoom:
         try:
             kept = os.open(spare, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            _log.info("%s: its room is not used again: %s", spare, error)
+            _log.info("%s: the disk space of this old checkpoint is not reused: %s", spare, error)
             spare.unlink(missing_ok=True)
             return descriptor
         try:
             if not _is_ours_alone(kept, like=descriptor):
-                _log.info("%s: somebody else has the file open or linked; its room is not used again", spare)
+                _log.info(
+                    "%s: another process has the file open or linked, so its disk space is not reused", spare
+                )
                 spare.unlink(missing_ok=True)
                 os.close(kept)
                 return descriptor

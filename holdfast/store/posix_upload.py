@@ -155,7 +155,7 @@ class PosixUpload:
             except FileNotFoundError:
                 # NFS may lose the answer of a rename that was done; the look at the name below decides.
                 _log.warning(
-                    "%s: its temporary file is gone, seeing whether it was renamed already", self._path
+                    "%s: its temporary file is gone; checking whether it was renamed already", self._path
                 )
             reach(Point.FILE_NAMED)
             self._require_named()
@@ -243,7 +243,10 @@ class PosixUpload:
             if error.errno != errno.EINVAL:
                 raise
             # Some file systems open with O_DIRECT and refuse the write, or want a larger alignment.
-            _log.info("%s: direct write refused, this part goes through the page cache", self._path)
+            _log.info(
+                "%s: the file system refused a direct write, so this part goes through the page cache",
+                self._path,
+            )
             self._write_cached(views, start)
 
     def _write_cached(self, views: Sequence[memoryview], offset: int) -> None:
@@ -280,7 +283,7 @@ class PosixUpload:
         for new in (file, direct):
             if new >= 0:
                 os.close(new)
-        _log.warning("%s: the file's handle was stale, it is opened anew", self._path)
+        _log.warning("%s: the file's handle was stale, so the file is opened again", self._path)
 
     def _sync(self, nbytes: int) -> None:
         # Unlike a failed sync, a failed cut loses nothing: whatever forbade it can be mended.

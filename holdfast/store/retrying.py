@@ -286,5 +286,5 @@ def _log_failure(what: str, state: tenacity.RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
     wait_seconds = state.next_action.sleep if state.next_action else 0.0
     _log.warning(
-        "%s failed (attempt %d), again in %.1f s: %s", what, state.attempt_number, wait_seconds, error
+        "%s failed (attempt %d), retried in %.1f s: %s", what, state.attempt_number, wait_seconds, error
     )

@@ -114,7 +114,7 @@ class S3Store:
             self._delete(key)
         if back != data:
             raise DamageError(
-                f"{self._named(key)}: gave back other bytes than were written; see to the server first"
+                f"{self._named(key)}: the server returned other bytes than were written; repair the server first"
             )
 
     def list(self) -> list[ObjectInfo]:
@@ -340,7 +340,7 @@ class S3Store:
                 self.key(str(key).removeprefix(self._prefix)) if str(key).startswith(self._prefix) else None
             )
         except (ValueError, KeyError, TypeError, RecursionError, StoreMissing) as error:
-            _log.warning("record %s is not readable (%s)", record, error)
+            _log.warning("the record %s of an upload cannot be read: %s", record, error)
             return None
 
     def _keys(self, prefix: str) -> builtins.list[tuple[str, int]]:

@@ -167,13 +167,17 @@ class S3Upload:
                 # stands there.
                 if not self._is_ours():
                     raise
-                _log.info("%s: completed, though its answer was lost (%s)", self._name, error)
+                _log.info(
+                    "%s: the upload was completed, although the server's answer was lost (%s)",
+                    self._name,
+                    error,
+                )
             self._completed = True
             reach(Point.FILE_NAMED)
         if not self._is_ours():
             raise StoreError(
-                f"{self._name}: completed, but what stands there is not this write (size or write-id differ); "
-                "the server is late, or two writers use this run; begin anew",
+                f"{self._name}: the upload is completed, but the object there has another size or write-id; the server "
+                "is late, or two writers use this run; begin a new upload",
                 retriable=True,
                 begin_anew=True,
             )
@@ -188,7 +192,7 @@ class S3Upload:
             return
         self._ledger.close()
         if not self._ledger.wait_idle(_IDLE_SECONDS_MAX):
-            _log.warning("%s: aborting while a part is still being sent", self._name)
+            _log.warning("%s: the upload is aborted while a part is still being sent", self._name)
         try:
             self._store.abort_uploads(self._key, only=self._upload_id)
         except StoreError:
@@ -293,5 +297,5 @@ class S3Upload:
             self._endings += 1
             if error.retriable and self._endings < _ENDINGS_MAX:
                 raise
-            _log.warning("%s: what its upload left stays for the next sweep: %s", self._name, error)
+            _log.warning("%s: leftovers of its upload stay until the next sweep: %s", self._name, error)
         self._ended = True

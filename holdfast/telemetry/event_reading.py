@@ -84,7 +84,7 @@ def _files(path: Path) -> list[Path]:
         raise ConfigError(f"--events {path}: cannot be used: {error}") from error
     if not found:
         raise ConfigError(
-            f"--events {path}: neither status.jsonl nor events.jsonl is in it; name the file itself"
+            f"--events {path}: the directory has neither status.jsonl nor events.jsonl; name the file itself"
         )
     return found
 

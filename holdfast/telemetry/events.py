@@ -71,12 +71,12 @@ class EventLog:
                 self._open()
                 self._append(text.encode() + b"\n")
         except OSError as error:
-            _log.warning("event not written: %s", error)
+            _log.warning("an event could not be written: %s", error)
         for listener in self._listeners:
             try:
                 listener(event, fields or {}, step)
             except Exception:  # noqa: BLE001 - who counts events must not end what they tell of
-                _log.warning("event %s was not counted", event, exc_info=True)
+                _log.warning("the event %s could not be counted in the metrics", event, exc_info=True)
 
     def listen(self, listener: _Listener) -> None:
         """Call `listener(event, fields, step)` for each event from now on, in the thread that emits it."""
@@ -95,7 +95,7 @@ class EventLog:
         done = os.write(self._fd, line)
         self._torn = done < len(line)
         if self._torn:
-            _log.warning("event cut after %d of %d bytes: the disk is full", done, len(line))
+            _log.warning("an event was cut after %d of %d bytes, because the disk is full", done, len(line))
 
     def close(self) -> None:
         """Close the file; later events are only mirrored."""

@@ -127,8 +127,8 @@ def serve_metrics(
         server = _serve(config.metrics_address, port, make_wsgi_app(metrics.registry))
     except OSError as error:
         _log.warning(
-            "no metrics: %s, port %d: %s; checkpoints go on without. metrics_port names another one (the stager takes "
-            "it, the flusher the next), metrics_address another address",
+            "no metrics are served at %s, port %d: %s; checkpoints go on without them. Set metrics_port to another "
+            "port (the stager takes it, the flusher the next one), or metrics_address to another address",
             config.metrics_address,
             port,
             error.strerror or error,

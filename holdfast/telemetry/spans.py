@@ -130,7 +130,7 @@ class Spans:
         ending.join(_END_SECONDS_MAX)
         if ending.is_alive():
             _log.warning(
-                "the last spans were not taken within %g s and are dropped; is the collector there?",
+                "the collector did not take the last spans within %g s, so they are dropped; look whether it runs",
                 _END_SECONDS_MAX,
             )
 

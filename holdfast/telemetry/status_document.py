@@ -143,4 +143,6 @@ def read_said(document: Any, source: str) -> StatusDocument:
         return StatusDocument.model_validate(document)
     except (ValidationError, RecursionError) as error:
         why = str(error)[:_COMPLAINT_CHARACTERS_MAX]
-        raise ProtocolError(f"{source}: says what this version does not understand: {why}") from error
+        raise ProtocolError(
+            f"{source}: this version does not understand the status document: {why}"
+        ) from error

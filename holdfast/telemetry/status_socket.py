@@ -120,13 +120,15 @@ class _Desk:
         try:
             messages = channel.poll()
             if any(message.kind != "status" for message in messages):
-                raise ProtocolError(f"process {channel.peer_pid} asks for what is no status")
+                raise ProtocolError(
+                    f"process {channel.peer_pid} sent another message than a request for the status"
+                )
             # Whoever does not read its answers gets no further ones; it is taken for gone.
             if messages and not channel.unsent:
                 self._channels[channel] = self._channels.pop(channel)
                 channel.send("state", document=self._document())
         except ProtocolError as error:
-            _log.info("%s; hung up on", error)
+            _log.info("%s; its connection is closed", error)
             self._hang_up(channel)
             return
         if channel.closed or channel.unsent:
@@ -160,7 +162,7 @@ def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[
             if isinstance(value, list) and value
         }
         if not lists:
-            raise ProtocolError(f"a status of more than {bytes_max} bytes")
+            raise ProtocolError(f"expected a status of at most {bytes_max} bytes, got a longer one")
         name = max(lists, key=lambda name: lists[name])
         rows = document[name]
         document[name] = rows[: len(rows) // 2] if name == "ranks" else rows[len(rows) - len(rows) // 2 :]

@@ -81,17 +81,19 @@ def _spans(role: str, run: str, names: list[str]) -> Spans | None:
         for name in names:
             found = entry_points(group=_EXPORTERS, name=name)
             if not found:
-                raise ImportError(f"no package that is installed has the exporter {name}")
+                raise ImportError(f"no installed package has the exporter {name}")
             # A flusher's stdout is for its one line to the stager, and then nobody reads it any more.
             is_console = name == "console"
             exporters.append(ConsoleSpanExporter(out=sys.stderr) if is_console else found[name].load()())
         return Spans(role, run, [BatchSpanProcessor(exporter) for exporter in exporters])
     except ImportError as error:
         _log.warning(
-            "no spans are sent: %s; checkpoints go on without. pip install 'holdfast[otel]' brings OTLP over HTTP; "
-            "or unset the OTEL_* variables that ask for spans",
+            "no spans are sent: %s; checkpoints go on without them. Run pip install 'holdfast[otel]' for OTLP over "
+            "HTTP, or unset the OTEL_* variables that ask for spans",
             error,
         )
     except Exception as error:  # noqa: BLE001 - what a variable says wrongly must not end a flusher
-        _log.warning("no spans are sent: %s; checkpoints go on without. Look at the OTEL_* variables", error)
+        _log.warning(
+            "no spans are sent: %s; checkpoints go on without them. Look at the OTEL_* variables", error
+        )
     return None

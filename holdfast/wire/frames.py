@@ -186,14 +186,18 @@ def decode(buffer: bytes | bytearray | memoryview) -> Frame:
         raise ProtocolError(f"control message: magic {magic:#010x}, expected {_MAGIC:#010x}")
     if version != VERSION:
         raise ProtocolError(
-            f"control message: version {version}, this side speaks {VERSION}; install the same holdfast on all nodes"
+            f"control message: version {version}, this process speaks {VERSION}; install the same holdfast on all nodes"
         )
     if body_bytes != len(data) - HEADER_BYTES:
-        raise ProtocolError(f"control message: body_bytes {body_bytes}, came with {len(data) - HEADER_BYTES}")
+        raise ProtocolError(
+            f"control message: expected a body of {body_bytes} bytes, got {len(data) - HEADER_BYTES}"
+        )
     body = data[HEADER_BYTES:]
     found = crc32(body, crc32(data[:_CRC_OFFSET] + b"\0\0\0\0"))
     if found != crc:
-        raise ProtocolError(f"control message: crc32 {crc:#010x}, computed {found:#010x}; damaged on the way")
+        raise ProtocolError(
+            f"control message: expected CRC-32 {crc:#010x}, got {found:#010x}; it was damaged on the way"
+        )
     try:
         known = Kind(kind)
     except ValueError:
@@ -391,9 +395,9 @@ class Proposal:
             inflater = zlib.decompressobj()
             raw = inflater.decompress(frame.body, _MAX_TABLE_BYTES)
         except zlib.error as error:
-            raise ProtocolError(f"PROPOSE: body cannot be unpacked: {error}") from error
+            raise ProtocolError(f"PROPOSE: the body cannot be unpacked: {error}") from error
         if inflater.unconsumed_tail or not inflater.eof:
-            raise ProtocolError(f"PROPOSE: body is truncated, or above {_MAX_TABLE_BYTES} bytes unpacked")
+            raise ProtocolError(f"PROPOSE: the body is truncated, or above {_MAX_TABLE_BYTES} bytes unpacked")
         document = json_body(
             Frame(frame.kind, body=raw), table_digest=str, table=list, pickle_bytes=int, per_rank_bytes=dict
         )

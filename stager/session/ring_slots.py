@@ -118,7 +118,7 @@ class RingSlots:
             case Returned():
                 if credit.crc is not None or credit.received:
                     raise ProtocolError(
-                        f"rank {rank}: RETURN for step {step}, chunk {chunk}, which it has sent"
+                        f"rank {rank}: RETURN for step {step}, chunk {chunk}, which it has already sent"
                     )
                 if checkpoint.phase is not Phase.ENDED:
                     raise ProtocolError(
@@ -179,7 +179,7 @@ class RingSlots:
         # One that is free already: freed while the stager attached, and seen in the journal before the message.
         strange = [slot for slot in slots if slot not in self.flushers and slot not in self.free]
         if strange:
-            raise ProtocolError(f"the flusher freed slots {list(slots)}; {strange} are not its own")
+            raise ProtocolError(f"the flusher freed slots {list(slots)}, but {strange} do not belong to it")
         for slot in self.flushers.keys() & set(slots):
             del self.flushers[slot]
             self.free.append(slot)

@@ -204,7 +204,7 @@ def test_an_object_replaced_behind_our_back_is_found_out(raw: S3Store) -> None:
         client.close()
 
     raw.client.meta.events.register("after-call.s3.CompleteMultipartUpload", overwrite)
-    with pytest.raises(StoreError, match="write-id differ") as caught:
+    with pytest.raises(StoreError, match="another size or write-id") as caught:
         ours.publish()
     assert caught.value.retriable
 
@@ -438,7 +438,7 @@ def test_an_object_that_stays_another_write_ends_in_begin_anew(raw: S3Store, sto
         client.close()
 
     raw.client.meta.events.register("after-call.s3.CompleteMultipartUpload", overwrite)
-    with pytest.raises(StoreError, match=r"write-id differ.*given up after 4 attempts") as caught:
+    with pytest.raises(StoreError, match=r"another size or write-id.*given up after 4 attempts") as caught:
         ours.publish()
     assert caught.value.begin_anew
     assert not caught.value.retriable

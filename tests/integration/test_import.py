@@ -55,7 +55,7 @@ def test_a_job_goes_on_from_what_torch_saved(tmp_path: Path) -> None:
         job.succeed(120)
         said = job.output()
     cluster.wait_for_flusher()
-    assert "not in the checkpoint, so it stays as it is: 'rng'" in said
+    assert "so they keep the script's values: 'rng'" in said
     saved = load(file)
     for rank in range(2):
         assert load(cluster.out(1) / f"final-{rank}.pt")["start"] == 3

@@ -91,7 +91,12 @@ def test_nothing_of_it_is_in_the_store(outcome: Outcome) -> None:
 def test_what_the_messages_advise_is_saved_whole(outcome: Outcome) -> None:
     """And what differs by nature is named, once, and saved as rank 0 has it."""
     assert [said["advised"].get("saved") for said in outcome.said] == [True, True], outcome.said
-    assert outcome.output.count("rank 0's generator is saved, and other ranks hold other bytes there") == 1
+    assert (
+        outcome.output.count(
+            "only rank 0's value of generator is saved, and other ranks have another value there"
+        )
+        == 1
+    )
     assert "statistics of BatchNorm differ" not in outcome.output.replace("INFO", ""), "that is no warning"
     if not outcome.published:
         return  # slices: `tests/integration/test_slices.py`

@@ -82,4 +82,4 @@ def test_a_collector_that_hangs_or_refuses_keeps_no_flusher_from_its_end(
             assert flusher.happened("flusher_ended")
     for name in ("hangs", "refuses"):
         said = (tmp_path / name / "flusher.log").read_text()
-        assert "the last spans were not taken" in said, name
+        assert "did not take the last spans" in said, name

@@ -49,8 +49,8 @@ def test_a_killed_stager_ends_neither_training_nor_checkpoints(cluster: Cluster,
         (cluster.out(1) / "go-on").touch()
         job.wait(120)
     said = job.output()
-    assert said.count("THE STAGER IS LOST") == RANKS, said
-    assert "NO MORE CHECKPOINTS" not in said
+    assert said.count("the stager is lost, and nothing more of this job goes to it") == RANKS, said
+    assert "no more checkpoints are taken" not in said
     tiers = {event["tier"] for event in events(cluster, "complete") if event["step"] == 11}
     assert len(tiers) == 2, "step 11 came after the stager's death"
     with cluster.start(RANKS, *RUN) as job:

@@ -1,1 +1,1 @@
-"""Data order that goes on exactly."""
+"""Samplers and streams that resume at the exact sample, on any number of ranks."""

@@ -1,11 +1,11 @@
-"""The order of a data set as a function: which sample comes at a place, without the places before it.
+"""`Permutation`: the order of a data set as a function that finds the sample at any place without the places before it.
 
-    place ─► (left, right) ─► 24 Feistel rounds, keys from the name ─► sample      outside? round and round again
+    place ─► (left, right) ─► 24 Feistel rounds, keys from the name ─► sample; if it is outside, the rounds again
 
-Nothing is stored, so the billionth place costs what the first does. The construction is the generalised Feistel cipher
-with cycle walking of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002); to shuffle with one, and
-24 rounds, is from Mitchell, Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (2021). It is for
-fair orders, and no secret.
+Nothing is stored, so the billionth place costs as much as the first. The construction is the generalised Feistel cipher
+with cycle walking of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002). Mitchell, Stokes, Frank
+and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (2021), shuffle with such a cipher, and use 24 rounds. The
+permutation makes fair orders; it keeps no secret.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-# Even, so that the halves end where they began. With 8 the orders of 5 samples are visibly not equally likely.
+# The number is even, so that the halves end where they began. With 8 the orders of 5 samples are visibly not equally
+# likely.
 _ROUNDS = 24
 _U64 = np.uint64
 
@@ -26,7 +27,7 @@ class Permutation:
 
     Args:
         length: Number of places, at least 1.
-        name: Which of the permutations.
+        name: Any text; each name gives another permutation.
     """
 
     def __init__(self, length: int, name: str) -> None:
@@ -39,7 +40,7 @@ class Permutation:
         )
 
     def at(self, first: int, count: int) -> list[int]:
-        """What is at the places from `first` on."""
+        """The samples at the `count` places from `first` on."""
         values = np.arange(first, first + count, dtype=_U64)
         walking = np.arange(count)
         while len(walking):

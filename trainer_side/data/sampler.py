@@ -1,13 +1,13 @@
-"""Which samples come next, exactly, after a restart on any number of ranks.
+"""`ResumableSampler`: the samples of each rank, which go on exactly after a restart on any number of ranks.
 
     epoch e, seed s ─► order (permutation.py: computed place by place, nothing is stored or replayed)
     order:   0 1 2 │ 3 4 5 │ 6 7 8 │ 9 ┊ 0 1 │ 2 3 …      one global batch = ranks x batch size
                    ▲ cursor             ┊ the next epoch begins inside a batch: no sample is left out or repeated
 
-    sampler.ahead(n) ─► workers of a loader, prefetch ─► sampler.follow(loader) ─► loop     the cursor moves here alone
+    sampler.ahead(n) ─► workers of a loader, prefetch ─► sampler.follow(loader) ─► loop    `follow` moves the cursor
 
-The cursor counts the samples of this epoch that the loops of all ranks have got. It is global, so a run that resumes
-with other ranks goes on at the same sample.
+The cursor counts the samples of this epoch that the training loops of all ranks have got. It is global, so a run that
+resumes with another number of ranks goes on at the same sample.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from trainer_side.state.rng import apart
 _log = logging.getLogger("holdfast.data")
 _Batch = TypeVar("_Batch")
 _Indices = list[int] | list[tuple[int, int]]
-_ORDER = "feistel-24"  # an order that is made otherwise gets another name, and does not pass for this one
+_ORDER = "feistel-24"  # another way to make the order must get another name, so that a checkpoint with it is refused
 
 
 class _Position(NamedTuple):
-    """Where the next global batch begins: the epoch, and how many of its samples were taken."""
+    """The place where the next global batch begins: the epoch, and the number of its samples that were taken."""
 
     epoch: int
     cursor: int
 
 
 class ResumableSampler:
-    """Gives each rank its samples: each exactly once per epoch, however often the run is interrupted.
+    """Gives each rank its samples: each sample exactly once per epoch, however often the run is interrupted.
 
-    Put it into the state of the `Checkpointer`, and take samples in the loop through one of
+    Put it into the state of the `Checkpointer`, and take samples in the training loop through one of
 
     * `batches(n)`: `next()` gives this rank's indices for one step,
     * `follow(loader)`: the batches of a `DataLoader(data, batch_sampler=sampler.ahead(n))`, which reads ahead.
 
-    Both are endless, and all ranks take equally many batches of equal size. What the loop was given counts as trained
-    on: save after the step, as `Checkpointer.step` does. What a loader has read ahead does not count. docs/data.md says
-    more.
+    Both are endless, and all ranks take equally many batches of equal size. A sample counts as trained on as soon as
+    the loop has got it, so save after the step, as `Checkpointer.step` does. Samples that a loader has read ahead do
+    not count. docs/data.md says more.
 
     Args:
         length: Number of samples of the data set.
-        seed: Of the order; the same on every rank.
-        rank: This rank.
+        seed: Seed of the order. Must be the same on every rank.
+        rank: Number of this rank, from 0.
         ranks: Number of ranks.
-        shuffle: False takes the samples in order.
-        drop_last: An epoch ends before its last samples, where they do not fill a global batch: at most once instead of
-            exactly once, and each epoch begins with a batch.
-        on_change: When the checkpoint was made with another length, seed or order: refuse it, or leave out what is left
-            of its epoch and go on with the next one.
+        shuffle: Whether to shuffle the samples. False: they come in the order of the data set.
+        drop_last: Leave out the last samples of an epoch if they do not fill a global batch. Each sample then comes at
+            most once per epoch instead of exactly once, and each epoch begins with a new batch.
+        on_change: What to do with a checkpoint that was made with another length, seed or order: `refuse` it, or leave
+            out the rest of its epoch and go on with the `next-epoch`.
 
     Raises:
-        StateError: No samples, or a rank that is not among the ranks.
+        StateError: There are no samples, or `rank` is not one of `ranks`.
     """
 
     def __init__(
@@ -76,10 +76,11 @@ class ResumableSampler:
     ) -> None:
         if length <= 0 or not 0 <= rank < ranks:
             raise StateError(
-                f"sampler: expected samples, and a rank below ranks; got {length=}, {rank=}, {ranks=}"
+                "sampler: expected a length of 1 or more, and a rank from 0 to ranks - 1; "
+                f"got {length=}, {rank=}, {ranks=}"
             )
         if on_change not in ("refuse", "next-epoch"):
-            raise StateError(f"sampler: on_change is 'refuse' or 'next-epoch', got {on_change!r}")
+            raise StateError(f"sampler: on_change: expected 'refuse' or 'next-epoch', got {on_change!r}")
         self._length, self._seed, self._rank, self._ranks = int(length), int(seed), rank, ranks
         self._shuffle, self._drop_last, self._on_change = bool(shuffle), drop_last, on_change
         self._position = _Position(0, 0)
@@ -92,14 +93,15 @@ class ResumableSampler:
         return self._span(1, self._position)[0].epoch
 
     def __iter__(self) -> Never:
-        # As a loader's `sampler` it would not see what the loop has got.
+        # A loader that takes it as its `sampler` reads ahead, and would not tell which samples the loop has got.
         raise StateError(
-            "sampler: not to be iterated: give the loader `batch_sampler=sampler.ahead(batch_size)` in place of "
-            "`sampler` and `batch_size`, and loop over `sampler.follow(loader)`; without a loader, `sampler.batches`"
+            "sampler: a ResumableSampler cannot be iterated: give the loader `batch_sampler=sampler.ahead(batch_size)` "
+            "in place of `sampler` and `batch_size`, and loop over `sampler.follow(loader)`; without a loader, loop "
+            "over `sampler.batches(batch_size)`"
         )
 
     def batches(self, batch_size: int) -> Iterator[list[int]]:
-        """This rank's indices of one step after the other, across epochs, without end; moves the cursor."""
+        """Endless iterator over this rank's indices, one list per step, across epochs; `next()` moves the cursor."""
         while True:
             begin, end = self._span(batch_size, self._position)
             self._position = end
@@ -107,55 +109,56 @@ class ResumableSampler:
             yield [index for _, index in self._samples(batch_size, begin)]
 
     def ahead(self, batch_size: int, *, epochs: bool = False) -> ReadAhead:
-        """The same batches without moving the cursor: `batch_sampler` of a loader that reads ahead.
+        """The `batch_sampler` for a loader that reads ahead: the batches of `batches`, without moving the cursor.
 
         Args:
-            batch_size: Samples of this rank in a step.
-            epochs: Pairs of epoch and index in place of the index alone, for `SeededSamples`.
+            batch_size: Number of samples of this rank in a step.
+            epochs: Give pairs of epoch and index instead of indices, for `SeededSamples`.
         """
         return ReadAhead(self, batch_size, epochs=epochs)
 
     def follow(self, loader: Iterable[_Batch], batch_size: int | None = None) -> Iterator[_Batch]:
-        """The batches of a loader that reads `ahead`, for the loop; the cursor moves as the loop gets them.
+        """Iterate over the batches of a loader that reads `ahead`; the cursor moves with each batch that the loop gets.
 
-        Beginning it leaves torch's random numbers as they are, so that a run that resumes draws the same ones.
+        Beginning the iteration does not change torch's random numbers, so a run that resumes draws the same ones.
 
         Args:
-            loader: `DataLoader`, `StatefulDataLoader`, or what wraps one.
-            batch_size: Samples of this rank in a batch, where the loader does not tell.
+            loader: A `DataLoader`, a `StatefulDataLoader`, or a wrapper of one.
+            batch_size: Number of samples of this rank in a batch. Needed only if the loader does not tell it.
 
         Raises:
-            StateError: The loader takes its samples from elsewhere, in another number, or not in order.
+            StateError: The loader takes its samples from elsewhere, with another batch size, or out of order.
         """
         found = self._batch_size(loader)
         if batch_size is None and found is None:
             raise StateError(
-                f"sampler: {type(loader).__name__} does not tell its batch size: follow(loader, batch_size)"
+                f"sampler: {type(loader).__name__} does not tell its batch size; call follow(loader, batch_size)"
             )
         if batch_size is not None and found is not None and batch_size != found:
             raise StateError(
-                f"sampler: follow() was told batches of {batch_size}, the loader reads batches of {found}"
+                f"sampler: follow(): batch_size is {batch_size}, but the loader reads batches of {found}; "
+                "give both the same number"
             )
         return self._following(loader, found or batch_size or 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where we are; the same on every rank.
+        """The place of the next sample; the same on every rank.
 
         Raises:
-            StateError: A loader reads ahead, and nothing tells what of it the loop has got.
+            StateError: A loader has read ahead, and the loop does not tell which of its batches it has got.
         """
         if self._read_ahead and not self._followed:
             raise StateError(
-                "sampler: a loader has read ahead, but the loop does not say what it got: loop over "
-                "`sampler.follow(loader)`; or put the StatefulDataLoader into the state in place of the sampler"
+                "sampler: a loader has read ahead, but the loop does not tell which batches it has got; loop over "
+                "`sampler.follow(loader)`, or put the StatefulDataLoader into the state in place of the sampler"
             )
         return self._described(self._position)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on there, also with another number of ranks or another batch size.
+        """Go on at the place in `saved`, also with another number of ranks or another batch size.
 
         Raises:
-            StateError: It was made with another length, seed or order; or it is not the state of a sampler.
+            StateError: `saved` was made with another length, seed or order, or is not the state of a sampler.
         """
         self._position = self._found(saved)
         self._loads += 1
@@ -169,8 +172,8 @@ class ResumableSampler:
         for batch in iterator:
             if self._position != expected:
                 raise StateError(
-                    f"sampler: a loader was followed from {tuple(expected)} (epoch, cursor), but the sampler is at "
-                    f"{tuple(self._position)}: begin follow() after restore(), and let one loop alone take samples"
+                    f"sampler: follow() expected the sampler at epoch and cursor {tuple(expected)}, it is at "
+                    f"{tuple(self._position)}; call follow() after restore(), and let only one loop take samples"
                 )
             begin, expected = self._span(batch_size, expected)
             self._position = expected
@@ -178,15 +181,15 @@ class ResumableSampler:
             yield batch
 
     def _note(self, batch_size: int, begin: _Position) -> None:
-        """For `holdfast drill`: which samples the loop gets."""
+        """Note the samples that the loop gets, for `holdfast drill`."""
         place = begin.cursor + self._rank * batch_size
         diary.note("samples", [begin.epoch, place, batch_size, self._length])
 
     def _batch_size(self, loader: Any) -> int | None:
-        """Of the batches that `loader` reads; None if it does not tell."""
+        """Size of the batches that `loader` reads; None if the loader does not tell it."""
         if not getattr(loader, "in_order", True):
             raise StateError(
-                "sampler: a loader with in_order=False gives batches in any order; leave in_order=True"
+                "sampler: the loader has in_order=False and gives batches in any order; make it with in_order=True"
             )
         reads = getattr(loader, "batch_sampler", None)
         if isinstance(reads, ReadAhead) and reads.sampler is self:
@@ -208,18 +211,18 @@ class ResumableSampler:
         }
 
     def _found(self, saved: Any) -> _Position:
-        """The place that a sampler's state names, if it is one in these data; else as `on_change` says."""
+        """The place in a saved state. If the state is of other data, `on_change` decides."""
         mine = self._described(self._position)
         if not isinstance(saved, dict) or not set(mine) <= set(saved):
             raise StateError(
-                f"sampler: expected a dict with {', '.join(mine)}, the checkpoint has {saved!r}; "
-                "give the sampler the name in the state with which it was saved, and the release of holdfast"
+                f"sampler: expected a dict with {', '.join(mine)}, the checkpoint has {saved!r}; give the sampler the "
+                "name in the state with which it was saved, and use the release of holdfast that saved it"
             )
         place: tuple[Any, Any] = saved["epoch"], saved["cursor"]
         if not all(isinstance(number, int) and number >= 0 for number in place) or place[1] > saved["length"]:
             raise StateError(
                 f"sampler: epoch {place[0]!r}, cursor {place[1]!r} is no place in {saved['length']!r} samples; "
-                "take the checkpoint before"
+                "take the checkpoint before this one"
             )
         found = _Position(*place)
         changed = [name for name in ("length", "seed", "order") if saved[name] != mine[name]]
@@ -233,11 +236,17 @@ class ResumableSampler:
                 f"leave the rest of epoch {found.epoch} and begin the next one with the new data"
             )
         left = max(0, saved["length"] - found.cursor)
-        _log.warning("sampler: %s: epoch %d ends here, with %d samples left", said, found.epoch, left)
+        _log.warning(
+            "sampler: the data have changed since the checkpoint (%s): epoch %d ends with %d samples left out, and the "
+            "next epoch begins with the new data",
+            said,
+            found.epoch,
+            left,
+        )
         return _Position(found.epoch + 1, 0)
 
     def _span(self, batch_size: int, position: _Position) -> tuple[_Position, _Position]:
-        """Where the next global batch begins, and where it ends."""
+        """The begin and the end of the next global batch."""
         global_batch = batch_size * self._ranks
         if batch_size < 1 or (self._drop_last and global_batch > self._length):
             raise StateError(
@@ -253,7 +262,7 @@ class ResumableSampler:
         return begin, _Position(begin.epoch, begin.cursor + global_batch)
 
     def _samples(self, batch_size: int, begin: _Position) -> list[tuple[int, int]]:
-        """This rank's samples of the global batch that begins there: epoch and index of each."""
+        """Epoch and index of each sample of this rank in the global batch that begins at `begin`."""
         place, left = begin.cursor + self._rank * batch_size, batch_size
         samples: list[tuple[int, int]] = []
         while left:
@@ -270,7 +279,7 @@ class ResumableSampler:
 
 
 class ReadAhead(torch.utils.data.Sampler[Any]):
-    """The batches of a `ResumableSampler` for a loader. Each time it is iterated it begins where the loop has got to.
+    """Batches of a `ResumableSampler` for a loader; each iteration begins at the place that the loop has reached.
 
     A `StatefulDataLoader` keeps the place of its iterator in its own state.
     """
@@ -281,7 +290,7 @@ class ReadAhead(torch.utils.data.Sampler[Any]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches that the samples of an epoch fill; at least one."""
+        """Number of whole batches that the samples of an epoch fill; at least one."""
         return max(1, self.sampler._length // (self.sampler._ranks * self.batch_size))
 
     def __iter__(self) -> _BatchReader:
@@ -289,7 +298,7 @@ class ReadAhead(torch.utils.data.Sampler[Any]):
 
 
 class _BatchReader(Iterator[_Indices]):
-    """One way through the batches, from where the sampler was when it began."""
+    """One iteration over the batches, from the place where the sampler was when the iteration began."""
 
     def __init__(self, sampler: ResumableSampler, batch_size: int, *, epochs: bool) -> None:
         self._sampler, self._batch_size, self._epochs = sampler, batch_size, epochs
@@ -298,7 +307,8 @@ class _BatchReader(Iterator[_Indices]):
     def __next__(self) -> _Indices:
         if self._loads != self._sampler._loads:
             raise StateError(
-                "sampler: a checkpoint was loaded after this loader was begun; begin iterating after restore()"
+                "sampler: a checkpoint was loaded after the iteration over this loader had begun; begin to iterate "
+                "after restore()"
             )
         self._sampler._read_ahead = True
         begin, self._position = self._sampler._span(self._batch_size, self._position)
@@ -306,11 +316,11 @@ class _BatchReader(Iterator[_Indices]):
         return samples if self._epochs else [index for _, index in samples]
 
     def state_dict(self) -> dict[str, Any]:
-        """Behind the batch that was read last: asked for by a `StatefulDataLoader` with each batch."""
+        """The place after the batch that was read last. A `StatefulDataLoader` asks for it with each batch."""
         return self._sampler._described(self._position)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on there.
+        """Go on at the place in `saved`.
 
         Raises:
             StateError: As `ResumableSampler.load_state_dict`.

@@ -1,8 +1,8 @@
-"""Random numbers of a sample, the same in whichever process and attempt it is made.
+"""`SeededSamples`: augmentations of a sample that are the same in every process and every attempt.
 
-    (epoch, index) ─► seeds of torch, NumPy, Python ─► data[index] ─► the generators as they were
+    (epoch, index) ─► seeds of torch, NumPy, Python ─► data[index] ─► the generators as they were before
 
-A loader's workers draw augmentations from generators of their own, which die with them.
+Without it the workers of a loader draw augmentations from generators of their own, which are lost with the workers.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class _MapStyle(Protocol):
 
 
 class SeededSamples(torch.utils.data.Dataset[Any]):
-    """A map-style data set whose `__getitem__` draws numbers that depend on seed, epoch and sample alone.
+    """A map-style data set whose random numbers depend on seed, epoch and sample alone.
 
-    Of torch's generator on the CPU, NumPy's global one and Python's. For loaders that read
-    `sampler.ahead(batch_size, epochs=True)`.
+    While `data[index]` runs, torch's generator on the CPU, NumPy's global one and Python's are seeded. The loader must
+    read `sampler.ahead(batch_size, epochs=True)`.
 
     Args:
-        data: The data set.
-        seed: Of the numbers.
+        data: The data set whose samples are given out.
+        seed: Seed of the random numbers.
     """
 
     def __init__(self, data: _MapStyle, *, seed: int) -> None:
@@ -43,8 +43,8 @@ class SeededSamples(torch.utils.data.Dataset[Any]):
     def __getitem__(self, sample: tuple[int, int]) -> Any:
         if not isinstance(sample, tuple):
             raise StateError(
-                f"SeededSamples: expected (epoch, index), got {sample!r}: "
-                "read it with batch_sampler=sampler.ahead(batch_size, epochs=True)"
+                f"SeededSamples: expected (epoch, index), got {sample!r}; "
+                "make the loader with batch_sampler=sampler.ahead(batch_size, epochs=True)"
             )
         epoch, index = sample
         place = f"{self._seed}/{epoch}/{index}"

@@ -1,7 +1,7 @@
-"""A stream of samples that all ranks read together, for data that has no length and no index, but a `state_dict()`.
+"""`ResumableStream`: samples of a source that has no length and no index, but a `state_dict()`.
 
 source:   a b c d │ e f g h │ …       rank 0 takes a b, rank 1 takes c d; then e f and g h
-                  ▲ its state_dict(): the same on every rank, whatever their number
+                  ▲ the source's state_dict() is the same on every rank, whatever the number of ranks
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ class _Source(Protocol):
 
 
 class ResumableStream:
-    """Gives each rank its part of an iterable that every rank reads whole; each sample once per pass, on any ranks.
+    """Gives each rank its part of an iterable that every rank reads whole: each sample once per pass, on any ranks.
 
-    Put it into the state of the `Checkpointer`. Every rank reads all samples and keeps its own: it costs reading, not
-    order. Where reading is dear, let the source be a `StatefulDataLoader(data, batch_size=None, num_workers=…)`.
+    Put it into the state of the `Checkpointer`. Every rank reads all samples and keeps its own, which costs reading
+    time but keeps the order exact. If reading is slow, use a `StatefulDataLoader(data, batch_size=None, num_workers=…)`
+    as the source.
 
     Args:
-        source: Its `state_dict()` is its place behind what was iterated last; iterating it goes on from there, and
-            begins anew after its end. It gives the same samples in the same order on every rank.
-        rank: This rank.
+        source: Iterable whose `state_dict()` is the place after the sample that it gave last. Iterating it goes on from
+            that place, and begins anew after the end. It must give the same samples in the same order on every rank.
+        rank: Number of this rank, from 0.
         ranks: Number of ranks.
 
     Raises:
-        StateError: A rank that is not among the ranks, or a source without a state.
+        StateError: `rank` is not one of `ranks`, or `source` has no state.
     """
 
     def __init__(self, source: _Source, *, rank: int, ranks: int) -> None:
         if not 0 <= rank < ranks:
-            raise StateError(f"stream: expected a rank below ranks, got {rank=}, {ranks=}")
+            raise StateError(f"stream: expected a rank from 0 to ranks - 1, got {rank=}, {ranks=}")
         if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
             raise StateError(
                 f"stream: {type(source).__name__} has no state_dict() and load_state_dict(), so it cannot go on "
-                "after a restart; give it both, or use ResumableSampler"
+                "after a restart; give it both methods, or use ResumableSampler"
             )
         self._source, self._rank, self._ranks = source, rank, ranks
         self._iterator: Iterator[Any] | None = None
@@ -49,11 +50,11 @@ class ResumableStream:
 
     @property
     def passes(self) -> int:
-        """How often the source has come to its end."""
+        """How many times the source has come to its end."""
         return self._passes
 
     def batches(self, batch_size: int) -> Iterator[list[Any]]:
-        """This rank's samples of one step after the other, without end; a batch goes on into the next pass."""
+        """Endless iterator over this rank's samples, one list per step. A batch may go on into the next pass."""
         if batch_size < 1:
             raise StateError(f"stream: expected a batch size of 1 or more, got {batch_size}")
         mine = range(self._rank * batch_size, (self._rank + 1) * batch_size)
@@ -66,19 +67,19 @@ class ResumableStream:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where we are; the same on every rank."""
+        """The place of the next sample; the same on every rank."""
         return {"source": self._source.state_dict(), "passes": self._passes, "workers": self._workers}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on there, also with another number of ranks or another batch size.
+        """Go on at the place in `saved`, also with another number of ranks or another batch size.
 
         Raises:
             StateError: The source was read by another number of workers, on which the order of the samples depends.
         """
         if saved["workers"] != self._workers:
             raise StateError(
-                f"stream: expected {saved['workers']} workers, as when it was saved, got {self._workers}: the order of "
-                f"samples depends on it; make the loader with num_workers={saved['workers']}"
+                f"stream: expected {saved['workers']} workers, as in the checkpoint, got {self._workers}: the order of "
+                f"samples depends on their number; make the loader with num_workers={saved['workers']}"
             )
         self._source.load_state_dict(saved["source"])
         self._passes, self._iterator = int(saved["passes"]), None
@@ -90,14 +91,16 @@ class ResumableStream:
     def _next(self) -> Any:
         if self._iterator is None:
             self._iterator = self._begun()
-        for _ in range(
-            3
-        ):  # the end of this pass, and a source that was restored at its very end says so once more
+        # One try for this pass, one for a source that was restored at its very end, and one for the next pass.
+        for _ in range(3):
             for sample in self._iterator:
                 return sample
             self._passes += 1
             self._iterator = self._begun()
-        raise StateError(f"stream: {type(self._source).__name__} gives no samples, however often it is begun")
+        raise StateError(
+            f"stream: {type(self._source).__name__} gives no samples, although it was begun three times; "
+            "look at the data that it reads"
+        )
 
     def _begun(self) -> Iterator[Any]:
         with apart(f"stream/{self._passes}"):

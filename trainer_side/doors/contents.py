@@ -111,7 +111,9 @@ class Contents:
         tree = self._structure.tree
         if not isinstance(tree, dict) or only not in tree:
             names = ", ".join(map(str, tree)) if isinstance(tree, dict) else f"a {type(tree).__name__}"
-            raise StateError(f"{self.manifest.file}: there is no {only!r} in it; it holds {names}")
+            raise StateError(
+                f"{self.manifest.file}: --only {only}: there is no such name in it; it holds {names}"
+            )
         return tree[only]
 
     def _paths(self, entry: int) -> list[str]:

@@ -52,7 +52,8 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     """
     if not (folder / _METADATA).is_file():
         raise ConfigError(
-            f"{folder}: is a folder without {_METADATA}, so no checkpoint of torch.distributed.checkpoint"
+            f"{folder}: the folder has no {_METADATA}, so it is no checkpoint of torch.distributed.checkpoint; "
+            "name a checkpoint folder, or a file"
         )
     state: dict[str, Any] = {}
     try:

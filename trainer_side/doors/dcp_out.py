@@ -45,7 +45,7 @@ def write_dcp(store: Store, manifest: Manifest, path: Path, *, only: str | None,
     contents = Contents(store, manifest, only=only)
     if not isinstance(contents.tree, dict):
         raise StateError(
-            f"--only {only}: is a {type(contents.tree).__name__}, and DCP saves dicts; leave --only out"
+            f"--only {only}: DCP saves dicts, and this is a {type(contents.tree).__name__}; leave --only out"
         )
     flat = flatten(contents, contents.tensors)
     entries = [contents.entry(tensor) for _, tensor in contents.tensors]

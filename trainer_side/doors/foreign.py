@@ -99,8 +99,8 @@ def _read(path: Path) -> tuple[str, Any, str | None]:
     if magic[8:9] == b"{":
         return "safetensors", *read_safetensors(path)
     raise DamageError(
-        f"{path}: begins with {magic[:4]!r}, so it is neither a torch file in zip format (torch.load and torch.save it "
-        "once more if it is an older one) nor a safetensors file"
+        f"{path}: the file begins with {magic[:4]!r}, so it is neither a torch file in zip format nor a safetensors "
+        "file; if it is an older torch file, load it with torch.load and save it with torch.save"
     )
 
 
@@ -112,8 +112,8 @@ def _read_torch(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         cause = str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
         raise StateError(
-            f"{path}: holds what torch.load(weights_only=True) does not take ({cause}); where you trust the file, load "
-            "it with weights_only=False, and save its state_dict()s, tensors and plain values anew"
+            f"{path}: torch.load(weights_only=True) refuses the file ({cause}); if you trust the file, load it with "
+            "weights_only=False, and save its state_dict()s, tensors and plain values in a new file"
         ) from error
     except (RuntimeError, ValueError, EOFError, KeyError, AttributeError, TypeError) as error:
         raise DamageError(f"{path}: not a file that torch reads: {error}") from error
@@ -132,7 +132,7 @@ def _named(tree: Any, what: str, renamed: Mapping[str, str], dropped: Sequence[s
     }
     if len(named) + len(dropped) < len(tree) or not named:
         raise ConfigError(
-            f"{what}: after --rename and --drop, two names are one or none is left: {_few(named)}"
+            f"{what}: after --rename and --drop, two names are the same or no name is left: {_few(named)}"
         )
     wrong = [name for name in named if not isinstance(name, str) or not name or "/" in name]
     if wrong:

@@ -105,7 +105,7 @@ def decode(document: Any, tensors: Mapping[str, Any]) -> Any:
         RecursionError,
         binascii.Error,
     ) as error:
-        raise DamageError(f"the values beside the tensors cannot be read: {error!r}") from error
+        raise DamageError(f"the JSON of the values that are no tensors cannot be read: {error!r}") from error
 
 
 def _decode(value: Any, tensors: Mapping[str, Any]) -> Any:

@@ -39,7 +39,9 @@ def read_safetensors(path: Path) -> tuple[Any, str | None]:
         header_bytes = int.from_bytes(memory[:LENGTH_BYTES], "little")
         base = LENGTH_BYTES + header_bytes
         if header_bytes > HEADER_BYTES_MAX or base > len(memory):
-            raise DamageError(f"{path}: says its header takes {header_bytes} bytes, of {len(memory)} in all")
+            raise DamageError(
+                f"{path}: the file says that its header takes {header_bytes} bytes, but it has only {len(memory)} bytes"
+            )
         header = json.loads(memory[LENGTH_BYTES:base])
         metadata = header.pop(METADATA, {})
         tensors = {name: _tensor(memory, base, told) for name, told in header.items()}
@@ -50,7 +52,7 @@ def read_safetensors(path: Path) -> tuple[Any, str | None]:
             tensors[name] = tensors[other]
         only = values["only"]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise DamageError(f"{path}: not a safetensors file: {error!r:.200}") from error
+        raise DamageError(f"{path}: the file is not a safetensors file: {error!r:.200}") from error
     return decode(values["state"], tensors), None if only is None else str(only)
 
 

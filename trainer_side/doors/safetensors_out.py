@@ -172,8 +172,8 @@ class SafetensorsPlan:
         text += b" " * (-len(text) % LENGTH_BYTES)
         if len(text) > HEADER_BYTES_MAX:
             raise StateError(
-                f"names and values take {len(text)} bytes, a safetensors file has room for {HEADER_BYTES_MAX} of them; "
-                "export with --to dcp or torch, or a part with --only"
+                f"names and values take {len(text)} bytes, a safetensors file has room for {HEADER_BYTES_MAX} bytes "
+                "of them; export with --to dcp or torch, or a part with --only"
             )
         return len(text).to_bytes(LENGTH_BYTES, "little") + text
 

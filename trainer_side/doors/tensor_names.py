@@ -45,8 +45,8 @@ def flatten(contents: Contents, tensors: Sequence[Named]) -> list[Flat]:
         name = path.replace("/", ".") or "tensor"
         if name in paths:
             raise StateError(
-                f"{paths[name]} and {path} would both be named {name}; export with --to dcp or torch, or one of them "
-                "with --only"
+                f"{paths[name]} and {path} would both be named {name}; export with --to dcp or torch, or export only "
+                "one of them with --only"
             )
         paths[name] = path
         entry = contents.entry(tensor)

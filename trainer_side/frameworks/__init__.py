@@ -1,10 +1,10 @@
-"""Holdfast in the training loops of others: one module for each framework, none of which is needed by the rest.
+"""Holdfast in the training loops of frameworks: one module for each framework, which needs none of the others.
 
-epochs         a loader of `ResumableSampler`'s batches with a length, for loops that count epochs
+epochs         a loader with a length for `ResumableSampler`'s batches, for training loops that count epochs
 lightning      PyTorch Lightning: a callback, and the environment of the MPI job
 transformers   Hugging Face's Trainer: a callback
-accelerate     Hugging Face's Accelerate: the state of a plain loop
-missing        says what to install
+accelerate     Hugging Face's Accelerate: the state of a plain training loop
+missing        the error that says which package to install
 
-What comes back exactly in each of them, and what does not: docs/frameworks.md.
+docs/frameworks.md says what each framework restores exactly, and what it does not.
 """

@@ -1,11 +1,12 @@
-"""Hugging Face's Accelerate: what an `Accelerator` has prepared, as the state of a `Checkpointer`.
+"""Hugging Face's Accelerate: the objects that an `Accelerator` has prepared, as the state of a `Checkpointer`.
 
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     accelerator.register_for_checkpointing(average)
     with Checkpointer({**prepared(accelerator), "data": sampler}, every=100) as checkpointer:
 
-What `accelerator.prepare` gives back are wrappers: holdfast takes what is in them, whose optimizers it can hold back.
-The names are those of what is prepared, in its order. docs/frameworks.md says more.
+`accelerator.prepare` returns wrappers. Holdfast takes the objects inside them, because it can hold back the step of a
+plain optimizer and not that of a wrapper. Objects are numbered in the order in which they were prepared.
+docs/frameworks.md says more.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ _WHOLE = {
 
 
 def prepared(accelerator: Accelerator) -> dict[str, Any]:
-    """Models, optimizers, schedulers, the scaler of gradients, registered objects, and each rank's random numbers.
+    """The state of a `Checkpointer` with all that `accelerator` has prepared, and each rank's random numbers.
 
-    One of a kind is `model`, `optimizer`, `scheduler`, `registered`; several are `model0`, `model1` and so on. Loaders
-    are not among them: put a `ResumableSampler` beside them, and do not prepare the loader that reads it, since
+    It has the models, optimizers, schedulers, the gradient scaler and the registered objects. A single object of its
+    kind is named `model`, `optimizer`, `scheduler` or `registered`; several are named `model0`, `model1` and so on.
+    Loaders are left out: add a `ResumableSampler` to the state, and do not prepare the loader that reads it, because
     Accelerate would share out its batches a second time.
 
     Args:
-        accelerator: After `prepare` and `register_for_checkpointing`.
+        accelerator: The Accelerator, after its `prepare` and `register_for_checkpointing` were called.
 
     Raises:
-        ConfigError: It shards models among the ranks; or nothing was prepared.
+        ConfigError: The Accelerator shards models among the ranks, or it has prepared no model.
     """
     if accelerator.distributed_type not in _WHOLE:
         raise ConfigError(
-            "accelerate: holdfast saves models that every rank has whole, this Accelerator is "
+            "accelerate: expected an Accelerator that keeps every model whole on every rank, this Accelerator is "
             f"{accelerator.distributed_type}; use plain data parallelism"
         )
     if not accelerator._models:

@@ -1,7 +1,7 @@
-"""A loader with a length, of `ResumableSampler`'s endless batches: for loops that want to count epochs.
+"""`EpochLoader`: a loader with a length for `ResumableSampler`'s endless batches, for loops that count epochs.
 
 DataLoader(batch_sampler=sampler.ahead(n)) ─► EpochLoader ─► the framework's loop: len() batches are an epoch
-                                                  │ the sampler's cursor moves as the loop gets them
+                                                  │ the sampler's cursor moves with each batch that the loop gets
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ __all__ = ["EpochLoader"]
 
 
 class EpochLoader:
-    """The batches of a loader that reads `sampler.ahead(...)`, from where the sampler is, with the length of an epoch.
+    """Gives a loader that reads `sampler.ahead(...)` the length of an epoch; iterating begins at the sampler's place.
 
-    An iteration does not end by itself: the loop stops at the length, less what was done of the epoch before a restart.
-    Without `drop_last` a sampler's epoch may end inside a batch: `len()` batches are then a little less than one.
+    An iteration does not end by itself: the training loop stops after `len()` batches, less those that it did in this
+    epoch before a restart. Without `drop_last` a sampler's epoch may end inside a batch; `len()` batches are then
+    slightly less than an epoch.
 
     Args:
-        loader: Made with `batch_sampler=sampler.ahead(batch_size)`.
-        batches: Length in place of the whole batches that the samples of an epoch fill.
+        loader: A loader that was made with `batch_sampler=sampler.ahead(batch_size)`.
+        batches: Number of batches in an epoch. None: the whole batches that the samples of an epoch fill.
 
     Raises:
         StateError: The loader takes its samples from elsewhere.
@@ -49,9 +50,9 @@ class EpochLoader:
         return self._sampler.follow(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler is."""
+        """The sampler's place."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on there, with the next iteration."""
+        """Let the next iteration begin at the place in `saved`."""
         self._sampler.load_state_dict(saved)

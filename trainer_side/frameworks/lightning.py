@@ -1,16 +1,16 @@
-"""PyTorch Lightning: a callback that saves and restores, and the environment that knows the MPI job.
+"""PyTorch Lightning: a callback that saves and restores, and the environment of the MPI job.
 
     Trainer(plugins=[HoldfastEnvironment()], callbacks=[HoldfastCallback(every=100)], strategy="ddp").fit(model, loader)
 
-    on_fit_start         Checkpointer, restore(): before Lightning makes its loaders, and their iterators
-    on_train_start       the random numbers again: beginning a loader has drawn some
-    on_train_batch_start the first one: from here on it is an epoch as any other
-    on_train_batch_end   step(), after the optimizer has stepped, where nothing else follows (below)
-    on_train_end         what is still due; then close()
+    on_fit_start         makes the Checkpointer and restores, before Lightning makes its loaders and their iterators
+    on_train_start       sets the random numbers again, because making the iterator of a loader has drawn some
+    on_train_batch_start tells Lightning, at the first batch, that it is no longer restarting
+    on_train_batch_end   calls step() after the optimizer has stepped, unless something else follows (below)
+    on_train_end         saves a step that is still due, and closes the Checkpointer
 
-Lightning goes on behind the batch that was saved. What it would have done between that batch and the next one
-(validation, an epoch's end) it does not do again. So nothing is saved there: the next batch that only a batch follows
-is taken instead. docs/frameworks.md says what comes back exactly.
+After a restore Lightning goes on with the batch after the saved one. It does not repeat what it does between two
+batches (validation, the end of an epoch). So the callback saves nothing before such work, but after the next batch that
+another batch follows directly. docs/frameworks.md says what is restored exactly.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ _log = logging.getLogger("holdfast.trainer.lightning")
 
 
 class HoldfastEnvironment(ClusterEnvironment):
-    """The training ranks of this MPI job, for `Trainer(plugins=[HoldfastEnvironment()])`. Making it is collective.
+    """Tells Lightning the training ranks of this MPI job: `Trainer(plugins=[HoldfastEnvironment()])`.
 
-    Lightning's own environment for MPI takes every process of the job for a rank, and would wait for the stager.
+    Making it is collective. Lightning's own environment for MPI counts every process of the job as a rank, and would
+    wait for the stager.
 
     Args:
-        backend: `gloo` or `nccl`; None takes `nccl` if every rank can have a GPU of its own.
+        backend: `gloo` or `nccl`. None: `nccl` if every rank can have a GPU of its own, otherwise `gloo`.
 
     Raises:
-        PeerLost: A process of the job did not come.
+        PeerLost: A process of the job did not come within `start_seconds_max`.
     """
 
     def __init__(self, backend: Literal["gloo", "nccl"] | None = None) -> None:
@@ -66,25 +67,25 @@ class HoldfastEnvironment(ClusterEnvironment):
     @staticmethod
     @override
     def detect() -> bool:
-        """It is asked for by name."""
+        """False: Lightning never chooses this environment by itself."""
         return False
 
     @property
     @override
     def creates_processes_externally(self) -> bool:
-        """It is mpirun that does."""
+        """True: mpirun starts the processes."""
         return True
 
     @property
     @override
     def main_address(self) -> str:
-        """`torch.distributed` is set up already."""
+        """Not available: `torch.distributed` is set up already, so Lightning needs no address."""
         raise StateError("lightning: torch.distributed of this MPI job was ended; make a new environment")
 
     @property
     @override
     def main_port(self) -> int:
-        """As the address."""
+        """Not available: `torch.distributed` is set up already, so Lightning needs no port."""
         raise StateError("lightning: torch.distributed of this MPI job was ended; make a new environment")
 
     @override
@@ -94,56 +95,57 @@ class HoldfastEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """It is what mpirun made it."""
+        """Does nothing: mpirun has set the number of ranks."""
 
     @override
     def global_rank(self) -> int:
-        """This rank among the training ranks."""
+        """Number of this rank among the training ranks."""
         return self._rank
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """It is what mpirun made it."""
+        """Does nothing: mpirun has set the rank."""
 
     @override
     def local_rank(self) -> int:
-        """This rank among those on its machine."""
+        """Number of this rank among the training ranks on its machine."""
         return self._local_rank
 
     @override
     def node_rank(self) -> int:
-        """Number of its machine, in the order of ranks."""
+        """Number of this rank's machine, in the order of ranks."""
         return self._node
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """See that Lightning counts as many ranks as mpirun has started.
+        """Check that Lightning counts as many ranks as mpirun has started.
 
         Raises:
-            ConfigError: It does not.
+            ConfigError: The two numbers differ.
         """
         if num_devices * num_nodes != self._ranks:
             raise ConfigError(
-                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) is {num_devices * num_nodes} ranks, mpirun has "
-                f"started {self._ranks} training ranks on {self._nodes} machines; give `devices` the ranks of each "
-                "machine, and `num_nodes` the machines"
+                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) makes {num_devices * num_nodes} ranks, but "
+                f"mpirun has started {self._ranks} training ranks on {self._nodes} machines; set `devices` to the "
+                "number of ranks on each machine, and `num_nodes` to the number of machines"
             )
 
 
 class HoldfastCallback(Checkpoint):
-    """Saves while `Trainer.fit` trains, and brings the newest checkpoint back when it begins.
+    """Takes checkpoints while `Trainer.fit` trains, and restores the newest one when `fit` begins.
 
-    Model, optimizers, schedulers, loops (steps, epochs, batches), loaders that have a state, the other callbacks,
-    the data module, precision and each rank's random numbers are in the checkpoint. It takes the place of the
-    `ModelCheckpoint` that Lightning adds by itself; for the best model, add one of your own.
+    A checkpoint has the model, optimizers, schedulers, loops (steps, epochs, batches), loaders that have a state, the
+    other callbacks, the data module, precision and each rank's random numbers. The callback replaces the
+    `ModelCheckpoint` that Lightning adds by itself; to keep the best model, add one of your own.
 
     Args:
-        every: Save after every so many steps of the optimizer (`trainer.global_step`); 0: only after a notice.
-        state: More to save, by name, as `Checkpointer` takes it.
-        config: Settings; by default `HOLDFAST_*` in the environment and `holdfast.toml`.
+        every: Number of optimizer steps (`trainer.global_step`) from one checkpoint to the next. 0: checkpoints only
+            after a preemption notice.
+        state: Further objects to save, by name, as `Checkpointer` takes them.
+        config: Settings. None: from `HOLDFAST_*` in the environment and from `holdfast.toml`.
 
     Attributes:
-        checkpointer: While `fit` runs.
+        checkpointer: The Checkpointer while `fit` runs; None otherwise.
     """
 
     def __init__(
@@ -156,15 +158,15 @@ class HoldfastCallback(Checkpoint):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Bring the newest checkpoint back, if there is one."""
+        """Restore the newest checkpoint, if there is one."""
         if trainer.ckpt_path:
             raise ConfigError(
-                f"Trainer.fit(ckpt_path={trainer.ckpt_path!r}) and HoldfastCallback both restore; give up one of them"
+                f"Trainer.fit(ckpt_path={trainer.ckpt_path!r}) and HoldfastCallback both restore; leave one of them out"
             )
         own = _state(trainer, pl_module, self)
         if twice := own.keys() & self._more.keys() | {"rng"} & self._more.keys():
             raise ConfigError(
-                f"HoldfastCallback(state=…): {', '.join(sorted(twice))} is there already; rename it"
+                f"HoldfastCallback(state=…): the callback itself saves {', '.join(sorted(twice))}; choose another name"
             )
         self.checkpointer = Checkpointer(
             {**own, **self._more, "rng": PerRank(self._random)}, config=self._config, every=self._every
@@ -174,47 +176,47 @@ class HoldfastCallback(Checkpoint):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Random numbers go on as they were saved."""
+        """Set the random numbers to the saved ones."""
         self._random.again()
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Lightning has found its place."""
-        # Else it would leave out the schedulers that watch a metric at the end of this epoch, for want of the metric.
+        """Tell Lightning that it is no longer restarting."""
+        # Otherwise Lightning skips, at the end of this epoch, the schedulers that watch a metric: it lacks the metric.
         trainer.fit_loop._restarting = False
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save, if it is time."""
+        """Save if a checkpoint is due."""
         if trainer.global_step == self._looked_at or self.checkpointer is None:
-            return  # gradients are being accumulated: they are in no checkpoint
+            return  # gradients are being accumulated, and no checkpoint has them
         if _something_follows(trainer):
             return
         self._step(trainer.global_step, self.checkpointer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save what was put off at last, and wait until it is durable."""
+        """Save the last step if its checkpoint was put off, and wait until all checkpoints are durable."""
         if self.checkpointer is not None and trainer.global_step > self._looked_at:
             self._step(trainer.global_step, self.checkpointer)
         self._close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Wait until what was saved is durable."""
+        """Wait until the checkpoints that were begun are durable."""
         self._close()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Where there was nothing left to train."""
+        """Close the Checkpointer where `fit` had nothing left to train."""
         self._close()
 
     def _step(self, done: int, checkpointer: Checkpointer) -> None:
-        """Of `done` steps those since the last look may have been due."""
+        """Tell the Checkpointer that `done` steps are done, and save if a checkpoint was due since the last call."""
         put_off = self._every > 0 and (done - 1) // self._every > self._looked_at // self._every
         self._looked_at = done
         if not checkpointer.step(done - 1) and put_off:
@@ -227,7 +229,7 @@ class HoldfastCallback(Checkpoint):
 
 
 def _something_follows(trainer: Trainer) -> bool:
-    """Whether Lightning does something between this batch and the next that it would not do again."""
+    """Whether Lightning does work after this batch that it would not repeat after a restore."""
     loop = trainer.fit_loop.epoch_loop
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None  # there was a batch
@@ -235,9 +237,9 @@ def _something_follows(trainer: Trainer) -> bool:
 
 
 def _state(trainer: Trainer, module: LightningModule, own: Callback) -> dict[str, Any]:
-    """What a checkpoint holds, by name."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    parts: Any = trainer  # others set these two: the class does not name them
+    # `callbacks` and `datamodule` are set from outside, so the class does not declare them.
+    parts: Any = trainer
     others = [callback for callback in parts.callbacks if callback is not own]
     return {
         "model": module,
@@ -272,12 +274,13 @@ class _Callbacks:
                 callback.load_state_dict(state)
         if left:
             _log.warning(
-                "the checkpoint has the state of callbacks that this Trainer lacks: %s", ", ".join(left)
+                "the checkpoint has the state of callbacks that this Trainer does not have, and it is not restored: %s",
+                ", ".join(left),
             )
 
 
 class _Metrics:
-    """What was logged last, by name, which callbacks and schedulers look at until it is logged anew."""
+    """The metrics that were logged last, by name: callbacks and schedulers read them until they are logged anew."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -1,4 +1,4 @@
-"""What is said when a framework is not installed."""
+"""Parts that all framework modules use: the error for a missing framework, and random numbers that load twice."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ __all__ = ["RngAgain", "missing"]
 
 
 def missing(framework: str, error: ImportError) -> ConfigError:
-    """The error to raise in place of `error`.
+    """The error to raise when a framework cannot be imported; it says what to install.
 
     Args:
-        framework: Its name, as pip knows it, and the last part of the name of the module that needs it.
-        error: What the import said.
+        framework: Name of the framework for pip, and last part of the name of the holdfast module that needs it.
+        error: The error of the import.
     """
     return ConfigError(
         f"trainer_side.frameworks.{framework} needs {framework}, which cannot be imported here: {error}; "
-        f"pip install 'holdfast[frameworks]', or {framework} alone"
+        f"run: pip install 'holdfast[frameworks]', or pip install {framework}"
     )
 
 
 class RngAgain(RngState):
-    """As `RngState`, and remembers what it was told."""
+    """An `RngState` that can load the same saved state a second time."""
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] | None = None
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; and once more with `again`."""
+        """Set all generators to the states in `saved`, and keep `saved` for `again`."""
         super().load_state_dict(saved)
         self._saved = saved
 
     def again(self) -> None:
-        """As `load_state_dict` was told, once; nothing on a new run."""
+        """Set all generators once more to the states of `load_state_dict`. Does nothing on a new run."""
         if self._saved is not None:
             super().load_state_dict(self._saved)
             self._saved = None

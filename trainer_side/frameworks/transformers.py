@@ -4,13 +4,13 @@
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=callback.restore(trainer))
 
-    restore          model, optimizer, TrainerState; a folder with the latter, where Trainer finds its epoch and batch
-    on_train_begin   the scheduler, which Trainer has made by now; the learning rates, which making it has changed
-    on_step_begin    step() for the step before: all that Trainer does after a step (logs, evaluation) is done by now.
-                     The first one: random numbers as they were there
-    on_train_end     step() for the last step; close()
+    restore          restores model, optimizer and TrainerState, and writes the latter into a folder for Trainer to read
+    on_train_begin   restores the scheduler, which Trainer has made by now, and the learning rates that this has changed
+    on_step_begin    calls step() for the step before, whose logs and evaluation are done by now; the first call sets
+                     the random numbers again
+    on_train_end     calls step() for the last step, and closes the Checkpointer
 
-docs/frameworks.md says what comes back exactly.
+docs/frameworks.md says what is restored exactly.
 """
 
 from __future__ import annotations
@@ -42,21 +42,20 @@ _STATE = "trainer_state.json"  # as Trainer names it
 
 
 class HoldfastCallback(TrainerCallback):
-    """Saves while `Trainer.train` trains, and brings the newest checkpoint back before it.
+    """Takes checkpoints while `Trainer.train` trains; its `restore` brings the newest one back before that.
 
-    Model, optimizer, scheduler, TrainerState (step, epoch, log, the best metric, callbacks that have a state) and each
-    rank's random numbers are in the checkpoint. Trainer itself skips what the epoch has had of its data.
+    A checkpoint has the model, optimizer, scheduler, TrainerState (step, epoch, log, the best metric, callbacks that
+    have a state) and each rank's random numbers. Trainer itself skips the batches that the epoch has already had.
 
-    Call `restore` before each `train`; set up `torch.distributed` with `init_torch_distributed` before the
-    `TrainingArguments` are made.
+    Call `restore` before each `train`, and `init_torch_distributed` before the `TrainingArguments` are made.
 
     Args:
-        every: Save after every so many steps of the optimizer; 0: only after a notice.
-        state: More to save, by name, as `Checkpointer` takes it.
-        config: Settings; by default `HOLDFAST_*` in the environment and `holdfast.toml`.
+        every: Number of optimizer steps from one checkpoint to the next. 0: checkpoints only after a preemption notice.
+        state: Further objects to save, by name, as `Checkpointer` takes them.
+        config: Settings. None: from `HOLDFAST_*` in the environment and from `holdfast.toml`.
 
     Attributes:
-        checkpointer: From `restore` until `train` is done.
+        checkpointer: The Checkpointer, from `restore` until `train` is done; None otherwise.
     """
 
     def __init__(
@@ -71,19 +70,20 @@ class HoldfastCallback(TrainerCallback):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def restore(self, trainer: Trainer) -> str | None:
-        """Bring the newest checkpoint back. Collective; before `train`.
+        """Restore the newest checkpoint. Collective: every rank calls it before `train`.
 
         Returns:
-            For `train(resume_from_checkpoint=…)`: a folder that lives as long as this; None on a new run.
+            The value for `train(resume_from_checkpoint=…)`: a folder that lives as long as this callback; None on a new
+            run.
 
         Raises:
             DamageError, StateError, StoreError: As `Checkpointer.restore`.
-            ConfigError: Trainer shards the model or its optimizer; or a name in `state` is taken.
+            ConfigError: Trainer shards the model or its optimizer, or the callback itself uses a name in `state`.
         """
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise ConfigError(
-                "transformers: holdfast saves models that every rank has whole; this Trainer has one that is sharded "
-                "(DeepSpeed or FSDP); use plain data parallelism"
+                "transformers: expected a model that every rank has whole, this Trainer shards it (DeepSpeed or FSDP); "
+                "use plain data parallelism"
             )
         optimizer = trainer.create_optimizer()  # train() keeps it
         seen = _Seen(trainer)
@@ -96,7 +96,7 @@ class HoldfastCallback(TrainerCallback):
         }
         if twice := own.keys() & self._more.keys():
             raise ConfigError(
-                f"HoldfastCallback(state=…): {', '.join(sorted(twice))} is there already; rename it"
+                f"HoldfastCallback(state=…): the callback itself saves {', '.join(sorted(twice))}; choose another name"
             )
         self.checkpointer = Checkpointer({**own, **self._more}, config=self._config, every=self._every)
         self._looked_at = self.checkpointer.restore()
@@ -116,15 +116,16 @@ class HoldfastCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """What Trainer makes in `train` goes on where it was."""
+        """Restore the scheduler and the learning rates, which Trainer makes in `train`."""
         if self.checkpointer is None:
             raise StateError(
-                "transformers: train(resume_from_checkpoint=callback.restore(trainer)): restore() was not called"
+                "transformers: restore() of HoldfastCallback was not called before train(); call "
+                "train(resume_from_checkpoint=callback.restore(trainer))"
             )
         if state.global_step != self._looked_at:
             raise StateError(
-                f"transformers: restored {self._looked_at} steps, Trainer begins after {state.global_step}; call "
-                "train(resume_from_checkpoint=callback.restore(trainer))"
+                f"transformers: the restored checkpoint has {self._looked_at} steps, but Trainer begins after "
+                f"{state.global_step}; call train(resume_from_checkpoint=callback.restore(trainer))"
             )
         self._scheduler.made(given["lr_scheduler"])
         for group, saved in zip(given["optimizer"].param_groups, self._groups, strict=bool(self._groups)):
@@ -134,7 +135,7 @@ class HoldfastCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save what the step before has left, if it is time."""
+        """Save the state after the step before, if a checkpoint is due."""
         self._random.again()
         self._step(state)
 
@@ -142,7 +143,7 @@ class HoldfastCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save the last step, if it is time, and wait until it is durable."""
+        """Save the last step if a checkpoint is due, and wait until all checkpoints are durable."""
         self._step(state)
         if self.checkpointer is not None:
             self.checkpointer.close()
@@ -155,7 +156,7 @@ class HoldfastCallback(TrainerCallback):
 
 
 def _leave_weights(trainer: Trainer, folder: str) -> None:
-    """Trainer wants weights in the folder that it resumes from. Those of the model are restored already."""
+    """Keep Trainer from loading weights from `folder`: it has none, and the model is restored already."""
     load = trainer._load_from_checkpoint
 
     def load_others(resume_from_checkpoint: str, model: Any = None) -> None:
@@ -166,7 +167,7 @@ def _leave_weights(trainer: Trainer, folder: str) -> None:
 
 
 class _Scheduler:
-    """Trainer's scheduler, which is made after the restore."""
+    """The scheduler of Trainer, which exists only after the restore: its saved state is kept until `made` is called."""
 
     def __init__(self) -> None:
         self._scheduler: Any = None
@@ -189,7 +190,7 @@ class _Seen:
     """TrainerState as JSON, with the callbacks that have a state.
 
     Attributes:
-        found: What was restored.
+        found: The restored TrainerState as JSON; empty before.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -118,7 +118,9 @@ class Link:
     def peers(self) -> MpiPeers:
         """The other ranks; before the first step only."""
         if self._peers is None:
-            raise ConfigError("this link was made without peers")
+            raise ConfigError(
+                "this link to the stager was made without peers, so it cannot reach the other ranks"
+            )
         return self._peers
 
     @property
@@ -230,7 +232,7 @@ class Link:
             self._command(tell)
         else:
             _log.error(
-                "rank %d: %s; without the stager nobody brings the ranks to one step",
+                "rank %d: %s; the stager is lost, so no step is named at which all ranks save",
                 self.rank,
                 notice.sentence(),
             )
@@ -267,12 +269,13 @@ class Link:
                 )
             if not event.wait(max(0.0, deadline - self._clock())) and self.problem is None:
                 _log.error(
-                    "rank %d: step %d is %s, not %s, after waiting %g s at close",
+                    "rank %d: close() waited %g s for step %d, which is %s and not yet %s; look at the log of the "
+                    "flusher",
                     self.rank,
+                    seconds_max,
                     transfer.step,
                     transfer.state.value,
                     wait_for.value,
-                    seconds_max,
                 )
 
         def leave() -> None:
@@ -282,7 +285,7 @@ class Link:
         self._thread.join(2 * _LEAVE_SECONDS_MAX)
         if self._thread.is_alive():
             _log.error(
-                "rank %d waited %g s for MPI to let go of its last messages to the stager; the process ends without",
+                "rank %d waited %g s for MPI to send its last messages to the stager; the process ends without them",
                 self.rank,
                 2 * _LEAVE_SECONDS_MAX,
             )
@@ -343,15 +346,17 @@ class Link:
             return
         if self._goes_on_in:
             _log.error(
-                "rank %d: THE STAGER IS LOST, nothing more of this job goes to it; training goes on, and checkpoints "
-                "go on in %s alone: %s",
+                "rank %d: the stager is lost, and nothing more of this job goes to it; training goes on, and "
+                "checkpoints are kept in %s alone: %s",
                 self.rank,
                 self._goes_on_in,
                 error,
             )
         else:
             _log.error(
-                "rank %d: NO MORE CHECKPOINTS are taken in this job, training goes on: %s", self.rank, error
+                "rank %d: the stager is lost, and no more checkpoints are taken in this job; training goes on: %s",
+                self.rank,
+                error,
             )
         self.events.emit("stager_lost", {"code": error.code, "message": str(error)})
         self.problem = error  # behind log and event: who sees the one has been told of the other
@@ -386,7 +391,10 @@ class Link:
                 if not self._questions.agreed(error):
                     raise error
             case _:
-                raise ProtocolError(f"rank {self.rank}: the stager sent {frame.kind.name}, which it must not")
+                raise ProtocolError(
+                    f"rank {self.rank}: the stager sent {frame.kind.name}, which only ranks may send; "
+                    "install the same holdfast on all machines"
+                )
 
     def _reply(self, frame: Frame, kind: Kind, answer: StepAnswer | None) -> None:
         if answer is not None:

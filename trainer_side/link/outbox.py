@@ -71,8 +71,8 @@ class StagerSilence:
         self.looked_at = now
         if self.seconds > self._seconds_max:
             raise PeerLost(
-                f"rank {self._rank} heard nothing from the stager for {self._seconds_max:g} s; it is dead, stopped or "
-                "cut off"
+                f"rank {self._rank} heard nothing from the stager for {self._seconds_max:g} s; the stager is dead, "
+                "stopped or cut off: look at its log and its machine"
             )
 
 

@@ -143,7 +143,7 @@ class Questions:
         in_time = fetch.answered.wait(self._fetch_seconds_max)
         if fetch.answer is None:
             why = self._problem if in_time else f"no answer within {self._fetch_seconds_max:g} s"
-            raise PeerLost(f"rank {self._rank} asked for what the stager's ring has: {why}")
+            raise PeerLost(f"rank {self._rank} asked the stager for the contents of its ring: {why}")
         frame = fetch.answer
         if (frame.flags, frame.step, frame.chunk) != (asked, step, chunk):
             raise ProtocolError(
@@ -170,7 +170,10 @@ class Questions:
             ProtocolError: There is none.
         """
         if not self._fetches:
-            raise ProtocolError(f"rank {self._rank}: the stager sent FETCHED, and nothing was asked")
+            raise ProtocolError(
+                f"rank {self._rank}: the stager sent FETCHED, but this rank had asked for nothing; "
+                "install the same holdfast on all machines"
+            )
         fetch = self._fetches.popleft()
         fetch.answer = frame
         fetch.answered.set()

@@ -73,15 +73,21 @@ class Server:
             body = response.read(_BODY_BYTES_MAX + 1)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if late.is_set() or isinstance(error, TimeoutError):
-                raise SourceError(f"{what}: no whole answer within {self._seconds_max:g} s") from error
+                raise SourceError(
+                    f"{what}: the server did not send a whole answer within {self._seconds_max:g} s"
+                ) from error
             raise SourceError(f"{what}: {type(error).__name__}: {error}") from error
         finally:
             timer.cancel()
             connection.close()
         if late.is_set():
-            raise SourceError(f"{what}: no whole answer within {self._seconds_max:g} s")
+            raise SourceError(
+                f"{what}: the server did not send a whole answer within {self._seconds_max:g} s"
+            )
         if len(body) > _BODY_BYTES_MAX:
-            raise SourceError(f"{what}: an answer above {_BODY_BYTES_MAX} bytes")
+            raise SourceError(
+                f"{what}: expected an answer of at most {_BODY_BYTES_MAX} bytes, got a longer one"
+            )
         if 300 <= response.status < 400:
             raise SourceError(f"{what}: answered with a redirect ({response.status}), which is not followed")
         if response.status >= 500 or response.status == 429:

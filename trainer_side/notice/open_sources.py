@@ -66,8 +66,8 @@ def open_watch(
                 )
             except ValueError:
                 _log.error(
-                    "rank %d: %s is not watched: only the main thread may take a signal, and the Checkpointer is made "
-                    "in another one",
+                    "rank %d: the signal %s is not watched: only the main thread can handle signals, and the "
+                    "Checkpointer was made in another thread; make it in the main thread",
                     rank,
                     name,
                 )
@@ -97,13 +97,17 @@ def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int 
         for name, cloud in _CLOUDS.items():
             try:
                 if cloud(environ, seconds_max=_DETECT_SECONDS_MAX).present():
-                    _log.info("rank %d: watches %s, whose metadata server answers", rank, name)
+                    _log.info(
+                        "rank %d watches %s for preemption notices, because its metadata server answers",
+                        rank,
+                        name,
+                    )
                     return [cloud(environ, seconds_max=_ANSWER_SECONDS_MAX)]
             except SourceError:
                 continue
         _log.warning(
-            "rank %d: no cloud's metadata server answers; no notice will be heard. On AWS in a container the hop limit "
-            "of the metadata service must be 2",
+            "rank %d: no cloud's metadata server answers, so no preemption notice will be received. On AWS in a "
+            "container the hop limit of the metadata service must be 2",
             rank,
         )
     return found

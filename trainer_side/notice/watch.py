@@ -82,7 +82,7 @@ class NoticeWatch:
         try:
             sources = [*self._signals, *self._find()]
         except SourceError as error:
-            _log.error("rank %d: nothing but signals is watched: %s", self._rank, error)
+            _log.error("rank %d: no metadata server is watched, only signals are: %s", self._rank, error)
             sources = list(self._signals)
         due = 0.0
         while not self._closing.is_set():
@@ -108,8 +108,8 @@ class NoticeWatch:
                 self._failing.add(source.name)
                 said = error if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"
                 _log.warning(
-                    "rank %d: the watch cannot ask %s, and goes on trying every %g s; until then a notice of it is not "
-                    "heard: %s",
+                    "rank %d: the watch cannot ask %s, and goes on trying every %g s; until it succeeds, no notice of "
+                    "that source is received: %s",
                     self._rank,
                     source.name,
                     self._seconds,
@@ -118,11 +118,11 @@ class NoticeWatch:
             return
         if source.name in self._failing:
             self._failing.discard(source.name)
-            _log.warning("rank %d: the watch hears %s again", self._rank, source.name)
+            _log.warning("rank %d: the watch reaches %s again", self._rank, source.name)
         for notice in notices:
             until = None if notice.deadline_unix is None else round(notice.deadline_unix)
             known = (notice.source, notice.kind.value, notice.said_by, until)
             if known not in self._passed_on:
                 self._passed_on.add(known)
-                _log.warning("rank %d: NOTICE: %s", self._rank, notice.sentence())
+                _log.warning("rank %d received a preemption notice: %s", self._rank, notice.sentence())
                 self._on_notice(notice)

@@ -133,7 +133,7 @@ class StepProfile:
             )
         if not self.complete:
             raise StateError(
-                "no checkpoint but the first was measured until it was durable; wait for the next one"
+                "no checkpoint but the first has been measured until it was durable; wait for the next checkpoint"
             )
         stall = max(_middle(self._stalls), _middle(self._added))
         staged, durable = _middle(self._staged), _middle(self._durable)

@@ -54,7 +54,7 @@ def within(
     if problems:
         raise problems[0]
     if not found:
-        raise TimeoutError(f"not returned within {seconds_max:g} s")
+        raise TimeoutError(f"the call did not return within {seconds_max:g} s")
     return found[0]
 
 

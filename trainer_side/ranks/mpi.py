@@ -267,7 +267,8 @@ class MpiStagerPort:
                 nbytes = status.Get_count(MPI.BYTE)
                 if not 0 <= nbytes <= MAX_MESSAGE_BYTES:
                     raise ProtocolError(
-                        f"stager: control message of {nbytes} bytes, expected at most {MAX_MESSAGE_BYTES}"
+                        f"the stager sent a control message of {nbytes} bytes, expected at most {MAX_MESSAGE_BYTES}; "
+                        "install the same holdfast on all machines"
                     )
                 if len(self._received) < nbytes:
                     self._received = bytearray(nbytes)
@@ -501,7 +502,7 @@ def _wait(requests: list[MPI.Request], seconds_max: float, what: str) -> None:
                 continue
             if time.monotonic() > deadline:
                 raise PeerLost(
-                    f"waited {seconds_max:g} s for {what}; a process is stopped, slow, or not a part of it"
+                    f"waited {seconds_max:g} s for {what}; a process of the job is stopped, slow, or does not take part"
                 )
             time.sleep(pause_seconds)
             pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)

@@ -258,7 +258,7 @@ class Trial:
                 self._candidate.attempt,
                 took,
             )
-            _log.info("restored %s: %s", name, "; ".join(parts) or "no rank has read a byte")
+            _log.info("restored from %s: %s", name, "; ".join(parts) or "no rank has read a byte")
         if self._job.events is None:
             return
         saved_ranks = self._image.ranks if isinstance(self._image, Manifest | Layout) else 0

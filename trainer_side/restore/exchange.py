@@ -95,8 +95,8 @@ def tell(
     for rank, said in enumerate(gather(peers, struct.pack(f"<{len(own)}I", *own))):
         if len(said) != 4 * len(of_rank[rank]):
             raise ProtocolError(
-                f"rank {rank} tells {len(said)} bytes of CRCs, expected {4 * len(of_rank[rank])}; the ranks run "
-                "different versions"
+                f"rank {rank} sent {len(said)} bytes of CRCs, expected {4 * len(of_rank[rank])}; the ranks run "
+                "different versions: install the same holdfast on all machines"
             )
         crcs = struct.unpack(f"<{len(of_rank[rank])}I", said)
         told.update(

@@ -102,7 +102,7 @@ class ImageEnds:
     def __post_init__(self) -> None:
         if self.nbytes > _ENDS_BYTES_MAX:
             raise DamageError(
-                f"an image of {self.image_bytes} bytes, of which {self.nbytes} are no tensors; expected at most "
+                f"an image of {self.image_bytes} bytes has {self.nbytes} bytes outside its tensors, expected at most "
                 f"{_ENDS_BYTES_MAX}"
             )
 

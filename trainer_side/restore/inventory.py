@@ -85,7 +85,7 @@ class Found:
         assert candidate.key is not None
         if layout.digest != candidate.key.digest:
             raise DamageError(
-                f"{candidate.name}: rank {first.rank} sent another layout than that of its slices"
+                f"{candidate.name}: the layout that rank {first.rank} sent is not the layout that its slices name"
             )
         return layout
 
@@ -214,8 +214,8 @@ def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T
         return within(lambda: ask(store), seconds_max, name="holdfast-store-ask")
     except TimeoutError:
         raise StoreError(
-            f"{store.url}: rank 0 waited {seconds_max:g} s to hear what it has; the store hangs: look at its mount, "
-            "or at the network to it",
+            f"{store.url}: rank 0 waited {seconds_max:g} s for the list of checkpoints; the store hangs: look at its "
+            "mount, or at the network to it",
             retriable=True,
         ) from None
 
@@ -275,7 +275,8 @@ def newest_attempt(
                 error = refused
             else:
                 _log.warning(
-                    "the newest attempt is that of the tiers, as the store does not answer: %s", refused
+                    "the store does not answer, so the newest attempt is the newest that the local tiers have: %s",
+                    refused,
                 )
     agree(peers, error)
     return max(newest, int(peers.broadcast(b"%d" % said if peers.rank == 0 else None)))

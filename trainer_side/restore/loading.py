@@ -73,7 +73,8 @@ def check(
     """
     if not isinstance(tree, dict):
         raise StateError(
-            f"step {step}: the file holds a {type(tree).__name__}, not the state of a Checkpointer"
+            f"step {step}: expected a dict, which the state of a Checkpointer is, the file holds a "
+            f"{type(tree).__name__}; look at it with `holdfast inspect`"
         )
     lacking = sorted(set(state) - set(tree))
     missing = [name for name in lacking if name not in may_lack]
@@ -85,12 +86,15 @@ def check(
         )
     if lacking:
         _log.warning(
-            "step %d: not in the checkpoint, so it stays as it is: %s", step, ", ".join(map(repr, lacking))
+            "step %d: the checkpoint does not have these names, so they keep the script's values: %s",
+            step,
+            ", ".join(map(repr, lacking)),
         )
     mute = [name for name, value in state.items() if _savable(value) and not _loadable(value)]
     if mute:
         raise StateError(
-            f"{', '.join(map(repr, mute))}: has state_dict(), but no load_state_dict() to restore it with"
+            f"{', '.join(map(repr, mute))}: state_dict() is there, but load_state_dict() is missing; add it, so that "
+            "the object can be restored"
         )
     others = [
         of_another_object(name, state[name], part, tree[name]) for name, part in live.items() if name in tree
@@ -103,7 +107,9 @@ def check(
     extra = [name for name in tree if name not in state]
     if extra:
         _log.warning(
-            "step %d: not restored, as the state does not name it: %s", step, ", ".join(map(repr, extra))
+            "step %d: the state does not have these names of the checkpoint, so they are not restored: %s",
+            step,
+            ", ".join(map(repr, extra)),
         )
     wrong, converted = _differences(state, live, tree)
     if wrong:
@@ -111,7 +117,7 @@ def check(
             f"step {step}: the checkpoint has other shapes than this state: {_few(wrong)}; nothing was loaded"
         )
     if converted:
-        _log.warning("step %d: values are converted as they are loaded: %s", step, _few(converted))
+        _log.warning("step %d: values are converted to the dtypes of the state: %s", step, _few(converted))
 
 
 def _differences(state: Mapping[str, Any], live: Mapping[str, Any], tree: Any) -> tuple[list[str], list[str]]:
@@ -195,7 +201,7 @@ def _load_per_rank(name: str, value: PerRank, blobs: Any, *, rank: int, ranks: i
         )
     if rank >= len(blobs):
         _log.warning(
-            "%s: the checkpoint is of %d ranks and has nothing for rank %d, which keeps what it has",
+            "%s: the checkpoint has values of %d ranks and none for rank %d, so that rank keeps the script's value",
             name,
             len(blobs),
             rank,
@@ -230,7 +236,7 @@ def _refusal_named(name: str, value: Any) -> Iterator[None]:
         yield
     except Exception as error:  # the user's code may raise anything; it is named, and kept as the cause
         raise StateError(
-            f"{name}: load_state_dict() of {type(value).__name__} refused what was saved: {error}"
+            f"{name}: load_state_dict() of {type(value).__name__} refused the saved state: {error}"
         ) from error
 
 

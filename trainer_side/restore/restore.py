@@ -122,7 +122,9 @@ def _first_good(
         problem = trial.read()
         if problem is None:
             if candidate.drift:
-                job.tell([candidate.drift], f"{candidate.name} is restored all the same: there is no other")
+                job.tell(
+                    [candidate.drift], f"{candidate.name} is restored all the same, as there is no other"
+                )
             return trial.load(skipped)
         skipped.append(f"{candidate.name}: {problem}")
         lost = True
@@ -130,7 +132,7 @@ def _first_good(
     if lost:
         reasons = "\n".join(f"  {reason}" for reason in skipped)
         raise DamageError(f"{where}: none of {len(skipped)} checkpoints can be used:\n{reasons}")
-    job.tell(skipped, "there is nothing else: the run begins anew")
+    job.tell(skipped, "there is no other checkpoint, so the run begins anew")
     return None
 
 
@@ -153,7 +155,7 @@ def _go_without(
     if not without_store:
         raise StoreError(
             f"{silent}. Nearer places (local tiers, the stager's ring) hold {newest.name} whole, but the store "
-            "may hold a newer one. To go on from it all the same, set restore_without_store = true"
+            f"may hold a newer one. To go on from {newest.name} all the same, set restore_without_store = true"
         ) from silent
     job.tell(
         [f"the store does not answer: {silent}"], f"going on from {newest.name}, the newest of the tiers"

@@ -162,12 +162,14 @@ class RingSlices:
         frame = frames[bisect.bisect_right(begins, offset) - 1]
         spans = _cut(frame, offset, nbytes)
         if sum(span.nbytes for span in spans) != nbytes:
-            raise DamageError(f"{nbytes} bytes from {offset}: the frame of chunk {frame.chunk} ends before")
+            raise DamageError(
+                f"{nbytes} bytes from byte {offset} were asked for, but the frame of chunk {frame.chunk} ends before"
+            )
         return frame.chunk, spans
 
     def _bytes(self, kept: Kept, chunk: int, offset: int, nbytes: int) -> bytes:
         if self._gone or self._fetch is None:
-            raise StoreError(f"{self.name}: {self._gone or 'there is no stager'}")
+            raise StoreError(f"{self.name}: {self._gone or 'this job has no stager'}")
         try:
             data = self._fetch(
                 Asked.BYTES,
@@ -180,9 +182,11 @@ class RingSlices:
             self._gone = str(error)  # asked once: each further wait would be as long
             raise StoreError(f"{self.name}: {error}") from error
         if data is None:
-            raise DamageError(f"{self.name}: chunk {chunk} is no longer there: its slot was filled again")
+            raise DamageError(
+                f"{self.name}: chunk {chunk} is no longer in the ring: its slot was filled again"
+            )
         if len(data) != nbytes:
-            raise DamageError(f"{self.name}: chunk {chunk}: {len(data)} bytes came, expected {nbytes}")
+            raise DamageError(f"{self.name}: chunk {chunk}: expected {nbytes} bytes, got {len(data)}")
         return data
 
     def _blank(self, layout: Layout, chunk: int, span: Extent, view: memoryview) -> None:

@@ -135,7 +135,8 @@ class Structure:
 
         if data[: len(_ZIP_MAGIC)] != _ZIP_MAGIC:
             raise DamageError(
-                f"{self._what}: not a zip file: begins with {data[: len(_ZIP_MAGIC)]!r}, expected {_ZIP_MAGIC!r}"
+                f"{self._what}: the file is not a zip file: it begins with {data[: len(_ZIP_MAGIC)]!r}, expected "
+                f"{_ZIP_MAGIC!r}"
             )
         stream = _StructureFile(file, image, data, store)
         try:
@@ -144,8 +145,8 @@ class Structure:
                 self.tree: Any = torch.load(cast(IO[bytes], stream), map_location=note, weights_only=True)
         except pickle.UnpicklingError as error:
             raise StateError(
-                f"{self._what}: torch.load(weights_only=True) does not take what is in it, though the "
-                f"bytes are those that were written; allow the types with torch.serialization.add_safe_globals: {error}"
+                f"{self._what}: torch.load(weights_only=True) refuses a type in the file, although the bytes are "
+                f"those that were written; allow the type with torch.serialization.add_safe_globals: {error}"
             ) from error
         except _NOT_READABLE as error:
             if stream.failure is not None:
@@ -246,7 +247,7 @@ class _Nowhere:
 
     def read_into(self, _name: str, offset: int, buffer: memoryview) -> None:
         raise DamageError(
-            f"{self._what}: torch asks for {buffer.nbytes} bytes at {offset}, where only tensors lie"
+            f"{self._what}: torch asks for {buffer.nbytes} bytes at byte {offset}, where only tensors may be"
         )
 
 

@@ -102,7 +102,7 @@ class RanksAgreeing:
         except (StateError, type(error)):
             raise
         except HoldfastError:
-            _log.debug("nobody has heard the refusal", exc_info=True)
+            _log.debug("the refusal could not be sent to the other ranks", exc_info=True)
 
     def _say_rank0_only(self, paths: Sequence[str]) -> None:
         """Once for each tensor: other ranks have other bytes there, which no checkpoint has."""
@@ -113,12 +113,12 @@ class RanksAgreeing:
         self._events.emit("rank0_only", {"tensors": news})
         if statistics := [path for path in news if is_statistic(path)]:
             _log.info(
-                "statistics of BatchNorm differ between the ranks, as they do; rank 0's are saved: %s",
+                "running statistics of BatchNorm differ between the ranks, which is normal; rank 0's are saved: %s",
                 some(statistics),
             )
         if others := [path for path in news if not is_statistic(path)]:
             _log.warning(
-                "rank 0's %s is saved, and other ranks hold other bytes there, which no checkpoint has; if each rank "
-                "is to keep its own (a random number generator, say), hand it over as PerRank(...)",
+                "only rank 0's value of %s is saved, and other ranks have another value there; if each rank must keep "
+                "its own (a random number generator, for example), wrap it in PerRank(...)",
                 some(others),
             )

@@ -45,9 +45,9 @@ def areas_max(layout: Layout, *, in_flight_max: int, host_bytes_max: int | None)
     rank = max(areas, key=areas.__getitem__)
     if areas[rank] > host_bytes_max:
         raise ConfigError(
-            f"trainer setting host_bytes_max: one staging area takes {areas[rank]} bytes, the slice of rank {rank} of "
-            f"an image of {layout.image_bytes}, got {host_bytes_max}; raise it, or train on more than {layout.ranks} "
-            "ranks: each takes its share"
+            f"trainer setting host_bytes_max: expected at least {areas[rank]} bytes, which one staging area takes for "
+            f"the slice of rank {rank} of an image of {layout.image_bytes} bytes, got {host_bytes_max}; raise it, or "
+            f"train on more than {layout.ranks} ranks, so that each slice is smaller"
         )
     return min(in_flight_max, host_bytes_max // areas[rank])
 
@@ -147,7 +147,7 @@ class Areas:
             RuntimeError,
         ) as error:  # torch's own for memory; training goes on with what there is
             _log.warning(
-                "no memory for a staging area beside the %d there are; lower in_flight_max: %s",
+                "no memory for one more staging area, %d are in use; lower in_flight_max, or free memory: %s",
                 len(self._areas),
                 error,
             )

@@ -188,8 +188,8 @@ class Copier:
         job.give_up(reason)
         step = job.transfer.step
         _log.error(
-            "rank %d waited %g s for its own copy thread to end the copy of step %d; the step is given up, training "
-            "goes on. Is the memory being swapped, or the device stuck?",
+            "rank %d waited %g s for its own copy thread to end the copy of step %d; the step is given up, and "
+            "training goes on. Look whether memory is being swapped, or the device hangs",
             self._link.rank,
             self._seconds_max,
             step,

@@ -86,8 +86,9 @@ class HookProof:
         if not self._said:
             self._said = True
             _log.warning(
-                "%s was changed after save(%d), and %s: what changes parameters outside of a step of their optimizer "
-                "does not wait for a copy. From now on save() returns only when its copy is done. To be faster, call "
+                "%s was changed after save(%d), and %s: code that changes parameters outside of the step of their "
+                "optimizer does not wait for the copy. From now on save() returns only when its copy is done. To be "
+                "faster, call "
                 "checkpointer.wait_copied() before such changes, or make them in `with checkpointer.changing():`",
                 path,
                 step,

@@ -120,7 +120,7 @@ class Room:
             if not flight.released.wait(max(0.0, deadline - time.monotonic())):
                 raise NoRoom(
                     DeclineCause.BUSY.because(
-                        f"step {flight.step} is still read from an area that is needed for other slices"
+                        f"step {flight.step} is still being sent from a staging area that is needed for other slices"
                     )
                 )
 

@@ -196,7 +196,7 @@ def _device(sources: Sequence[StorageSource | None]) -> torch.device | None:
     devices = {source.device for source in sources if source is not None and source.device.type == "cuda"}
     if len(devices) > 1:
         raise StateError(
-            f"tensors of the state lie on {' and '.join(sorted(map(str, devices)))}; those of one rank may lie on one "
-            "device, and in host memory: give each device a rank of its own"
+            f"tensors of the state lie on {' and '.join(sorted(map(str, devices)))}; expected the tensors of a rank on "
+            "one device and in host memory: give each device a rank of its own"
         )
     return devices.pop() if devices else None

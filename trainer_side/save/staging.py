@@ -59,8 +59,8 @@ def _register(memory: torch.Tensor) -> None:
     code = int(runtime.cudaHostRegister(address, nbytes, 0))
     if code:
         _log.warning(
-            "CUDA does not register %d bytes of a local tier (error %d): copies from the device into it hold up the "
-            "CPU; is the limit of locked memory (ulimit -l) too low?",
+            "CUDA cannot register %d bytes of a local tier (error %d): copies from the device into the tier block the "
+            "CPU; raise the limit of locked memory (ulimit -l)",
             nbytes,
             code,
         )

@@ -60,8 +60,8 @@ def refuse_deep_tuples(file: IO[bytes], what: str) -> None:
     reader = torch._C.PyTorchFileReader(file)
     if tuple_depth(reader.get_record("data.pkl")) > _DEPTH_MAX:
         raise StateError(
-            f"{what}: holds a tuple that is nested deeper than {_DEPTH_MAX} levels, which no state that holdfast saves "
-            "is; find out who wrote it"
+            f"{what}: holds a tuple that is nested deeper than {_DEPTH_MAX} levels; holdfast never saves such a state, "
+            "so find out which program wrote the file"
         )
     file.seek(0)
 

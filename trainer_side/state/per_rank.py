@@ -1,10 +1,10 @@
-"""Values that differ from rank to rank, such as random number generators: every rank's own is in the checkpoint.
+"""`PerRank`: values that differ from rank to rank, such as random number generators. A checkpoint has every rank's own.
 
     rank r: PerRank(value) ─► torch.save bytes ─► length │ bytes │ zeros up to the reserve
     file:   state["rng"] = [rank 0's blob, rank 1's blob, …]            one uint8 tensor each, all of one size
 
-The blobs have a size agreed among the ranks, so that the layout of the image does not depend on what is in them. On
-disk they are ordinary tensors: plain `torch.load` reads them, and `decode` turns one back into the value.
+The ranks agree on one size for all blobs, so that the layout of the image does not depend on the values. On disk a blob
+is an ordinary tensor: plain `torch.load` reads it, and `decode` turns it back into the value.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ _SLACK_BYTES = 1024
 
 
 class PerRank:
-    """Marks a value in the state that each rank keeps for itself. For the top level of the state.
+    """Marks a value of the state that differs from rank to rank, so that a checkpoint has every rank's own.
+
+    It can stand only at the top level of the state.
 
     Args:
         value: An object with `state_dict()` and `load_state_dict()`, or tensors and plain values.
-        same_ranks: Refuse a checkpoint of another number of ranks: for what is shared out among them, such as shards of
-            data, where a rank more or less would repeat some or leave some out.
+        same_ranks: Refuse a checkpoint of another number of ranks. Set it for values that are shared out among the
+            ranks, such as shards of data: with more or fewer ranks some would be repeated or left out.
     """
 
     def __init__(self, value: Any, *, same_ranks: bool = False) -> None:
         self.value, self.same_ranks = value, same_ranks
 
     def snapshot(self) -> Any:
-        """What is saved: the value's `state_dict()`, or the value itself."""
+        """The value as a checkpoint has it: its `state_dict()`, or the value itself if it has none."""
         return self.value.state_dict() if hasattr(self.value, "state_dict") else self.value
 
     def load(self, saved: Any) -> None:
-        """Bring back what `snapshot` gave. A tensor is filled in place, a plain value is replaced (see `value`)."""
+        """Bring back a value that `snapshot` returned. A tensor is filled in place; a plain value replaces `value`."""
         if hasattr(self.value, "load_state_dict"):
             self.value.load_state_dict(saved)
         elif isinstance(self.value, torch.Tensor) and isinstance(saved, torch.Tensor):
@@ -55,7 +57,7 @@ class PerRank:
 
 
 def reserve_bytes(used_bytes: int) -> int:
-    """Room to set aside for a blob that now takes `used_bytes`: a quarter more, and 1 KiB, in whole pages."""
+    """Bytes to reserve for a blob that now takes `used_bytes`: a quarter more, and 1 KiB, in whole pages."""
     return ((used_bytes * 5 // 4 + _SLACK_BYTES) // _UNIT_BYTES + 1) * _UNIT_BYTES
 
 
@@ -63,11 +65,11 @@ def encode(value: Any, *, name: str) -> bytes:
     """The blob of `value`, without padding.
 
     Args:
-        value: What `PerRank.snapshot` gave.
-        name: Its name in the state, for messages.
+        value: The result of `PerRank.snapshot`.
+        name: Name of the value in the state, for messages.
 
     Raises:
-        StateError: `torch.save` cannot save it.
+        StateError: `torch.save` cannot save the value.
     """
     out = io.BytesIO()
     out.write(bytes(_LENGTH.size))
@@ -82,23 +84,26 @@ def encode(value: Any, *, name: str) -> bytes:
 
 
 def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "PerRank value") -> Any:
-    """The value in a blob, padded or not; its tensors on the CPU. Never runs code from the blob.
+    """Read the value back from a blob, padded or not; its tensors are on the CPU. No code in the blob is ever run.
 
     Args:
         blob: A 1-D uint8 tensor on the CPU, or its bytes.
-        name: Where it was, for messages.
+        name: Name of the value in the checkpoint, for messages.
 
     Raises:
-        DamageError: It is not what `encode` wrote.
+        DamageError: The bytes are not a blob that `encode` has written.
     """
     raw = memoryview(cast(Any, blob.contiguous().numpy()) if isinstance(blob, torch.Tensor) else blob)
     if raw.itemsize != 1 or raw.ndim != 1 or raw.nbytes < _LENGTH.size:
-        raise DamageError(f"{name}: a PerRank blob is at least {_LENGTH.size} bytes, got {raw.nbytes} bytes")
+        raise DamageError(
+            f"{name}: expected a PerRank blob of at least {_LENGTH.size} bytes, got {raw.nbytes} bytes; "
+            "take the checkpoint before this one"
+        )
     (length,) = _LENGTH.unpack_from(raw)
     if not 0 < length <= raw.nbytes - _LENGTH.size:
         raise DamageError(
-            f"{name}: the PerRank blob says it holds {length} bytes, it has {raw.nbytes - _LENGTH.size}; "
-            "take the checkpoint before"
+            f"{name}: the PerRank blob says that it holds {length} bytes, but it has {raw.nbytes - _LENGTH.size}; "
+            "take the checkpoint before this one"
         )
     file = io.BytesIO(raw[_LENGTH.size : _LENGTH.size + length])
     try:
@@ -106,5 +111,5 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may make the unpickler raise anything
         raise DamageError(
-            f"{name}: the PerRank blob cannot be read ({error}); take the checkpoint before"
+            f"{name}: the PerRank blob cannot be read ({error}); take the checkpoint before this one"
         ) from error

@@ -150,8 +150,8 @@ class Pickling:
         number = self._found.number(tensor)
         if number is None or function not in (_rebuild_tensor_v2, _rebuild_tensor_v3):
             raise StateError(
-                f"near {self._path}: a tensor of {list(tensor.shape)} is kept in something other than a dict, list or "
-                "tuple; only in those can holdfast find it"
+                f"near {self._path}: a tensor of shape {list(tensor.shape)} is inside another object than a dict, "
+                "list or tuple, where holdfast cannot find it; put it into one of these"
             )
         # Dtypes without a storage class of their own are pickled on bytes.
         dtype = tensor.dtype if function is _rebuild_tensor_v2 else torch.uint8

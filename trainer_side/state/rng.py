@@ -1,8 +1,8 @@
-"""Random number generators, saved and brought back exactly: torch on the CPU, on every CUDA device, NumPy, Python.
+"""`RngState`: the states of all random number generators (torch on CPU and CUDA, NumPy, Python), restored exactly.
 
-    state = {…, "rng": PerRank(RngState())}          each rank draws its own numbers, so each rank's own are saved
+    state = {…, "rng": PerRank(RngState())}     each rank draws its own numbers, so a checkpoint has every rank's states
 
-Only tensors, numbers, strings and lists are saved, so that `torch.load(weights_only=True)` reads them.
+The states are saved as tensors, numbers, strings and lists, which `torch.load(weights_only=True)` reads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ _TWISTER = "MT19937"
 
 
 class RngState:
-    """The global random number generators of this process, as something with a `state_dict()`. Training thread."""
+    """The global random number generators of this process, as one object with a `state_dict()`.
+
+    They are torch's on the CPU and on every CUDA device, NumPy's global one, and Python's. Put it into the state as
+    `PerRank(RngState())`. All methods must be called on the training thread.
+    """
 
     def state_dict(self) -> dict[str, Any]:
-        """All states, as they are now.
+        """The states of all generators as they are now.
 
         Raises:
             StateError: NumPy's global generator was replaced by one of another kind.
@@ -36,8 +40,8 @@ class RngState:
         kind = twister["bit_generator"]
         if kind != _TWISTER:
             raise StateError(
-                f"rng: NumPy's global generator is {kind}, only {_TWISTER} can be saved; "
-                "keep your own numpy.random.Generator and save its state as tensors and numbers"
+                f"rng: NumPy's global generator is {kind}, and only {_TWISTER} can be saved; "
+                "use a numpy.random.Generator of your own, and save its state as tensors and numbers"
             )
         version, internal, gauss_next = random.getstate()
         return {
@@ -58,10 +62,12 @@ class RngState:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. On a machine with other devices, those that both have.
+        """Set all generators to the states in `saved`.
+
+        On a machine with another number of CUDA devices, only the devices that both machines have are set.
 
         Raises:
-            StateError: It is not what `state_dict` gave.
+            StateError: `saved` is not a result of `state_dict`.
         """
         try:
             numpy, python = saved["numpy"], saved["python"]
@@ -73,11 +79,15 @@ class RngState:
             )
             random.setstate((python["version"], internal, python["gauss_next"]))
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise StateError(f"rng: not a saved RngState: {error!r}") from error
+            raise StateError(
+                f"rng: expected what RngState.state_dict() returns, got something else ({error!r}); give the RngState "
+                "the name in the state with which it was saved"
+            ) from error
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if devices != len(saved["cuda"]):
             _log.warning(
-                "rng: saved with %d CUDA devices, this machine has %d; the others go on with fresh random numbers",
+                "rng: the checkpoint has random states of %d CUDA devices, this machine has %d devices; a device "
+                "without a saved state keeps the random numbers that it has",
                 len(saved["cuda"]),
                 devices,
             )
@@ -87,10 +97,10 @@ class RngState:
 
 @contextmanager
 def apart(place: str) -> Iterator[None]:
-    """Inside, torch's generator on the CPU gives numbers that depend on `place` alone; behind, it is as it was.
+    """Inside this context torch's CPU generator depends on `place` alone; after it the generator is as it was before.
 
-    For beginning a loader, which draws the seeds of its workers: a run that resumes begins one more than a run that
-    goes through, and must not draw one number more.
+    Iterators of loaders are made inside it, because making one draws the seeds of its workers: a run that resumes makes
+    one iterator more than an uninterrupted run, and must not draw more numbers for it.
     """
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:7]))

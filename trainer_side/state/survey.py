@@ -155,8 +155,8 @@ class _Used:
         end = first + (last + 1) * tensor.itemsize
         if end > self._storage.nbytes():
             raise StateError(
-                f"{named.path} reaches to byte {end} of a storage of {self._storage.nbytes()}: its memory was given "
-                "back; save it while it is whole"
+                f"{named.path} reaches to byte {end} of a storage of {self._storage.nbytes()} bytes, because its "
+                "memory was freed; save it while it is whole"
             )
         self._first = first if self._first is None else min(self._first, first)
         self._end = max(self._end, end)

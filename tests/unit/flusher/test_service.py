@@ -173,7 +173,7 @@ def test_another_job_is_refused_while_the_stager_before_may_still_write(bench: B
         bench.service.run()
         thread.join()
     assert [kind for kind, _ in said] == ["refused", "FILLING"]
-    assert "still has the ring mapped" in said[0][1]
+    assert "still uses the ring" in said[0][1]
 
 
 def test_told_to_end_it_leaves_what_is_being_received_to_the_next_flusher(bench: Bench) -> None:

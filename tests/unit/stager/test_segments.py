@@ -87,5 +87,5 @@ def test_a_directory_that_cannot_be_used_hinders_nobody(
 ) -> None:
     (tmp_path / "file").write_bytes(b"x")
     SegmentList(tmp_path / "file").close()
-    assert f"not looked after in {tmp_path / 'file'}" in caplog.text
+    assert f"cannot be removed in {tmp_path / 'file'}" in caplog.text
     assert (tmp_path / "file").read_bytes() == b"x"

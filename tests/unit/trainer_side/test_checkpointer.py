@@ -252,7 +252,7 @@ def test_a_limit_of_memory_decides_how_many_areas_there_are(link: FakeLink) -> N
 def test_a_limit_below_one_area_is_said_at_the_first_save(link: FakeLink) -> None:
     rank = Rank(link, host_bytes_max="50KiB")
     with pytest.raises(
-        ConfigError, match=r"host_bytes_max: one staging area takes \d+ bytes.*got 51200; raise it"
+        ConfigError, match=r"host_bytes_max: expected at least \d+ bytes.*got 51200; raise it"
     ):
         rank.save(0)
     rank.checkpointer.close()
@@ -438,7 +438,9 @@ def test_what_is_still_read_is_not_given_up_for_other_slices(
     link.appointments.sparing = Sparing((1,))
     assert not rank.save(1)
     assert link.declined == {
-        1: DeclineCause.BUSY.because("step 0 is still read from an area that is needed for other slices")
+        1: DeclineCause.BUSY.because(
+            "step 0 is still being sent from a staging area that is needed for other slices"
+        )
     }
     assert not link.offers[0][0].state.final
     link.stage(0)

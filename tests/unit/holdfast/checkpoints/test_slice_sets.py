@@ -135,7 +135,7 @@ def break_layout_other(store: MemoryStore) -> str:
 
 def break_layout_garbage(store: MemoryStore) -> str:
     store.objects[layout_name(2, IMAGE.layout.digest)] = zlib.compress(b"[" * 100_000)
-    return "not readable"
+    return "cannot be read"
 
 
 def break_layout_of_huge_chunks(store: MemoryStore) -> str:

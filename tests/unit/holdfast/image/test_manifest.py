@@ -106,7 +106,7 @@ def test_a_file_that_leads_out_of_the_run_is_refused(name: str) -> None:
     ],
 )
 def test_what_contradicts_itself_is_refused_even_with_a_crc_that_holds(changes: dict[str, Any]) -> None:
-    with pytest.raises(DamageError, match="not a manifest"):
+    with pytest.raises(DamageError, match="cannot read the manifest"):
         Manifest.from_bytes(changed(**changes), source="there")
 
 

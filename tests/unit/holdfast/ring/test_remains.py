@@ -76,7 +76,7 @@ def test_what_is_told_is_read_as_it_was(ring: Ring) -> None:
     ],
 )
 def test_what_is_something_else_is_refused(rows: str) -> None:
-    with pytest.raises(ProtocolError, match="what the ring holds"):
+    with pytest.raises(ProtocolError, match="the list of the ring's contents"):
         read_held(zlib.compress(rows.encode()))
 
 

@@ -184,5 +184,5 @@ def test_a_newer_version_may_say_more_and_nonsense_is_refused() -> None:
     document = Speaker()().model_dump(mode="json")
     assert read_said({**document, "mood": "good"}, "here").pid == os.getpid()
     for wrong in ({"pid": -1}, {"ranks": "all"}, {"version": 2}, {"now_unix": "soon"}):
-        with pytest.raises(ProtocolError, match="here: says what this version does not understand"):
+        with pytest.raises(ProtocolError, match="here: this version does not understand"):
             read_said({**document, **wrong}, "here")

@@ -309,7 +309,7 @@ def test_a_loader_that_does_not_fit_is_refused() -> None:
         with pytest.raises(StateError, match="takes its samples from elsewhere"):
             sampler.follow(loader)
     mine: DataLoader[int] = DataLoader(_Squares(), batch_sampler=sampler.ahead(4))
-    with pytest.raises(StateError, match="told batches of 5, the loader reads batches of 4"):
+    with pytest.raises(StateError, match="batch_size is 5, but the loader reads batches of 4"):
         sampler.follow(mine, 5)
     with pytest.raises(StateError, match="does not tell its batch size"):
         sampler.follow([[1]])
@@ -341,7 +341,7 @@ def test_two_loops_on_one_sampler_are_refused() -> None:
     loop = sampler.follow(DataLoader(_Squares(), batch_sampler=sampler.ahead(4)))
     next(loop)
     next(sampler.batches(4))
-    with pytest.raises(StateError, match="one loop alone"):
+    with pytest.raises(StateError, match="only one loop"):
         next(loop)
 
 
@@ -388,7 +388,7 @@ def test_what_is_no_state_of_a_sampler_is_refused(saved: Any) -> None:
 
 def test_what_cannot_be_sampled_is_refused() -> None:
     for length, rank, ranks in ((0, 0, 1), (5, 2, 2), (5, -1, 2)):
-        with pytest.raises(StateError, match="expected samples, and a rank below ranks"):
+        with pytest.raises(StateError, match="expected a length of 1 or more, and a rank from 0"):
             ResumableSampler(length, seed=0, rank=rank, ranks=ranks)
     with pytest.raises(StateError, match="on_change"):
         ResumableSampler(5, seed=0, rank=0, ranks=1, on_change="ignore")  # type: ignore[arg-type]

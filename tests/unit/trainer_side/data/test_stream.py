@@ -117,7 +117,7 @@ def test_a_place_that_is_loaded_holds_for_a_loop_that_has_begun() -> None:
 
 def test_other_workers_are_refused() -> None:
     stream = ResumableStream(_source(2), rank=0, ranks=1)
-    with pytest.raises(StateError, match="expected 1 workers, as when it was saved, got 2"):
+    with pytest.raises(StateError, match="expected 1 workers, as in the checkpoint, got 2"):
         stream.load_state_dict({"source": {}, "passes": 0, "workers": 1})
 
 
@@ -130,7 +130,7 @@ def test_passes_are_counted() -> None:
 def test_what_cannot_go_on_is_refused() -> None:
     with pytest.raises(StateError, match=r"list has no state_dict\(\)"):
         ResumableStream([1, 2], rank=0, ranks=1)  # type: ignore[arg-type]
-    with pytest.raises(StateError, match="rank below ranks"):
+    with pytest.raises(StateError, match="rank from 0 to ranks - 1"):
         ResumableStream(_Counting(), rank=1, ranks=1)
     with pytest.raises(StateError, match="batch size of 1 or more"):
         next(ResumableStream(_Counting(), rank=0, ranks=1).batches(0))

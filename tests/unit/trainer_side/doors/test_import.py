@@ -143,7 +143,7 @@ class Custom:
 @pytest.mark.parametrize(
     ("state", "code", "words"),
     [
-        ({"model": Custom()}, 3, "weights_only=True) does not take"),
+        ({"model": Custom()}, 3, "weights_only=True) refuses"),
         (torch.ones(2), 3, "holds a Tensor, expected a dict of names; --under model"),
         ({"a/b": torch.ones(1)}, 3, "'a/b' cannot stand at the top"),
         ({}, 2, "none is left"),

@@ -89,7 +89,7 @@ def test_a_lost_stager_ends_every_wait_and_is_said_once(
     assert (later.state, later.released.is_set()) == (TransferState.DECLINED, True)
     with pytest.raises(type(link.problem)):
         link.agree(Proposal("d", [], 1, {}))
-    assert len([r for r in caplog.records if "NO MORE CHECKPOINTS" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "no more checkpoints are taken" in r.getMessage()]) == 1
     link.close(seconds_max=SECONDS_MAX)
     assert port.left
 
@@ -198,7 +198,7 @@ def test_a_stager_that_says_nonsense_of_a_step_is_given_up(
     assert not waiting.is_alive(), "training waits for a step that nobody will confirm"
     assert link.problem is not None
     link.notice(Notice(NoticeKind.TERMINATE, time.time() + 60, "aws"))
-    assert "without the stager nobody brings the ranks to one step" in caplog.text
+    assert "the stager is lost, so no step is named" in caplog.text
     link.close(wait_for=TransferState.STAGED, seconds_max=0.0)
 
 

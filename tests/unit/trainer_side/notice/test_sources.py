@@ -190,13 +190,13 @@ def test_a_server_that_hangs_drips_refuses_or_fails_is_an_error(
 ) -> None:
     source = cloud(server.environ, seconds_max=_SECONDS_MAX)
     server.hanging.set()
-    with pytest.raises(SourceError, match="no whole answer within"):
+    with pytest.raises(SourceError, match="did not send a whole answer within"):
         source.look()
     server.hanging.clear()
     for path in (AWS_TOKEN, GCP_PREEMPTED, AZURE_EVENTS):
         server.forced[path] = (200, "x" * 1000, {})
     server.dripping = True
-    with pytest.raises(SourceError, match="no whole answer within"):
+    with pytest.raises(SourceError, match="did not send a whole answer within"):
         source.look()
     server.dripping = False
     for path in (AWS_TOKEN, GCP_PREEMPTED, AZURE_EVENTS):

@@ -182,7 +182,7 @@ def test_a_store_that_hangs_is_one_that_does_not_answer(
 ) -> None:
     store = HangingStore(tmp_path / "run", hanging)
     tiers: list[list[Tier]] = [[DictTier().put(saved(5), rank)] for rank in range(2)]
-    said = r"rank 0 waited 0\.3 s to hear what it has; the store hangs"
+    said = r"rank 0 waited 0\.3 s for the list of checkpoints; the store hangs"
     with pytest.raises(StoreError, match=rf"(?s){said}.*step 5 \(attempt 1\) whole.*restore_without_store"):
         bring_back(store, tiers, seconds_max=0.6)
     results, targets = bring_back(store, tiers, seconds_max=0.6, without_store=True)

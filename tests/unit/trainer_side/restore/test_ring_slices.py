@@ -142,4 +142,4 @@ def test_a_chunk_whose_slot_is_filled_meanwhile_comes_from_the_store(
         return fetch(asked, **question)  # type: ignore[arg-type]
 
     results = assert_step(*bring_back(store, [[], []], fetch=filled_after_the_look), 5)
-    assert "no longer there" in results[0].mended[0]
+    assert "no longer in the ring" in results[0].mended[0]

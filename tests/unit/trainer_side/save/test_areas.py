@@ -82,7 +82,7 @@ def test_no_memory_for_another_area_costs_no_training(caplog: pytest.LogCaptureF
     assert areas.take() is None
     assert areas.take() is None
     assert areas.count_max == 1
-    assert caplog.text.count("no memory for a staging area beside the 1 there are") == 1
+    assert caplog.text.count("no memory for one more staging area, 1 are in use") == 1
     before.released.set()
     assert areas.take() is not None
 
@@ -149,7 +149,7 @@ def test_a_limit_below_one_slice_is_refused_by_name_with_what_to_do() -> None:
     with pytest.raises(ConfigError) as caught:
         areas_max(layout, in_flight_max=1, host_bytes_max=area_bytes(layout, largest) - 1)
     assert str(caught.value) == (
-        f"trainer setting host_bytes_max: one staging area takes {area_bytes(layout, largest)} bytes, the slice of "
-        f"rank {largest} of an image of {layout.image_bytes}, got {area_bytes(layout, largest) - 1}; raise it, or "
-        "train on more than 2 ranks: each takes its share"
+        f"trainer setting host_bytes_max: expected at least {area_bytes(layout, largest)} bytes, which one staging "
+        f"area takes for the slice of rank {largest} of an image of {layout.image_bytes} bytes, got "
+        f"{area_bytes(layout, largest) - 1}; raise it, or train on more than 2 ranks, so that each slice is smaller"
     )

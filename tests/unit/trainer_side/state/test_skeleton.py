@@ -409,7 +409,7 @@ class _Subclass(torch.Tensor):
         (torch.zeros(3).as_subclass(_Subclass), "^outer/inner/1 is a tensor subclass .*_Subclass"),
         (torch.zeros(3).untyped_storage(), "^outer/inner/1 is a bare storage"),
         (torch.nn.parameter.UninitializedParameter(), "^outer/inner/1 is a parameter without a shape"),
-        ({torch.zeros(2)}, "something other than a dict, list or tuple"),
+        ({torch.zeros(2)}, "another object than a dict, list or tuple"),
         (PerRank(1), "^outer/inner/1 is a PerRank below the top level"),
     ],
 )

@@ -220,13 +220,13 @@ def test_closing_waits_for_the_verdicts_of_all() -> None:
     ("message", "problem"),
     [
         (b"what?", "rank 1: control message of 5 bytes"),
-        (wire.encode(Kind.BYE)[:-1] + b"?", "rank 1: control message: crc32"),
+        (wire.encode(Kind.BYE)[:-1] + b"?", "rank 1: control message: expected CRC-32"),
         (wire.encode(Kind.OFFER, step=3), "rank 1 sent OFFER to rank 0, which it must not"),
         (wire.encode(Kind.COMPLETE, attempt=1, step=3), "rank 1 sent COMPLETE to rank 0"),
         (wire.encode(Kind.ROOM, arg=3), "rank 1 sent ROOM to rank 0"),
         (wire.encode(Kind.NOTICE), "rank 1 sent NOTICE to rank 0"),
         (wire.encode(Kind.READY, body=b'{"code": 3}'), "READY: code is 3, expected str"),
-        (wire.encode(Kind.PROPOSE, body=b"no"), "PROPOSE: body cannot be unpacked"),
+        (wire.encode(Kind.PROPOSE, body=b"no"), "PROPOSE: the body cannot be unpacked"),
     ],
 )
 def test_a_message_that_no_rank_may_send_ends_the_council_by_name(message: bytes, problem: str) -> None:
