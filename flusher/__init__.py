@@ -1,12 +1,12 @@
-"""Lv.2: the process outside the MPI job that owns the ring and writes, publishes, verifies and prunes.
+"""Lv.2, the flusher: a process outside the MPI job that owns the ring and writes checkpoints to the store.
 
 stager ─ ─ doorbell ─ ─► stager_desk ─► service (the loop) ─► engine ─► pipeline (pure) ─► jobs, in workers ─► store
-                                            └─► upkeep: read back, retention
+                                            └─► upkeep: read-back, retention
 
-command    `holdfast flusher`        lifetime   start to end        instance, tenure   one a machine, one a run
-flight     one checkpoint: what came, what is written               steps    the pipeline's words: events, actions
-progress   what the store has of it, for the next flusher           recovery what a ring holds that nobody spoke of
-listener, ends    who hears how a checkpoint ended, also later      workers   the threads
-held, later, retention    a store that fails; what is tried again; what may go (pure)
-slices     those that ranks wrote to the store themselves, made into files
+command    `holdfast flusher`            lifetime    from start to end        tenure      one flusher for each run
+flight     one checkpoint: which chunks have come, and which are written      steps       events and actions of pipeline
+progress   the record of written parts, for the next flusher                  recovery    takes over a ring
+listener   the processes that are told how a checkpoint ended                 workers     the threads
+held       retries while the store fails                                      retention   which checkpoints go (pure)
+stored_slices    makes files of the slices that ranks have written to the store themselves
 """

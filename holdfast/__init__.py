@@ -1,23 +1,22 @@
-"""The contract leaf of holdfast: everything two roles must agree on, defined once.
+"""The contract leaf of holdfast: everything that two roles must agree on, defined once.
 
-No torch, no MPI, and no import of the three roles (`trainer_side`, `stager`, `flusher`), so that each of them can
-crash, be upgraded and be tested alone, and the command-line tools work where neither torch nor MPI is installed.
+It imports no torch, no MPI, and none of the four packages above it (`trainer_side`, `stager`, `flusher`,
+`operator_side`). So each role can crash, be upgraded and be tested alone, and the command-line tools work where neither
+torch nor MPI is installed.
 
-the image      layout, layout_index   where every byte lies, and which rank sends it      crc, chunkwork   its sums
-               slices, slice_sets, assembly   one rank's share of it, in tiers and store; put together again
-the transfer   wire       frames between trainers and stager      agreement, replicas   do all ranks hold the same?
-               session    the stager's view, as a pure state machine: session_steps what goes in and out,
-                          session_admission which offers are taken, session_slots the ring's slots, session_checkpoint
-on the node    ring, journal   chunks in shared memory            ipc, runtime   stager and flusher; where it all lies
-               keeper     `holdfast run` wants the ring to stay
-in the store   storage/   POSIX, S3, fsspec    manifest, sealed, publish   what makes a checkpoint exist
-               claim      one writer           catalog, verify    which there are, and are they good
-one step       notices/   step_agreement, messages   all ranks act at one step
-               decider, notice, worth     one checkpoint of all ranks before a machine goes
-               sparing    which ranks then send only what they alone have
-how often      policy/    what to advise          pace   what travels about it
-for everybody  config, errors, events, faultpoint       causes, metrics, metrics_page   why not, counted, served
-people         cli, commands/, doctor/, launch, supervise/ (`holdfast run`), cluster/ (machines on AWS)
+image/         where every byte of a checkpoint is, and which rank sends it: layout, chunks, slices, manifest, replicas
+ring/          the shared memory between stager and flusher: ring, journal, directory, doorbell, remains
+wire/          the messages between training ranks and stager: frames, and how the ranks agree on a layout
+notices/       preemption notices: whether a step is worth saving, and how all ranks save the same one
+store/         where checkpoints go: POSIX, S3 and fsspec behind one interface, with retries
+checkpoints/   which checkpoints a store has: publishing, the claim of the one writer, catalog, slice sets, assembly
+telemetry/     what a running process tells: events, metrics, spans, status
+policy/        the arithmetic of `every="auto"` and `holdfast tune`: cost, interval, governor, advice
+command/       the frame of the `holdfast` command: entry point, output, help, places of files
+
+errors, config         the public errors and settings       crc, sealed     checksums, and JSON documents with one
+supervised, mpirun     lines from a job to its supervisor, and the mpirun command line
+process, faultpoint    CPU priority, and the named points at which tests kill a process
 """
 
 __version__ = "0.1.0"

@@ -1,35 +1,24 @@
-"""Lv.0: what a training script imports. The only package of holdfast that may import torch.
+"""Lv.0, the training processes: the package that a training script imports. Only this package may import torch.
 
-save ─► plan ─► room ─► copy behind the gate ─► link (the one MPI thread) ══MPI══► stager
-                                             └► keeper ─► local tiers (tiers/)
-restore ◄── local tiers and store, shared out among the ranks            notices of the machine's end ◄── notice/
+save() ──► state/ (the tensors and plain values) ──► save/ (the copy) ──► link/ (one MPI thread) ══MPI══► stager
+                                                          └──► tiers/ (local tiers of this rank)
+restore() ◄── restore/ ◄── local tiers, the stager's ring, the store        notice/ ◄── the cloud's metadata server
 
-Start with `checkpointer`, then read the way of one save.
+Start with `checkpointer.py`, then follow one save.
 
-for the script   checkpointer, per_rank, rng, distributed; in the loops of others: frameworks/
-the data         data     which samples, and the cursor         permutation   the order of an epoch
-                 stream   samples without a number              seeded   augmentations
-how often        pace/    every="auto": profile, governor, schedule
-a save           saver    from call to return                   planner   what is copied, as all ranks agreed
-                 room     areas and slots, the wait for them    ledger    what became of each
-the state        state, outline, survey   its tensors, and who may change them
-                 table    what the ranks compare                recall    the quick way where only values have changed
-                 snapshot plain values as they were, for a pickle that is made later
-the file         skeleton its bytes without the tensors', made of image, zip_parts, pickling, blobs
-the copy         copier   the thread                            gate, split_step    who waits for it
-                 copy_plan   in which order                     copy_engine, device_copy   how
-                 staging, areas, huge, slot_memory   where to   fingerprint   of the replicas
-to the stager    link     the MPI thread                        mpi       the only MPI calls
-                 outbox   all steps on their way                questions what the stager is asked
-                 outgoing, transfer, verdicts   one of them, and what was said of it    pauses   of the thread
-                 joining  how a rank meets its job              alone     in place of the link
-back             restore, trial   one candidate after the other
-                 findings, sources, origins   what there is, and where
-                 rounds, reading, windows, received, crew   bytes into tensors, all of them checked
-                 structure, described, nesting, loading     from the pickle to live objects
-                 agreeing, peers   what all ranks do together   patience  calls that may never return
-                 checks   the trainers' part of `holdfast doctor`
-others           doors/   what `holdfast export` and `holdfast import` need torch for
+for scripts   checkpointer, state/per_rank, state/rng, ranks/distributed; frameworks/ for the loops of frameworks
+data/         samplers and streams that resume at the exact sample
+state/        the user's state as the bytes of one portable file, without a copy of the tensors
+save/         from `save()` to a filled staging area: plan, room, copy thread, the gate that holds optimizers back
+link/         this rank's side of the connection to the stager, and its replacement in a job without a stager
+restore/      from the nearest good checkpoint into live tensors: inventory, choice, reading, exchange, loading
+tiers/        local tiers in memory, persistent memory, files and the store
+ranks/        MPI, torch.distributed, deadlines
+notice/       preemption notices of this machine, and the step at which all ranks save after one
+pace/         `every="auto"`: measures what checkpoints cost, and asks for another interval
+doors/        the parts of `holdfast export` and `holdfast import` that need torch
+joining, ledger, transfer, checks    how a rank joins the job, the counts of its checkpoints, the state of one step on
+              its way, and the trainers' part of `holdfast doctor`
 """
 
 from trainer_side.checkpointer import Checkpointer

@@ -1,9 +1,9 @@
-"""The spot watch: who says that this machine will be taken away, and what the ranks then do together.
+"""Preemption notices: sources that tell of the end of this machine, and the step at which all ranks then save.
 
 aws, azure, gcp (http) ────────┐
 signals ───────────────────────┴► watch ─► link ══► stager: holdfast/notices/decider.py ══► appointments: save at step n
-                                     or ─► council ══► rank 0: chair, likewise ══► (a job without a stager)
+                                     or ─► council ══► rank 0: chair (a job without a stager) ══► the same
 
-source: what a source is.   open_sources: which of them are asked, and by which rank.
-promises: a rank's side of the agreement on a step, for notices and intervals.
+source: the interface of a source.   open_sources: chooses the sources, and the rank that asks them.
+promises: a rank's side of the agreement on a step, for notices and for intervals.
 """

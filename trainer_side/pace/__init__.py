@@ -1,7 +1,8 @@
-"""`every="auto"`: how often this job saves, by what its checkpoints cost it.
+"""`every="auto"`: the interval between the checkpoints of this job, chosen from what they cost.
 
-    rank 0       profile ─► governor (holdfast/policy) ─► pacer ── WISH ──► stager: stager/interval_agreement.py
-    every rank   schedule ◄────────────────────────────── SAVE_EVERY ────────────────┘
+    rank 0       step_profile ─► governor (holdfast/policy) ─► pacer ── WISH ──► stager: stager/interval_agreement.py
+    every rank   link/schedule ◄─────────────────────────── SAVE_EVERY ────────────────┘
 
-schedule: at which steps this rank saves, the same on all.   pacer: measures and wishes.   profile: what was measured.
+step_profile: what was measured.   pacer: asks for another interval.   link/schedule: the steps at which all ranks save.
+updates: how long the updates of the optimizers take.
 """

@@ -52,7 +52,7 @@ def test_other_devices_than_before_are_told(caplog: pytest.LogCaptureFixture) ->
     here = saved["cuda"][: torch.cuda.device_count()]
     if not here:
         RngState().load_state_dict(saved)
-        assert "saved with 1 CUDA devices, this machine has 0" in caplog.text
+        assert "random states of 1 CUDA devices, this machine has 0" in caplog.text
 
 
 @pytest.mark.parametrize("missing", ["torch", "numpy", "python"])
