@@ -1,4 +1,4 @@
-"""What every part of a flusher works with."""
+"""The objects that every part of a flusher works with."""
 
 from __future__ import annotations
 

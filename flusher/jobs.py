@@ -61,7 +61,7 @@ _log = logging.getLogger("holdfast.flusher")
 
 @dataclass(slots=True)
 class _Target:
-    """Where one checkpoint goes."""
+    """The upload to which one checkpoint goes."""
 
     upload: Upload
     file: str
@@ -71,7 +71,7 @@ class _Target:
 
 @dataclass(slots=True)
 class _Tally:
-    """What one checkpoint cost the flusher; sums over threads, so it may exceed the time that passed."""
+    """The flusher's times for one checkpoint: sums over threads, so they may exceed the time that passed."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     seconds: dict[str, float] = field(default_factory=dict)

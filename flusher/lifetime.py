@@ -1,4 +1,4 @@
-"""From start to end of a flusher process: what is taken in which order, and given back in the other.
+"""The life of a flusher process: it takes claim, ring and threads in order, and gives them back in the reverse order.
 
     lock on this machine ─► store answers ─► claim on the run ─► what dead writers left goes, but for uploads in flight
     ─► a dead flusher's ring, or a new one ─► socket ─► ready ─► Service.run ─► socket, ring, claim and lock given back

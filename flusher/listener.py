@@ -1,4 +1,4 @@
-"""Who hears what becomes of checkpoints: the stager's desk, or nobody while no stager is there."""
+"""Listeners that are told how checkpoints end: the stager's desk, or none while there is no stager."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.image.manifest import Key, Manifest
 
 
 class FlushListener(Protocol):
-    """Told in the loop's thread."""
+    """The interface of a listener; its methods are called in the loop's thread."""
 
     def began(self, key: Key, part_chunks: int) -> None:
         """The upload takes parts of so many chunks: the ring must keep that many slots for the lowest one."""
@@ -39,7 +39,7 @@ class FlushListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DurableStep:
-    """What a listener is told of a published checkpoint. Not its manifest: many of these are remembered."""
+    """A published checkpoint as a listener sees it, without its manifest, because many of these are remembered."""
 
     file: str
     pgt2_seconds: float

@@ -1,4 +1,4 @@
-"""What the store has of one checkpoint, written down beside the ring: the next flusher goes on from there.
+"""The record, beside the ring, of what the store has of one checkpoint: the next flusher goes on from there.
 
     flush-<attempt>-<step>      head: file, write-id, token, part_bytes, layout digest
                                 one line per part that the store has: its index, its segments' CRCs
@@ -35,7 +35,7 @@ class _Line(BaseModel):
 
 
 class Head(_Line):
-    """Where the checkpoint goes: all that `Store.resume` needs."""
+    """The upload of the checkpoint: all that `Store.resume` needs."""
 
     version: Literal[1] = 1
     file: Annotated[str, Field(pattern=r"^step-\d{9,19}(-a\d{3,10})?\.pt$")]

@@ -1,4 +1,4 @@
-"""What a ring holds that no message spoke of: of a dead flusher, or of a stager that went.
+"""Recovers checkpoints of a ring that no message named, because a flusher or a stager has died.
 
     checkpoint staged      ─► flushed; what a dead flusher recorded as written is not written again
     receiving              ─► waits for its stager to come back; when that is over, given up

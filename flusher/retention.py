@@ -1,4 +1,4 @@
-"""Which checkpoints of a run may go. A pure rule: the service deletes, manifest first, then the file.
+"""The rule that says which checkpoints of a run may go. It is pure: the service deletes the manifest, then the file.
 
     kept:   the newest `keep_last` good ones · every step that `keep_every` divides · the newest verified
         one, always · the newest verified one whose numbers are finite, always · the newest whose replicas are not
@@ -79,7 +79,7 @@ class StoredStep:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What is to be kept, as the settings of these names.
+    """The checkpoints to keep, as the settings of these names say.
 
     Args:
         last: How many of the newest good ones; 0 keeps all, bad ones too.

@@ -13,7 +13,7 @@ from holdfast.image.manifest import Key
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How far a dead flusher came with a checkpoint.
+    """A checkpoint that a dead flusher has begun, and how far it came.
 
     Attributes:
         part_chunks: Chunks to a part of its upload.
@@ -193,7 +193,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class FreeSlots:
-    """Nothing reads these slots any more."""
+    """Free these slots: nothing reads them any more."""
 
     slots: tuple[int, ...]
 

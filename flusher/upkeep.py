@@ -1,4 +1,4 @@
-"""After a checkpoint is durable: read it back, say so in its manifest, and remove what is no longer to be kept.
+"""Upkeep of durable checkpoints: read them back, record the result in their manifests, and remove old ones.
 
 At the start, and when a job begins, it also looks after slices that ranks wrote to the store (stored_slices.py).
 
@@ -64,7 +64,7 @@ class Pruned(NamedTuple):
 
 @dataclass(frozen=True)
 class UpkeepRules:
-    """What is done with checkpoints that are published.
+    """The settings for checkpoints that are published.
 
     Attributes:
         verify: Whether they are read back.
@@ -422,7 +422,7 @@ class _PatientStore:
 
 
 class _ReadBackStore(_PatientStore):
-    """For reading back."""
+    """The part of a store that reading back needs."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         super().read_into(name, offset, buffer)

@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Inbox:
-    """What the threads have to say to the loop. `put` from any thread; the rest from the loop."""
+    """Messages of the threads to the loop. `put` may be called from any thread, all else only from the loop."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -31,7 +31,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class Point(StrEnum):
-    """Where a process can be met, in the order of a checkpoint's life; who reaches it stands in front."""
+    """The fault points in the order of a checkpoint's life; a comment names the processes that reach each group."""
 
     SAVE_BEGUN = "save_begun"  # rank: in save(), nothing is captured or offered yet
     TENSOR_COPIED = "tensor_copied"  # rank: one tensor is in the staging buffer, others are not

@@ -1,4 +1,4 @@
-"""What a process of the job tells the supervisor: a line on stderr, which mpirun carries there (output.py).
+"""Lines on stderr with which a process of the job tells the supervisor what it does; mpirun forwards them.
 
     <01>holdfast {"began": {"rank": 3, "host": "spot-7", "pid": 4711}}       the process around a rank, rank.py
     <01>holdfast {"ended": {"rank": 3, "status": -9}}                        the same

@@ -30,7 +30,7 @@ _WAITING_MAX = 1024  # questions of one rank
 
 
 class Fetches:
-    """For the loop's thread.
+    """The requests of ranks for bytes of the ring. All methods belong to the loop's thread.
 
     Args:
         port: The trainers.

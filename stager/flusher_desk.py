@@ -1,4 +1,4 @@
-"""What the stager hears of its flusher, and how it goes on when that one has ended.
+"""Handles the flusher's messages in the stager, and takes a new flusher when the old one has ended.
 
     began, freed, durable, failed ─► events of the session
     the line is cut ─► what nobody can go on with has failed ─► another flusher is found

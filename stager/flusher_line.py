@@ -36,7 +36,7 @@ _UNSENT_MAX = (
 
 
 class FlusherLine:
-    """What the stager's loop has of its flusher. For the loop's thread.
+    """The stager's connection to its flusher. All methods belong to the loop's thread.
 
     Args:
         config: Settings.

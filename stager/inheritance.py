@@ -1,4 +1,4 @@
-"""What earlier jobs have staged in the ring, and neither ring nor store has whole: restore would not see it.
+"""Waits for checkpoints of earlier jobs that neither ring nor store has whole yet: restore would not see them.
 
     HELLO ─► anything staged by an earlier attempt? ── yes ─► all its chunks in the ring? ─ no ─► wait, deadline ─┐
                             │ no                                       │ yes: fetched from there                  │

@@ -1,4 +1,4 @@
-"""How all ranks come to another interval at the same step: rank 0 wishes, the stager proposes, every rank answers.
+"""Brings all ranks to another interval at the same step: rank 0 wishes, the stager proposes, every rank answers.
 
     WISH ─► agreeing (holdfast/notices/step_agreement.py) ── every rank has promised the step ──► from that step on
     a rank refuses, is lost, does not answer, or too many tries ─► called off: the interval stays as it was

@@ -64,7 +64,7 @@ atexit.register(_finalize)
 
 @dataclass
 class PollResult:
-    """What one poll found: `(trainer, message)` in order of arrival, and `(trainer, reason)` of newly lost ones."""
+    """Result of one poll: `(trainer, message)` in order of arrival, and `(trainer, reason)` of newly lost trainers."""
 
     messages: list[tuple[int, bytes]] = field(default_factory=list)
     lost: list[tuple[int, str]] = field(default_factory=list)

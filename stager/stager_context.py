@@ -1,4 +1,4 @@
-"""Whom the stager's parts deal with."""
+"""The objects that every part of the stager works with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stager hears of its trainers, and what it answers: messages, payloads, silence, ends.
+"""Handles everything that the stager hears of its trainers: messages, payloads, silence, ends.
 
     HELLO ─► WELCOME, when restore would see all that earlier jobs have staged
     OFFER, DECLINE, SENT, RETURN, DONE, payloads ─► events of the session        PROPOSE ─► Round

@@ -1,4 +1,4 @@
-"""How a rank meets its job: with a stager, with local tiers, or with both; what it may not be without.
+"""Lets a rank join its job: with a stager, with local tiers, or with both.
 
 a stager in the job ─► Link      HELLO ─► WELCOME: its attempt, its store
 none, but tiers     ─► NoStager  attempt: one more than any tier or the store knows of

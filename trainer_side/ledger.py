@@ -1,4 +1,4 @@
-"""What became of each `save()` of this rank, and why.
+"""The ledger of this rank: how each `save()` ended, and why.
 
     save ── begun ──► pending ── staged, durable ──► saved
       │                  └────── another rank declined it, the stager failed it ──► declined, failed ┐
@@ -21,7 +21,7 @@ from trainer_side.transfer import Transfer, TransferState
 
 @dataclass
 class Stats:
-    """What this rank has done so far.
+    """Counts and times of the checkpoints that this rank has begun, ended and declined so far.
 
     Attributes:
         saved: Steps that were taken, as far as this rank knows by now.

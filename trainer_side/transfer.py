@@ -18,7 +18,7 @@ from holdfast.telemetry.causes import Reason
 
 
 class TransferState(Enum):
-    """How far a transfer is."""
+    """State of a transfer."""
 
     OFFERED = "offered"
     SENDING = "sending"
@@ -36,7 +36,7 @@ class TransferState(Enum):
 
 
 class SliceSource(Protocol):
-    """Where this rank's bytes are read: each of `frames_of(layout, rank)` at its offset, in one piece."""
+    """The memory of this rank's bytes: each of `frames_of(layout, rank)` at its offset, in one piece."""
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the buffer; read by the link's thread until the transfer is released."""

@@ -52,7 +52,7 @@ Read = Callable[[int, int, memoryview], None]
 
 
 class Parts(Protocol):
-    """What takes an image part by part: an upload, or an open file."""
+    """A destination that takes an image part by part: an upload, or an open file."""
 
     @property
     def part_bytes(self) -> int:
@@ -84,7 +84,7 @@ class _Patch:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a manifest says of an image."""
+    """The facts of an image that a manifest states."""
 
     key: Key
     index: LayoutIndex

@@ -1,4 +1,4 @@
-"""Which checkpoints a run holds, newest first. Reads manifests only; `verification.py` reads the bytes.
+"""The list of the checkpoints of a run, newest first. It reads manifests only; `verification.py` reads the bytes.
 
     list()      every manifest, readable or not; why it cannot be used    `holdfast ls`, restore
     get(step)   one of them, by its step or the newest good one           `holdfast inspect|verify|pull URL@STEP`

@@ -57,7 +57,7 @@ _log = logging.getLogger("holdfast.claim")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which process on which machine a writer is.
+    """The process and the machine of a writer.
 
     Attributes:
         host: Name of the machine, for people.
@@ -130,7 +130,7 @@ def _started(pid: int) -> int | None:
 
 
 class _ClaimRecord(BaseModel):
-    """What a claim file says."""
+    """The content of a claim file."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -396,7 +396,7 @@ def _read(store: Store, attempt: int) -> _ClaimRecord | None:
         record = None
     if record is None:
         _log.warning(
-            "%s/%s: the claim is damaged (%s) and taken for that of a dead writer", store.url, name, reason
+            "%s/%s: damaged claim (%s), which is taken for that of a dead writer", store.url, name, reason
         )
         return None
     if record.attempt != attempt:

@@ -1,4 +1,4 @@
-"""What the run's writer is about to name or to remove, written down first: only that is cleared away after its death.
+"""Objects that the run's writer is about to name or remove, recorded first: after its death only these are removed.
 
     publish   intent ─► file ─► manifest ─► intent away
     remove    intent ─► manifest away ─► file away ─► intent away

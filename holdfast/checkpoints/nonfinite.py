@@ -17,7 +17,7 @@ _BLOCK_VALUES = 1 << 16  # what is computed of them stays in the cache of one co
 
 @dataclass(frozen=True, slots=True)
 class FloatFormat:
-    """How a dtype lies in memory.
+    """The layout of a floating-point dtype in memory.
 
     Attributes:
         nbytes: Of one value.

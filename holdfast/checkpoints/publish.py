@@ -1,4 +1,4 @@
-"""What a checkpoint is called in the store, and what its manifest says. No threads, no clock."""
+"""The name of a checkpoint in the store, and the content of its manifest. No threads, no clock."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Times:
 
 @dataclass(frozen=True)
 class ManifestFacts:
-    """What a manifest tells of a checkpoint beside its bytes.
+    """Facts about a checkpoint that its manifest states beside the bytes.
 
     Attributes:
         times: When it was staged and durable.

@@ -94,7 +94,7 @@ def is_slice_upload(write_id: str) -> bool:
 
 @dataclass
 class SliceSet:
-    """What a listing shows of one checkpoint's slices.
+    """The slices of one checkpoint, as a listing of the store shows them.
 
     Attributes:
         attempt: Of the job that wrote it. `step`: the step. `ranks`: of how many ranks.

@@ -229,7 +229,7 @@ def _combined(sums: Sequence[_Sum]) -> int:
 
 
 class _Bounds:
-    """Which entry a byte belongs to, and how far that holds. Entries without bytes play no part."""
+    """Finds the entry to which a byte belongs, and the end of that entry. Entries without bytes are left out."""
 
     def __init__(self, entries: Sequence[EntryRecord]) -> None:
         self._filled = [(index, entry) for index, entry in enumerate(entries) if entry.nbytes]

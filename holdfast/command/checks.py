@@ -1,4 +1,4 @@
-"""What `holdfast doctor` passes to the checks of a role, and what they return: entry-point group `holdfast.checks`."""
+"""The arguments and results of a role's checks for `holdfast doctor` (entry-point group `holdfast.checks`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class CheckState(StrEnum):
-    """How a check ended. `fail`: a run cannot work. `warn`: it works, but slower or less safely."""
+    """Result of a check. `fail`: a run cannot work. `warn`: a run works, but slower or less safely."""
 
     OK = "ok"
     WARN = "warn"

@@ -1,4 +1,4 @@
-"""Where a tool puts a file or a folder on this machine: there completely, or not at all.
+"""Puts a file or a folder that a tool makes in its place on this machine: completely, or not at all.
 
 place ─► .NAME.<random>.part ─► filled ─► fsync ─► rename
 """

@@ -1,1 +1,1 @@
-"""Where every byte of a checkpoint lies."""
+"""The place of every byte of a checkpoint."""

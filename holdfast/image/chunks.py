@@ -1,4 +1,4 @@
-"""What is done to the bytes of one chunk: check every sender's frame, and put the true CRCs into the zip's fields.
+"""Work on the bytes of one chunk: check every sender's frame, and put the true CRCs into the zip's fields.
 
 Both are pure functions over the slot's memory, and give the GIL back while they compute. Both may be repeated: a chunk
 that was patched by a flusher that died then is verified as it came, because the fields are zeroed first.
@@ -23,7 +23,7 @@ class Source(NamedTuple):
 
 
 class VerifyJob(Protocol):
-    """Which chunk, and what each sender stated of its frame in it."""
+    """A chunk to verify, and the CRC that each sender stated for its frame."""
 
     @property
     def key(self) -> Key: ...
@@ -39,7 +39,7 @@ class VerifyJob(Protocol):
 
 
 class PatchJob(Protocol):
-    """Which chunk, what goes where in it, which segments that touches, and their CRCs so far."""
+    """A chunk to patch: the values and their places, the segments that they change, and the CRCs of these so far."""
 
     @property
     def key(self) -> Key: ...

@@ -1,4 +1,4 @@
-"""What the flusher must know of a layout and looks up for every chunk: built once per layout.
+"""The parts of a layout that the flusher looks up for every chunk, built once per layout.
 
 The CRC fields of the zip file state the CRC of bytes that may lie in other chunks. The index says, both ways, which
 chunk waits for which entry: `needs[chunk]` and `waiting[entry]`. A field of four bytes may be cut by the end of a

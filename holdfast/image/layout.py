@@ -1,4 +1,4 @@
-"""Where every byte of the image lies, and which rank sends it.
+"""The layout: the place of every byte of the image, and the rank that sends it.
 
 The *image* is the final `torch.load` file. Its *layout* is agreed before the first byte moves, and is the same on
 every rank until the set of tensors changes:

@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 class State(StrEnum):
-    """How far a published checkpoint has come."""
+    """State of a published checkpoint."""
 
     DURABLE = "durable"
     VERIFIED = "verified"

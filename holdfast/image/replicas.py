@@ -207,7 +207,7 @@ class Divergence:
 
 
 class Replicas:
-    """What the stager knows of the replicas of one job. Not for several threads."""
+    """The stager's knowledge of the replicas of one job. Not safe for several threads."""
 
     def __init__(self) -> None:
         self._watched: dict[str, tuple[int, ...]] = {}

@@ -25,7 +25,7 @@ _Crc = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class SliceFrame(NamedTuple):
-    """What a rank has of one chunk: `extents` of the image, back to back from `offset` of the slice on."""
+    """A rank's part of one chunk: `extents` of the image, back to back from `offset` of the slice on."""
 
     chunk: int
     extents: tuple[Extent, ...]

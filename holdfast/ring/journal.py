@@ -48,7 +48,7 @@ assert (RECORD_BYTES - _PAIRS_OFFSET) // _PAIR.size >= SOURCES_MAX  # the record
 
 
 class SlotState(IntEnum):
-    """What a slot holds."""
+    """State of a slot."""
 
     FREE = 0
     FILLING = 1
@@ -59,7 +59,7 @@ _STATES = tuple(SlotState)
 
 
 class SlotRecord(NamedTuple):
-    """What the journal says of one slot. All but `slot` and `state` is 0 or empty where the state promises nothing."""
+    """The journal's record of one slot. All but `slot` and `state` is 0 or empty where the state promises nothing."""
 
     slot: int
     state: SlotState

@@ -1,4 +1,4 @@
-"""What a ring can still give of each checkpoint, and how ranks ask the stager for it.
+"""The bytes of checkpoints that a ring still has, and the messages with which ranks ask the stager for them.
 
     FULL slots   staged, or being received: the flusher has not written them yet
     FREE slots   written, and not filled again since: the bytes are still those (`holdfast/ring/journal.py`, rule 4)
@@ -38,7 +38,7 @@ _ROWS = TypeAdapter(
 
 
 class Asked(IntEnum):
-    """What a FETCH asks for."""
+    """The kind of bytes that a FETCH asks for."""
 
     HELD = 0
     LAYOUT = 1
@@ -46,7 +46,7 @@ class Asked(IntEnum):
 
 
 class HeldCheckpoint(NamedTuple):
-    """What the ring has of one checkpoint.
+    """The chunks of one checkpoint that the ring still has.
 
     Attributes:
         attempt: Of the job that saved it. `step`: the step.

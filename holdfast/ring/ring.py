@@ -48,7 +48,7 @@ _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 class CheckpointRecord(BaseModel):
-    """What is known of one checkpoint while it is in Lv.1.
+    """The record of one checkpoint while it is in the ring.
 
     Attributes:
         state: `receiving` until all slices are in the ring, then `staged`.
@@ -381,7 +381,7 @@ class Ring:
     def _check_layout(self, layout: Layout, source: str) -> None:
         if layout.chunk_bytes != self.chunk_bytes:
             raise ProtocolError(
-                f"{source}: the layout has chunks of {layout.chunk_bytes} bytes, the ring has {self.chunk_bytes}"
+                f"{source}: chunk_bytes of the layout is {layout.chunk_bytes}, the ring has {self.chunk_bytes}"
             )
 
     def _write(self, name: str, data: bytes) -> None:

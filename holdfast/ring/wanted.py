@@ -1,4 +1,4 @@
-"""Who wants the ring of a run to stay, job after job: `holdfast run`, for as long as it lives.
+"""The lock with which `holdfast run`, as long as it lives, keeps the ring of a run from job to job.
 
 A lock on a file of the run's runtime directory, which the kernel takes from the dead. A flusher with nothing left to do
 looks whether somebody has it: what is in the ring is then what the next attempt restores from.

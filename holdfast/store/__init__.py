@@ -1,4 +1,4 @@
-"""Where checkpoints go: POSIX, S3 and the rest of fsspec behind one interface (`holdfast.store.base`).
+"""Stores for checkpoints: POSIX, S3 and the rest of fsspec behind one interface (`holdfast.store.base`).
 
     open_store(url) ─► Retrying ─► PosixStore     /mnt/nfs/run, file:///mnt/nfs/run
                                ├─► S3Store        s3://bucket/run

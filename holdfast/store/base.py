@@ -1,4 +1,4 @@
-"""What a store must do, and no more: the interface that every backend keeps and the conformance suite checks.
+"""The interface of a store, which every backend keeps and the conformance suite checks.
 
 A store is one run's prefix (`/mnt/nfs/run`, `s3://bucket/run`, any fsspec URL). Names are relative to it,
 `/`-separated and never lead out of it. Big files go through an `Upload`: parts in any order from several threads,

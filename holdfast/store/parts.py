@@ -18,7 +18,7 @@ from holdfast.errors import StoreError
 
 
 class Part(NamedTuple):
-    """Where a part lies in the file."""
+    """The place of a part in the file."""
 
     offset: int
     nbytes: int

@@ -1,4 +1,4 @@
-"""What an `OSError` of a file system means for a checkpoint: try again, or a person must act.
+"""Turns an `OSError` of a file system into an error that says whether to retry or what a person must do.
 
     EACCES EPERM EROFS ENOSPC EDQUOT ...   a person mends it; what was written stays     not retriable
     EIO ESTALE ETIMEDOUT ...               a network file system comes back              retriable, within a budget

@@ -36,7 +36,7 @@ _STATFS_BYTES = 512  # more than the structure takes anywhere
 
 
 class SpareRoom:
-    """At most one file, kept for its blocks. Any thread.
+    """At most one old file, kept so that its blocks are reused. Safe for any thread.
 
     Args:
         root: The run's directory.

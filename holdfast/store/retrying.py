@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class RetryBudget:
-    """How long one call may be tried.
+    """The time for which one call may be retried.
 
     Attributes:
         attempts_max: Attempts in all.

@@ -1,4 +1,4 @@
-"""What an error of S3 means for a checkpoint: try again, or a person must act.
+"""Turns an error of S3 into an error that says whether to retry or what a person must do.
 
 boto3's own messages name neither the run nor a remedy, and never leave this package: every one becomes a
 `StoreError`.

@@ -1,4 +1,4 @@
-"""What stager and flusher remember for `holdfast status`: made of the events that they emit, as their metrics are.
+"""The facts that stager and flusher remember for `holdfast status`, made of the events that they emit.
 
     EventLog.emit ──► Board.hear ──► the newest checkpoints, what was declined, notices, troubles, ──► Board.said
                                      why the interval is what it is

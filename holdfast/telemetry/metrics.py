@@ -1,4 +1,4 @@
-"""What stager and flusher count for Prometheus: made of the events that they emit, so both say the same.
+"""The metrics of stager and flusher for Prometheus, made of the events that they emit, so both say the same.
 
     EventLog.emit ──► Metrics.hear ──► counters, histograms ─┐
                      ring's journal, store's failures ───────┴─► registry ──► /metrics (metrics_page.py)
@@ -256,7 +256,7 @@ class Metrics:
 
 
 class RingChunks(Collector):
-    """How many of the ring's chunks are in each state, looked up at each scrape.
+    """The number of the ring's chunks in each state, looked up at each scrape.
 
     A scrape may take longer than its server lives, so the ring may be unmapped only after `close`.
     """

@@ -31,7 +31,7 @@ _TIMES = (
 
 @dataclass(slots=True)
 class RankTimes:
-    """What one rank did for one checkpoint. Seconds from its `save()` by its own clock, or how long it did something.
+    """Times of one rank for one checkpoint: seconds since its `save()` by its own clock, or durations.
 
     Attributes:
         host: Where it was.

@@ -1,4 +1,4 @@
-"""What a stager or flusher says of itself to `holdfast status`: one document, bounded, checked by who reads it.
+"""The document that a stager or flusher sends to `holdfast status`: bounded in size, and checked by its reader.
 
 Times are Unix seconds, named `*_at_unix`; None where this process does not know. Whoever reads it ignores fields that
 it does not know, so either side may be of a newer version.

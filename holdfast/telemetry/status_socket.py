@@ -1,4 +1,4 @@
-"""Where a process answers `holdfast status`: a thread with a socket of its own beside the ring.
+"""The thread and the socket beside the ring with which a process answers `holdfast status`.
 
     status ─► flusher-status.sock ─► state       one packet each way, at most 64 KiB, as doorbell.py has them
     status ─► stager-status.sock  ─► state

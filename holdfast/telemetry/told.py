@@ -1,4 +1,4 @@
-"""Which events are notices and which are troubles, and their words for people: for `holdfast status` and the report."""
+"""The events that are notices or troubles, and sentences about them, for `holdfast status` and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same tensors, and how much room they all leave for what may grow.
+"""The ranks' agreement on a layout: all have the same tensors, and leave the same room for values that may grow.
 
     PROPOSE of every rank ─► tables equal? ─ yes ─► replicas equal? ─ yes ─► RESERVED: the same reserves for all
                                  └────────── no ──────────┴────────── no ──► REFUSED: which rank, which tensor, why

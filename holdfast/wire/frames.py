@@ -45,7 +45,7 @@ _SECONDS_MAX = 1e9  # what selectors and threads can wait for; also refuses infi
 
 
 class Role(IntEnum):
-    """What a process of the MPI job is, as told in the one collective exchange at start-up."""
+    """Role of a process of the MPI job, as the processes tell each other in one collective exchange at start-up."""
 
     TRAINER = 1
     STAGER = 2
@@ -279,7 +279,7 @@ def _error_classes(base: type[HoldfastError]) -> Iterator[type[HoldfastError]]:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What the stager tells each rank at start-up.
+    """The stager's message to each rank at start-up.
 
     Attributes:
         store_url: URL of the run; restore reads from it.
@@ -428,7 +428,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks leave room for, so that the layout stays the same while the pickle changes a little.
+    """The room that all ranks leave, so that the layout stays the same while the pickle changes a little.
 
     Attributes:
         pickle_reserve_bytes: Room for data.pkl.

@@ -47,7 +47,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What rank 0 has computed.
+    """The interval that rank 0 has computed and asks for.
 
     Attributes:
         every: Steps between two checkpoints.

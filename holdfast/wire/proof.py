@@ -67,7 +67,7 @@ def decode_sums(text: str, rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Proven:
-    """What the comparison has found.
+    """Result of the comparison.
 
     Attributes:
         refusal: Why nothing can be saved; empty if replicas are replicas.

@@ -1,1 +1,1 @@
-"""Who may send what, and when: pure."""
+"""The session: decides which rank may send which chunk, and when. Pure."""

@@ -1,4 +1,4 @@
-"""Whether the session takes another checkpoint: who can take part in it, what is under way, what was said of it before.
+"""Decides whether the session takes another checkpoint, by the ranks that can take part and the steps in flight.
 
     offer of step 7 ─► a verdict already? ─► the same answer
                        refused? all are told: the stager takes none, a rank is lost or silent, an older step, too many

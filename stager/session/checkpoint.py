@@ -19,7 +19,7 @@ _CREDITS_PER_RANK_MAX = 4  # enough to keep a rank sending; more only holds slot
 
 
 class Phase(Enum):
-    """Where a checkpoint is; see the drawing in `stager.session.session`."""
+    """Phase of a checkpoint; see the drawing in `stager.session.session`."""
 
     OFFERING = "offering"
     PREPARED = "prepared"

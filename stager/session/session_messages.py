@@ -1,4 +1,4 @@
-"""What goes into the stager's session and what comes out: events and actions, nothing else.
+"""Events that go into the stager's session, and actions that come out of it.
 
 The session (machine.py) is a pure function of these; the table of which event leads to which action in which
 phase is in docs/wire.md.
@@ -221,7 +221,7 @@ class GrantCredit:
 
 @dataclass(frozen=True, slots=True)
 class CancelReceive:
-    """Withdraw a posted receive: its payload will not come."""
+    """Withdraw a posted receive, because its payload will not come."""
 
     rank: int
     slot: int

@@ -1,4 +1,4 @@
-"""What a safetensors file looks like: a length, a header in JSON, the tensors back to back.
+"""The format of a safetensors file: a length, a header in JSON, the tensors back to back.
 
     u64 little-endian: bytes of the header │ {"name": {"dtype", "shape", "data_offsets"}, …, "__metadata__"} │ bytes …
 

@@ -58,7 +58,7 @@ class _TensorSlot:
 
 
 class SafetensorsPlan:
-    """What the file will be; nothing of the tensors is read yet.
+    """The plan of the file: its header and the places of its tensors, none of which is read yet.
 
     Args:
         contents: The checkpoint.

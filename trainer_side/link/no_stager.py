@@ -1,4 +1,4 @@
-"""In place of the link, in a job that has local tiers and no stager. No step goes further than into the tiers."""
+"""The replacement of the link in a job with local tiers and no stager, where no step goes further than the tiers."""
 
 from __future__ import annotations
 

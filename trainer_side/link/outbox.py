@@ -43,7 +43,7 @@ class Verdicts:
 
 
 class StagerSilence:
-    """For how long nothing was heard, as far as this process has listened.
+    """The time for which the stager was silent, counting only time in which this process has listened.
 
     Args:
         rank: Who listens.

@@ -34,7 +34,7 @@ _FRAMES_LOOKED_AT_MAX = 16  # for one that is ready and has no CRC yet; they get
 
 
 class StagerPort(Protocol):
-    """What the link needs of MPI (`trainer_side.ranks.mpi.MpiStagerPort`)."""
+    """The MPI calls that the link needs (`trainer_side.ranks.mpi.MpiStagerPort`)."""
 
     @property
     def one_machine(self) -> bool:

@@ -1,4 +1,4 @@
-"""How long the link's thread rests when nothing has happened: each look costs what training could use.
+"""The pauses of the link's thread when nothing has happened: each look costs time that training could use.
 
 busy ─► a short pause, and a longer one each time, up to what the link waits for:
 credits and answers ─ 0.5 ms      only the word that all is durable ─ 2 ms      nothing ─ 10 ms

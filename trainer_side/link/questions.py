@@ -1,4 +1,4 @@
-"""What this rank asks the stager and waits for: do all ranks hold the same tensors, and what does the ring still have?
+"""Questions of this rank to the stager: do all ranks have the same tensors, and what does the ring still have?
 
     asking thread   agree ─► PROPOSE      fetch ─► FETCH       each waits until it is answered, or for so long
     link's thread   RESERVED, REFUSED ─► agreed       FETCHED ─► fetched       the stager is lost ─► end

@@ -1,4 +1,4 @@
-"""At which steps this rank saves, with `every="auto"`: the same ones on every rank, whatever is heard when.
+"""The steps at which this rank saves with `every="auto"`: the same ones on every rank.
 
     STARTING   16 steps, then at multiples of 32, 64, … 1024: known to all without a word
        │ appointed at step S
@@ -29,7 +29,7 @@ _START_EVERY_MAX = 1024
 
 
 class SchedulePhase(Enum):
-    """Where the steps come from; see the module."""
+    """The source of the steps; see the module."""
 
     STARTING = "starting"
     PACED = "paced"

@@ -1,4 +1,4 @@
-"""What a training rank needs of the stager, whether the job has one (`Link`) or none (`NoStager`)."""
+"""The interface that a training rank has to the stager, whether the job has a stager (`Link`) or none (`NoStager`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""At which step this rank acts on a preemption notice, and what all ranks do there.
+"""The appointments of this rank: steps at which all ranks act on a preemption notice.
 
     link's or council's thread    heard(announcement) ─► the answer to a proposal: where this rank is
     training thread               reach(step) ─► waits at a promised step (promises.py) ─► Terms, or nothing is due

@@ -25,7 +25,7 @@ _BODY_BYTES_MAX = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What came back: `status` of HTTP and the body, as text."""
+    """The answer of a server: `status` of HTTP, and the body as text."""
 
     status: int
     body: str

@@ -1,4 +1,4 @@
-"""From the settings to a watch: which sources, who asks them, and which cloud this is.
+"""Makes the watch from the settings: chooses the sources and the rank that asks them, and finds out the cloud.
 
 watch = ["aws", "sigterm"]   those           watch = ["auto"]   the first whose metadata server answers, asked once
 """

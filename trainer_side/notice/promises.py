@@ -1,4 +1,4 @@
-"""How all ranks come to do something at the same step, without a collective: a rank's side.
+"""A rank's side of the agreement that lets all ranks act at the same step, without a collective operation.
 
     link's thread      heard(proposed 40) ─► not passed: promised
                        heard(appointed 40) ─► it holds          heard(called off) ─► the promise ends
@@ -21,7 +21,7 @@ Agreed = TypeVar("Agreed")
 
 
 class _Promise(NamedTuple):
-    """Not to go past `step` without the decider's word. `number`: of the proposal."""
+    """A promise not to go past `step` until the decider answers. `number` is the number of the proposal."""
 
     step: int
     number: int

@@ -1,4 +1,4 @@
-"""What every source of notices is to the watch: something that is asked now and then.
+"""The interface of a source of notices, which the watch asks now and then.
 
     Watch ── look() every few seconds ──► Source ──► Notice | None
                                             └─ SourceError: it could not be asked; said once, asked again

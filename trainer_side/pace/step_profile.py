@@ -1,4 +1,4 @@
-"""What was measured of a training and of its checkpoints: the profile of CheckFreq (FAST 2021, section 4.2).
+"""Measurements of a training and of its checkpoints: the profile of CheckFreq (FAST 2021, section 4.2).
 
     begin, begin, … ─► iterations without a save ─► median ─┐
                        iterations with one ─► what they add ┤

@@ -1,4 +1,4 @@
-"""How long the optimizers' steps take, where the gate sees them: between a hook before and one after each.
+"""The times of the optimizers' steps, measured where the gate sees them: between a hook before and one after each.
 
 Only until the first checkpoint is due: from then on the gate has its hooks to itself. On a device it is the time that
 the calls take, not the kernels: that is also what the gate holds back.

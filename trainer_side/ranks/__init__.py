@@ -1,1 +1,1 @@
-"""What a rank needs of the other ranks: MPI, torch.distributed, deadlines."""
+"""A rank's way to the other ranks: MPI, torch.distributed, deadlines."""

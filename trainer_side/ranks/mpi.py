@@ -377,7 +377,7 @@ class MpiCouncilPort:
 
 
 class MpiPeers:
-    """What restore needs of the other training ranks. Main thread, before the first step; all calls are collective.
+    """The other training ranks, as restore needs them. Main thread, before the first step; all calls are collective.
 
     Attributes:
         rank: This rank. `ranks`: how many there are.

@@ -1,4 +1,4 @@
-"""What restore asks of the other ranks: five calls, so that it needs no MPI to be tested.
+"""The interface of restore to the other ranks: five calls, so that tests need no MPI.
 
     broadcast   small bytes (manifest, structure) from one rank to all          all_agree   did everybody succeed?
     share       tensor bytes, from where they lie on one rank to where they lie on the others; queued

@@ -1,1 +1,1 @@
-"""From the nearest good checkpoint into live tensors."""
+"""Restore: from the nearest good checkpoint into live tensors."""

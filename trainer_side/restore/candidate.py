@@ -38,7 +38,7 @@ _log = logging.getLogger("holdfast.restore")
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored, and how.
+    """The checkpoint that was restored, and how.
 
     Attributes:
         step: The saved step; the next one to run is one more.
@@ -68,7 +68,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class RestoreJob:
-    """What does not change from candidate to candidate, and the tiers that hang, as `Rounds` has found them."""
+    """The parts of a restore that are the same for all candidates, and the tiers that `Rounds` found hanging."""
 
     state: Mapping[str, Any]
     store: Store | None

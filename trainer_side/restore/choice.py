@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and which rank reads which of their bytes from where: the choice alone, without any I/O.
+"""The choice of a checkpoint, and of the place from which each rank reads its bytes. It does no I/O.
 
     slices that ranks found ─┐
                              ├─► candidates, newest first; of equals the nearest first
@@ -84,7 +84,7 @@ class StoreCandidate(NamedTuple):
 
 
 class FrameSource(NamedTuple):
-    """Where a frame may be read: a slice that a rank has found, or the store (`number` is `STORE`, `rank` is -1)."""
+    """A source of a frame: a slice that a rank has found, or the store (`number` is `STORE`, `rank` is -1)."""
 
     rank: int
     number: int
@@ -213,7 +213,7 @@ class FramePiece(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What one rank reads at once, checks by one CRC, and gives to the others.
+    """Bytes that one rank reads at once, checks by one CRC, and gives to the others.
 
     Attributes:
         reader: The rank that reads it. `number`: the slice among what it found, or `STORE`.

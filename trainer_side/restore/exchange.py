@@ -1,4 +1,4 @@
-"""What came from the other ranks is checked, too: that hop may flip a bit.
+"""Checks the bytes that came from other ranks, because the exchange may flip a bit, too.
 
     of a portable file    each entry's CRC-32 is in its manifest: compare it with those of its parts, combined
     of slices            nobody knew them before: who read a part tells the others its CRC-32 (`tell`)

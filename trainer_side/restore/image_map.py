@@ -1,4 +1,4 @@
-"""What a manifest and a layout both say of an image, so that restore reads either by the same code.
+"""The facts about an image that both a manifest and a layout state, so that restore reads either by the same code.
 
 Manifest    of a portable file in the store: every entry, with its CRC-32
 Layout      of the slices that local tiers keep: the entries whose CRC-32 nobody knows yet
@@ -19,7 +19,7 @@ _ENDS_BYTES_MAX = 1 << 30  # about three million tensors, as for a layout
 
 
 class NamedPlace(Protocol):
-    """Where a named run of bytes lies in the image."""
+    """The place of a named run of bytes in the image."""
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class NamedPlace(Protocol):
 
 
 class TensorPlace(Protocol):
-    """Which entry holds a tensor."""
+    """A tensor, and the entry that has its bytes."""
 
     @property
     def path(self) -> str:

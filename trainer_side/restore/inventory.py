@@ -1,4 +1,4 @@
-"""What is there to restore from: the slices in the tiers of all ranks, and the manifests in the store.
+"""The inventory of a restore: the slices in the tiers of all ranks, and the manifests in the store.
 
     every rank: its tiers' slices ─► summaries to all ──┐
     rank 0: the store's catalog ─► summary to all ──────┴─► `choice.py` ─► the same candidates everywhere

@@ -1,4 +1,4 @@
-"""Where a rank reads its bytes from: a portable file in the store, or a slice in one of its tiers or the stager's ring.
+"""The origins of a rank's bytes: a portable file in the store, or a slice in one of its tiers or in the stager's ring.
 
 Both say for each unit where it lies in them and what its CRC-32 must be; `reading.py` does the rest.
 """
@@ -21,7 +21,7 @@ _TIER_REQUEST_BYTES = 4 << 20  # a multiple of the page size; what was read is s
 
 
 class Lying(NamedTuple):
-    """Where a unit lies: `extents` of the image, back to back from `offset` on, all covered by one CRC-32."""
+    """The place of a unit: `extents` of the image, back to back from `offset` on, all covered by one CRC-32."""
 
     extents: tuple[Extent, ...]
     offset: int

@@ -52,7 +52,7 @@ _PAGE_BYTES = 4096
 
 
 class EntryTarget(NamedTuple):
-    """Where the bytes of one entry go."""
+    """The memory to which the bytes of one entry go."""
 
     address: int
     memory: memoryview
@@ -97,7 +97,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class Use:
-    """What was read from one tier, or from the store.
+    """Count of the bytes that were read from one tier, or from the store.
 
     Attributes:
         nbytes: Read and found whole.
@@ -110,7 +110,7 @@ class Use:
 
 @dataclass
 class Reading:
-    """How one reading went, on this rank.
+    """Result of one reading on this rank.
 
     Attributes:
         error: Why the bytes cannot be used, if so; then the targets hold anything.
@@ -240,14 +240,14 @@ def _late(what: str) -> StoreError:
 
 
 class _Request(NamedTuple):
-    """One that has not returned. `limit`: by when it should have."""
+    """A read that has not returned. `limit` is the time by which it should have."""
 
     unit: Unit
     limit: float
 
 
 class _Crew:
-    """What this rank's readers share: what lies where, and where it goes. `read` may be called from several threads.
+    """The origins and targets that this rank's readers share. `read` may be called from several threads.
 
     Attributes:
         bytes_read: Of the units that were read and found whole.

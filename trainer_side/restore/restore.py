@@ -35,7 +35,7 @@ from trainer_side.tiers.tier import Tier
 
 @dataclass(frozen=True)
 class RestoreOptions:
-    """Which checkpoint is wanted, and how long and how hard to look for it.
+    """The checkpoint that is wanted, and how long and how hard to look for it.
 
     Attributes:
         step: Only this step, and no other one if it is damaged.

@@ -1,4 +1,4 @@
-"""What the stager's ring still has, as slices that a rank can read: nearer than the store, farther than own tiers.
+"""The bytes in the stager's ring, as slices that a rank can read: nearer than the store, farther than its own tiers.
 
     rank 0: what is there? ─► told to all ─┐
     the store's manifests ─────────────────┴─► checkpoints of the ring that are known to have been staged ─► slices
@@ -33,7 +33,7 @@ _ANSWER_BYTES_MAX = 8 << 20  # a request of a reader, and what lies between its 
 
 
 class Fetch(Protocol):
-    """As `trainer_side.link.link.Link.fetch`. Any thread."""
+    """The interface of `trainer_side.link.link.Link.fetch`. Safe for any thread."""
 
     def __call__(
         self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
@@ -48,7 +48,7 @@ class _Known(NamedTuple):
 
 
 class RingContents:
-    """What rank 0 was told of the ring; the same on every rank. Get one by `look`."""
+    """The contents of the ring that rank 0 was told; the same on every rank. `look` makes one."""
 
     def __init__(self, fetch: Fetch | None, held: list[HeldCheckpoint]) -> None:
         self._fetch, self._held = fetch, held
@@ -116,7 +116,7 @@ def look(fetch: Fetch | None, peers: Peers) -> RingContents:
 
 
 class RingSlices:
-    """What the ring has of each saved rank's slice, as a tier would keep it. `read_into` belongs to any thread."""
+    """The ring's part of each saved rank's slice, in a tier's form. `read_into` is safe for any thread."""
 
     name = "the stager's ring"
     nearness = Nearness.RING

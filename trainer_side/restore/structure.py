@@ -240,7 +240,7 @@ class Structure:
 
 
 class _Nowhere:
-    """What stands between head and tail where there is no portable file."""
+    """Stands in for the tensors between head and tail, where there is no portable file."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -1,4 +1,4 @@
-"""What lies in each chunk of an image, and with which requests it is read.
+"""The contents of each chunk of an image, and the requests that read them.
 
     file     │ header │ storage 0 …………………………………… │ descriptor │ header │ storage 1 │ … │ directory │
     chunks   │          0          │          1          │            2            │ …

@@ -1,1 +1,1 @@
-"""From `save()` to a filled staging area."""
+"""Save: from `save()` to a filled staging area."""

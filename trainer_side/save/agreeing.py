@@ -1,4 +1,4 @@
-"""How this rank's state is agreed on with the other ranks, before a plan is made of it.
+"""The agreement of all ranks on this rank's state, before a plan is made.
 
     collect ─► table of tensors, a checksum of each ─► PROPOSE ─► all the same ─► Agreement: the room for what may grow
        └─ fails ─► PROPOSE with the refusal ───────────► any refused, or differ ─► the same StateError on every rank

@@ -1,4 +1,4 @@
-"""Whether this job goes on with its run or begins it anew: seen before the first byte of the first save.
+"""Checks, before the first byte of the first save, whether this job goes on with its run or begins it anew.
 
     restore() was called, whatever it found ────────────────────────────────► goes on
     it was not; rank 0 looks: nothing in the store or its tiers ────────────► a new run

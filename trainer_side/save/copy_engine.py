@@ -1,4 +1,4 @@
-"""How bytes get from tensors into a staging area: host memory by memmove, a device through a stream of its own.
+"""Copies bytes from tensors into a staging area: from host memory by memmove, from a device through its own stream.
 
     CopyEngine ─┬─ host batches:   memmove, piece by piece; no torch call, no thread pool
                 └─ device batches: `DeviceCopy` (device_copy.py), made when the first tensor is on a device

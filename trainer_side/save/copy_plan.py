@@ -1,4 +1,4 @@
-"""What is copied where, in which order, and how much at a time. Pure: addresses and sizes, no bytes.
+"""The plan of a copy: sources, places, order and sizes of the batches. Pure: addresses and sizes, no bytes.
 
     layout.sends(rank):   chunk 0: ─piece─ ─piece─   chunk 1: ─────piece─────   …
     staging area:         │ piece │ piece │pad│ piece        │pad│ …       each frame begins on a page

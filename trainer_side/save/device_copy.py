@@ -42,7 +42,7 @@ class StreamEvent(Protocol):
 
 
 class DeviceLane(Protocol):
-    """What is needed of a device."""
+    """The calls to a device that a copy needs."""
 
     def beside(self, after: StreamEvent | None) -> AbstractContextManager[None]:
         """Work of this thread goes to a stream of its own meanwhile, behind `after`."""

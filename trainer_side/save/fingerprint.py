@@ -38,7 +38,7 @@ class _Gathered:
 
 
 class Fingerprints:
-    """Of one checkpoint. Made and begun by the training thread, ended by the copy thread.
+    """The fingerprints of one checkpoint. The training thread makes and begins them, the copy thread ends them.
 
     Args:
         entries: Those that are watched (`holdfast.image.replicas.watched`).

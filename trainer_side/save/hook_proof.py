@@ -1,4 +1,4 @@
-"""Whether the hooks of the optimizers are called before what they hold back is changed: shown in the job, not assumed.
+"""Shows in the job, without assuming it, that the hooks of optimizers are called before parameters are changed.
 
     save() ─► SavedInstant ── a hook is called: nothing that its optimizer updates has changed since ─► it is proven
                             ├ something has changed before a hook was called ────────────────────────► escaped
@@ -27,7 +27,7 @@ _CLEAN_MAX = 1024
 
 
 class HookProof:
-    """What is known of the hooks. Training thread, except `escaped`.
+    """The knowledge about the hooks so far. All methods belong to the training thread, except `escaped`.
 
     Args:
         optimizers: All that have a hook of the gate, or should have one.

@@ -33,7 +33,7 @@ _LOOK_SECONDS = 0.05  # while waiting: how soon it is seen that another rank has
 
 
 class NoRoom(Exception):
-    """There is none for this step."""
+    """There is no room for this step."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.text)
@@ -42,7 +42,7 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True)
 class StepPlace:
-    """What one step has on this rank.
+    """The areas and slots that one step has on this rank.
 
     Attributes:
         area: Where its slice is copied to.

@@ -1,4 +1,4 @@
-"""What this rank copies at a `save()`: the plan that all ranks have agreed on, kept until the tensors are others.
+"""The planner: finds what this rank copies at a `save()`, by a plan that all ranks agree on and keep while they can.
 
     take(state): the tensors of the plan ───────────────────────────────────────► Plan, Capture
                  other tensors, or none before ─► all ranks agree ─► a new plan ─► Plan, Capture
@@ -35,7 +35,7 @@ _CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What is the same at every save of the same tensors.
+    """The parts of a save that are the same as long as the tensors are the same.
 
     Attributes:
         skeleton: The image, with a place for every byte.

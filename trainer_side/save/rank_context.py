@@ -1,4 +1,4 @@
-"""What every part of a save works with on this rank."""
+"""The objects that every part of a save works with on this rank."""
 
 from __future__ import annotations
 

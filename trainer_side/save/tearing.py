@@ -1,4 +1,4 @@
-"""Whether what is copied behind the gate is still what it was at `save()`; if not, the copy is torn, and not used.
+"""Checks that bytes copied behind the gate are still those of `save()`; otherwise the copy is torn, and not used.
 
     save()        TearCheck.take ─► SavedInstant: the version counter of each tensor, and four words of each piece
     copy thread   each batch, read and not yet given free: counters and live words as at save()? words in the copy, too?
@@ -56,7 +56,7 @@ _Mask = npt.NDArray[np.bool_]
 
 
 class TearCheck:
-    """What is looked at in each save of one plan. Training thread.
+    """The checks in each save of one plan. Training thread.
 
     Args:
         layout: The layout.
@@ -141,7 +141,7 @@ class TearCheck:
 
 
 class BatchLook(NamedTuple):
-    """What is looked at of one batch.
+    """The checks of one batch.
 
     Attributes:
         batch: The batch.
@@ -155,7 +155,7 @@ class BatchLook(NamedTuple):
 
 
 class SavedInstant:
-    """What tensors were like at one `save()`. It keeps them alive: not for longer than they are copied, or proven.
+    """The tensors as they were at one `save()`. It keeps them alive until they are copied or proven.
 
     Made by `TearCheck.take`; its methods may be called by any thread. Each gives the path of a tensor, or nothing.
     """

@@ -81,7 +81,7 @@ _KINDS.update(dict.fromkeys((bool, int, float, complex, str, bytes, type(None)),
 
 
 class Walked(NamedTuple):
-    """What was met in a tree that has the outline.
+    """The values that were met in a tree that has the outline.
 
     Attributes:
         tensors: All of them; those of one container together.
@@ -95,7 +95,7 @@ class Walked(NamedTuple):
 
 
 class Outline:
-    """Of one tree. Keeps nothing of it alive but keys."""
+    """The outline of one tree. It keeps nothing of the tree alive but keys."""
 
     def __init__(self, rows: list[_ContainerRow]) -> None:
         self._rows = rows
@@ -218,7 +218,7 @@ class TensorFacts:
 
 
 class _Identities:
-    """Which of some values are equal to one another, whatever the values themselves are."""
+    """Says which values are identical to one another, whatever the values themselves are."""
 
     def __init__(self, values: list[int]) -> None:
         self._count = len(values)

@@ -53,7 +53,7 @@ _BUILTINS = re.compile(rb"c(?:__builtin__|builtins)\n\w+")
 
 
 class _HeadOnly(Exception):
-    """Not an error: ends torch.save after the pickle."""
+    """Ends torch.save after the pickle; it is no error."""
 
 
 class Pickling:
@@ -225,7 +225,7 @@ class _Reduced:
 
 
 class StandIn(_Reduced):
-    """What stands for a tensor in a tree that is pickled without it."""
+    """The placeholder of a tensor in a tree that is pickled without it."""
 
     __slots__ = ()
 
@@ -240,7 +240,7 @@ class _Persistent:
 
 
 class Ready:
-    """How the tensors of a tree are pickled; all else is pickled as it is.
+    """A pickler's view of a tree: its tensors become placeholders, all else is pickled as it is.
 
     Args:
         stand_ins: Of each tensor; the same tensor has the same one.

@@ -20,7 +20,7 @@ from trainer_side.state.tree import classify
 
 
 class Table(NamedTuple):
-    """What the ranks compare before they plan.
+    """The table that the ranks compare before they plan.
 
     Attributes:
         rows: `[path, dtype, shape, owner]` of each tensor, in order. Where strides, or a storage shared with another

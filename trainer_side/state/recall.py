@@ -25,7 +25,7 @@ from trainer_side.state.survey import StorageSource, Survey
 
 
 class RecognisedTree(NamedTuple):
-    """What is in a tree that was recognised, and the storages of its tensors; in the order of the outline."""
+    """The contents of a tree that was recognised, and the storages of its tensors, in the order of the outline."""
 
     walked: Walked
     storages: list[torch.UntypedStorage]
@@ -39,7 +39,7 @@ class Last(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where the bytes of one entry are."""
+    """The place of the bytes of one entry."""
 
     entry: int
     tensor: int  # one whose storage it is
@@ -49,7 +49,7 @@ class _Place(NamedTuple):
 
 
 class Recall:
-    """Of one tree. Training thread, except `pickle_snapshot`. Keeps no tensor and no storage alive.
+    """The recall of one tree. Training thread, except `pickle_snapshot`. It keeps no tensor and no storage alive.
 
     Attributes:
         last: See `Last`. Any thread.

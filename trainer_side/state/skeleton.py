@@ -273,7 +273,7 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
 
 
 class _TakenNow(NamedTuple):
-    """What a capture has of the tensors, and data.pkl, padded (rank 0)."""
+    """The tensors of a capture and, on rank 0, the padded data.pkl."""
 
     sources: list[StorageSource | None]
     data_pkl: bytes | Deferred | None

@@ -73,7 +73,7 @@ class StoragePart(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What `survey` found.
+    """Result of `survey`.
 
     Attributes:
         slots: The tensors, in order.

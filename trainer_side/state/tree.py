@@ -37,7 +37,7 @@ class Named(NamedTuple):
 
 
 class Ownership(NamedTuple):
-    """Which rank sends a storage (`REPLICATED`: any), and whether it is copied behind the gate."""
+    """The rank that sends a storage (`REPLICATED`: any), and whether it is copied behind the gate."""
 
     owner: int
     gated: bool

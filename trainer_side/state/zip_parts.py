@@ -22,7 +22,7 @@ _STORAGE_PREFIX = "archive/data/"
 
 @dataclass(frozen=True)
 class ZipParts:
-    """What is where in the zip.
+    """The records of the zip and their places.
 
     Attributes:
         entries: Those of the layout.

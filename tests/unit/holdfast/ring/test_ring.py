@@ -243,7 +243,7 @@ def test_too_little_memory_names_needed_and_free(directory: Path, monkeypatch: p
         f_bavail, f_frsize = 10, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda path: Small)
-    with pytest.raises(ConfigError, match=r"needs \d+ bytes .* 40960 are free") as caught:
+    with pytest.raises(ConfigError, match=r"needs \d+ bytes .* 40960 bytes are free") as caught:
         Ring.create(directory, chunk_bytes=CHUNK_BYTES, ring_chunks=RING_CHUNKS, attempt=1)
     assert "ring_bytes" in str(caught.value)
 

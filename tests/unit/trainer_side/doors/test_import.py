@@ -146,7 +146,7 @@ class Custom:
         ({"model": Custom()}, 3, "weights_only=True) refuses"),
         (torch.ones(2), 3, "holds a Tensor, expected a dict of names; --under model"),
         ({"a/b": torch.ones(1)}, 3, "'a/b' cannot stand at the top"),
-        ({}, 2, "none is left"),
+        ({}, 2, "no name is left"),
         ({"model": torch.ones(2).to_sparse()}, 3, "model is"),
     ],
 )

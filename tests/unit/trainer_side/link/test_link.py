@@ -140,7 +140,7 @@ def test_close_ends_at_its_deadline_and_says_so(link: Link, caplog: pytest.LogCa
     link.close(seconds_max=0.01)
     assert transfer.released.is_set()
     assert transfer.state is TransferState.FAILED
-    assert any("step 1 is" in record.getMessage() for record in caplog.records)
+    assert any("for step 1, which is" in record.getMessage() for record in caplog.records)
 
 
 def test_the_thread_ends_with_the_link(port: FakePort) -> None:

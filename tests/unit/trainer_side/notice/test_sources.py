@@ -145,7 +145,7 @@ def test_an_answer_without_end_is_not_read(server: FakeMetadata) -> None:
     server.interrupt(120)
     assert server.action is not None
     server.action = " " * 100_000 + server.action
-    with pytest.raises(SourceError, match="above 65536 bytes"):
+    with pytest.raises(SourceError, match="at most 65536 bytes"):
         Aws(server.environ).look()
 
 

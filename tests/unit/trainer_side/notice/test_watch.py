@@ -76,11 +76,11 @@ def test_a_source_that_cannot_be_asked_is_said_once_and_again_when_it_is_back(
         watch.start()
         until(lambda: watch.failures.get("test", 0) > 5)
         source.said = []
-        until(lambda: "hears test again" in caplog.text)
+        until(lambda: "reaches test again" in caplog.text)
         watch.close()
     assert caplog.text.count("cannot ask test") == 1
     assert str(error) in caplog.text
-    assert caplog.text.count("hears test again") == 1
+    assert caplog.text.count("reaches test again") == 1
 
 
 def test_a_signal_is_passed_on_without_waiting_for_the_next_look() -> None:
