@@ -82,6 +82,28 @@ def test_a_published_file_is_the_saved_instant(tmp_path: Path, kind: str) -> Non
     )
 
 
+def test_a_torn_step_is_kept_in_no_tier(tmp_path: Path) -> None:
+    """Without a stager: on the machines' disks, and straight to the store."""
+    out = tmp_path / "out"
+    env = environment(
+        tmp_path / "runtime",
+        HOLDFAST_STORE=str(tmp_path / "store"),
+        HOLDFAST_TIERS=f"file:{tmp_path / 'disk'},store",
+        HOLDFAST_ON_FULL="wait",
+    )
+    command = [changing.__file__, str(out), "Best", str(SAVES), "--trusting"]
+    with Job(RANKS, command, None, env=env, log=tmp_path / "job.log") as job:
+        job.succeed(240)
+        said = job.output()
+    torn = [step for step in range(SAVES) if f"gives up step {step}: torn: model/" in said]
+    assert torn
+    for rank in range(RANKS):
+        stats = json.loads((out / f"stats-{rank}.json").read_text())
+        assert stats["kept_step"] not in torn
+        mine = said.count(f"rank {rank} gives up step")
+        assert (stats["failed"], stats["causes"].get("torn", 0)) == (mine, mine)
+
+
 def test_without_detection_a_torn_file_is_published(tmp_path: Path) -> None:
     """The test above can fail."""
     assert Outcome(tmp_path, "Unhooked", SAVES, "--blind").torn

@@ -95,6 +95,12 @@ class Chair:
         if tier == self._tier:
             self._emergency.offered(order[1])
 
+    def gave_up(self, tier: int, order: Order) -> None:
+        """This rank will never seal its slice of this step; it may have begun it after the verdict."""
+        if tier == self._tier:
+            with self._guard:
+                self._begun.pop(order, None)
+
     def judged(self, verdict: StepVerdict) -> list[bytes]:
         """A step is complete in a tier, or void."""
         if verdict.tier != self._tier:

@@ -64,6 +64,8 @@ class Coordinator:
                 return self._verdicts(self._tally.sealed(rank, frame.arg, order, wire.body_text(frame), now))
             case Kind.SKIPPED:
                 self._tell_chair(frame)
+                if self._chair is not None and rank == ROOT:
+                    self._chair.gave_up(frame.arg, order)
                 return self._verdicts(self._tally.skipped(rank, frame.arg, order, wire.body_text(frame)))
             case Kind.PROPOSE:
                 return _answer(self._round.propose(rank, Proposal.from_frame(frame), now))

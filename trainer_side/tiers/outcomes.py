@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from holdfast.telemetry.causes import DeclineCause, Reason
+from holdfast.telemetry.causes import Reason
 from trainer_side.notice.appointments import Appointments
 from trainer_side.tiers.chair import Chair, farthest
 from trainer_side.tiers.coordinator import ROOT, CouncilLimits
@@ -103,8 +103,8 @@ class Outcomes:
     def skipped(self, number: int, order: Order, reason: Reason, *, counted: bool = True) -> None:
         """A tier will not keep a step. `counted`: False where this rank did not save the step at all."""
         self._report.skipped(self.lanes[number].tier, order, reason, counted=counted)
-        if reason.cause != DeclineCause.VOID:  # that verdict came from the council
-            self.council.skipped(number, order, reason.text)
+        # Also where the council itself has called it void: rank 0 remembers it until every rank has spoken.
+        self.council.skipped(number, order, reason.text)
 
     def close(self, seconds_max: float) -> None:
         """Wait until every step that is on its way is sealed and judged, then let go of the tiers."""

@@ -2,6 +2,7 @@
 
     SEALED(tier, order) of every rank, of one layout ─────────────► COMPLETE, to all
     SKIPPED of one rank · another layout · too late · a newer one ─► VOID, to all
+    SEALED, when the step is void already ────────────────────────► VOID, once more: the rank waits for it
 
 Each tier is decided by itself: a step that is complete in the memory of all machines does not help where only their
 disks are left. One rank decides, and once: no step is ever complete to one rank and void to another. So a rank that
@@ -44,82 +45,121 @@ class StepVerdict(NamedTuple):
 @dataclass
 class _Ballot:
     since: float
-    layout: str
+    layout: str = ""
     sealed: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
+    void: str = ""  # why it is; empty while it is undecided
 
 
 class Tally:
     """Counts the slices that are sealed. Not thread-safe.
 
+    A void step is remembered until every rank has sealed or skipped it. A rank that seals it last would otherwise open
+    a new ballot, in which the others do not vote again, and its slot would be taken until the deadline.
+
     Args:
         ranks: Number of ranks.
         seconds_max: How long to wait for the last rank after the first.
-        open_max: How many steps of one tier may be undecided, which bounds the memory; beyond it the oldest is void.
+        open_max: How many steps of one tier may be undecided, and how many void ones are remembered, which bounds the
+            memory. Beyond it the oldest undecided step is void, and the oldest void one is forgotten.
     """
 
     def __init__(self, ranks: int, *, seconds_max: float, open_max: int = 64) -> None:
         self._ranks, self._seconds_max, self._open_max = ranks, seconds_max, open_max
-        self._open: dict[tuple[int, Order], _Ballot] = {}
+        self._ballots: dict[tuple[int, Order], _Ballot] = {}
         self._newest: dict[int, Order] = {}
         self._lost: dict[int, str] = {}
 
     @property
     def undecided(self) -> int:
         """How many steps are undecided, over all tiers."""
-        return len(self._open)
+        return sum(not ballot.void for ballot in self._ballots.values())
+
+    @property
+    def remembered(self) -> int:
+        """How many steps are undecided, or void and not yet sealed or skipped by every rank, over all tiers."""
+        return len(self._ballots)
 
     def sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[StepVerdict]:
         """A rank has sealed its slice, of the layout with this digest. Each rank says so once for each slice."""
         if order <= self._newest.get(tier, (0, 0)):
             return [StepVerdict(tier, order, complete=False, why="a newer step is complete")]
-        ballot = self._open.setdefault((tier, order), _Ballot(now, layout))
+        ballot = self._ballots.setdefault((tier, order), _Ballot(now, layout))
+        ballot.sealed.add(rank)
+        if ballot.void:
+            return [self._void(tier, order, ballot.void)]
         if ballot.layout != layout:
             return [self._void(tier, order, f"rank {rank} has another layout than the ranks before it")]
-        ballot.sealed.add(rank)
         if len(ballot.sealed) == self._ranks:
             return self._complete(tier, order)
         if self._lost.keys() - ballot.sealed:
             return [self._void(tier, order, self._of_lost(ballot))]
-        mine = [key for key in self._open if key[0] == tier]
-        if len(mine) > self._open_max:
-            oldest = min(mine)[1]
-            return [self._void(tier, oldest, f"more than {self._open_max} steps are undecided")]
+        undecided = self._orders(tier, void=False)
+        if len(undecided) > self._open_max:
+            return [self._void(tier, min(undecided), f"more than {self._open_max} steps are undecided")]
         return []
 
     def skipped(self, rank: int, tier: int, order: Order, why: str) -> list[StepVerdict]:
-        """A rank will never seal its slice."""
+        """A rank will never seal its slice. Each rank says so once for each slice that it does not seal."""
+        if order <= self._newest.get(tier, (0, 0)):
+            return [StepVerdict(tier, order, complete=False, why="a newer step is complete")]
+        ballot = self._ballots.setdefault((tier, order), _Ballot(0.0))
+        ballot.skipped.add(rank)
+        if ballot.void:
+            self._forget(tier, order)
+            return []  # all have heard it
         return [self._void(tier, order, f"rank {rank}: {why}")]
 
     def lost(self, rank: int, why: str) -> list[StepVerdict]:
         """A rank will seal nothing more: every step that it has not sealed by now is void."""
         self._lost[rank] = why
-        return [
-            self._void(tier, order, self._of_lost(ballot))
-            for (tier, order), ballot in list(self._open.items())
-            if rank not in ballot.sealed
-        ]
+        found = []
+        for (tier, order), ballot in list(self._ballots.items()):
+            if ballot.void:
+                self._forget(tier, order)
+            elif rank not in ballot.sealed:
+                found.append(self._void(tier, order, self._of_lost(ballot)))
+        return found
 
     def overdue(self, now: float) -> list[StepVerdict]:
         """Steps that some rank has not sealed in time."""
         found = []
-        for (tier, order), ballot in list(self._open.items()):
-            if now - ballot.since > self._seconds_max:
+        for (tier, order), ballot in list(self._ballots.items()):
+            if not ballot.void and now - ballot.since > self._seconds_max:
                 missing = [str(rank) for rank in range(self._ranks) if rank not in ballot.sealed]
                 why = f"rank {', '.join(missing)} has not sealed it within {self._seconds_max:g} s"
                 found.append(self._void(tier, order, why))
         return found
 
     def _complete(self, tier: int, order: Order) -> list[StepVerdict]:
-        del self._open[tier, order]
         self._newest[tier] = order
-        older = [other for at, other in self._open if at == tier and other < order]
+        older = [other for other in self._orders(tier, void=False) if other < order]
+        for key in [key for key in self._ballots if key[0] == tier and key[1] <= order]:
+            del self._ballots[key]
         why = f"step {order[1]} is complete, and newer"
-        return [StepVerdict(tier, order, complete=True), *(self._void(tier, other, why) for other in older)]
+        return [
+            StepVerdict(tier, order, complete=True),
+            *(StepVerdict(tier, other, complete=False, why=why) for other in older),
+        ]
 
     def _void(self, tier: int, order: Order, why: str) -> StepVerdict:
-        # A void step is forgotten: a rank that seals it later opens a new ballot, in which the other ranks never vote.
-        self._open.pop((tier, order), None)
+        self._ballots[tier, order].void = why
+        self._forget(tier, order)
+        void = self._orders(tier, void=True)
+        if len(void) > self._open_max:
+            del self._ballots[tier, min(void)]
         return StepVerdict(tier, order, complete=False, why=why)
+
+    def _forget(self, tier: int, order: Order) -> None:
+        """Forget a void step once no rank can seal it any more."""
+        ballot = self._ballots[tier, order]
+        if len(ballot.sealed | ballot.skipped | self._lost.keys()) == self._ranks:
+            del self._ballots[tier, order]
+
+    def _orders(self, tier: int, *, void: bool) -> list[Order]:
+        return [
+            order for (at, order), ballot in self._ballots.items() if at == tier and bool(ballot.void) == void
+        ]
 
     def _of_lost(self, ballot: _Ballot) -> str:
         missing = sorted(self._lost.keys() - ballot.sealed)

@@ -78,7 +78,7 @@ def test_who_does_not_seal_makes_it_void_at_the_deadline_of_rank_0() -> None:
     ranks.councils[1].sealed(0, (1, 7), "a")
     coordinator = ranks.councils[0]._thread._coordinator
     assert coordinator is not None
-    ballots = coordinator._tally._open
+    ballots = coordinator._tally._ballots
     until(lambda: ballots and ballots[0, (1, 7)].sealed == {0, 1})
     now[0] += 20.0
     time.sleep(0.05)

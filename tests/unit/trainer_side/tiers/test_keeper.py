@@ -266,6 +266,52 @@ def test_a_void_step_that_the_link_still_reads_keeps_its_slot(specs: list[str]) 
     _close(ranks)
 
 
+def test_a_slice_that_is_sealed_after_the_verdict_gives_its_slot_back(
+    specs: list[str], tmp_path: Path
+) -> None:
+    """One rank withdraws each step before the other has begun it, more often than there are slots."""
+    net, log = Net(2), tmp_path / "events"
+    ranks = [Rank(specs, rank=number, ranks=2, net=net, events=log) for number in range(2)]
+
+    def has_heard(rank: int, step: int) -> bool:
+        lines = read_events(log)
+        found = [one for one in lines if (one["event"], one["rank"], one.get("step")) == ("void", rank, step)]
+        return len(found) >= len(specs)
+
+    for step in range(1, 9):
+        early, late = (step // 5), 1 - step // 5
+        ranks[early].keeper.skip(step, DeclineCause.TORN.because("of the test"))
+        until(lambda: has_heard(late, step))
+        ranks[late].save(step)
+        until(lambda: ranks[late].keeper.is_idle)
+    keepings = [rank.save(9)[0] for rank in ranks]
+    until(lambda: all(rank.keeper.complete_step == 9 for rank in ranks))
+    assert all(keeping.kept_in == {0, 1} for keeping in keepings)
+    tally = ranks[0].keeper.council._thread._coordinator._tally
+    assert tally.remembered == 0
+    _close(ranks)
+
+
+def test_save_does_not_wait_for_a_slot_when_no_verdict_comes_any_more(specs: list[str]) -> None:
+    net = Net(2)
+    ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]
+    for step in (1, 2):
+        assert ranks[1].save(step)[0].released.wait(60)
+    got: list[Keeping | None] = []
+    waits = threading.Thread(target=lambda: got.append(ranks[1].begin(3, wait_seconds=3600)))
+    waits.start()
+    time.sleep(0.05)
+    assert waits.is_alive(), "both slots wait for rank 0"
+    with net.lock:
+        net.inboxes[1].append((0, b"no frame"))
+    until(lambda: got)
+    assert got == [None]
+    assert ranks[1].ledger.stats.skipped == {f"{tier.name}: lost": 1 for tier in ranks[1].tiers}
+    waits.join()
+    net.dead.add(1)  # rank 0 need not wait for it
+    _close(ranks)
+
+
 def test_a_rank_without_a_slot_makes_the_step_void_for_all(specs: list[str]) -> None:
     net = Net(2)
     ranks = [Rank(specs, rank=number, ranks=2, net=net) for number in range(2)]

@@ -1,0 +1,189 @@
+"""Steps that only some ranks seal: every slot becomes free again without a deadline, in whatever order ranks speak."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Kind, decode
+from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
+from trainer_side.tiers.council_member import CouncilMember
+from trainer_side.tiers.file_slots import FileSlots
+from trainer_side.tiers.tally import Order, StepVerdict, Tally
+
+LIMITS = CouncilLimits(agree_seconds_max=1.0, seal_seconds_max=1.0)
+STEPS, NOW = 12, 0.0  # time stands still: no deadline frees anything
+
+
+class _Rank:
+    """One rank: it waits for a slot at each step, as `save()` does with `on_full="wait"`."""
+
+    def __init__(self, number: int, slots: int) -> None:
+        self.slots = FileSlots(slots)
+        self.member = CouncilMember(number, self.judge, None, silence_seconds_max=1.0)
+        self.writing: dict[Order, int] = {}
+        self.step = 0  # the newest that has a slot here, or was skipped
+        self.to_root: deque[bytes] = deque()
+        self.from_root: deque[bytes] = deque()
+        self.void: set[Order] = set()
+        self.sealed: set[int] = set()
+        self.complete: set[int] = set()
+
+    def say(self, kind: Kind, order: Order, text: str) -> None:
+        self.to_root.append(
+            wire.encode(kind, attempt=order[0], step=order[1], arg=0, body=wire.text_body(text))
+        )
+
+    def begin(self) -> bool:
+        order = (1, self.step + 1)
+        slot = self.slots.begin(order)
+        if slot is None:
+            return False
+        self.step += 1
+        self.writing[order] = slot
+        return True
+
+    def skip(self) -> None:
+        self.step += 1
+        self.say(Kind.SKIPPED, (1, self.step), "no slot is free")
+
+    def end(self, order: Order, *, torn: bool) -> None:
+        slot = self.writing.pop(order)
+        if torn or order in self.void or not self.slots.is_wanted(slot):
+            self.slots.release(slot)
+            self.say(Kind.SKIPPED, order, "torn")
+            return
+        self.slots.sealed(slot)
+        self.sealed.add(order[1])
+        self.member.sealed(0, order, NOW)
+        self.say(Kind.SEALED, order, "layout")
+
+    def judge(self, verdict: StepVerdict) -> None:
+        if verdict.complete:
+            self.complete.add(verdict.order[1])
+            self.slots.complete(verdict.order)
+            return
+        if verdict.order in self.writing:
+            self.void.add(verdict.order)
+        self.slots.void(verdict.order)
+
+
+class _World:
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.ranks = [_Rank(number, self.chance.randint(2, 3)) for number in range(self.chance.randint(2, 4))]
+        self.coordinator = Coordinator(len(self.ranks), LIMITS)
+        self.torn_share = self.chance.choice([0.0, 0.3, 0.6])
+
+    def play(self) -> None:
+        while True:
+            moves = self.moves()
+            if moves and self.chance.random() < 0.8:
+                self.move(*self.chance.choice(moves))
+                continue
+            savers = self.savers()
+            self.chance.shuffle(savers)
+            begun = [self.save(rank) for rank in (savers[:1] if moves else savers)]
+            if not moves and not any(begun):
+                assert not savers, (
+                    f"stalled at step {savers[0].step + 1}: nobody has anything to say, no slot is free"
+                )
+                return
+
+    def savers(self) -> list[_Rank]:
+        slowest = min(rank.step for rank in self.ranks)  # they train together
+        return [rank for rank in self.ranks if rank.step < min(STEPS, slowest + 2)]
+
+    def save(self, rank: _Rank) -> bool:
+        if self.chance.random() < 0.1:
+            rank.skip()
+            return True
+        return rank.begin()
+
+    def moves(self) -> list[tuple[str, int]]:
+        found = []
+        for number, rank in enumerate(self.ranks):
+            found += [("end", number)] * bool(rank.writing)
+            found += [("decide", number)] * bool(rank.to_root)
+            found += [("hear", number)] * bool(rank.from_root)
+        return found
+
+    def move(self, what: str, number: int) -> None:
+        rank = self.ranks[number]
+        if what == "end":
+            rank.end(self.chance.choice(sorted(rank.writing)), torn=self.chance.random() < self.torn_share)
+        elif what == "decide":
+            for message in self.coordinator.hear(number, decode(rank.to_root.popleft()), NOW):
+                for other in self.ranks:
+                    other.from_root.append(message)
+        else:
+            rank.member.hear(decode(rank.from_root.popleft()))
+
+
+def test_every_slot_is_free_again_whatever_the_order() -> None:
+    complete = torn = 0
+    for seed in range(400):
+        world = _World(seed)
+        try:
+            world.play()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        by_all = set.intersection(*(rank.sealed for rank in world.ranks))
+        by_some = set.union(*(rank.sealed for rank in world.ranks))
+        for rank in world.ranks:
+            assert rank.step == STEPS, f"seed {seed}"
+            assert not rank.member.undecided, f"seed {seed}: a sealed slice has no verdict"
+            assert rank.complete == world.ranks[0].complete <= by_all, f"seed {seed}"
+            assert rank.slots.begin((1, STEPS + 1)) is not None, f"seed {seed}: no slot is free"
+        assert not world.coordinator._tally.remembered, f"seed {seed}: all ranks have spoken of every step"
+        complete, torn = complete + len(world.ranks[0].complete), torn + len(by_some - by_all)
+    assert complete > 1000, "few steps are complete, so few slots are protected"
+    assert torn > 500, "only steps that some ranks seal and others do not show anything"
+
+
+def test_a_rank_that_seals_a_void_step_hears_so_in_every_order_of_three_ranks() -> None:
+    for words in itertools.permutations([(0, "sealed"), (1, "skipped"), (2, "sealed")]):
+        tally = Tally(3, seconds_max=1.0)
+        waits: set[int] = set()
+        for rank, word in words:
+            if word == "sealed":
+                waits.add(rank)
+                verdicts = tally.sealed(rank, 0, (1, 7), "a", NOW)
+            else:
+                verdicts = tally.skipped(rank, 0, (1, 7), "torn")
+            assert not any(verdict.complete for verdict in verdicts)
+            if verdicts:
+                waits.clear()
+        assert not waits, f"{words}: ranks {waits} wait for a verdict"
+        assert (tally.undecided, tally.remembered) == (0, 0)
+
+
+def test_what_is_late_or_of_another_layout_stays_void() -> None:
+    tally = Tally(2, seconds_max=1.0)
+    tally.sealed(0, 0, (1, 7), "a", NOW)
+    assert tally.overdue(NOW + 2.0)
+    (verdict,) = tally.sealed(1, 0, (1, 7), "a", NOW + 2.0)
+    assert (verdict.complete, verdict.why) == (False, "rank 1 has not sealed it within 1 s")
+    tally.sealed(0, 0, (1, 8), "a", NOW)
+    assert tally.sealed(1, 0, (1, 8), "b", NOW)
+    assert not tally.remembered
+
+
+def test_a_lost_rank_is_not_waited_for() -> None:
+    tally = Tally(2, seconds_max=1.0)
+    tally.skipped(0, 0, (1, 7), "torn")
+    assert tally.remembered == 1
+    assert not tally.lost(1, "is dead"), "all know that it is void"
+    assert not tally.remembered
+    assert tally.sealed(0, 0, (1, 8), "a", NOW)
+    assert not tally.remembered
+
+
+def test_only_so_many_void_steps_are_remembered() -> None:
+    tally = Tally(2, seconds_max=1.0, open_max=8)
+    for step in range(100):
+        tally.skipped(0, 0, (1, step), "busy")
+    assert tally.remembered == 8
+    assert [bool(tally.sealed(1, 0, (1, step), "a", NOW)) for step in (91, 92, 99)] == [False, True, True]
