@@ -83,7 +83,7 @@ def test_a_published_file_is_the_saved_instant(tmp_path: Path, kind: str) -> Non
 
 
 def test_a_torn_step_is_kept_in_no_tier(tmp_path: Path) -> None:
-    """Without a stager: on the machines' disks, and straight to the store."""
+    """Without a stager: not on the machines' disks, and not in the store."""
     out = tmp_path / "out"
     env = environment(
         tmp_path / "runtime",
@@ -101,7 +101,9 @@ def test_a_torn_step_is_kept_in_no_tier(tmp_path: Path) -> None:
         stats = json.loads((out / f"stats-{rank}.json").read_text())
         assert stats["kept_step"] not in torn
         mine = said.count(f"rank {rank} gives up step")
-        assert (stats["failed"], stats["causes"].get("torn", 0)) == (mine, mine)
+        # A step that the other rank has withdrawn first counts as void.
+        assert stats["failed"] == stats["causes"].get("torn", 0) <= mine <= sum(stats["causes"].values())
+        assert stats["saved"] + sum(stats["causes"].values()) == SAVES
 
 
 def test_without_detection_a_torn_file_is_published(tmp_path: Path) -> None:
