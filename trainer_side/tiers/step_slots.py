@@ -110,7 +110,8 @@ class StepSlots:
                     return writer
                 if hopeless:
                     return DeclineCause.BUSY.because("no slot is free")
-                if (problem := self._outcomes.council.problem) is not None:  # no verdict frees a slot any more
+                if (problem := self._outcomes.council.problem) is not None:
+                    # No verdict frees a slot any more.
                     return DeclineCause.LOST.because(problem)
                 time.sleep(_LOOK_SECONDS)
         except HoldfastError as error:
