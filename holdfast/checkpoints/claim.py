@@ -42,6 +42,11 @@ from holdfast.image.manifest import Manifest, is_manifest_name
 from holdfast.sealed import seal, unseal
 from holdfast.store.base import Store
 
+_PUBLISHED = re.compile(r"-a(\d{3,10})[.-]")  # in names of files, manifests and slices
+_ATTEMPTS_SKIPPED_MAX = (
+    1_000_000  # old claims are removed, so the first that is left may have any number up to it
+)
+_CLAIM_BYTES_MAX = 1 << 16
 _NAME = re.compile(r"\.holdfast/writer-(\d{6,18})\.json")
 _CRC_FIELD = "claim_crc32"
 _KEPT_CLAIMS = 3  # people read them after a failure; more only cost listing
@@ -363,8 +368,29 @@ def _name(attempt: int) -> str:
 
 
 def _attempts(store: Store) -> list[int]:
-    """All claimed attempts that still have a file, ascending."""
-    return sorted(int(match[1]) for info in store.list() if (match := _NAME.fullmatch(info.name)))
+    """All claimed attempts that still have a file, ascending.
+
+    Each writer takes the number after the highest one. So a file whose number is far above all others is none of ours:
+    counted, it would leave no number for the next writer.
+    """
+    objects = store.list()
+    found = sorted(
+        (int(match[1]), info) for info in objects if (match := _NAME.fullmatch(info.name)) is not None
+    )
+    published = [int(match[1]) for info in objects if (match := _PUBLISHED.search(info.name)) is not None]
+    attempts: list[int] = []
+    for attempt, info in found:
+        below = max([*attempts[-1:], *(one for one in published if one <= attempt)], default=0)
+        if attempt - below <= _ATTEMPTS_SKIPPED_MAX:
+            attempts.append(attempt)
+        else:
+            _log.warning(
+                "%s/%s: its number is far above all others, so it is no claim that holdfast has made, and is not "
+                "counted; find out who wrote it, and remove it",
+                store.url,
+                info.name,
+            )
+    return attempts
 
 
 def _highest_published(store: Store) -> int:
@@ -387,7 +413,8 @@ def _read(store: Store, attempt: int) -> _ClaimRecord | None:
     name = _name(attempt)
     reason = "its CRC-32 does not hold"
     try:
-        body = unseal(store.read(name), _CRC_FIELD)
+        data = store.read(name)
+        body = unseal(data, _CRC_FIELD) if len(data) <= _CLAIM_BYTES_MAX else None
         record = None if body is None else _ClaimRecord.model_validate_json(body)
     except StoreMissing:
         return None

@@ -30,6 +30,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from holdfast.errors import ProtocolError
+from holdfast.price import inflate_json
 
 SOURCES_MAX = 1016  # ranks that may send into one chunk: what a record of the ring's journal has room for
 CHUNK_BYTES = 16 * 1024 * 1024
@@ -42,7 +43,7 @@ _MAX_LAYOUT_BYTES = 1 << 30  # decompressed; about three million tensors
 _ALIGNMENT_BYTES = 4096
 _CHUNKS_MAX = 1 << 20  # all is kept for every chunk; 16 TiB in chunks of 16 MiB, and chunks may be larger
 _RANKS_MAX = 1 << 31
-_TEXT_MAX = 4096  # of a name or a path: what a manifest takes
+TEXT_MAX = 4096  # of a name or a path: what a manifest takes
 
 
 class Extent(NamedTuple):
@@ -340,17 +341,11 @@ class Layout:
         """Read what `to_bytes` wrote.
 
         Raises:
-            ProtocolError: It is not that, or its parts contradict each other. Never allocates by a size it was told.
+            ProtocolError: It is not that, its parts contradict each other, or it would cost more to parse than what was
+                received is worth. Never allocates by a size it was told.
         """
         try:
-            inflater = zlib.decompressobj()
-            raw = inflater.decompress(data, _MAX_LAYOUT_BYTES)
-            if inflater.unconsumed_tail or not inflater.eof:
-                raise ProtocolError(
-                    f"layout: it is truncated, or above {_MAX_LAYOUT_BYTES} bytes; start the job again, and if its "
-                    "state holds millions of tensors, join some of them"
-                )
-            document = json.loads(raw)
+            document = json.loads(_inflated(data))
             if document["format"] not in (_FORMAT, _FORMAT_SPARED):
                 raise ProtocolError(
                     f"layout: format {document['format']!r}, this version reads {_FORMAT} and {_FORMAT_SPARED}"
@@ -373,9 +368,18 @@ class Layout:
             raise ProtocolError(f"layout: it cannot be read: {error}") from error
 
 
+def _inflated(data: bytes | bytearray | memoryview) -> bytes:
+    try:
+        return inflate_json(data, _MAX_LAYOUT_BYTES)
+    except ValueError as error:
+        raise ProtocolError(
+            f"layout: {error}; start the job again, and if its state holds millions of tensors, join some of them"
+        ) from error
+
+
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > _TEXT_MAX:
-        raise ProtocolError(f"layout: expected a text of at most {_TEXT_MAX} characters, got {value!r:.80}")
+    if not isinstance(value, str) or len(value) > TEXT_MAX:
+        raise ProtocolError(f"layout: expected a text of at most {TEXT_MAX} characters, got {value!r:.80}")
     value.encode()  # half a surrogate pair is valid JSON, and no text that a manifest or a log could hold
     return value
 

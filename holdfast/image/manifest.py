@@ -13,15 +13,18 @@ import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from holdfast.errors import DamageError
+from holdfast.price import PLAIN_FACTOR, TooDearError, check_price, json_price
 from holdfast.sealed import seal, unseal
 
 _CRC_FIELD = "manifest_crc32"
 NONFINITE_NAMED_MAX = 100  # of a state that is broken all over, a manifest need not name every tensor twice
 MANIFEST_BYTES_MAX = 1 << 28  # over a million tensors; a larger one is not read at all
 _NAMES_TOLD = 4
+_COMPLAINTS_SHOWN = 3  # pydantic says each thing that is wrong, and all of the input with it
 _NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")
 READ_BACK = "read back and found whole"  # the note of a checkpoint that is whole, and whose replicas had drifted apart
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
@@ -119,15 +122,15 @@ class Manifest(_ManifestRecord):
     image_bytes: Annotated[int, Field(gt=0, lt=2**62)]
     image_crc32: _Crc
     chunk_bytes: Annotated[int, Field(gt=0, lt=2**40)]
-    chunk_crc32s: tuple[_Crc, ...]
+    chunk_crc32s: Annotated[tuple[_Crc, ...], FailFast()]
     ranks: Annotated[int, Field(gt=0, lt=2**31)]
     layout_digest: _Text
     write_id: _Text
     created: _Text
     pgt1_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     pgt2_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    entries: tuple[EntryRecord, ...]
-    tensors: tuple[TensorRecord, ...]
+    entries: Annotated[tuple[EntryRecord, ...], FailFast()]
+    tensors: Annotated[tuple[TensorRecord, ...], FailFast()]
     nonfinite: NonfiniteRecord | None = None
     record: dict[str, Any] = Field(default_factory=dict)
 
@@ -178,9 +181,33 @@ class Manifest(_ManifestRecord):
                 f"{source}: the manifest is truncated or altered (its CRC-32 is wrong); the step is not used"
             )
         try:
+            check_price(json_price(body), len(data), PLAIN_FACTOR)
+            # First: pydantic keeps a copy of all the input with each field that is missing.
+            document = from_json(body)
+            missing = [
+                name
+                for name, field in cls.model_fields.items()
+                if field.is_required() and name not in document
+            ]
+            del document
+            if missing:
+                raise DamageError(
+                    f"{source}: this version cannot read the manifest: it has no {', '.join(missing)}"
+                )
             return cls.model_validate_json(body)
-        except (ValidationError, RecursionError) as error:
-            raise DamageError(f"{source}: this version cannot read the manifest: {error}") from error
+        except TooDearError as error:
+            raise DamageError(f"{source}: not read: {error}; find out who wrote it") from error
+        except (ValidationError, ValueError, TypeError, RecursionError) as error:
+            raise DamageError(
+                f"{source}: this version cannot read the manifest: {_complaint(error)}"
+            ) from error
+
+
+def _complaint(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    found = error.errors(include_url=False, include_context=False, include_input=False)[:_COMPLAINTS_SHOWN]
+    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {one['msg']}" for one in found)
 
 
 def step_file_name(step: int, *, attempt: int = 0) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.price import inflate_json
 from holdfast.wire.proof import decode_sums, encode_sums
 
 VERSION = 7
@@ -386,18 +387,15 @@ class Proposal:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Proposal:
-        """Read one; never unpacks more than a named limit.
+        """Read one; never unpacks more than a named limit, nor what costs more than the message is worth.
 
         Raises:
             ProtocolError: It is not readable, or a field is not what it should be.
         """
         try:
-            inflater = zlib.decompressobj()
-            raw = inflater.decompress(frame.body, _MAX_TABLE_BYTES)
-        except zlib.error as error:
+            raw = inflate_json(frame.body, _MAX_TABLE_BYTES)
+        except (zlib.error, ValueError) as error:
             raise ProtocolError(f"PROPOSE: the body cannot be unpacked: {error}") from error
-        if inflater.unconsumed_tail or not inflater.eof:
-            raise ProtocolError(f"PROPOSE: the body is truncated, or above {_MAX_TABLE_BYTES} bytes unpacked")
         document = json_body(
             Frame(frame.kind, body=raw), table_digest=str, table=list, pickle_bytes=int, per_rank_bytes=dict
         )

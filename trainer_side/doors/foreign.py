@@ -9,6 +9,8 @@ tree ─► names: under, renamed, dropped ─► can it be saved? ─► Import
 from __future__ import annotations
 
 import pickle
+import struct
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,7 @@ def _read(path: Path) -> tuple[str, Any, str | None]:
 
 
 def _read_torch(path: Path) -> Any:
+    _refuse_unpacking(path)
     try:
         with path.open("rb") as file:
             refuse_deep_tuples(file, str(path))
@@ -117,6 +120,30 @@ def _read_torch(path: Path) -> Any:
         ) from error
     except (RuntimeError, ValueError, EOFError, KeyError, AttributeError, TypeError) as error:
         raise DamageError(f"{path}: not a file that torch reads: {error}") from error
+
+
+def _refuse_unpacking(path: Path) -> None:
+    """Torch stores what it writes as it is. A compressed entry unpacks to a thousand times its size, and several that
+    share their bytes to any multiple of it.
+    """
+    file_bytes = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise DamageError(f"{path}: not a file that torch reads: {error}") from error
+    packed = next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None)
+    if packed is not None:
+        raise DamageError(
+            f"{path}: {packed.filename!r:.200} is compressed, which torch.save never does; its "
+            f"{packed.compress_size} bytes would take {packed.file_size}; "
+            "find out who wrote it, or torch.load and torch.save it once more"
+        )
+    stated_bytes = sum(entry.file_size for entry in entries)
+    if stated_bytes > file_bytes:
+        raise DamageError(
+            f"{path}: has {file_bytes} bytes, its entries say {stated_bytes}; find out who wrote it"
+        )
 
 
 def _named(tree: Any, what: str, renamed: Mapping[str, str], dropped: Sequence[str]) -> dict[str, Any]:

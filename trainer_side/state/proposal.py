@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from holdfast.errors import StateError
+from holdfast.image.layout import TEXT_MAX
 from trainer_side.state.checksums import checksums
 from trainer_side.state.per_rank import PerRank, encode, reserve_bytes
 from trainer_side.state.per_rank_places import Blobs
@@ -61,6 +63,8 @@ def table(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks
     full = blobs.expand(tree)
     found = survey(full)
     owned = blobs.own(classify(state, full))
+    for slot in found.slots:
+        _refuse_unwritable(slot.path)
     keys = {number: key for key, number in found.numbers.items()}
     blob_paths = blobs.paths
     rows = [
@@ -80,3 +84,14 @@ def table(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks
     begun = time.perf_counter()
     sums = checksums(found, blob_paths) if ranks > 1 else ()
     return Table(rows, digest, pickle_bytes, needed, sums, time.perf_counter() - begun)
+
+
+def _refuse_unwritable(path: str) -> None:
+    """A path that layout and manifest cannot hold is refused here, on the rank that has it, before anything is sent."""
+    if len(path) > TEXT_MAX:
+        why = f"its path has {len(path)} characters, expected at most {TEXT_MAX}; shorten its keys"
+    elif not path.isprintable() and any("\ud800" <= one <= "\udfff" for one in path):
+        why = "a key of its path has half a surrogate pair, which is no text that a file can hold; rename it"
+    else:
+        return
+    raise StateError(f"tensor {ascii(path[:80])[1:-1]}: {why}")

@@ -20,9 +20,8 @@ from tests.unit.stager.bench import LAYOUT, Bench
         wire.encode(Kind.SENT, attempt=2, step=1),
         wire.encode(Kind.LAYOUT, attempt=3, body=LAYOUT.to_bytes()),
         wire.encode(Kind.OFFER, attempt=3, step=5, body=b"{}"),
-        wire.encode(Kind.PROPOSE, attempt=3, body=b"zzz"),
     ],
-    ids=["noise", "kind", "kind among ranks", "credit", "attempt", "layout of rank 1", "offer", "propose"],
+    ids=["noise", "kind", "kind among ranks", "credit", "attempt", "layout of rank 1", "offer"],
 )
 def test_a_rank_that_breaks_the_protocol_is_dropped_and_told(bench: Bench, message: bytes) -> None:
     bench.offer_all()
@@ -37,6 +36,18 @@ def test_a_rank_that_breaks_the_protocol_is_dropped_and_told(bench: Bench, messa
     bench.port.say(1, Kind.OFFER, step=2, body=b"{}")
     bench.turn()
     assert len(bench.port.told(Kind.REFUSED)) == 1, "it is not listened to any more"
+
+
+def test_a_proposal_that_cannot_be_read_is_refused_and_the_session_goes_on(bench: Bench) -> None:
+    for _ in range(2):
+        for rank in range(2):
+            bench.port.seen.messages.append((rank, wire.encode(Kind.PROPOSE, attempt=3, body=b"zzz")))
+        bench.turn()
+    refused = bench.port.told(Kind.REFUSED)
+    assert sorted(rank for rank, _ in refused) == [0, 0, 1, 1], "all hear it, each time"
+    assert all("cannot be unpacked" in wire.json_body(frame)["message"] for _, frame in refused)
+    bench.offer_all()
+    assert bench.port.credits(), "checkpoints are taken"
 
 
 def test_a_payload_of_another_size_drops_its_rank(bench: Bench) -> None:

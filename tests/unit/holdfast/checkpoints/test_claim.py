@@ -324,3 +324,16 @@ def test_numbers_grow_even_when_the_claims_were_cleared_away() -> None:
     add_small(store, step=20, attempt=2)
     store.objects["step-000000030.json"] = b"damaged"
     assert take(store).attempt == 5
+
+
+@pytest.mark.parametrize("planted", [999999999999999999, 999999999, 2_000_000])
+def test_a_claim_with_a_number_far_from_all_others_does_not_end_the_run(
+    planted: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    store.objects[f".holdfast/writer-{planted:06d}.json"] = b"{}"
+    claim = Claim.take(store, heartbeat_seconds=5.0)
+    assert claim.attempt == 1
+    claim.check()
+    claim.release()
+    assert f"writer-{planted}.json" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.claim import Claim
 from holdfast.checkpoints.verification import verify_file
 from holdfast.command import cli
-from holdfast.errors import StateError
+from holdfast.errors import DamageError, StateError
 from holdfast.store import open_store
 from tests.support.restoring import publish
 from tests.unit.trainer_side.doors.test_safetensors_out import training_state
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same, bring_back
 from tests.unit.trainer_side.state.test_skeleton import _same, _states
+from trainer_side.doors.foreign import open_foreign
 from trainer_side.doors.safetensors_out import write_safetensors
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
@@ -220,3 +222,36 @@ def test_what_the_checkpoint_has_is_restored_although_it_may_lack_it(tmp_path: P
     restored = bring_back({"x": target, "n": 5}, tmp_path, may_lack=("n", "x"))
     assert torch.equal(target, torch.ones(4))
     assert restored.values == {"n": 6}
+
+
+def test_a_zip_bomb_is_refused_before_anything_is_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.pt"
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("archive/data.pkl", "w") as entry,
+    ):
+        for _ in range(256):
+            entry.write(bytes(1 << 20))
+    assert path.stat().st_size < 1 << 20
+    child = (
+        "import resource, sys, torch\n"
+        "from pathlib import Path\n"
+        "from trainer_side.doors.foreign import open_foreign\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak()\n"
+        "try: open_foreign(Path(sys.argv[1]), under=None, renamed={}, dropped=[])\n"
+        "except Exception as error: print(peak() - before, type(error).__name__)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", child, str(path)], capture_output=True, text=True, check=True)
+    more_bytes, error = run.stdout.split()
+    assert error == "DamageError"
+    assert int(more_bytes) < 64 << 20
+
+
+def test_entries_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "shared.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data/0", bytes(1 << 16))
+        archive.filelist *= 64  # the directory names the same bytes again and again
+    with pytest.raises(DamageError, match="its entries say"):
+        open_foreign(path, under=None, renamed={}, dropped=[])

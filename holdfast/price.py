@@ -1,0 +1,67 @@
+"""What input costs to parse, known before it is parsed: a limit on its size alone lets 31 KiB take a gigabyte.
+
+    compressed ─► piece by piece ─► raw JSON ─► estimated bytes of its Python objects ─► json.loads
+                      └── above `allowed(received bytes)`: refused ──┘
+
+The estimate counts brackets, commas and quotes, which are what objects are made of. Layouts and tables of real states
+cost about 50 bytes for each compressed byte that is received, manifests about 10 for each byte
+(tests/unit/holdfast/test_price.py measures both), so limits of five times that and a fixed allowance stand in nobody's
+way, and who wants a process to take a gigabyte has to send some of it.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+COMPRESSED_FACTOR = 256  # of each byte received
+PLAIN_FACTOR = 24
+_ALLOWANCE_BYTES = 32 << 20
+_PIECE_BYTES = 1 << 20
+_CONTAINER_BYTES, _ITEM_BYTES, _TEXT_BYTES = 96, 40, 60
+
+
+class TooDearError(ValueError):
+    """Parsing would cost more than such input may."""
+
+
+def json_price(raw: bytes) -> int:
+    """About how many bytes the text and the objects take that `json.loads` makes of it."""
+    containers = raw.count(b"[") + raw.count(b"{")
+    items = raw.count(b",") + raw.count(b":")
+    return len(raw) + _CONTAINER_BYTES * containers + _ITEM_BYTES * items + _TEXT_BYTES * raw.count(b'"') // 2
+
+
+def check_price(price: int, received_bytes: int, factor: int) -> None:
+    """Refuse what costs more than `factor` for each byte received, and a fixed allowance.
+
+    Raises:
+        TooDearError: It does.
+    """
+    allowed = _ALLOWANCE_BYTES + factor * received_bytes
+    if price > allowed:
+        raise TooDearError(
+            f"{received_bytes} bytes received would take {price} bytes or more to parse, expected at most {allowed}"
+        )
+
+
+def inflate_json(data: bytes | bytearray | memoryview, bytes_max: int) -> bytes:
+    """Unpack what `zlib.compress` made of JSON, as far as it is worth it.
+
+    Raises:
+        TooDearError: It is above `bytes_max`, or costs more than what was received is worth.
+        ValueError: It is truncated.
+        zlib.error: It is no such thing.
+    """
+    inflater, received_bytes = zlib.decompressobj(), len(data)
+    raw, price = bytearray(), 0
+    while not inflater.eof:
+        piece = inflater.decompress(data, _PIECE_BYTES)
+        data = inflater.unconsumed_tail
+        raw += piece
+        price += json_price(piece)
+        check_price(price, received_bytes, COMPRESSED_FACTOR)
+        if len(raw) > bytes_max:
+            raise TooDearError(f"above {bytes_max} bytes unpacked")
+        if not piece and not data and not inflater.eof:
+            raise ValueError("truncated")
+    return bytes(raw)
