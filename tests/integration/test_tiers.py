@@ -146,7 +146,7 @@ def test_after_the_stager_s_death_ranks_write_to_the_store_themselves(
         wait_until(lambda: len(events(cluster, "stager_lost")) == RANKS, 120, job.output())
         (out / "go-on").touch()
         job.wait(120)
-    assert job.output().count("go on in store alone") == RANKS, job.output()
+    assert job.output().count("are kept in store alone") == RANKS, job.output()
     assert {event["step"] for event in events(cluster, "complete")} == {11}
     with cluster.start(RANKS, *RUN) as job:
         job.succeed(120)
