@@ -171,16 +171,17 @@ def test_a_flip_on_the_way_to_the_store_is_found_by_reading_back(rig: _Rig, tmp_
     image = from_torch_file(tmp_path / "real.pt", chunk_bytes=CHUNK_BYTES, ranks=2)
     rig.save(image, 1, None)
     assert [result.state for result in rig.heard.read_backs] == [State.VERIFIED]
-    write = rig.store.write
+    create = rig.store.create
     pending: list[Flip] = []
 
-    def flipping(name: str, data: bytes) -> None:
+    def flipping(name: str, data: bytes) -> bool:
+        """When the manifest comes, the file is there and has not been read back."""
         file = name.removesuffix(".json") + ".pt"
         if pending and file in rig.store.objects and name.startswith("step-"):
             rig.store.objects[file] = pending.pop().applied(rig.store.objects[file])
-        write(name, data)
+        return create(name, data)
 
-    rig.store.write = flipping  # type: ignore[method-assign]
+    rig.store.create = flipping  # type: ignore[method-assign]
     for step, flip in enumerate(flips("write", len(image.final), 200), start=2):
         pending.append(flip)
         rig.save(image, step, None)

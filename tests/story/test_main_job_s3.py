@@ -74,8 +74,9 @@ def check_bucket(place: S3Place, steps: set[int]) -> list[CatalogItem]:
         keys = {found["Key"] for found in listed["Contents"]}
         claims = {key for key in keys if key.startswith("team/run/.holdfast/writer-")}
         assert claims
-        expected = {f"team/run/step-{step:09d}.{end}" for step in steps for end in ("pt", "json")}
-        assert keys - claims == expected
+        files = [item.manifest.file for item in items if item.manifest is not None]
+        assert {int(name[5:14]) for name in files} == steps
+        assert keys - claims == {f"team/run/{name[:-2]}{end}" for name in files for end in ("pt", "json")}
         assert not client.list_multipart_uploads(Bucket=place.bucket).get("Uploads")
         for key in claims:
             claim = json.loads(client.get_object(Bucket=place.bucket, Key=key)["Body"].read())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -18,8 +19,9 @@ def _niceness(before: str) -> int:
 
 
 def test_a_process_yields_once_and_one_that_is_nicer_already_stays_so() -> None:
-    assert _niceness("pass") == 10
-    assert _niceness("os.nice(15)") == 15
+    ours = os.nice(0)  # of whoever started the tests
+    assert _niceness("pass") == max(10, ours)
+    assert _niceness(f"os.nice({15 - min(ours, 15)})") == max(15, ours)
 
 
 _SCRIPT = """
