@@ -263,6 +263,8 @@ def test_ls_tells_what_is_wrong_below_the_table(store: MemoryStore, run: Any) ->
                 "created",
                 "pgt1_seconds",
                 "pgt2_seconds",
+                "drift",
+                "nonfinite",
             ],
         )
     }

@@ -85,7 +85,7 @@ def test_a_file_system_that_cannot_is_read_by_the_cache(
 @pytest.mark.parametrize("cut_bytes", [0, 1, PAGE_BYTES, 2 * PAGE_BYTES + 7, 3 * PAGE_BYTES - 1])
 def test_a_short_file_is_damage_wherever_it_ends(tmp_path: Path, image: bytes, cut_bytes: int) -> None:
     (tmp_path / "file").write_bytes(image[:cut_bytes])
-    with pytest.raises(DamageError, match=f"ends at byte {cut_bytes}, .* truncated"):
+    with pytest.raises(DamageError, match=f"ends at byte {cut_bytes}; it is truncated"):
         PosixStore(tmp_path).read_into("file", 0, aligned(3 * PAGE_BYTES))
 
 

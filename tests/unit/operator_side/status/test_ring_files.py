@@ -76,7 +76,7 @@ def test_what_is_half_written_or_gone_is_passed_over(ring: Ring, tmp_path: Path)
     assert found is not None
     assert found.chunks["full"] == 1
     assert found.checkpoints == ()
-    assert "CRC-32 does not hold" in found.trouble
+    assert "its CRC-32 is wrong" in found.trouble
     ring.close()
     Ring.remove(ring.directory)
     assert files.look() is None
