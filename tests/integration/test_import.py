@@ -64,7 +64,7 @@ def test_a_job_goes_on_from_what_torch_saved(tmp_path: Path) -> None:
             assert same(restored[name], saved[name]), (rank, name)
     items = Catalog(open_store(cluster.store)).list()
     assert [(item.step, item.state) for item in items] == [(5, "verified"), (2, "verified")]
-    assert "rng" in load(tmp_path / "store" / "step-000000005.pt"), "from now on it is there"
+    assert "rng" in load(tmp_path / "store" / "step-000000005-a002.pt"), "from now on it is there"
 
 
 def test_killed_it_is_run_again(tmp_path: Path) -> None:
