@@ -172,7 +172,7 @@ def test_a_folder_that_is_none_or_is_damaged(tmp_path: Path, run: Command) -> No
     (tmp_path / "old").mkdir()
     code, _, err = run("import", tmp_path / "old", tmp_path / "run", "--step", 1)
     assert code == 2
-    assert "without .metadata" in err
+    assert "the folder has no .metadata" in err
     saved_by_dcp(tmp_path / "old", {"x": torch.ones(3000)})
     part = next((tmp_path / "old").glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:100])
