@@ -18,7 +18,7 @@ import pytest
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
 from tests.integration.jobs import pressure
-from tests.support.cluster import wait_until
+from tests.support.cluster import load, same, wait_until
 from tests.support.events import read_events
 from tests.support.job import REPOSITORY, Job, environment
 from tests.support.throttled_site import sitecustomize
@@ -199,3 +199,26 @@ def test_a_missed_wait_says_who_waited_for_whom(tmp_path: Path) -> None:
         r"rank \d waited 1.5 s for step 0 to be staged, and the stager had room for \d+ of its \d+", output
     )
     assert "Find out why the store is slow" in output
+
+
+def test_a_killed_stager_costs_the_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+    steps = 30
+    undisturbed = Pressed(tmp_path / "undisturbed", "together", steps, rate=1024 * MIB, **SMALL)
+    undisturbed.run()
+    run = Pressed(tmp_path / "lost", "lost", steps, rate=1024 * MIB, **SMALL)
+    with run.start() as job:
+        job.wait(200)  # mpirun itself reports the death
+        output = job.output()
+    for rank in range(RANKS):
+        said = run.said(rank)
+        assert same(load(run.out / f"final-{rank}.pt"), load(undisturbed.out / f"final-{rank}.pt"))
+        assert (
+            output.count(f"rank {rank}: the stager is lost, and no more checkpoints are taken in this job")
+            == 1
+        ), output
+        assert len(run.events("stager_lost", rank=rank)) == 1
+        assert len(said["lost_save_seconds"]) > 0
+        assert max(said["lost_save_seconds"]) < 20  # nothing is waited for; the limit is the machine's
+        assert said["close_seconds"] < 60
+        in_a_save = said["stats"]["causes"]["stager lost"] - len(said["lost_save_seconds"])
+        assert in_a_save in {0, 1}, "it may be lost in the middle of one"

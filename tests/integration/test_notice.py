@@ -21,7 +21,7 @@ from tests.integration.jobs import noticed, spared, train
 from tests.support.blocked import environment_without
 from tests.support.cluster import Cluster, check_continued, check_loadable, losses, wait_until
 from tests.support.events import read_events
-from tests.support.fake_metadata import FakeMetadata
+from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN, FakeMetadata
 from tests.support.job import HOLDFAST, Job
 
 pytestmark = [pytest.mark.mpi]
@@ -282,3 +282,19 @@ def test_a_rank_that_goes_is_spared_and_its_death_in_the_middle_of_the_step_cost
         check=False,
     )
     assert compared.stdout == "the same\n", compared.stderr
+
+
+def test_a_metadata_server_that_hangs_disturbs_nothing(make: Callable[[int], Spot], reference: Path) -> None:
+    spot, every = make(2), 60
+    for server in spot.servers:
+        server.hanging.set()
+    with spot.cluster.start(2, str(STEPS), str(every)) as job:
+        job.succeed(120)
+        said = job.output()
+    spot.cluster.wait_for_flusher()
+    assert all(server.asked[AWS_TOKEN] >= 2 and not server.asked[AWS_ACTION] for server in spot.servers)
+    assert said.count("the watch cannot ask aws") == 2  # once by each rank, however often in vain
+    assert spot.steps() == [59, 119, 179, 239]
+    assert spot.events("notice") == spot.events("declined") == []
+    for rank in range(2):
+        assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")

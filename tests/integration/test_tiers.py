@@ -172,3 +172,20 @@ def test_without_stager_and_tiers_the_message_names_both(tmp_path: Path) -> None
         assert job.wait(60) != 0
     assert "no stager in this MPI job of 1 trainers" in job.output()
     assert "HOLDFAST_TIERS" in job.output()
+
+
+def test_a_killed_stager_ends_neither_training_nor_checkpoints(cluster: Cluster, reference: Path) -> None:
+    with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
+        wait_for_pause(cluster, job, kept=SAVED)
+        os.kill(stager_of(cluster.runtime), signal.SIGKILL)
+        (cluster.out(1) / "go-on").touch()
+        job.wait(120)
+    said = job.output()
+    assert said.count("the stager is lost, and nothing more of this job goes to it") == RANKS, said
+    assert "no more checkpoints are taken" not in said
+    tiers = {event["tier"] for event in events(cluster, "complete") if event["step"] == 11}
+    assert len(tiers) == 2, "step 11 came after the stager's death"
+    with cluster.start(RANKS, *RUN) as job:
+        job.succeed(120)
+    check_continued(reference, cluster, 1, 2, start=12, steps=STEPS)
+    check_resumed_from(cluster, "memory", 11)

@@ -20,7 +20,6 @@ from tests.integration.test_notice import (
     reference,
 )
 from tests.support.cluster import load, losses, same, wait_until
-from tests.support.fake_metadata import AWS_ACTION, AWS_TOKEN
 
 pytestmark = [pytest.mark.mpi]
 
@@ -81,22 +80,6 @@ def test_a_rebalance_saves_now_and_more_often_and_training_goes_on(
     for rank in range(2):
         final = load(spot.cluster.out(1) / f"final-{rank}.pt")
         assert same(final, load(reference / f"final-{rank}.pt")), "a notice has changed the training"
-
-
-def test_a_metadata_server_that_hangs_disturbs_nothing(make: Callable[[int], Spot], reference: Path) -> None:
-    spot, every = make(2), 60
-    for server in spot.servers:
-        server.hanging.set()
-    with spot.cluster.start(2, str(STEPS), str(every)) as job:
-        job.succeed(120)
-        said = job.output()
-    spot.cluster.wait_for_flusher()
-    assert all(server.asked[AWS_TOKEN] >= 2 and not server.asked[AWS_ACTION] for server in spot.servers)
-    assert said.count("the watch cannot ask aws") == 2  # once by each rank, however often in vain
-    assert spot.steps() == [59, 119, 179, 239]
-    assert spot.events("notice") == spot.events("declined") == []
-    for rank in range(2):
-        assert losses(spot.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
 
 
 def test_without_a_stager_a_notice_that_comes_too_late_breaks_nothing(

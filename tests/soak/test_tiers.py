@@ -42,23 +42,6 @@ def test_a_store_that_is_gone_is_not_needed(cluster: Cluster, reference: Path) -
     assert {event["attempt"] for event in events(cluster, "restore")} == {1}
 
 
-def test_a_killed_stager_ends_neither_training_nor_checkpoints(cluster: Cluster, reference: Path) -> None:
-    with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
-        wait_for_pause(cluster, job, kept=SAVED)
-        os.kill(stager_of(cluster.runtime), signal.SIGKILL)
-        (cluster.out(1) / "go-on").touch()
-        job.wait(120)
-    said = job.output()
-    assert said.count("the stager is lost, and nothing more of this job goes to it") == RANKS, said
-    assert "no more checkpoints are taken" not in said
-    tiers = {event["tier"] for event in events(cluster, "complete") if event["step"] == 11}
-    assert len(tiers) == 2, "step 11 came after the stager's death"
-    with cluster.start(RANKS, *RUN) as job:
-        job.succeed(120)
-    check_continued(reference, cluster, 1, 2, start=12, steps=STEPS)
-    check_resumed_from(cluster, "memory", 11)
-
-
 def test_without_a_stager_a_killed_run_resumes_from_its_memory(
     cluster: Cluster, reference: Path, memory: Path
 ) -> None:
