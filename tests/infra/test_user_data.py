@@ -265,7 +265,7 @@ def test_the_bootstrap_makes_a_node_and_a_second_run_changes_nothing(machine: Ma
     assert (home / "before").read_text() == (home / "after").read_text() != ""
     assert (home / "third").read_text() == "holdfast-bootstrap: this node is ready: role stager\n"
     assert (home / "passwd").read_text() == "holdfast:x:873:873::/var/lib/holdfast:/bin/bash\n700 holdfast\n"
-    assert "Own the ring of one run" in (home / "help").read_text()
+    assert "Write the checkpoints of one run from the ring" in (home / "help").read_text()
     assert dict(line.split("=", 1) for line in (home / "environment").read_text().split()) == {
         "HOLDFAST_STORE": "s3://holdfast-gpt-123456789012-eu-central-1/gpt/one/checkpoints",
         "HOLDFAST_CLUSTER_URL": "s3://holdfast-gpt-123456789012-eu-central-1/gpt/one/cluster",

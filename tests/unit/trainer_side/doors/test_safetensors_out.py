@@ -101,7 +101,9 @@ def test_one_part_has_the_names_that_its_model_gave(tmp_path: Path) -> None:
     whole = state["model"]["0.weight"].nbytes
     moments = [offset for offset, nbytes in store.requests if nbytes == whole]
     assert len(moments) == 1, "what is tied is read once, and the optimizer not at all"
-    with pytest.raises(StateError, match="--only modell: there is no such name in it; it holds model, optimizer"):
+    with pytest.raises(
+        StateError, match="--only modell: there is no such name in it; it holds model, optimizer"
+    ):
         written(tmp_path, state, only="modell")
 
 
