@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from holdfast.checkpoints.claim import Claim
 from holdfast.command import cli
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
-from holdfast.errors import ConfigError, HoldfastError, StoreError
+from holdfast.errors import ConfigError, StoreError
 from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal
 from holdfast.store.names import check_name, temporary_name
@@ -366,5 +366,5 @@ def test_a_run_full_of_other_peoples_files_is_listed(
     os.mkfifo(root / "step-000000003.json")
     (root / os.fsdecode(b"step-\xff.json")).write_text("x")
     assert _run(capsys, ["ls", str(root)]) in {0, 4, 6}
-    with pytest.raises(HoldfastError):
-        Claim.take(PosixStore(root), sleep=lambda _: None)
+    claim = Claim.take(PosixStore(root), sleep=lambda _: None)  # the absurd number makes no run unusable
+    assert claim.attempt == 1
