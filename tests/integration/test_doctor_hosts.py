@@ -40,7 +40,7 @@ def test_a_host_that_answers_and_then_one_behind_a_cut_wire(tmp_path: Path, host
     checks = {f"host {there}{what}" for what in ("", " MPI", " clock")}
     assert set(found) == checks, "this machine itself is not asked"
     assert {finding.state for finding in found.values()} == {CheckState.OK}, found
-    assert f"reaches it at {hosts.here}" in found[f"host {there}"].seen
+    assert f"reaches this machine at {hosts.here}" in found[f"host {there}"].seen
     hosts.cut()  # the agent of this test gets there all the same; what starts over there cannot call back
     found = examine(tmp_path, agent, there)
     assert found[f"host {there}"].state is CheckState.FAIL
