@@ -1,7 +1,8 @@
 /* Lets chosen calls of the C library fail below one directory: LD_PRELOADed into a process that knows nothing of it.
 
-   <FAILING_CALLS>/<call> holds "errno times delay_ms": while the file is there, the call fails with that errno (0: it does
-   not fail), `times` times (0: always), after a delay (-1: as long as the file is there: a device that hangs). The test writes and removes these files while the process runs.
+   <FAILING_CALLS>/<call> holds "errno times delay_ms named": while the file is there, the call fails with that errno (0:
+   it does not fail), `times` times (0: always), after a delay (-1: as long as the file is there: a device that hangs), on
+   files whose path contains `named` (none: on every file). The test writes and removes these files while the process runs.
    FAILING_BELOW is the directory; what is not below it is never touched. */
 
 #define _GNU_SOURCE
@@ -23,34 +24,25 @@ static const char *const names[CALLS] = {"pwrite", "fsync", "open", "rename", "f
 static atomic_long hits[CALLS];
 static _Atomic ino_t rule_of[CALLS];
 
-static int below(const char *path) {
+static int below(const char *file) {
     const char *root = getenv("FAILING_BELOW");
-    return root && path && strncmp(path, root, strlen(root)) == 0;
+    return root && file && strncmp(file, root, strlen(root)) == 0;
 }
 
-static int fd_below(int fd) {
-    char link[64], path[4096];
-    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t n = readlink(link, path, sizeof path - 1);
-    if (n < 0) return 0;
-    path[n] = 0;
-    return below(path);
-}
-
-/* 1 and errno set: the call is to fail. */
-static int fails(enum call call) {
+/* 1 and errno set: the call is to fail on this file. */
+static int fails(enum call call, const char *file) {
     const char *rules = getenv("FAILING_CALLS");
-    char path[4096];
+    char path[4096], named[256] = "";
     struct stat status;
     int number = 0, times = 0, delay_ms = 0;
-    if (!rules) return 0;
+    if (!rules || !below(file)) return 0;
     snprintf(path, sizeof path, "%s/%s", rules, names[call]);
-    FILE *file = fopen(path, "re");
-    if (!file) return 0;
-    int fields = fscanf(file, "%d %d %d", &number, &times, &delay_ms);
-    int known = fstat(fileno(file), &status) == 0;
-    fclose(file);
-    if (fields != 3 || !known) return 0;
+    FILE *rule = fopen(path, "re");
+    if (!rule) return 0;
+    int fields = fscanf(rule, "%d %d %d %255s", &number, &times, &delay_ms, named);
+    int known = fstat(fileno(rule), &status) == 0;
+    fclose(rule);
+    if (fields < 3 || !known || !strstr(file, named)) return 0;
     if (atomic_exchange(&rule_of[call], status.st_ino) != status.st_ino) hits[call] = 0;
     if (times && atomic_fetch_add(&hits[call], 1) >= times) return 0;
     while (delay_ms < 0 && access(path, F_OK) == 0) {
@@ -65,11 +57,20 @@ static int fails(enum call call) {
     return number != 0;
 }
 
+static int fd_fails(enum call call, int fd) {
+    char link[64], file[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(link, file, sizeof file - 1);
+    if (n < 0) return 0;
+    file[n] = 0;
+    return fails(call, file);
+}
+
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 #define DEFINE_PWRITE(name, offset_type) \
     ssize_t name(int fd, const void *data, size_t count, offset_type offset) { \
-        if (fd_below(fd) && fails(PWRITE)) return -1; \
+        if (fd_fails(PWRITE, fd)) return -1; \
         return NEXT(name)(fd, data, count, offset); \
     }
 DEFINE_PWRITE(pwrite, off_t)
@@ -77,7 +78,7 @@ DEFINE_PWRITE(pwrite64, off64_t)
 
 #define DEFINE_PREAD(name, offset_type) \
     ssize_t name(int fd, void *data, size_t count, offset_type offset) { \
-        if (fd_below(fd) && fails(PREAD)) return -1; \
+        if (fd_fails(PREAD, fd)) return -1; \
         return NEXT(name)(fd, data, count, offset); \
     }
 DEFINE_PREAD(pread, off_t)
@@ -85,14 +86,14 @@ DEFINE_PREAD(pread64, off64_t)
 
 #define DEFINE_PREADV(name, offset_type) \
     ssize_t name(int fd, const struct iovec *parts, int count, offset_type offset, int flags) { \
-        if (fd_below(fd) && fails(PREADV)) return -1; \
+        if (fd_fails(PREADV, fd)) return -1; \
         return NEXT(name)(fd, parts, count, offset, flags); \
     }
 DEFINE_PREADV(preadv2, off_t)
 DEFINE_PREADV(preadv64v2, off64_t)
 
 int fsync(int fd) {
-    if (fd_below(fd) && fails(FSYNC)) return -1;
+    if (fd_fails(FSYNC, fd)) return -1;
     return NEXT(fsync)(fd);
 }
 
@@ -102,18 +103,18 @@ int fsync(int fd) {
         va_start(rest, flags); \
         mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0; \
         va_end(rest); \
-        if ((flags & O_ACCMODE) != O_RDONLY && below(path) && fails(OPEN)) return -1; \
+        if ((flags & O_ACCMODE) != O_RDONLY && fails(OPEN, path)) return -1; \
         return NEXT(name)(path, flags, mode); \
     }
 DEFINE_OPEN(open)
 DEFINE_OPEN(open64)
 
 int rename(const char *from, const char *to) {
-    if (below(to) && fails(RENAME)) return -1;
+    if (fails(RENAME, to)) return -1;
     return NEXT(rename)(from, to);
 }
 
 int fallocate(int fd, int mode, off_t offset, off_t length) {
-    if (fd_below(fd) && fails(FALLOCATE)) return -1;
+    if (fd_fails(FALLOCATE, fd)) return -1;
     return NEXT(fallocate)(fd, mode, offset, length);
 }

@@ -269,7 +269,7 @@ def test_after_a_failed_sync_nothing_with_holes_is_published(
     with contextlib.closing(StagerClient(flusher.directory)) as stager:
         stager.save(image, 5)
         stager.wait("verified", step=5)
-        calls.fail("fsync", errno.EIO, times=1)
+        calls.fail("fsync", errno.EIO, times=1, named="step-000000006.pt")
         stager.save(image, 6)
         failed = stager.wait("failed", step=6).fields["message"]
         assert_named(failed, flusher.store / "step-000000006.pt", ("sync failed", "Input/output error"))
@@ -286,13 +286,13 @@ def test_a_file_that_was_lost_before_any_chunk_left_the_ring_is_written_anew(
     flusher = start(env=calls.environment)
     temporary = flusher.store / ".holdfast" / "tmp"
     with contextlib.closing(StagerClient(flusher.directory)) as stager:
-        calls.fail("pwrite", errno.EIO)
+        calls.fail("pwrite", errno.EIO, named="step-000000005.pt")
         stager.save(image, 5)
         wait_until(lambda: "Input/output error" in flusher.log.read_text(), flusher.log.read_text)
         assert full_slots(stager, 5) == image.layout.chunks
         for path in temporary.iterdir():
             path.unlink()
-        calls.fail("pwrite", errno.ESTALE, times=1)
+        calls.fail("pwrite", errno.ESTALE, times=1, named="step-000000005.pt")
         stager.wait("durable", step=5)
         stager.finish()
         assert [m for m in stager.heard if m.kind in {"failed", "bad"}] == []
@@ -305,7 +305,7 @@ def test_a_slow_disk_fills_the_ring_and_takes_no_other_memory(
     start: Start, calls: Calls, image: Image
 ) -> None:
     calls.fail("pwrite", 0, delay_ms=30)
-    flusher = start(env=calls.environment)
+    flusher = start("--keep-hourly", "0", "--keep-daily", "0", env=calls.environment)
     steps = range(5, 10)
     with contextlib.closing(StagerClient(flusher.directory)) as stager:
         before_bytes = most_bytes = flusher.resident_bytes()
@@ -332,7 +332,7 @@ def test_full_disks_under_the_events_and_the_log_stop_nothing(
     disk = Disk(tmp_path / "notes", 1 << 20)
     try:
         events, log = disk.place / "events.jsonl", disk.place / "flusher.log"
-        flusher = start(events=events, stderr=log)
+        flusher = start("--keep-hourly", "0", "--keep-daily", "0", events=events, stderr=log)
         with contextlib.closing(StagerClient(flusher.directory)) as stager:
             stager.save(image, 5)
             stager.wait("verified", step=5)

@@ -49,5 +49,5 @@ def test_a_port_in_use_is_a_warning_and_checkpoints_go_on(tmp_path: Path) -> Non
         assert flusher.wait() == 0
     assert flusher.manifest(1)["state"] == "verified"
     said = (tmp_path / "flusher.log").read_text()
-    assert f"no metrics: 127.0.0.1, port {port + 1}: Address already in use" in said
+    assert f"no metrics are served at 127.0.0.1, port {port + 1}: Address already in use" in said
     assert "Traceback" not in said

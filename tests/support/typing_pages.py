@@ -85,6 +85,8 @@ SCENE = {
     r"(?<=^holdfast assemble )s3://bucket/run@29\b": "{page}/mnt/sliced@39",
     r"\bs3://bucket/new\b": "s3://bucket/new-{name}",  # each page is read by somebody else
     r"\bsubnet-0b\b": "{subnet}",  # of moto's EC2
+    # Moto's machines have addresses that lead nowhere: `hosts` goes on to name this machine.
+    r"^(holdfast cluster up .*)--hostfile hosts\b": r"\1--hostfile raised-hosts",
     r"\bcollector:4318\b": "127.0.0.1:9",  # where nobody takes spans: no checkpoint waits for that
     r"--count 1000\b": "--count 20",
     r"^make (?=docs)": "make VENV={venv} -o {venv}/.ready ",  # of the environment that is there
