@@ -1,0 +1,304 @@
+"""Regions: the parts of a tensor that is split among ranks, and where their bytes lie in the whole tensor.
+
+    a tensor of 6 × 4, and the region start (2, 1), size (3, 2)          bytes of the whole:   ····│····│·xx·│·xx·│·xx·│····
+                                                                         bytes of the region:  xxxxxx, as its rank holds them
+
+A *region* is a start and a size per dimension. Its *holders* are the ranks that hold it. A *pattern* is all regions of
+one tensor: together they are the whole tensor, and no two of them overlap. Many tensors of a model share one pattern.
+Whoever holds a region has its bytes in one run of memory, in the order in which they lie in the whole tensor; so each
+rank copies without gathering, and only the receiver scatters.
+
+Pure: no torch. Nothing here has an object for each run of a region: a tensor that is cut in its last dimension has
+millions of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.errors import ProtocolError
+
+# A region that several ranks hold is dealt among them in parts of at least so many bytes.
+DEAL_BYTES_MIN = 64 * 1024
+_DIMENSIONS_MAX = 64  # torch's own limit
+_SIZE_MAX = 2**62
+
+
+class Extent(NamedTuple):
+    """A run of bytes of the image."""
+
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Image offset of the byte after the last one."""
+        return self.offset + self.nbytes
+
+
+class Region(NamedTuple):
+    """A box in a tensor: in dimension `d` it has `size[d]` places from `start[d]` on."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements; 0 where a rank holds nothing."""
+        return math.prod(self.size)
+
+    def __str__(self) -> str:
+        spans = zip(self.start, self.size, strict=True)
+        return "[" + ", ".join(f"{start}:{start + size}" for start, size in spans) + "]"
+
+
+class Comb:
+    """The bytes of one region in those of the whole contiguous tensor: runs of equal size, ascending.
+
+    Offsets count from the tensor's first byte. The region's own bytes are numbered as its holder has them: run after
+    run. Immutable.
+
+    Args:
+        shape: Of the whole tensor.
+        item_bytes: Of one element.
+        region: Lies within `shape`; not empty.
+
+    Attributes:
+        nbytes: Of the region.
+        run_bytes: Of each run.
+    """
+
+    __slots__ = ("_outer", "_start", "_strides", "nbytes", "run_bytes")
+
+    def __init__(self, shape: Sequence[int], item_bytes: int, region: Region) -> None:
+        strides = [item_bytes] * len(shape)
+        for dimension in range(len(shape) - 2, -1, -1):
+            strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
+        # The innermost dimension that is cut: all below it lies in one run.
+        cut = max((d for d, size in enumerate(region.size) if size != shape[d]), default=0)
+        self.run_bytes = region.size[cut] * strides[cut] if shape else item_bytes
+        self.nbytes = region.numel * item_bytes
+        self._start = sum(start * stride for start, stride in zip(region.start, strides, strict=True))
+        self._outer = region.size[:cut]
+        self._strides = tuple(strides[:cut])
+
+    @property
+    def span(self) -> Extent:
+        """From the first byte of the region to its last one, with what lies between the runs."""
+        last = self._place(self.nbytes // self.run_bytes - 1) + self.run_bytes
+        return Extent(self._start, last - self._start)
+
+    def before(self, offset: int) -> int:
+        """How many bytes of the region lie before this byte of the whole tensor."""
+        left = offset - self._start
+        if left <= 0:
+            return 0
+        runs = 0  # that begin before `offset`
+        for dimension, (size, stride) in enumerate(zip(self._outer, self._strides, strict=True)):
+            index, left = divmod(left, stride)
+            below = math.prod(self._outer[dimension + 1 :])
+            if index >= size:
+                return (runs + size * below) * self.run_bytes
+            runs += index * below
+        return runs * self.run_bytes + min(left, self.run_bytes)
+
+    def extents(self, first: int, end: int) -> list[Extent]:
+        """Where the region's bytes from number `first` up to `end` lie in the whole tensor, ascending; none is joined."""
+        if first >= end:
+            return []
+        run, inside = divmod(first, self.run_bytes)
+        if end <= (run + 1) * self.run_bytes:
+            return [Extent(self._place(run) + inside, end - first)]
+        last, rest = divmod(end, self.run_bytes)
+        runs = last + (rest > 0)
+        places = self._places(run, runs)
+        found = [Extent(place, self.run_bytes) for place in places]
+        found[0] = Extent(found[0].offset + inside, self.run_bytes - inside)
+        if rest:
+            found[-1] = Extent(found[-1].offset, rest)
+        return found
+
+    def _place(self, run: int) -> int:
+        place = self._start
+        for size, stride in zip(reversed(self._outer), reversed(self._strides), strict=True):
+            run, index = divmod(run, size)
+            place += index * stride
+        return place
+
+    def _places(self, first: int, end: int) -> list[int]:
+        numbers = np.arange(first, end, dtype=np.int64)
+        places = np.full(len(numbers), self._start, np.int64)
+        for size, stride in zip(reversed(self._outer), reversed(self._strides), strict=True):
+            numbers, index = np.divmod(numbers, size)
+            places += index * stride
+        found: list[int] = places.tolist()
+        return found
+
+
+class Share(NamedTuple):
+    """What `rank` sends of a region: its bytes from number `first` up to `end`."""
+
+    rank: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How the tensors of one shape are split. Immutable.
+
+    Args:
+        shape: Of the whole tensor.
+        item_bytes: Of one element.
+        regions: In any order; none of them empty.
+        holders: Of each region, the ranks that hold it, ascending; at least one.
+
+    Raises:
+        ProtocolError: The regions leave the tensor, overlap, or leave a gap; or a rank holds two of them. It also comes
+            from outside.
+    """
+
+    shape: tuple[int, ...]
+    item_bytes: int
+    regions: tuple[Region, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        numel = math.prod(self.shape)
+        if not 0 < self.item_bytes <= 1024 or not 0 < numel * self.item_bytes < _SIZE_MAX:
+            raise ProtocolError(
+                f"a split tensor of shape {list(self.shape)} with {self.item_bytes} bytes each"
+            )
+        if len(self.shape) > _DIMENSIONS_MAX or len(self.holders) != len(self.regions):
+            raise ProtocolError(
+                f"a split tensor of {len(self.shape)} dimensions, {len(self.regions)} regions and "
+                f"{len(self.holders)} groups of holders"
+            )
+        for region in self.regions:
+            fits = len(region.start) == len(region.size) == len(self.shape) and all(
+                0 <= start and 0 < size <= whole - start
+                for start, size, whole in zip(region.start, region.size, self.shape, strict=True)
+            )
+            if not fits:
+                raise ProtocolError(f"region {region} is not in a tensor of shape {list(self.shape)}")
+        for holders in self.holders:
+            if not holders or list(holders) != sorted(set(holders)) or holders[0] < 0:
+                raise ProtocolError(f"holders {list(holders)[:20]}, expected ranks, ascending")
+        ranks = sum(map(len, self.holders))
+        if len(self.region_of) != ranks:
+            raise ProtocolError("a rank holds two regions of one tensor")
+        self._check_tiling(numel)
+
+    def _check_tiling(self, numel: int) -> None:
+        held = sum(region.numel for region in self.regions)
+        starts = np.array([region.start for region in self.regions], np.int64).reshape(len(self.regions), -1)
+        ends = starts + np.array([region.size for region in self.regions], np.int64).reshape(starts.shape)
+        for number in range(len(self.regions)):
+            others = slice(number + 1, None)
+            meets = ((starts[others] < ends[number]) & (starts[number] < ends[others])).all(axis=1)
+            if meets.any():
+                other = number + 1 + int(meets.argmax())
+                raise ProtocolError(
+                    f"{self.told(number)} and {self.told(other)} overlap, and are not the same region"
+                )
+        if held != numel:
+            raise ProtocolError(
+                f"the ranks hold {held} of the {numel} elements of a tensor of shape {list(self.shape)}: nobody has "
+                "the rest"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.item_bytes
+
+    @cached_property
+    def region_of(self) -> dict[int, int]:
+        """Rank → number of the region that it holds; a rank that holds nothing is not there."""
+        return {rank: number for number, holders in enumerate(self.holders) for rank in holders}
+
+    @cached_property
+    def combs(self) -> tuple[Comb, ...]:
+        """Of each region."""
+        return tuple(Comb(self.shape, self.item_bytes, region) for region in self.regions)
+
+    @cached_property
+    def _spans(self) -> tuple[np.ndarray, np.ndarray]:
+        spans = [comb.span for comb in self.combs]
+        return np.array([span.offset for span in spans]), np.array([span.end for span in spans])
+
+    def within(self, begin: int, end: int) -> list[int]:
+        """Numbers of the regions that may have bytes from `begin` up to `end` of the whole tensor."""
+        begins, ends = self._spans
+        found: list[int] = np.nonzero((begins < end) & (ends > begin))[0].tolist()
+        return found
+
+    def shares(self, number: int, turn: int, spared: Collection[int] = ()) -> list[Share]:
+        """Who sends which bytes of a region: its holders, each about as much as the others.
+
+        Args:
+            number: Of the region.
+            turn: Whose turn it is to send a region that is too small for all: a number per tensor.
+            spared: Ranks that send nothing that another one holds, too.
+        """
+        holders = [rank for rank in self.holders[number] if rank not in spared] or [*self.holders[number]]
+        nbytes = self.combs[number].nbytes
+        parts = min(len(holders), max(1, nbytes // DEAL_BYTES_MIN))
+        return [
+            Share(holders[(turn + part) % len(holders)], part * nbytes // parts, (part + 1) * nbytes // parts)
+            for part in range(parts)
+        ]
+
+    def share(self, rank: int, turn: int, spared: Collection[int] = ()) -> Share | None:
+        """What this rank sends; None for nothing. As `shares`."""
+        number = self.region_of.get(rank)
+        if number is None:
+            return None
+        return next((share for share in self.shares(number, turn, spared) if share.rank == rank), None)
+
+    def told(self, number: int) -> str:
+        """A region and its holders, for messages."""
+        holders = self.holders[number]
+        who = f"rank {holders[0]}" if len(holders) == 1 else f"ranks {', '.join(map(str, holders[:8]))}"
+        return f"{self.regions[number]} of {who}"
+
+
+def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) -> Pattern:
+    """The pattern of a tensor from what each rank says it holds.
+
+    Args:
+        shape: Of the whole tensor.
+        item_bytes: Of one element.
+        held: By rank; None, or an empty region, where it holds nothing.
+
+    Raises:
+        ProtocolError: See `Pattern`.
+    """
+    holders: dict[Region, list[int]] = {}
+    for rank, region in enumerate(held):
+        if region is not None and region.numel:
+            holders.setdefault(region, []).append(rank)
+    regions = sorted(holders)
+    return Pattern(
+        tuple(shape), item_bytes, tuple(regions), tuple(tuple(holders[region]) for region in regions)
+    )
+
+
+def runs_of(extents: Sequence[Extent]) -> Iterator[Extent]:
+    """The same bytes, with neighbours joined."""
+    if not extents:
+        return
+    offset, end = extents[0].offset, extents[0].end
+    for extent in extents[1:]:
+        if extent.offset == end:
+            end = extent.end
+        else:
+            yield Extent(offset, end - offset)
+            offset, end = extent.offset, extent.end
+    yield Extent(offset, end - offset)

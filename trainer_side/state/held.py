@@ -1,0 +1,149 @@
+"""The part of a tensor that this rank holds: of a DTensor, or of one that the script has split by hand.
+
+    DTensor (FSDP2, HSDP, tensor parallelism)      mesh and placements say which region of the whole it is
+    Split(tensor, shape, start)                    the script says it: experts, shards of Megatron, partitions of ZeRO
+
+What a DTensor claims and what it holds may differ (uneven sizes under FSDP2 and tensor parallelism); here that is seen,
+and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from holdfast.errors import StateError
+from holdfast.image.regions import Region
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class Split:
+    """A part of a larger tensor, which other ranks hold the rest of; put in the place of a tensor in the state.
+
+    All ranks give a `Split` at the same path, with the same `shape` and dtype. Their parts must make up the whole, without
+    gaps; ranks may hold the same part. The checkpoint has the whole tensor. Restore fills `tensor` in place, whatever
+    part of it this rank then holds.
+
+    Args:
+        tensor: This rank's part, contiguous; any dtype, on the CPU or a CUDA device. Shape: the size of the part.
+        shape: Of the whole tensor.
+        start: Where the part begins in the whole, one number per dimension.
+
+    Raises:
+        StateError: The part is not within the whole.
+
+    Example:
+        `Checkpointer({"experts": {"up": Split(up, (64, 1024, 4096), (8 * rank, 0, 0))}})`
+    """
+
+    def __init__(self, tensor: torch.Tensor, shape: Sequence[int], start: Sequence[int]) -> None:
+        self.tensor = tensor
+        self.shape, self.start = tuple(map(int, shape)), tuple(map(int, start))
+        fits = len(self.shape) == len(self.start) == tensor.dim() and all(
+            0 <= begin and begin + size <= whole
+            for begin, size, whole in zip(self.start, tensor.shape, self.shape, strict=True)
+        )
+        if not fits:
+            raise StateError(
+                f"Split: a part of shape {list(tensor.shape)} that begins at {list(self.start)} is not within a tensor "
+                f"of shape {list(self.shape)}"
+            )
+
+    def __repr__(self) -> str:
+        return f"Split(shape={list(self.shape)}, start={list(self.start)}, size={list(self.tensor.shape)})"
+
+
+class Held(NamedTuple):
+    """What this rank holds of a tensor.
+
+    Attributes:
+        shape: Of the whole.
+        region: The part that is here; empty where nothing is.
+        local: Its elements: a plain tensor of the region's size.
+    """
+
+    shape: tuple[int, ...]
+    region: Region
+    local: torch.Tensor
+
+
+def is_split(value: object) -> bool:
+    """Whether it is a part of a tensor: `held` says which."""
+    return isinstance(value, Split) or _is_dtensor(value)
+
+
+def held(value: object) -> Held | None:
+    """What is here of a split tensor; None for anything else. Training thread.
+
+    Raises:
+        StateError: It cannot be saved, or restored into, as it is; the message lacks the path.
+    """
+    if isinstance(value, Split):
+        local = value.tensor.detach()
+        return Held(value.shape, Region(value.start, tuple(local.shape)), _plain(local))
+    if not _is_dtensor(value):
+        return None
+    return _of_dtensor(value)  # type: ignore[arg-type]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the memory: of a DTensor the local one, else the tensor itself. Cheap; never raises."""
+    local = getattr(tensor, "_local_tensor", None)
+    return local if isinstance(local, torch.Tensor) else tensor
+
+
+def _is_dtensor(value: object) -> bool:
+    # Not imported for it: a script without DTensors need not pay for torch.distributed.tensor.
+    return isinstance(value, torch.Tensor) and any(
+        kind.__module__.startswith("torch.distributed.tensor") and kind.__qualname__ == "DTensor"
+        for kind in type(value).__mro__
+    )
+
+
+def _of_dtensor(tensor: DTensor) -> Held:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    for placement in tensor.placements:
+        if placement.is_partial():
+            raise StateError(
+                f"a DTensor with the placement {placement}: a sum over ranks that is not made yet; redistribute it "
+                "first"
+            )
+    local = _plain(tensor._local_tensor.detach())
+    shape = tuple(tensor.shape)
+    if tensor.device_mesh.get_coordinate() is None:
+        raise StateError(
+            f"a DTensor on a mesh without this rank ({tensor.device_mesh}); hand over only what is on the ranks of the job"
+        )
+    size, start = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    size, start = tuple(size), tuple(start)
+    if size != tuple(local.shape) and not (0 in size and not local.numel()):
+        raise StateError(
+            f"a DTensor that says it has {list(size)} of {list(shape)} on this rank, and has {list(local.shape)}: "
+            "uneven sizes under two kinds of sharding; pad that dimension to a multiple of the number of shards"
+        )
+    if not local.numel():
+        return Held(shape, Region((0,) * len(shape), tuple(local.shape)), local)
+    return Held(shape, Region(start, size), local)
+
+
+def _plain(local: torch.Tensor) -> torch.Tensor:
+    waiting = getattr(local, "wait", None)  # what a functional collective of torch gives is not there yet
+    if callable(waiting) and type(local) is not torch.Tensor:
+        local = waiting()
+    if type(local) is not torch.Tensor:
+        kind = type(local)
+        raise StateError(
+            f"split, and this rank's part of it is a {kind.__module__}.{kind.__qualname__}: save the plain tensors that "
+            "it is made of"
+        )
+    if not local.is_contiguous():
+        raise StateError(
+            f"split, and this rank's part of it ({list(local.shape)}, strides {list(local.stride())}) does not lie in "
+            "one piece: make it contiguous()"
+        )
+    return local
