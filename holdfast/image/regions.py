@@ -1,7 +1,8 @@
 """Regions: the parts of a tensor that is split among ranks, and where their bytes lie in the whole tensor.
 
-    a tensor of 6 × 4, and the region start (2, 1), size (3, 2)          bytes of the whole:   ····│····│·xx·│·xx·│·xx·│····
-                                                                         bytes of the region:  xxxxxx, as its rank holds them
+    a tensor of 6 × 4, and its region with start (2, 1), size (3, 2)
+    bytes of the whole   ····│····│·xx·│·xx·│·xx·│····
+    of the region        xxxxxx, as its rank holds them
 
 A *region* is a start and a size per dimension. Its *holders* are the ranks that hold it. A *pattern* is all regions of
 one tensor: together they are the whole tensor, and no two of them overlap. Many tensors of a model share one pattern.
@@ -109,7 +110,7 @@ class Comb:
         return runs * self.run_bytes + min(left, self.run_bytes)
 
     def extents(self, first: int, end: int) -> list[Extent]:
-        """Where the region's bytes from number `first` up to `end` lie in the whole tensor, ascending; none is joined."""
+        """Where the region's bytes from number `first` up to `end` lie in the whole tensor, ascending, not joined."""
         if first >= end:
             return []
         run, inside = divmod(first, self.run_bytes)
@@ -182,7 +183,7 @@ class Pattern:
             )
         for region in self.regions:
             fits = len(region.start) == len(region.size) == len(self.shape) and all(
-                0 <= start and 0 < size <= whole - start
+                start >= 0 and 0 < size <= whole - start
                 for start, size, whole in zip(region.start, region.size, self.shape, strict=True)
             )
             if not fits:

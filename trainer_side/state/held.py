@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Split:
     """A part of a larger tensor, which other ranks hold the rest of; put in the place of a tensor in the state.
 
-    All ranks give a `Split` at the same path, with the same `shape` and dtype. Their parts must make up the whole, without
-    gaps; ranks may hold the same part. The checkpoint has the whole tensor. Restore fills `tensor` in place, whatever
+    All ranks give a `Split` at the same path, with the same `shape` and dtype. Their parts must make up the whole,
+    without gaps; ranks may hold the same part. The checkpoint has the whole tensor. Restore fills `tensor` in place, whatever
     part of it this rank then holds.
 
     Args:
@@ -44,7 +44,7 @@ class Split:
         self.tensor = tensor
         self.shape, self.start = tuple(map(int, shape)), tuple(map(int, start))
         fits = len(self.shape) == len(self.start) == tensor.dim() and all(
-            0 <= begin and begin + size <= whole
+            begin >= 0 and begin + size <= whole
             for begin, size, whole in zip(self.start, tensor.shape, self.shape, strict=True)
         )
         if not fits:
@@ -117,7 +117,8 @@ def _of_dtensor(tensor: DTensor) -> Held:
     shape = tuple(tensor.shape)
     if tensor.device_mesh.get_coordinate() is None:
         raise StateError(
-            f"a DTensor on a mesh without this rank ({tensor.device_mesh}); hand over only what is on the ranks of the job"
+            f"a DTensor on a mesh without this rank ({tensor.device_mesh}); hand over only what is on "
+            "the ranks of the job"
         )
     size, start = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
     size, start = tuple(size), tuple(start)
@@ -138,8 +139,8 @@ def _plain(local: torch.Tensor) -> torch.Tensor:
     if type(local) is not torch.Tensor:
         kind = type(local)
         raise StateError(
-            f"split, and this rank's part of it is a {kind.__module__}.{kind.__qualname__}: save the plain tensors that "
-            "it is made of"
+            f"split, and this rank's part of it is a {kind.__module__}.{kind.__qualname__}: save the plain tensors "
+            "that it is made of"
         )
     if not local.is_contiguous():
         raise StateError(
