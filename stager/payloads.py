@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.image.layout import Extent, Layout
+from holdfast.image.layout import Layout
+from holdfast.image.regions import Extent
 from holdfast.ring.ring import Ring
 
 if TYPE_CHECKING:

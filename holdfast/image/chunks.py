@@ -82,9 +82,18 @@ def verify_chunk(memory: memoryview, job: VerifyJob) -> tuple[int, ...]:
     for segment in layout.segments(chunk):
         offset = segment.offset - base
         crc = crc32(memory[offset : offset + segment.nbytes])
-        rank = layout.sender(chunk, segment)
-        by_rank[rank] = combine(by_rank[rank], crc, segment.nbytes)
         crcs.append(crc)
+        senders = (
+            layout.split_senders(segment) if layout.is_split(segment) else [layout.sender(chunk, segment)]
+        )
+        if len(senders) == 1:
+            by_rank[senders[0]] = combine(by_rank[senders[0]], crc, segment.nbytes)
+            continue
+        for rank in senders:
+            own = layout.part(segment, rank)
+            assert own is not None, "it sends something"
+            for extent in own.extents:
+                by_rank[rank] = crc32(memory[extent.offset - base : extent.end - base], by_rank[rank])
     for source in job.sources:
         if by_rank[source.rank] != source.crc32:
             raise DamageError(

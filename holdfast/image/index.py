@@ -76,9 +76,9 @@ class LayoutIndex:
         """What `rank` sends into `chunk`, for messages: tensor paths, or names of entries."""
         layout = self.layout
         names: list[str] = []
-        for segment in layout.segments(chunk):
-            if segment.entry is not None and layout.sender(chunk, segment) == rank:
-                names += self._paths.get(segment.entry, [layout.entries[segment.entry].name])
+        for part in layout.parts(chunk, rank):
+            if part.entry is not None:
+                names += self._paths.get(part.entry, [layout.entries[part.entry].name])
         if not names:
             return "zip structure only"
         more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""

@@ -11,8 +11,9 @@ every rank until the set of tensors changes:
 An *entry* is a run of bytes whose CRC-32 the zip file states and which is not known when the layout is made. All
 between the entries are *literals*: zip headers, padding, constants, the central directory. Literals and replicated
 entries are sent by the rank whose slice holds them; an entry with an owner is sent by that rank alone, wherever it
-lies (data.pkl and buffers: rank 0; `PerRank` values: their rank). A *spared* rank has no slice: it sends what it owns,
-and the others share the rest (docs/design/017).
+lies (data.pkl and buffers: rank 0; `PerRank` values: their rank). An entry that is split among the ranks has a pattern
+(regions.py): each rank sends of it what it holds, and ranks that hold the same share it out. A *spared* rank has no
+slice: it sends what nobody else holds, and the others share the rest (docs/design/017).
 
 Rules every sender keeps: the CRC fields named by `Entry.crc_fields` are sent as four zero bytes; the flusher writes the
 true values when it knows them.
@@ -24,38 +25,32 @@ import bisect
 import hashlib
 import json
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from holdfast.errors import ProtocolError
+from holdfast.image.regions import Extent, Pattern, Share, joined
 from holdfast.price import inflate_json
 
 SOURCES_MAX = 1016  # ranks that may send into one chunk: what a record of the ring's journal has room for
 CHUNK_BYTES = 16 * 1024 * 1024
 REPLICATED = -1  # owner of an entry that every rank holds with the same bytes
+SPLIT = -2  # owner of an entry with the first pattern; -3 with the second one, and so on
 _FORMAT = 1
 _FORMAT_SPARED = (
     2  # the same, and who is spared: a version that does not know it must not deal slices without it
 )
+_FORMAT_SPLIT = 3  # the same, with patterns, and who is spared
+_FORMATS = (_FORMAT, _FORMAT_SPARED, _FORMAT_SPLIT)
+_CHUNKS_KEPT = 64  # of a layout with patterns: whose pieces need not be found again
 _MAX_LAYOUT_BYTES = 1 << 30  # decompressed; about three million tensors
 _ALIGNMENT_BYTES = 4096
 _CHUNKS_MAX = 1 << 20  # all is kept for every chunk; 16 TiB in chunks of 16 MiB, and chunks may be larger
 _RANKS_MAX = 1 << 31
 TEXT_MAX = 4096  # of a name or a path: what a manifest takes
-
-
-class Extent(NamedTuple):
-    """A run of bytes of the image."""
-
-    offset: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        """Image offset of the byte after the last one."""
-        return self.offset + self.nbytes
 
 
 class Segment(NamedTuple):
@@ -64,6 +59,27 @@ class Segment(NamedTuple):
     offset: int
     nbytes: int
     entry: int | None
+
+    @property
+    def end(self) -> int:
+        """Image offset of the byte after the last one."""
+        return self.offset + self.nbytes
+
+
+class Part(NamedTuple):
+    """What one rank sends of one segment.
+
+    Attributes:
+        entry: Of the segment.
+        inside: Number of its first byte among those that the rank holds of the entry; of literals 0.
+        nbytes: How many.
+        extents: Where they lie in the image, ascending.
+    """
+
+    entry: int | None
+    inside: int
+    nbytes: int
+    extents: tuple[Extent, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +90,7 @@ class Entry:
         name: Name of the zip entry, such as `archive/data/17`.
         offset: Where its bytes begin in the image.
         nbytes: How many there are; may be 0.
-        owner: `REPLICATED`, or the one rank that sends it.
+        owner: `REPLICATED`, or the one rank that sends it, or `SPLIT` - n: it is split as the layout's pattern n says.
         crc_fields: Image offsets of the four-byte little-endian fields that state its CRC-32 (data descriptor, central
             directory). They lie in literals.
     """
@@ -119,6 +135,7 @@ class Layout:
         entries: In order of offset, not overlapping.
         tensors: What the entries hold.
         spared: Ranks without a slice, ascending; not all of them.
+        patterns: How entries are split that are.
 
     Raises:
         ProtocolError: The parts contradict each other. A layout also comes from outside (wire, disk), so all that is
@@ -131,6 +148,7 @@ class Layout:
     entries: tuple[Entry, ...]
     tensors: tuple[TensorInfo, ...] = field(default=())
     spared: tuple[int, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
 
     def __post_init__(self) -> None:
         if self.image_bytes <= 0 or self.ranks <= 0:
@@ -147,6 +165,16 @@ class Layout:
                 f"than {_RANKS_MAX} ranks; raise chunk_bytes"
             )
         self._check_spared()
+        self._check_entries()
+        self._check_crc_fields()
+        for tensor in self.tensors:
+            if not 0 <= tensor.entry < len(self.entries):
+                raise ProtocolError(
+                    f"layout: tensor {tensor.path} names entry {tensor.entry} of {len(self.entries)}"
+                )
+        self._check_senders()
+
+    def _check_entries(self) -> None:
         end = 0
         for entry in self.entries:
             if entry.offset < end or entry.nbytes < 0 or entry.end > self.image_bytes:
@@ -154,11 +182,24 @@ class Layout:
                     f"layout: entry {entry.name} at {entry.offset}+{entry.nbytes} overlaps the one before (ends {end}) "
                     f"or leaves the image of {self.image_bytes} bytes"
                 )
-            if not REPLICATED <= entry.owner < self.ranks:
+            if not SPLIT - len(self.patterns) < entry.owner < self.ranks:
                 raise ProtocolError(
-                    f"layout: entry {entry.name} has owner {entry.owner}, of {self.ranks} ranks"
+                    f"layout: entry {entry.name} has owner {entry.owner}, of {self.ranks} ranks and "
+                    f"{len(self.patterns)} patterns"
+                )
+            pattern = self.pattern_of(entry)
+            if pattern is not None and pattern.nbytes != entry.nbytes:
+                raise ProtocolError(
+                    f"layout: entry {entry.name} of {entry.nbytes} bytes has a pattern for {pattern.nbytes}"
                 )
             end = entry.end
+        for pattern in self.patterns:
+            if max(pattern.region_of, default=0) >= self.ranks:
+                raise ProtocolError(
+                    f"layout: rank {max(pattern.region_of)} holds a region, of {self.ranks} ranks"
+                )
+
+    def _check_crc_fields(self) -> None:
         starts = [entry.offset for entry in self.entries]
         for entry in self.entries:
             for crc_field in entry.crc_fields:
@@ -170,12 +211,6 @@ class Layout:
                     raise ProtocolError(
                         f"layout: CRC field of {entry.name} at {crc_field} is not in a literal after it"
                     )
-        for tensor in self.tensors:
-            if not 0 <= tensor.entry < len(self.entries):
-                raise ProtocolError(
-                    f"layout: tensor {tensor.path} names entry {tensor.entry} of {len(self.entries)}"
-                )
-        self._check_senders()
 
     def _check_spared(self) -> None:
         spared = list(self.spared)
@@ -189,13 +224,12 @@ class Layout:
         """The journal has to name all who send into a chunk."""
         if self.ranks <= SOURCES_MAX:
             return
-        most = max(range(self.chunks), key=lambda chunk: len(self._pieces[chunk]))
-        senders = len(self._pieces[most])
+        senders, most = max((len(self.senders(chunk)), chunk) for chunk in range(self.chunks))
         if senders > SOURCES_MAX:
             less_bytes = max(self.chunk_bytes // 4 // _ALIGNMENT_BYTES, 1) * _ALIGNMENT_BYTES
             raise ProtocolError(
                 f"layout: {senders} ranks send into chunk {most} of {self.chunk_bytes} bytes, at most {SOURCES_MAX} "
-                "may, because small PerRank values of many ranks lie side by side; start the stager with a smaller "
+                "may, because small values or shards of many ranks lie side by side; start the stager with a smaller "
                 f"chunk_bytes, such as {less_bytes}"
             )
 
@@ -244,6 +278,8 @@ class Layout:
         """The chunks into which spared ranks send: the sooner they have, the sooner nothing hangs on them."""
         if not self.spared:
             return frozenset()
+        if self.patterns:
+            return frozenset(chunk for rank in self.spared for chunk, _ in self.sends(rank))
         spared = set(self.spared)
         return frozenset(chunk for chunk, pieces in enumerate(self._pieces) if not spared.isdisjoint(pieces))
 
@@ -271,15 +307,83 @@ class Layout:
         """The segments of chunk `chunk`, in order, without gaps."""
         return self._segments[chunk]
 
+    def pattern_of(self, entry: Entry) -> Pattern | None:
+        """How an entry is split; None for one that is not."""
+        return self.patterns[SPLIT - entry.owner] if entry.owner <= SPLIT else None
+
+    def is_split(self, segment: Segment) -> bool:
+        """Whether several ranks may send parts of `segment`."""
+        return segment.entry is not None and self.entries[segment.entry].owner <= SPLIT
+
     def sender(self, chunk: int, segment: Segment) -> int:
-        """The rank that sends `segment` of chunk `chunk`."""
+        """The rank that sends `segment` of chunk `chunk`, which is not split."""
         if segment.entry is not None and self.entries[segment.entry].owner != REPLICATED:
             return self.entries[segment.entry].owner
         return self.chunk_rank(chunk)
 
+    def parts(self, chunk: int, rank: int) -> list[Part]:
+        """What rank `rank` sends into chunk `chunk`, segment by segment: the order of its frame."""
+        found: list[Part] = []
+        for segment in self.segments(chunk):
+            if self.is_split(segment):
+                part = self.part(segment, rank)
+                if part is not None:
+                    found.append(part)
+            elif self.sender(chunk, segment) == rank:
+                inside = 0 if segment.entry is None else segment.offset - self.entries[segment.entry].offset
+                extents = (Extent(segment.offset, segment.nbytes),)
+                found.append(Part(segment.entry, inside, segment.nbytes, extents))
+        return found
+
+    def part(self, segment: Segment, rank: int) -> Part | None:
+        """What the rank sends of a segment that is split; None for nothing."""
+        number, pattern = self._split(segment)
+        region = pattern.region_of.get(rank)
+        share = None if region is None else pattern.share(rank, number, self.spared)
+        if region is None or share is None:
+            return None
+        first, end = self._share_within(segment, region, share)
+        if first >= end:
+            return None
+        start = self.entries[number].offset
+        extents = pattern.combs[region].extents(first, end)
+        return Part(
+            number,
+            first,
+            end - first,
+            tuple(Extent(start + extent.offset, extent.nbytes) for extent in extents),
+        )
+
+    def _split(self, segment: Segment) -> tuple[int, Pattern]:
+        assert segment.entry is not None
+        pattern = self.pattern_of(self.entries[segment.entry])
+        assert pattern is not None
+        return segment.entry, pattern
+
+    def _share_within(self, segment: Segment, region: int, share: Share) -> tuple[int, int]:
+        """The bytes of a share, by their numbers in its region, that lie in the segment."""
+        number, pattern = self._split(segment)
+        comb, start = pattern.combs[region], self.entries[number].offset
+        return (
+            max(share.first, comb.before(segment.offset - start)),
+            min(share.end, comb.before(segment.end - start)),
+        )
+
+    def split_senders(self, segment: Segment) -> list[int]:
+        """The ranks that send something of a segment that is split, ascending."""
+        number, pattern = self._split(segment)
+        start = self.entries[number].offset
+        found = []
+        for region in pattern.within(segment.offset - start, segment.end - start):
+            for share in pattern.shares(region, number, self.spared):
+                first, end = self._share_within(segment, region, share)
+                if first < end:
+                    found.append(share.rank)
+        return sorted(found)
+
     @cached_property
     def _pieces(self) -> tuple[dict[int, tuple[Extent, ...]], ...]:
-        """Per chunk: sender → its extents, neighbours merged."""
+        """Per chunk of a layout without patterns: sender → its extents, neighbours merged."""
         result: list[dict[int, tuple[Extent, ...]]] = []
         for chunk in range(self.chunks):
             by_rank: dict[int, list[Extent]] = {}
@@ -292,13 +396,34 @@ class Layout:
             result.append({rank: tuple(extents) for rank, extents in by_rank.items()})
         return tuple(result)
 
+    @cached_property
+    def _kept_senders(self) -> OrderedDict[int, tuple[int, ...]]:
+        return OrderedDict()
+
     def senders(self, chunk: int) -> tuple[int, ...]:
         """The ranks that send something into chunk `chunk`, ascending."""
-        return tuple(sorted(self._pieces[chunk]))
+        if not self.patterns:
+            return tuple(sorted(self._pieces[chunk]))
+        kept = self._kept_senders.get(chunk)
+        if kept is not None:
+            return kept
+        found: set[int] = set()
+        for segment in self.segments(chunk):
+            if self.is_split(segment):
+                found.update(self.split_senders(segment))
+            else:
+                found.add(self.sender(chunk, segment))
+        senders = self._kept_senders[chunk] = tuple(sorted(found))
+        while len(self._kept_senders) > _CHUNKS_KEPT:
+            self._kept_senders.popitem(last=False)
+        return senders
 
     def pieces(self, chunk: int, rank: int) -> tuple[Extent, ...]:
         """What rank `rank` sends into chunk `chunk`: image extents in order; one frame carries them back to back."""
-        return self._pieces[chunk].get(rank, ())
+        if not self.patterns:
+            return self._pieces[chunk].get(rank, ())
+        extents = [extent for part in self.parts(chunk, rank) for extent in part.extents]
+        return tuple(joined(extents))
 
     def sends(self, rank: int) -> Iterator[tuple[int, tuple[Extent, ...]]]:
         """All frames of rank `rank`, in the order in which it sends them: `(chunk, extents)`, chunks ascending."""
@@ -321,15 +446,17 @@ class Layout:
     @cached_property
     def _canonical(self) -> bytes:
         document: dict[str, Any] = {
-            "format": _FORMAT_SPARED if self.spared else _FORMAT,
+            "format": _FORMAT_SPLIT if self.patterns else _FORMAT_SPARED if self.spared else _FORMAT,
             "image_bytes": self.image_bytes,
             "chunk_bytes": self.chunk_bytes,
             "ranks": self.ranks,
             "entries": [[e.name, e.offset, e.nbytes, e.owner, list(e.crc_fields)] for e in self.entries],
             "tensors": [[t.path, t.dtype, list(t.shape), t.entry] for t in self.tensors],
         }
-        if self.spared:
+        if self.spared or self.patterns:
             document["spared"] = list(self.spared)
+        if self.patterns:
+            document["patterns"] = [pattern.to_json() for pattern in self.patterns]
         return json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode()
 
     def to_bytes(self) -> bytes:
@@ -346,9 +473,9 @@ class Layout:
         """
         try:
             document = json.loads(_inflated(data))
-            if document["format"] not in (_FORMAT, _FORMAT_SPARED):
+            if document["format"] not in _FORMATS:
                 raise ProtocolError(
-                    f"layout: format {document['format']!r}, this version reads {_FORMAT} and {_FORMAT_SPARED}"
+                    f"layout: format {document['format']!r}, this version reads {_FORMAT} to {_FORMATS[-1]}"
                 )
             return cls(
                 image_bytes=_whole(document["image_bytes"]),
@@ -362,7 +489,10 @@ class Layout:
                     TensorInfo(_text(path), _text(dtype), _wholes(shape), _whole(entry))
                     for path, dtype, shape, entry in document["tensors"]
                 ),
-                spared=_wholes(document["spared"]) if document["format"] == _FORMAT_SPARED else (),
+                spared=_wholes(document["spared"]) if document["format"] != _FORMAT else (),
+                patterns=tuple(map(Pattern.from_json, document["patterns"]))
+                if document["format"] == _FORMAT_SPLIT
+                else (),
             )
         except (zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ProtocolError(f"layout: it cannot be read: {error}") from error

@@ -19,7 +19,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -263,6 +263,32 @@ class Pattern:
             return None
         return next((share for share in self.shares(number, turn, spared) if share.rank == rank), None)
 
+    def to_json(self) -> list[Any]:
+        """For JSON: what `from_json` reads."""
+        regions = [
+            [list(region.start), list(region.size), list(holders)]
+            for region, holders in zip(self.regions, self.holders, strict=True)
+        ]
+        return [list(self.shape), self.item_bytes, regions]
+
+    @classmethod
+    def from_json(cls, document: Any) -> Self:
+        """Read what `to_json` made; it is input from outside.
+
+        Raises:
+            ProtocolError: It is not that.
+        """
+        try:
+            shape, item_bytes, regions = document
+            return cls(
+                _wholes(shape),
+                _wholes([item_bytes])[0],
+                tuple(Region(_wholes(start), _wholes(size)) for start, size, _ in regions),
+                tuple(_wholes(holders) for _, _, holders in regions),
+            )
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"a pattern that cannot be read: {error}") from error
+
     def told(self, number: int) -> str:
         """A region and its holders, for messages."""
         holders = self.holders[number]
@@ -291,7 +317,7 @@ def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) 
     )
 
 
-def runs_of(extents: Sequence[Extent]) -> Iterator[Extent]:
+def joined(extents: Sequence[Extent]) -> Iterator[Extent]:
     """The same bytes, with neighbours joined."""
     if not extents:
         return
@@ -303,3 +329,10 @@ def runs_of(extents: Sequence[Extent]) -> Iterator[Extent]:
             yield Extent(offset, end - offset)
             offset, end = extent.offset, extent.end
     yield Extent(offset, end - offset)
+
+
+def _wholes(values: Sequence[Any]) -> tuple[int, ...]:
+    for value in values:
+        if type(value) is not int or not 0 <= value < _SIZE_MAX:
+            raise ProtocolError(f"a pattern with {value!r:.80}, expected a whole number from 0 to 2^62")
+    return tuple(values)

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.errors import DamageError
-from holdfast.image.layout import Extent, Layout
+from holdfast.image.layout import Layout
+from holdfast.image.regions import Extent
 from holdfast.sealed import seal, unseal
 
 FRAME_ALIGNMENT_BYTES = 4096  # what O_DIRECT asks of memory, offset and length

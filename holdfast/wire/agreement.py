@@ -13,7 +13,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.errors import HoldfastError, PeerLost, StateError
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.image.regions import Pattern, unite
 from holdfast.wire.frames import Agreement, Proposal, peer_error
 from holdfast.wire.proof import Proven, prove, ranks_named
 
@@ -59,6 +60,10 @@ class Round:
         proven = _proven(proposals)
         if proven.refusal:
             return StateError(proven.refusal)
+        try:
+            patterns, split_rows = _united(proposals)
+        except StateError as refusal:
+            return refusal
         names = first.per_rank_bytes
         return Agreement(
             pickle_reserve_bytes=pickle_reserve_bytes(first.pickle_bytes),
@@ -67,6 +72,8 @@ class Round:
                 for name in names
             },
             rank0_only=proven.rank0_only[:_NAMED_MAX],
+            patterns=patterns,
+            split_rows=split_rows,
         )
 
     def overdue(self, now: float) -> HoldfastError | None:
@@ -106,6 +113,56 @@ def _proven(proposals: Mapping[int, Proposal]) -> Proven:
     if len(sums) < 2 or not all(sums.values()):
         return Proven("", ())
     return prove(proposals[0].table, sums)
+
+
+def _united(
+    proposals: Mapping[int, Proposal],
+) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
+    """The patterns of split tensors, from the regions that each rank holds; and the pattern of each of their rows.
+
+    Raises:
+        StateError: Regions overlap or leave a gap, or ranks with the same region hold other bytes there; names the
+            tensor.
+    """
+    table = proposals[0].table
+    numbers: dict[Pattern, int] = {}
+    by_regions: dict[
+        tuple[object, ...], int
+    ] = {}  # what all ranks say of a row → its pattern: most rows are alike
+    split_rows: list[tuple[int, int]] = []
+    for place, (row, _) in enumerate(proposals[0].held.rows):
+        path, _, shape, _ = table[row]
+        said = tuple(proposals[rank].held.rows[place][1] for rank in range(len(proposals)))
+        number = by_regions.get((said, *shape))
+        if number is None:
+            held = [proposals[rank].held.regions[which] for rank, which in enumerate(said)]
+            try:
+                pattern = unite(shape, held[0][0], [region for _, region in held])
+            except ProtocolError as error:
+                raise StateError(
+                    f"tensor {path}: {error}; the parts that ranks hand over must make up the whole, each part once or "
+                    "the same on several ranks"
+                ) from error
+            number = by_regions[said, *shape] = numbers.setdefault(pattern, len(numbers))
+        split_rows.append((row, number))
+    patterns = tuple(numbers)
+    for row, number in split_rows:
+        _check_holders(
+            table[row][0], patterns[number], {r: p.sums[row] for r, p in proposals.items() if p.sums}
+        )
+    return patterns, tuple(split_rows)
+
+
+def _check_holders(path: str, pattern: Pattern, sums: Mapping[int, int]) -> None:
+    """See that ranks with the same region of a tensor hold the same bytes there."""
+    for number, holders in enumerate(pattern.holders):
+        others = [rank for rank in holders if rank in sums and sums[rank] != sums.get(holders[0])]
+        if others and holders[0] in sums:
+            raise StateError(
+                f"tensor {path}: {ranks_named(others)} and rank {holders[0]} hold the same region, "
+                f"{pattern.regions[number]}, with other bytes; bring replicas together before the first save, for "
+                "example by torch.distributed.broadcast, or look for what has changed one of them"
+            )
 
 
 def pickle_reserve_bytes(pickle_bytes: int) -> int:

@@ -16,13 +16,15 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.image.layout import SPLIT
+from holdfast.image.regions import Pattern, Region
 from holdfast.price import inflate_json
 from holdfast.wire.proof import decode_sums, encode_sums
 
@@ -42,6 +44,7 @@ _WHOLE_MAX = 2**62
 _SLOTS_MAX = 1 << 20
 _ERROR_CHARACTERS_MAX = 60_000
 _TEXT_BYTES_MAX = 4000
+_NOTHING_HELD: dict[str, Any] = {"regions": [], "rows": []}
 _SECONDS_MAX = 1e9  # what selectors and threads can wait for; also refuses infinity and NaN
 
 
@@ -268,7 +271,7 @@ def _is_row(row: Any) -> bool:
         and isinstance(dtype, str)
         and all(type(size) is int and 0 <= size < _WHOLE_MAX for size in sizes)
         and type(owner) is int
-        and -1 <= owner < _WHOLE_MAX
+        and SPLIT <= owner < _WHOLE_MAX
     )
 
 
@@ -347,6 +350,62 @@ class Welcome:
 
 
 @dataclass(frozen=True)
+class HeldRegions:
+    """The regions that one rank holds of the split tensors in its table. Many rows have the same one.
+
+    Attributes:
+        regions: `(bytes of one element, region)`; a region without elements where the rank holds nothing.
+        rows: `(row of the table, which of the regions)`, rows ascending.
+    """
+
+    regions: tuple[tuple[int, Region], ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, held: Iterable[tuple[int, int, Region]]) -> Self:
+        """From `(row, bytes of one element, region)` of each split tensor."""
+        numbers: dict[tuple[int, Region], int] = {}
+        rows = [
+            (row, numbers.setdefault((item_bytes, region), len(numbers))) for row, item_bytes, region in held
+        ]
+        return cls(tuple(numbers), tuple(rows))
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message."""
+        regions = [[item_bytes, list(one.start), list(one.size)] for item_bytes, one in self.regions]
+        return {"regions": regions, "rows": [list(row) for row in self.rows]}
+
+    @classmethod
+    def from_json(cls, document: Any, table: list[list[Any]]) -> Self:
+        """Read what `to_json` made, for the rows of this table that are split.
+
+        Raises:
+            ProtocolError: It is not that.
+        """
+        try:
+            regions = tuple(
+                (_wholes([item_bytes])[0], Region(_wholes(start), _wholes(size)))
+                for item_bytes, start, size in document["regions"]
+            )
+            rows = tuple((row, number) for row, number in map(_wholes, document["rows"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"PROPOSE: regions that cannot be read: {error}") from error
+        wanted = [row for row, (_, _, _, owner) in enumerate(table) if owner == SPLIT]
+        if [row for row, _ in rows] != wanted or any(number >= len(regions) for _, number in rows):
+            raise ProtocolError(
+                f"PROPOSE: regions for {len(rows)} rows, expected one for each of {len(wanted)}"
+            )
+        return cls(regions, rows)
+
+
+def _wholes(values: Iterable[Any]) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(type(value) is int and 0 <= value < _WHOLE_MAX for value in found):
+        raise ValueError(f"expected whole numbers from 0 to 2^62, got {found!r:.80}")
+    return found
+
+
+@dataclass(frozen=True)
 class Proposal:
     """One rank's view of the state, sent before the first save and whenever its tensors change.
 
@@ -357,6 +416,7 @@ class Proposal:
         per_rank_bytes: For each `PerRank` value the bytes this rank needs, slack included.
         sums: For each row of the table, the CRC-32 of all bytes of the tensor; empty where they are not compared.
         refusal: Instead of all that: why this rank cannot save its state, as `(code, message)`.
+        held: What it holds of tensors that are split.
     """
 
     table_digest: str
@@ -365,6 +425,7 @@ class Proposal:
     per_rank_bytes: dict[str, int]
     sums: tuple[int, ...] = ()
     refusal: tuple[str, str] | None = None
+    held: HeldRegions = HeldRegions()
 
     @classmethod
     def refused(cls, error: HoldfastError) -> Proposal:
@@ -381,6 +442,8 @@ class Proposal:
         }
         if self.sums:
             document["sums"] = encode_sums(self.sums)
+        if self.held.rows:
+            document["held"] = self.held.to_json()
         if self.refusal is not None:
             document["refusal"] = dict(zip(("code", "message"), self.refusal, strict=True))
         return encode(Kind.PROPOSE, attempt=attempt, body=zlib.compress(to_json(document), 1))
@@ -421,6 +484,7 @@ class Proposal:
             per_rank_bytes=document["per_rank_bytes"],
             sums=decode_sums(sums, len(document["table"])) if sums else (),
             refusal=(refusal["code"], refusal["message"]) if refusal is not None else None,
+            held=HeldRegions.from_json(document.get("held", _NOTHING_HELD), document["table"]),
         )
 
 
@@ -432,17 +496,27 @@ class Agreement:
         pickle_reserve_bytes: Room for data.pkl.
         per_rank_reserve_bytes: Room for each `PerRank` value of each rank.
         rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
+        patterns: How tensors are split that are.
+        split_rows: `(row of the table, number of its pattern)` of these.
     """
 
     pickle_reserve_bytes: int
     per_rank_reserve_bytes: dict[str, int]
     rank0_only: tuple[str, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+    split_rows: tuple[tuple[int, int], ...] = ()
 
     def to_frame(self, attempt: int) -> bytes:
         """The RESERVED message."""
-        document = asdict(self)
-        if not self.rank0_only:
-            del document["rank0_only"]
+        document: dict[str, Any] = {
+            "pickle_reserve_bytes": self.pickle_reserve_bytes,
+            "per_rank_reserve_bytes": self.per_rank_reserve_bytes,
+        }
+        if self.rank0_only:
+            document["rank0_only"] = self.rank0_only
+        if self.patterns:
+            document["patterns"] = [pattern.to_json() for pattern in self.patterns]
+            document["split_rows"] = self.split_rows
         return encode(Kind.RESERVED, attempt=attempt, body=to_json(document))
 
     @classmethod
@@ -455,4 +529,12 @@ class Agreement:
         paths = document.get("rank0_only", [])
         if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
             raise ProtocolError(f"RESERVED: rank0_only is {paths!r:.100}, expected paths")
-        return cls(document["pickle_reserve_bytes"], dict(document["per_rank_reserve_bytes"]), tuple(paths))
+        try:
+            patterns = tuple(map(Pattern.from_json, document.get("patterns", [])))
+            rows = tuple((row, number) for row, number in map(_wholes, document.get("split_rows", [])))
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"RESERVED: patterns that cannot be read: {error}") from error
+        if any(number >= len(patterns) for _, number in rows):
+            raise ProtocolError(f"RESERVED: a row has a pattern that is not among the {len(patterns)}")
+        reserves = dict(document["per_rank_reserve_bytes"])
+        return cls(document["pickle_reserve_bytes"], reserves, tuple(paths), patterns, rows)

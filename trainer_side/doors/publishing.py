@@ -13,8 +13,9 @@ from typing import Any
 from holdfast.checkpoints.assembly import ChunkFinisher, Finished, Read
 from holdfast.crc import crc32
 from holdfast.image.chunks import Source
-from holdfast.image.layout import CHUNK_BYTES, Extent, Layout
+from holdfast.image.layout import CHUNK_BYTES, Layout
 from holdfast.image.manifest import Key
+from holdfast.image.regions import Extent
 from trainer_side.doors.contents import bytes_of
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Skeleton, capture, plan

@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from holdfast.image.layout import Extent, Layout
+from holdfast.image.layout import Layout
+from holdfast.image.regions import Extent
 from holdfast.image.replicas import drifted_groups, groups_of
 from trainer_side.restore.image_map import Mapped
 

@@ -9,8 +9,8 @@ import math
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import DamageError, HoldfastError, StoreError
-from holdfast.image.layout import Extent
 from holdfast.image.manifest import Manifest
+from holdfast.image.regions import Extent
 from holdfast.image.slices import frames_of
 from holdfast.store.base import Store
 from trainer_side.ranks.deadlines import HANGING_SHARE

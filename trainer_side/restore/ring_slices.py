@@ -19,7 +19,8 @@ from typing import NamedTuple, Protocol
 
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.index import LayoutIndex
-from holdfast.image.layout import Extent, Layout
+from holdfast.image.layout import Layout
+from holdfast.image.regions import Extent
 from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
 from holdfast.ring.remains import Asked, HeldCheckpoint, read_held
 from holdfast.wire.frames import to_json

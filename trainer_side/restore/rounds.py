@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from holdfast.errors import DamageError
-from holdfast.image.layout import Extent, Layout
+from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
+from holdfast.image.regions import Extent
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import (
     NEARNESS_OF_RING,

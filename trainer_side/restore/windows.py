@@ -16,7 +16,7 @@ import bisect
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from holdfast.image.layout import Extent
+from holdfast.image.regions import Extent
 from trainer_side.restore.image_map import Mapped
 
 

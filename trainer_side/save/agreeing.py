@@ -90,6 +90,7 @@ class RanksAgreeing:
                 pickle_bytes=proposed.pickle_bytes,
                 per_rank_bytes=proposed.per_rank_bytes,
                 sums=proposed.sums,
+                held=proposed.held,
             )
         )
         self._say_rank0_only(agreement.rank0_only)

@@ -30,7 +30,7 @@ _BATCHES_MIN = 8  # a small state goes layer by layer, too
 
 
 class CopyPiece(NamedTuple):
-    """`nbytes` of an entry's bytes, from `entry_offset` on, belong to `offset` of the staging area, in `frame`."""
+    """`nbytes` that this rank holds of an entry, from `entry_offset` on, go to `offset` of the area, in `frame`."""
 
     offset: int
     entry: int
@@ -63,14 +63,11 @@ class SlicePlan:
         frames = frames_of(layout, rank)
         for number, frame in enumerate(frames):
             offset = frame.offset
-            for segment in layout.segments(frame.chunk):
-                if layout.sender(frame.chunk, segment) != rank:
-                    continue
-                if segment.entry is not None and segment.nbytes:
-                    start = layout.entries[segment.entry].offset
-                    piece = CopyPiece(offset, segment.entry, segment.offset - start, segment.nbytes, number)
-                    (behind if gated[segment.entry] else now).append(piece)
-                offset += segment.nbytes
+            for part in layout.parts(frame.chunk, rank):
+                if part.entry is not None and part.nbytes:
+                    piece = CopyPiece(offset, part.entry, part.inside, part.nbytes, number)
+                    (behind if gated[part.entry] else now).append(piece)
+                offset += part.nbytes
             assert offset == frame.offset + frame.nbytes
         return cls(
             tuple(now),

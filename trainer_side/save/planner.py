@@ -27,7 +27,7 @@ from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.places import NoRoom, Room
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.tearing import TearCheck
-from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
+from trainer_side.state.skeleton import NOTHING_SPLIT, Capture, Outgrown, Skeleton, SplitRows, capture, plan
 from trainer_side.state.tree import classify, collect
 
 _CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
@@ -74,6 +74,7 @@ class Planner:
         self._agreeing = RanksAgreeing(state, context)
         self._pickle_reserve_bytes = 0
         self._per_rank_reserve_bytes: dict[str, int] = {}
+        self._split = NOTHING_SPLIT
 
     def take(self) -> tuple[SavePlan, Capture]:
         """Capture the state, planning first if its tensors are new.
@@ -159,6 +160,7 @@ class Planner:
         agreement = self._agreeing.agree(tree)
         self._pickle_reserve_bytes = agreement.pickle_reserve_bytes
         self._per_rank_reserve_bytes = dict(agreement.per_rank_reserve_bytes)
+        self._split = SplitRows(agreement.patterns, agreement.split_rows)
 
     def _renew(self, tree: Any) -> SavePlan:
         """Make a plan within the room that was agreed on, and the areas for it."""
@@ -173,6 +175,7 @@ class Planner:
             chunk_bytes=self._link.chunk_bytes,
             pickle_reserve_bytes=self._pickle_reserve_bytes,
             per_rank_reserve_bytes=self._per_rank_reserve_bytes,
+            split=self._split,
         )
         self._sparing = self._link.appointments.sparing
         if self._sparing.ranks:

@@ -25,8 +25,8 @@ class Split:
     """A part of a larger tensor, which other ranks hold the rest of; put in the place of a tensor in the state.
 
     All ranks give a `Split` at the same path, with the same `shape` and dtype. Their parts must make up the whole,
-    without gaps; ranks may hold the same part. The checkpoint has the whole tensor. Restore fills `tensor` in place, whatever
-    part of it this rank then holds.
+    without gaps; ranks may hold the same part. The checkpoint has the whole tensor. Restore fills `tensor` in place,
+    whatever part of the whole it then is.
 
     Args:
         tensor: This rank's part, contiguous; any dtype, on the CPU or a CUDA device. Shape: the size of the part.

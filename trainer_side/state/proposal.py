@@ -8,16 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
-from holdfast.image.layout import TEXT_MAX
+from holdfast.image.layout import SPLIT, TEXT_MAX
+from holdfast.wire.frames import HeldRegions
 from trainer_side.state.checksums import checksums
+from trainer_side.state.held import Held
 from trainer_side.state.per_rank import PerRank, encode, reserve_bytes
 from trainer_side.state.per_rank_places import Blobs
 from trainer_side.state.pickling import REFUSED, Pickling, blame
-from trainer_side.state.survey import survey
+from trainer_side.state.shards import Shards
+from trainer_side.state.survey import Survey, survey
 from trainer_side.state.tree import classify
 
 
@@ -32,6 +35,7 @@ class Table(NamedTuple):
         per_rank_bytes: What each `PerRank` value takes here, with slack.
         sums: For each row the CRC-32 of all bytes of the tensor; empty where there is nobody to compare with.
         sum_seconds: What that took.
+        held: For each row that is split, the region that this rank holds.
     """
 
     rows: list[list[Any]]
@@ -40,6 +44,7 @@ class Table(NamedTuple):
     per_rank_bytes: dict[str, int]
     sums: tuple[int, ...]
     sum_seconds: float
+    held: HeldRegions
 
 
 def table(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks: int) -> Table:
@@ -60,30 +65,46 @@ def table(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks
         if isinstance(value, PerRank)
     }
     blobs = Blobs.of(ranks, needed)
-    full = blobs.expand(tree)
+    expanded = Shards().expand(blobs.expand(tree))
+    full, held = expanded
     found = survey(full)
     owned = blobs.own(classify(state, full))
     for slot in found.slots:
         _refuse_unwritable(slot.path)
     keys = {number: key for key, number in found.numbers.items()}
     blob_paths = blobs.paths
-    rows = [
+    rows: list[list[Any]] = [
         # The size of a blob is what is being agreed on: it may differ still.
         [
             slot.path,
             *(("bytes", []) if slot.path in blob_paths else (found.description(slot), list(slot.shape))),
-            owned[keys[slot.storage]].owner,
+            SPLIT if slot.path in held and 0 not in slot.shape else owned[keys[slot.storage]].owner,
         ]
         for slot in found.slots
     ]
+    regions = HeldRegions.of(
+        (row, held[path].local.itemsize, held[path].region)
+        for row, (path, _, _, owner) in enumerate(rows)
+        if owner == SPLIT
+    )
     try:
         pickle_bytes = len(Pickling(found).head(full)) if rank == 0 else 0
     except REFUSED as error:
         raise blame(full, found, error) from error
     digest = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
     begun = time.perf_counter()
-    sums = checksums(found, blob_paths) if ranks > 1 else ()
-    return Table(rows, digest, pickle_bytes, needed, sums, time.perf_counter() - begun)
+    sums = _sums(found, blob_paths, held) if ranks > 1 else ()
+    return Table(rows, digest, pickle_bytes, needed, sums, time.perf_counter() - begun, regions)
+
+
+def _sums(found: Survey, blob_paths: Collection[str], held: Mapping[str, Held]) -> tuple[int, ...]:
+    """One for each row; of a split tensor that of the region that is here."""
+    whole = checksums(found, {*blob_paths, *held})
+    if not held:
+        return whole
+    here = {path: part.local for path, part in held.items()}
+    local = dict(zip(here, checksums(survey(here), ()), strict=True))
+    return tuple(local.get(slot.path, crc) for slot, crc in zip(found.slots, whole, strict=True))
 
 
 def _refuse_unwritable(path: str) -> None:

@@ -24,16 +24,33 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from holdfast.image.layout import Extent, Layout
+from holdfast.image.layout import Layout
+from holdfast.image.regions import Extent, Pattern
 from trainer_side.state.per_rank import PerRank, encode
 from trainer_side.state.per_rank_places import Blobs
 from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure
 from trainer_side.state.recall import Last, Recall
+from trainer_side.state.shards import Expanded, Shards
 from trainer_side.state.snapshot import Snapshot
 from trainer_side.state.sparse_file import Literals, SparseFile
 from trainer_side.state.survey import StorageSource, Survey, survey
 from trainer_side.state.tree import Ownership, tensor_paths
 from trainer_side.state.zip_parts import ZipParts
+
+
+class SplitRows(NamedTuple):
+    """How the ranks have found tensors of the state to be split.
+
+    Attributes:
+        patterns: Of the layout.
+        rows: `(row of the table, number of its pattern)`; the rows are the tensors in their order.
+    """
+
+    patterns: tuple[Pattern, ...]
+    rows: tuple[tuple[int, int], ...]
+
+
+NOTHING_SPLIT = SplitRows((), ())
 
 
 class Outgrown(StateError):
@@ -73,6 +90,8 @@ class Skeleton:
     signature: tuple[Any, ...]
     zip_parts: ZipParts
     _blobs: Blobs
+    _shards: Shards
+    _shard_entries: Mapping[int, int]  # address of a stand-in's storage → entry
     _blob_entries: Mapping[str, list[int]]
     _accepted: set[Any]  # classes of values of which weights_only is known to read the pickle
     _recalls: list[Recall]  # the newest, if any; the training thread's
@@ -158,6 +177,7 @@ def plan(
     chunk_bytes: int,
     pickle_reserve_bytes: int,
     per_rank_reserve_bytes: Mapping[str, int],
+    split: SplitRows = NOTHING_SPLIT,
 ) -> Skeleton:
     """Lay out the image. The layout and the literals come out the same on every rank that holds the same tensors.
 
@@ -171,6 +191,7 @@ def plan(
         chunk_bytes: Size of a chunk.
         pickle_reserve_bytes: Agreed room for data.pkl.
         per_rank_reserve_bytes: Agreed room for each `PerRank` value.
+        split: How the ranks have found tensors to be split.
 
     Raises:
         Outgrown: On rank 0, data.pkl does not fit its reserve.
@@ -183,7 +204,9 @@ def plan(
             f"this rank has the PerRank values {marked}, the ranks agreed on {sorted(per_rank_reserve_bytes)}"
         )
     blobs = Blobs.of(ranks, per_rank_reserve_bytes)
-    full = blobs.expand(tree)
+    shards = Shards()
+    expanded = shards.expand(blobs.expand(tree))
+    full = expanded.tree
     found = survey(full)
     image, job, pickled, fits = SparseFile(), Pickling(found), b"", True
 
@@ -201,7 +224,9 @@ def plan(
             load_structure(image)
     except REFUSED as error:
         raise blame(full, found, error) from error
-    parts = ZipParts.of(image, found, blobs.own(classes))
+    patterns = {found.slots[row].path: number for row, number in split.rows}
+    owned = shards.own(blobs.own(classes), expanded, patterns)
+    parts = ZipParts.of(image, found, owned)
     blob_entries = blobs.entries(found.numbers, parts.storage_entries)
     # The first save need not look at each tensor, nor pickle it, a second time.
     recall = Recall.of(
@@ -211,7 +236,9 @@ def plan(
         leave_out={entry for entries in blob_entries.values() for entry in entries},
         pickled=(job, pickled) if rank == 0 else None,
     )
-    layout = Layout(image.nbytes, chunk_bytes, ranks, parts.entries, parts.tensors(found))
+    layout = Layout(
+        image.nbytes, chunk_bytes, ranks, parts.entries, parts.tensors(found), patterns=split.patterns
+    )
     crcs = {crc_field: 0 for entry in layout.entries for crc_field in entry.crc_fields}
     return Skeleton(
         layout=layout,
@@ -223,6 +250,10 @@ def plan(
         signature=found.signature,
         zip_parts=parts,
         _blobs=blobs,
+        _shards=shards,
+        _shard_entries={
+            storage: parts.storage_entries[found.numbers[storage]] for storage in shards.storages
+        },
         _blob_entries=blob_entries,
         _accepted=job.kinds,
         _recalls=[] if recall is None else [recall],
@@ -249,11 +280,19 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
     per_rank = {name: value for name, value in tree.items() if isinstance(value, PerRank)}
     if per_rank.keys() != blobs.by_name.keys():
         return None
-    full = blobs.expand(tree)
+    shards = skeleton._shards
+    expanded = shards.again(blobs.expand(tree)) if shards else Expanded(blobs.expand(tree), {})
+    if expanded is None:
+        return None
+    full = expanded.tree
     found = _recalled(full, skeleton, defer=defer) or _in_full(full, skeleton)
     if found is None:
         return None
     sources, data_pkl, tensors, tensor_entries = found
+    if shards:
+        tensors = shards.locals(expanded, tensors)
+        for entry, source in shards.sources(expanded, skeleton._shard_entries).items():
+            sources[entry] = source
     contents: dict[int, bytes] = {}
     deferred = None
     if isinstance(data_pkl, Deferred):
@@ -311,6 +350,8 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _TakenNow | None:
     """Survey and pickle; None if the tensors are not those of the plan."""
     zip_parts = skeleton.zip_parts
     skeleton._recalls.clear()
+    if Shards.are_in(full):
+        return None
     found = survey(full)
     if found.signature != skeleton.signature:
         return None

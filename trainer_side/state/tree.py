@@ -21,6 +21,7 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 
 from holdfast.errors import StateError
 from holdfast.image.layout import REPLICATED
+from trainer_side.state.held import local_of
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_kinds import is_quantised, subclass_refusal
 
@@ -129,7 +130,8 @@ def _plain_parameter(kind: type) -> bool:
 def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
     """Who sends each storage of `tree`, and whether its copy may wait behind the gate.
 
-    A storage that several tensors share is replicated, or gated, only if all of them are.
+    A storage that several tensors share is replicated, or gated, only if all of them are. The storage of a DTensor is that
+    of its local tensor.
 
     Args:
         state: The state from which `collect` made `tree`; its modules and optimizers tell the roles.
@@ -141,7 +143,7 @@ def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
     replicated, gated = _roles(state)
     owned: dict[int, Ownership] = {}
     for _, tensor in tensor_paths(tree):
-        view = _view(tensor)
+        view = _view(local_of(tensor))
         if view is None:
             continue  # refused with its path when the plan is made
         before = owned.get(view[0], Ownership(REPLICATED, gated=True))
@@ -182,13 +184,16 @@ def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
     stepped: set[_View | None] = set()
     for value in state.values():
         if isinstance(value, torch.nn.Module):
-            parameters.update(_view(parameter) for parameter in value.parameters())
-            buffers.update(_view(buffer) for buffer in value.buffers())
+            parameters.update(_view(local_of(parameter)) for parameter in value.parameters())
+            buffers.update(_view(local_of(buffer)) for buffer in value.buffers())
         elif isinstance(value, torch.optim.Optimizer):
             for optimizer in with_inner([value]):
-                moments.update(_view(tensor) for _, tensor in tensor_paths(list(optimizer.state.values())))
+                state_of = list(optimizer.state.values())
+                moments.update(_view(local_of(tensor)) for _, tensor in tensor_paths(state_of))
                 groups = optimizer.param_groups
-                stepped.update(_view(parameter) for group in groups for parameter in group["params"])
+                stepped.update(
+                    _view(local_of(parameter)) for group in groups for parameter in group["params"]
+                )
     replicated = (parameters | moments) - buffers
     gated = replicated & (stepped | moments)
     return {view for view in replicated if view}, {view for view in gated if view}

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from holdfast.crc import crc32
 from holdfast.errors import StateError
-from holdfast.image.layout import REPLICATED, Extent, Layout
+from holdfast.image.layout import REPLICATED, Layout
+from holdfast.image.regions import Extent
 from tests.unit.trainer_side.assemble import CHUNK_BYTES, assembled, make_plan, save, sent, taken
 from trainer_side.state.per_rank import PerRank, decode
 from trainer_side.state.proposal import table

@@ -1,0 +1,228 @@
+"""Stands for the split tensors of a tree while a file is laid out: whole tensors, of which no byte is ever touched.
+
+    {"w": DTensor, rows 4 to 8 of 16}  ─►  {"w": stand-in of 16 rows}  +  w: region [4:8, …], its local tensor
+
+torch pickles the stand-ins as the whole tensors that the file will hold. They take address space, and no memory. A plan
+keeps them, so that a later save finds the same ones in its tree; what this rank sends is taken from the local tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import StateError
+from holdfast.image.layout import SPLIT
+from holdfast.image.regions import Region
+from trainer_side.state.held import Held, Split, held, is_split, local_of
+from trainer_side.state.survey import StorageSource
+from trainer_side.state.tree import Ownership, children
+
+
+class _Mark(NamedTuple):
+    """What must be the same at a later save for a region to be the same. Cheap to look at."""
+
+    mesh: object
+    placements: object
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> _Mark:
+        if isinstance(value, Split):
+            return cls(None, value.start, value.shape, value.tensor.dtype, tuple(value.tensor.shape))
+        local = local_of(value)
+        return cls(value.device_mesh, value.placements, tuple(value.shape), value.dtype, tuple(local.shape))
+
+
+@dataclass(frozen=True)
+class _Known:
+    mark: _Mark
+    region: Region
+    stand_in: torch.Tensor
+
+
+class Expanded(NamedTuple):
+    """A tree with whole tensors in place of the split ones.
+
+    Attributes:
+        tree: Containers without split tensors in them are those of the tree before.
+        held: Path → what this rank holds.
+    """
+
+    tree: Any
+    held: dict[str, Held]
+
+
+class Shards:
+    """The stand-ins of one plan. Training thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._path_of: dict[int, str] = {}  # a storage's address → its first path
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    @property
+    def storages(self) -> list[int]:
+        """Addresses of the stand-ins' storages."""
+        return [*self._path_of]
+
+    @staticmethod
+    def are_in(tree: Any) -> bool:
+        """Whether there is a split tensor in the tree."""
+        seen: set[int] = set()
+        pending = [tree]
+        while pending:
+            for _, value in children(pending.pop()):
+                if is_split(value):
+                    return True
+                if isinstance(value, dict | list | tuple) and id(value) not in seen:
+                    seen.add(id(value))
+                    pending.append(value)
+        return False
+
+    def expand(self, tree: Any) -> Expanded:
+        """Put stand-ins in place of all split tensors; for a plan, so they are new.
+
+        Raises:
+            StateError: One cannot be saved; names its path.
+        """
+        found: dict[str, Held] = {}
+        by_memory: dict[tuple[object, ...], torch.Tensor] = {}
+
+        def replace(path: str, value: Any) -> torch.Tensor:
+            try:
+                part = held(value)
+            except StateError as error:
+                raise StateError(f"{path} is {error}") from error
+            assert part is not None, "it is split"
+            found[path] = part
+            local = part.local
+            memory = (local.untyped_storage()._cdata, int(local.storage_offset()), part.shape, local.dtype)
+            whole = by_memory.get(memory)
+            if whole is None:
+                whole = by_memory[memory] = torch.empty(part.shape, dtype=local.dtype, device="cpu")
+                self._path_of[whole.untyped_storage()._cdata] = path
+            else:
+                whole = whole.detach()  # tied here, so tied in the file
+            self._known[path] = _Known(_Mark.of(value), part.region, whole)
+            return whole
+
+        return Expanded(_replaced(tree, replace), found)
+
+    def again(self, tree: Any) -> Expanded | None:
+        """The same for a later tree; None if its split tensors are not those of the plan."""
+        found: dict[str, Held] = {}
+
+        class _OtherError(Exception):
+            pass
+
+        def replace(path: str, value: Any) -> torch.Tensor:
+            known = self._known.get(path)
+            if known is None or _Mark.of(value) != known.mark:
+                raise _OtherError
+            local = value.tensor.detach() if isinstance(value, Split) else local_of(value).detach()
+            if type(local) is not torch.Tensor or not local.is_contiguous():
+                raise _OtherError
+            found[path] = Held(known.mark.shape, known.region, local)
+            return known.stand_in
+
+        try:
+            expanded = Expanded(_replaced(tree, replace), found)
+        except _OtherError:
+            return None
+        return expanded if found.keys() == self._known.keys() else None
+
+    def own(
+        self,
+        classes: Mapping[int, Ownership],
+        expanded: Expanded,
+        patterns: Mapping[str, int],
+    ) -> dict[int, Ownership]:
+        """As `classes`, with the stand-ins: split, and copied behind the gate where their local tensor is.
+
+        Args:
+            classes: By address of a storage; of local tensors, too.
+            expanded: What `expand` gave.
+            patterns: Path → number of its pattern. A tensor without elements has none, and is rank 0's.
+        """
+        owned = dict(classes)
+        for storage, path in self._path_of.items():
+            local = expanded.held[path].local
+            before = classes.get(local.untyped_storage()._cdata)
+            number = patterns.get(path)
+            owner = 0 if number is None else SPLIT - number
+            owned[storage] = Ownership(owner, gated=before is not None and before.gated)
+        return owned
+
+    def sources(
+        self, expanded: Expanded, storage_entries: Mapping[int, int]
+    ) -> dict[int, StorageSource | None]:
+        """Entry of the layout → where what this rank holds of it lies.
+
+        Args:
+            expanded: Of the save.
+            storage_entries: Address of a stand-in's storage → entry.
+        """
+        found: dict[int, StorageSource | None] = {}
+        for address, path in self._path_of.items():
+            local = expanded.held[path].local
+            storage, entry = local.untyped_storage(), storage_entries[address]
+            start_bytes, nbytes = (
+                int(local.storage_offset()) * local.itemsize,
+                local.numel() * local.itemsize,
+            )
+            found[entry] = (
+                StorageSource(
+                    entry, storage, start_bytes, nbytes, storage.data_ptr() + start_bytes, local.device
+                )
+                if nbytes
+                else None
+            )
+        return found
+
+    def locals(self, expanded: Expanded, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`tensors` of the expanded tree, with the local ones in place of stand-ins."""
+        local = {id(known.stand_in): expanded.held[path].local for path, known in self._known.items()}
+        return [local.get(id(tensor), tensor) for tensor in tensors]
+
+
+def _replaced(tree: Any, replace: Any, path: str = "") -> Any:
+    """`tree` with other values in place of split tensors; containers in which nothing changes are kept."""
+    done: dict[int, Any] = {}
+
+    def of(node: Any, prefix: str) -> Any:
+        if id(node) in done:
+            return done[id(node)]
+        done[id(node)] = node  # one that holds itself is found, and refused, elsewhere
+        changed: dict[Any, Any] = {}
+        for key, value in children(node):
+            at = f"{prefix}{key}"
+            if is_split(value):
+                changed[key] = replace(at, value)
+            elif isinstance(value, dict | list | tuple):
+                other = of(value, f"{at}/")
+                if other is not value:
+                    changed[key] = other
+        if changed:
+            done[id(node)] = _with(node, changed)
+        return done[id(node)]
+
+    return of(tree, path)
+
+
+def _with(node: Any, changed: Mapping[Any, Any]) -> Any:
+    if isinstance(node, tuple):
+        values = [changed.get(index, value) for index, value in enumerate(node)]
+        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
+    other = copy.copy(node)  # with the attributes of an OrderedDict, which torch pickles
+    for key, value in changed.items():
+        other[key] = value
+    return other
