@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer_side.save.split_step import StepArguments, split_step, why_not_split, with_gradients
+from trainer_side.state.held import local_of
 
 _log = logging.getLogger("holdfast.trainer.gate")
 
@@ -206,9 +207,9 @@ class Gate:
 
 def _storages(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[int]:
     """Addresses of what a step of this parameter changes: itself and its state."""
-    yield parameter.untyped_storage().data_ptr()
+    yield local_of(parameter).untyped_storage().data_ptr()
     state = optimizer.state.get(parameter)
     if state:
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                yield value.untyped_storage().data_ptr()
+                yield local_of(value).untyped_storage().data_ptr()

@@ -9,6 +9,7 @@ and refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -69,6 +70,11 @@ class Held(NamedTuple):
     shape: tuple[int, ...]
     region: Region
     local: torch.Tensor
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
 
 
 def is_split(value: object) -> bool:

@@ -158,6 +158,8 @@ class Shards:
             local = expanded.held[path].local
             before = classes.get(local.untyped_storage()._cdata)
             number = patterns.get(path)
+            if number is None and expanded.held[path].whole_numel:
+                raise StateError(f"{path} is split among the ranks, and they have not agreed how; save again")
             owner = 0 if number is None else SPLIT - number
             owned[storage] = Ownership(owner, gated=before is not None and before.gated)
         return owned

@@ -130,7 +130,7 @@ def _plain_parameter(kind: type) -> bool:
 def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
     """Who sends each storage of `tree`, and whether its copy may wait behind the gate.
 
-    A storage that several tensors share is replicated, or gated, only if all of them are. The storage of a DTensor is that
+    A storage that several tensors share is replicated, or gated, only if all of them are. A DTensor has that
     of its local tensor.
 
     Args:
