@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer_side.save.split_step import StepArguments, split_step, why_not_split, with_gradients
+from trainer_side.save.split_step import (
+    StepArguments,
+    communicates,
+    split_step,
+    why_not_split,
+    with_gradients,
+)
 from trainer_side.state.held import local_of
 
 _log = logging.getLogger("holdfast.trainer.gate")
@@ -33,7 +39,7 @@ class Gate:
     """Holds back updates of what is being copied.
 
     Made and closed by the training thread; passed and opened by the copy thread. A storage is named by its address
-    (`untyped_storage().data_ptr()`): tensors that share one are held together.
+    (`storage_address`): tensors that share one are held together.
 
     Args:
         optimizers: Those whose parameters and state are copied behind the gate, and the ones that they wrap. Whether
@@ -155,16 +161,18 @@ class Gate:
         if not self._closed:
             return None
         if id(optimizer) in self._coarse:
-            if id(optimizer) not in self._said:
-                self._said.add(id(optimizer))
-                _log.warning(
-                    "%s", self._coarse[id(optimizer)]
-                )  # only now: a hook that is never called holds nothing
+            self._say(
+                optimizer, self._coarse[id(optimizer)]
+            )  # only now: a hook that is never called holds nothing
             self.wait()
             return None
         arguments, computed = with_gradients((args, kwargs))
         if self._held is not None and not self._held:
             return arguments if computed else None  # all is copied, or was never to be: nothing to look up
+        if reason := communicates(optimizer):
+            self._say(optimizer, reason)
+            self.wait()
+            return arguments if computed else None
         places: dict[int, tuple[int, ...]] = {}  # looked up once a step: the answer does not change within it
 
         def held(parameter: torch.Tensor) -> bool:
@@ -186,6 +194,12 @@ class Gate:
         rest = split_step(optimizer, arguments, held=held, wait_for_more=wait_for_more)
         return arguments if rest is None and computed else rest
 
+    def _say(self, optimizer: Optimizer, reason: str) -> None:
+        """Once for each optimizer."""
+        if id(optimizer) not in self._said:
+            self._said.add(id(optimizer))
+            _log.warning("%s", reason)
+
     # Traced into a compiled step, the waiting would be done once, at compile time.
     _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
 
@@ -205,11 +219,16 @@ class Gate:
             self.open()
 
 
+def storage_address(tensor: torch.Tensor) -> int:
+    """The name of the storage under a tensor; of a DTensor, of that under the part that is here."""
+    return local_of(tensor).untyped_storage().data_ptr()
+
+
 def _storages(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[int]:
     """Addresses of what a step of this parameter changes: itself and its state."""
-    yield local_of(parameter).untyped_storage().data_ptr()
+    yield storage_address(parameter)
     state = optimizer.state.get(parameter)
     if state:
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                yield local_of(value).untyped_storage().data_ptr()
+                yield storage_address(value)

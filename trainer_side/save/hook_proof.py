@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.optim import Optimizer
 
+from trainer_side.save.gate import storage_address
 from trainer_side.save.tearing import SavedInstant, TearCheck
 from trainer_side.state.tree import tensor_paths
 
@@ -108,7 +109,7 @@ class HookProof:
 
 def _storages_of(optimizer: Optimizer) -> set[int]:
     """Addresses of what an optimizer changes: its parameters and its state."""
-    return {tensor.untyped_storage().data_ptr() for tensor in _tensors_of(optimizer)}
+    return {storage_address(tensor) for tensor in _tensors_of(optimizer)}
 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

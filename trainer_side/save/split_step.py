@@ -35,6 +35,8 @@ _INDEPENDENT = (
     "SGD",
     "SparseAdam",
 )
+# These look at a whole tensor at once: of one that is split among ranks, together with the other ranks.
+_OF_WHOLE_TENSORS = ("Adafactor", "Muon")
 _KNOWN_STEPS = {
     getattr(torch.optim, name).step.__qualname__: name for name in _INDEPENDENT if hasattr(torch.optim, name)
 }
@@ -51,6 +53,39 @@ def why_not_split(optimizer: Optimizer) -> str:
     if any(group.get("capturable") for group in optimizer.param_groups):
         return f"{type(optimizer).__name__} is capturable: a step in pieces cannot be part of a CUDA graph"
     return ""
+
+
+def communicates(optimizer: Optimizer) -> str:
+    """Why the ranks take the next step of this optimizer together; empty if each rank takes it by itself.
+
+    In pieces, it would make one rank's collective operations come in another order than those of the others: these
+    would hang, or add up tensors that do not belong together.
+
+    Args:
+        optimizer: One for which `why_not_split` says nothing. The gradients are there.
+    """
+    name = _KNOWN_STEPS[type(optimizer).step.__qualname__]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            placed = _placed(parameter)
+            if placed is None or parameter.grad is None:
+                continue
+            if name in _OF_WHOLE_TENSORS:
+                return f"{name} works on whole tensors, which are split among the ranks: its updates wait for the whole copy"
+            state = optimizer.state.get(parameter, {}).values()
+            for tensor in (parameter.grad, *state):
+                if (other := _placed(tensor)) is not None and other != placed:
+                    return (
+                        f"a step of {type(optimizer).__name__} brings gradients or moments from {other[1]} to {placed[1]}, "
+                        "together with the other ranks (tensor parallelism): its updates wait for the whole copy"
+                    )
+    return ""
+
+
+def _placed(value: object) -> tuple[object, object] | None:
+    """Mesh and placements of a DTensor; None for anything else."""
+    spec = getattr(value, "_spec", None)
+    return None if spec is None else (spec.mesh, spec.placements)
 
 
 def split_step(

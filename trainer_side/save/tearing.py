@@ -6,7 +6,9 @@
 
 torch counts what its operations change in place, but not what goes through `.data`, a numpy view, a fused optimizer or
 a kernel of others: the words are for those. They are the first of a piece, and three at places that the step draws.
-What changes none of these words, and is not counted, is not seen: docs/design/031-torn-copies.md.
+What changes none of these words, and is not counted, is not seen: docs/design/031-torn-copies.md. Of a DTensor torch
+counts changes at the DTensor, and those through `to_local()` at the tensor inside: here both are looked at. What foreach
+and fused kernels change in DTensors is not counted at all.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from holdfast.image.layout import Layout
 from holdfast.image.replicas import first_row
 from trainer_side.save.copy_plan import Batch, CopyPiece, SlicePlan
+from trainer_side.state.held import local_of
 from trainer_side.state.skeleton import Capture
 from trainer_side.state.survey import StorageSource
 
@@ -93,6 +96,7 @@ class TearCheck:
         self._looks: dict[int, BatchLook] = {}
         self._tensor_entries: Sequence[int] = ()
         self._tensors: list[int] = []  # places among all tensors of those that are looked at
+        self._dtensors: list[int] = []  # of those of which the tensor inside is looked at, too
         self.entry_of_tensor: list[int] = []  # of each of those
         self.tensors_of: Mapping[int, list[int]] = {}  # entry → places among those
 
@@ -101,8 +105,9 @@ class TearCheck:
         if not self.pieces:
             return None
         if taken.tensor_entries is not self._tensor_entries:
-            self._choose(taken.tensor_entries)
+            self._choose(taken.tensors, taken.tensor_entries)
         tensors = [*map(taken.tensors.__getitem__, self._tensors)]
+        tensors += map(local_of, map(taken.tensors.__getitem__, self._dtensors))
         sources: list[Any] = [*map(taken.sources.__getitem__, self._pieces_of_entry)]
         # As the rows of the fingerprints: drawn, not counted.
         drawn = [0, *(first_row(_WORDS * step + word, _DRAWN_OF) for word in range(1, _WORDS))]
@@ -129,11 +134,12 @@ class TearCheck:
             found = self._looks[id(batch)] = BatchLook(batch, np.array(places, np.int64), tensors)
         return found
 
-    def _choose(self, tensor_entries: Sequence[int]) -> None:
+    def _choose(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> None:
         self._looks.clear()
         self._tensor_entries = tensor_entries
         self._tensors = [place for place, entry in enumerate(tensor_entries) if entry in self._entries]
-        self.entry_of_tensor = [tensor_entries[place] for place in self._tensors]
+        self._dtensors = [place for place in self._tensors if local_of(tensors[place]) is not tensors[place]]
+        self.entry_of_tensor = [tensor_entries[place] for place in self._tensors + self._dtensors]
         tensors_of: dict[int, list[int]] = {}
         for place, entry in enumerate(self.entry_of_tensor):
             tensors_of.setdefault(entry, []).append(place)

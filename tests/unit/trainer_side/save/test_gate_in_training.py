@@ -6,8 +6,6 @@ layer by layer, as the copy thread does it.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,82 +14,10 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
+from tests.support.gate_copies import Copies
 from trainer_side.save.gate import Gate
 
 STEPS, LAYERS, WIDTH = 6, 6, 48
-COPY_SECONDS = 0.001  # for each storage; there are some twenty
-SECONDS_MAX = 60.0
-
-
-class Copies:
-    """Takes a copy after each step, beside the training. `gate` None: only the training.
-
-    With half of it copied it stands still until the next update has come, however fast training is.
-    """
-
-    def __init__(self, gate: Gate | None, model: torch.nn.Module, optimizers: list[Optimizer]) -> None:
-        self._gate, self._model, self._optimizers = gate, model, optimizers
-        self._thread: threading.Thread | None = None
-        self._wanted: list[dict[int, torch.Tensor]] = []
-        self._got: list[dict[int, torch.Tensor]] = []
-        self._no_more_updates = threading.Event()
-        self.waited_seconds = 0.0
-
-    def save(self) -> None:
-        if self._gate is None:
-            return
-        self.join()
-        live = {tensor.untyped_storage().data_ptr(): tensor.detach() for tensor in self._tensors()}
-        self._wanted.append({address: tensor.clone() for address, tensor in live.items()})
-        self._got.append({})
-        self._no_more_updates.clear()
-        self._gate.close()
-        self._thread = threading.Thread(target=self._copy, args=(self._gate, live, self._got[-1]))
-        self._thread.start()
-
-    def _copy(self, gate: Gate, live: dict[int, torch.Tensor], got: dict[int, torch.Tensor]) -> None:
-        order = gate.update_order()
-        gate.hold(live.keys())
-        addresses = sorted(live, key=lambda address: order.get(address, len(order)))
-        for number, address in enumerate(addresses):
-            if number == len(addresses) // 2:
-                self._await_update(gate, {address: live[address] for address in addresses[number:]})
-            time.sleep(COPY_SECONDS)
-            got[address] = live[address].clone()
-            gate.passed([address])
-        self.waited_seconds += gate.open()
-
-    def _await_update(self, gate: Gate, left: dict[int, torch.Tensor]) -> None:
-        """Until it waits at the gate, or has gone past it and changed what is left to copy, or none comes."""
-        wanted, deadline = self._wanted[-1], time.monotonic() + SECONDS_MAX
-        while not (
-            gate._waiting
-            or self._no_more_updates.is_set()
-            or any(not tensor.equal(wanted[address]) for address, tensor in left.items())
-        ):
-            assert time.monotonic() < deadline
-            time.sleep(COPY_SECONDS)
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._model.parameters()
-        for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-    def join(self) -> None:
-        self._no_more_updates.set()
-        if self._thread is not None:
-            self._thread.join(SECONDS_MAX)
-            assert not self._thread.is_alive()
-
-    def torn(self) -> int:
-        """How many copies are not what was there at `save()`."""
-        self.join()
-        return sum(
-            any(not got[address].equal(tensor) for address, tensor in wanted.items())
-            for wanted, got in zip(self._wanted, self._got, strict=True)
-        )
-
 
 Loop = Callable[[torch.nn.Module, Callable[[list[Optimizer]], Copies]], None]
 
@@ -232,7 +158,7 @@ def _run(loop: Loop, *, gated: bool, hooks: bool = True) -> tuple[list[torch.Ten
         gate = Gate(optimizers) if gated else None
         if gate is not None and not hooks:
             gate.remove()
-        found.append(Copies(gate, model, optimizers))
+        found.append(Copies(gate, optimizers))
         return found[0]
 
     loop(model, begin)

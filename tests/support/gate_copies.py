@@ -1,0 +1,94 @@
+"""Slow copies behind the gate, beside a training loop: layer by layer, as the copy thread takes them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from trainer_side.save.gate import Gate, storage_address
+from trainer_side.state.held import local_of
+
+COPY_SECONDS = 0.001  # for each storage; there are some twenty
+SECONDS_MAX = 60.0
+
+
+class Copies:
+    """Takes a copy of all that the optimizers change after each step, beside the training.
+
+    With half of it copied it stands still until the next update has come, however fast training is.
+
+    Args:
+        gate: None: only the training.
+        optimizers: Of the training.
+
+    Attributes:
+        waited_seconds: For how long updates were held back.
+    """
+
+    def __init__(self, gate: Gate | None, optimizers: Sequence[Optimizer]) -> None:
+        self._gate, self._optimizers = gate, optimizers
+        self._thread: threading.Thread | None = None
+        self._wanted: list[dict[int, torch.Tensor]] = []
+        self._got: list[dict[int, torch.Tensor]] = []
+        self._no_more_updates = threading.Event()
+        self.waited_seconds = 0.0
+
+    def save(self) -> None:
+        if self._gate is None:
+            return
+        self.join()
+        live = {storage_address(tensor): local_of(tensor).detach() for tensor in self._tensors()}
+        self._wanted.append({address: tensor.clone() for address, tensor in live.items()})
+        self._got.append({})
+        self._no_more_updates.clear()
+        self._gate.close()
+        self._thread = threading.Thread(target=self._copy, args=(self._gate, live, self._got[-1]))
+        self._thread.start()
+
+    def _copy(self, gate: Gate, live: dict[int, torch.Tensor], got: dict[int, torch.Tensor]) -> None:
+        order = gate.update_order()
+        gate.hold(live.keys())
+        addresses = sorted(live, key=lambda address: order.get(address, len(order)))
+        for number, address in enumerate(addresses):
+            if number == len(addresses) // 2:
+                self._await_update(gate, {address: live[address] for address in addresses[number:]})
+            time.sleep(COPY_SECONDS)
+            got[address] = live[address].clone()
+            gate.passed([address])
+        self.waited_seconds += gate.open()
+
+    def _await_update(self, gate: Gate, left: dict[int, torch.Tensor]) -> None:
+        """Until it waits at the gate, or has gone past it and changed what is left to copy, or none comes."""
+        wanted, deadline = self._wanted[-1], time.monotonic() + SECONDS_MAX
+        while not (
+            gate._waiting
+            or self._no_more_updates.is_set()
+            or any(not tensor.equal(wanted[address]) for address, tensor in left.items())
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(COPY_SECONDS)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def join(self) -> None:
+        self._no_more_updates.set()
+        if self._thread is not None:
+            self._thread.join(SECONDS_MAX)
+            assert not self._thread.is_alive()
+
+    def torn(self) -> int:
+        """How many copies are not what was there at `save()`."""
+        self.join()
+        return sum(
+            any(not got[address].equal(tensor) for address, tensor in wanted.items())
+            for wanted, got in zip(self._wanted, self._got, strict=True)
+        )
