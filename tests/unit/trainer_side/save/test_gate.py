@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from tests.unit.trainer_side.save.conftest import on_mesh
 from trainer_side.save.gate import Gate
+from trainer_side.state.held import local_of
 
 
 def _optimizer() -> tuple[torch.nn.Parameter, torch.optim.SGD]:
@@ -205,6 +209,67 @@ def test_a_hook_that_comes_later_still_sees_everything_before_the_update() -> No
     gate.open()
     step.join(60)
     assert seen == [True]
+
+
+# -- parameters that are split among ranks -------------------------------------------------------------------
+
+
+def test_a_shard_is_held_until_it_is_copied(mesh: DeviceMesh) -> None:
+    """A storage of a DTensor is that of the part that is here."""
+    parameters = [torch.nn.Parameter(on_mesh(mesh, torch.ones(4, 2))) for _ in range(3)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = on_mesh(mesh, torch.ones(4, 2))
+    optimizer.step()
+    shards = [local_of(parameter).detach() for parameter in parameters]
+    assert [shard.shape for shard in shards] == [(2, 2)] * 3
+    before = [shard.clone() for shard in shards]
+    gate = Gate([optimizer])
+
+    def changed() -> list[bool]:
+        return [not torch.equal(now, old) for now, old in zip(shards, before, strict=True)]
+
+    addresses = [
+        [_address(local_of(tensor)) for tensor in (parameter, *optimizer.state[parameter].values())]
+        for parameter in parameters
+    ]
+    gate.close()
+    assert list(gate.update_order()) == [address for some in addresses for address in some]
+    gate.hold([address for some in addresses for address in some])
+    step = Step(optimizer)
+    _until(lambda: bool(gate._waiting))
+    assert changed() == [False, False, False]
+    gate.passed(addresses[1])
+    _until(lambda: changed() == [False, True, False])
+    gate.passed(addresses[0][:1])
+    time.sleep(0.05)
+    assert changed() == [False, True, False], "its moments are still to be copied"
+    gate.passed([*addresses[0][1:], *addresses[2]])
+    step.join(60)
+    assert changed() == [True, True, True]
+    gate.open()
+
+
+def test_a_step_that_ranks_take_together_waits_for_all(
+    mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters = [torch.nn.Parameter(on_mesh(mesh, torch.ones(4), Replicate())) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    parameters[0].grad = on_mesh(mesh, torch.ones(4), Replicate())
+    parameters[1].grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    gate = Gate([optimizer])
+    gate.close()
+    gate.hold([_address(local_of(parameters[1]))])
+    with caplog.at_level(logging.WARNING):
+        step = Step(optimizer)
+        _until(lambda: bool(gate._waiting))
+        time.sleep(0.05)
+        assert local_of(parameters[0]).tolist() == [1.0] * 4, "it was not held, and the step is one"
+        gate.open()
+        step.join(60)
+    assert local_of(parameters[0]).tolist() == [0.0] * 4
+    (record,) = caplog.records
+    assert "a step of SGD brings gradients or moments from (Partial(sum),) to (Replicate(),)" in record.message
 
 
 class Coupled(torch.optim.SGD):

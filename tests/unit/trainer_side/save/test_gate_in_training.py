@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.support.gate_copies import Copies
 from trainer_side.save.gate import Gate
+from trainer_side.state.held import local_of
 
 STEPS, LAYERS, WIDTH = 6, 6, 48
 
@@ -137,6 +141,24 @@ def data_parallel(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Cop
         copies.save()
 
 
+def sharded(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies], **options: Any) -> None:
+    """FSDP2: parameters and moments are DTensors. On several ranks: tests/integration/test_split_steps.py."""
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    plain(model, begin, **options)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def sharded_foreach(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
+    sharded(model, begin, foreach=True)
+
+
+def sharded_fused(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies]) -> None:
+    sharded(model, begin, fused=True)
+
+
 LOOPS: list[Loop] = [
     plain,
     foreach,
@@ -147,6 +169,9 @@ LOOPS: list[Loop] = [
     scaled,
     scheduled,
     data_parallel,
+    sharded,
+    sharded_foreach,
+    sharded_fused,
 ]
 
 
@@ -163,7 +188,7 @@ def _run(loop: Loop, *, gated: bool, hooks: bool = True) -> tuple[list[torch.Ten
 
     loop(model, begin)
     found[0].join()
-    return [parameter.detach().clone() for parameter in model.parameters()], found[0]
+    return [local_of(parameter).detach().clone() for parameter in model.parameters()], found[0]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -184,7 +209,7 @@ def test_training_goes_on_beside_the_copy_and_neither_changes_the_other(loop: Lo
     assert copies.waited_seconds > 0, "no update came while it was copied: this shows nothing"
 
 
-@pytest.mark.parametrize("loop", [plain, in_backward, data_parallel], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", [plain, in_backward, data_parallel, sharded], ids=lambda loop: loop.__name__)
 def test_without_the_gate_the_copies_are_torn(loop: Loop) -> None:
     _, copies = _run(loop, gated=True, hooks=False)
     assert copies.torn() > 0

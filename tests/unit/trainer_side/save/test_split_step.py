@@ -9,10 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
 from tests.support.cluster import same
-from trainer_side.save.split_step import StepArguments, split_step, why_not_split, with_gradients
+from tests.unit.trainer_side.save.conftest import on_mesh
+from trainer_side.save.split_step import (
+    StepArguments,
+    communicates,
+    split_step,
+    why_not_split,
+    with_gradients,
+)
+from trainer_side.state.held import local_of
 
 STEPS = 4
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -122,6 +133,84 @@ def test_pieces_in_any_order_give_the_same_bits(name: str, options: dict[str, An
         assert same(optimizer.state_dict(), plain.state_dict()), step
     assert pieces_taken, "no step was taken in pieces"
     assert not same(parameters[0].data, parameters_for(name)[0].data), "nothing was trained"
+
+
+# -- parameters that are split among ranks -------------------------------------------------------------------
+
+
+def local_state(optimizer: Optimizer) -> list[Any]:
+    """All that it holds, as plain tensors."""
+    states = [optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        {name: local_of(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+        for state in states
+    ]
+
+
+NOT_FOR_DTENSORS = {"Rprop", "SparseAdam", "Adafactor"}  # torch itself refuses
+SPLIT_CASES = [
+    (name, options)
+    for name, options in CASES
+    if name not in NOT_FOR_DTENSORS | {"Muon"} and not (options.get("fused") and not name.startswith("Adam"))
+]
+
+
+@pytest.mark.parametrize(("name", "options"), SPLIT_CASES)
+def test_pieces_of_dtensors_give_the_same_bits_without_a_collective(
+    mesh: DeviceMesh, name: str, options: dict[str, Any]
+) -> None:
+    made = []
+    for _ in range(2):
+        parameters = [torch.nn.Parameter(on_mesh(mesh, one)) for one in parameters_for(name)]
+        groups = [{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.01}]
+        made.append((parameters, getattr(torch.optim, name)(groups, **options)))
+    (plain_parameters, plain), (parameters, optimizer) = made
+    pieces_taken: list[int] = []
+    optimizer.register_step_pre_hook(in_random_pieces(optimizer, random.Random(7), pieces_taken))
+    before = local_of(parameters[0]).detach().clone()
+    for step in range(STEPS):
+        whole = parameters_for(name)
+        gradients_for(name, whole, step)
+        for one, first, second in zip(whole, plain_parameters, parameters, strict=True):
+            first.grad, second.grad = (
+                None if one.grad is None else on_mesh(mesh, one.grad) for _ in range(2)
+            )
+        plain.step()
+        assert not communicates(optimizer)
+        with CommDebugMode() as exchanged:  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert exchanged.get_total_counts() == 0
+        for expected, found in zip(plain_parameters, parameters, strict=True):
+            assert same(local_of(found).detach(), local_of(expected).detach()), step
+        assert same(local_state(optimizer), local_state(plain)), step
+    assert pieces_taken, "no step was taken in pieces"
+    assert not same(local_of(parameters[0]).detach(), before), "nothing was trained"
+
+
+def test_a_step_of_which_ranks_exchange_something_is_no_matter_of_one_rank(mesh: DeviceMesh) -> None:
+    """In pieces, which are others on each rank, their collective operations would come in another order."""
+    weight = torch.nn.Parameter(on_mesh(mesh, torch.ones(4, 4)))
+    norm = torch.nn.Parameter(on_mesh(mesh, torch.ones(4), Replicate()))
+    adam, muon = torch.optim.AdamW([weight, norm]), torch.optim.Muon([weight])
+    weight.grad = on_mesh(mesh, torch.ones(4, 4))
+    assert not communicates(adam), "no gradient of the other one yet"
+    norm.grad = on_mesh(mesh, torch.ones(4), Replicate())
+    assert not communicates(adam)
+    adam.step()
+    assert not communicates(adam)
+    # As the backward of a normalisation with SequenceParallel gives it: this rank's sum of its part of the sequence.
+    norm.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    assert "from (Partial(sum),) to (Replicate(),)" in communicates(adam)
+    with CommDebugMode() as exchanged:  # type: ignore[no-untyped-call]
+        adam.step()
+    assert exchanged.get_total_counts() > 0, "if not, it could be taken in pieces"
+    norm.grad = None
+    adam.state[weight]["exp_avg"] = on_mesh(mesh, torch.zeros(4, 4), Shard(1))
+    assert "from (Shard(dim=1),) to (Shard(dim=0),)" in communicates(adam)
+    assert "Muon works on whole tensors" in communicates(muon)
+    whole = torch.nn.Parameter(torch.ones(4, 4))
+    whole.grad = torch.ones(4, 4)
+    assert not communicates(torch.optim.Muon([whole]))
 
 
 def test_the_gradient_scaler_and_hooks_see_a_whole_step() -> None:
