@@ -161,9 +161,8 @@ class Gate:
         if not self._closed:
             return None
         if id(optimizer) in self._coarse:
-            self._say(
-                optimizer, self._coarse[id(optimizer)]
-            )  # only now: a hook that is never called holds nothing
+            # Only now: a hook that is never called holds nothing.
+            self._say(optimizer, self._coarse[id(optimizer)])
             self.wait()
             return None
         arguments, computed = with_gradients((args, kwargs))
@@ -194,14 +193,14 @@ class Gate:
         rest = split_step(optimizer, arguments, held=held, wait_for_more=wait_for_more)
         return arguments if rest is None and computed else rest
 
+    # Traced into a compiled step, the waiting would be done once, at compile time.
+    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+
     def _say(self, optimizer: Optimizer, reason: str) -> None:
         """Once for each optimizer."""
         if id(optimizer) not in self._said:
             self._said.add(id(optimizer))
             _log.warning("%s", reason)
-
-    # Traced into a compiled step, the waiting would be done once, at compile time.
-    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _wait(self, until: Callable[[], bool]) -> None:
         thread = threading.get_ident()

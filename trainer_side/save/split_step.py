@@ -71,13 +71,17 @@ def communicates(optimizer: Optimizer) -> str:
             if placed is None or parameter.grad is None:
                 continue
             if name in _OF_WHOLE_TENSORS:
-                return f"{name} works on whole tensors, which are split among the ranks: its updates wait for the whole copy"
+                return (
+                    f"{name} works on whole tensors, which are split among the ranks: its updates wait for the whole "
+                    "copy"
+                )
             state = optimizer.state.get(parameter, {}).values()
             for tensor in (parameter.grad, *state):
                 if (other := _placed(tensor)) is not None and other != placed:
                     return (
-                        f"a step of {type(optimizer).__name__} brings gradients or moments from {other[1]} to {placed[1]}, "
-                        "together with the other ranks (tensor parallelism): its updates wait for the whole copy"
+                        f"a step of {type(optimizer).__name__} brings gradients or moments from {other[1]} to "
+                        f"{placed[1]}, together with the other ranks (tensor parallelism): its updates wait for the "
+                        "whole copy"
                     )
     return ""
 

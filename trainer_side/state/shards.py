@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +54,13 @@ class Expanded(NamedTuple):
     Attributes:
         tree: Containers without split tensors in them are those of the tree before.
         held: Path → what this rank holds.
+        live: Path → the tensor of the state, in which torch counts the changes in place: of a DTensor, not in the one
+            that is inside it.
     """
 
     tree: Any
     held: dict[str, Held]
+    live: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class Shards:
@@ -95,6 +99,7 @@ class Shards:
             StateError: One cannot be saved; names its path.
         """
         found: dict[str, Held] = {}
+        live: dict[str, torch.Tensor] = {}
         by_memory: dict[tuple[object, ...], torch.Tensor] = {}
 
         def replace(path: str, value: Any) -> torch.Tensor:
@@ -103,7 +108,7 @@ class Shards:
             except StateError as error:
                 raise StateError(f"{path} is {error}") from error
             assert part is not None, "it is split"
-            found[path] = part
+            found[path], live[path] = part, _live(value)
             local = part.local
             memory = (local.untyped_storage()._cdata, int(local.storage_offset()), part.shape, local.dtype)
             whole = by_memory.get(memory)
@@ -115,11 +120,12 @@ class Shards:
             self._known[path] = _Known(_Mark.of(value), part.region, whole)
             return whole
 
-        return Expanded(_replaced(tree, replace), found)
+        return Expanded(_replaced(tree, replace), found, live)
 
     def again(self, tree: Any) -> Expanded | None:
         """The same for a later tree; None if its split tensors are not those of the plan."""
         found: dict[str, Held] = {}
+        live: dict[str, torch.Tensor] = {}
 
         class _OtherError(Exception):
             pass
@@ -128,14 +134,15 @@ class Shards:
             known = self._known.get(path)
             if known is None or _Mark.of(value) != known.mark:
                 raise _OtherError
-            local = value.tensor.detach() if isinstance(value, Split) else local_of(value).detach()
+            live[path] = _live(value)
+            local = local_of(live[path]).detach()
             if type(local) is not torch.Tensor or not local.is_contiguous():
                 raise _OtherError
             found[path] = Held(known.mark.shape, known.region, local)
             return known.stand_in
 
         try:
-            expanded = Expanded(_replaced(tree, replace), found)
+            expanded = Expanded(_replaced(tree, replace), found, live)
         except _OtherError:
             return None
         return expanded if found.keys() == self._known.keys() else None
@@ -190,10 +197,15 @@ class Shards:
             )
         return found
 
-    def locals(self, expanded: Expanded, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`tensors` of the expanded tree, with the local ones in place of stand-ins."""
-        local = {id(known.stand_in): expanded.held[path].local for path, known in self._known.items()}
-        return [local.get(id(tensor), tensor) for tensor in tensors]
+    def live(self, expanded: Expanded, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`tensors` of the expanded tree, with those of the state in place of stand-ins."""
+        live = {id(known.stand_in): expanded.live[path] for path, known in self._known.items()}
+        return [live.get(id(tensor), tensor) for tensor in tensors]
+
+
+def _live(value: Any) -> torch.Tensor:
+    tensor: torch.Tensor = value.tensor if isinstance(value, Split) else value
+    return tensor
 
 
 def _replaced(tree: Any, replace: Any, path: str = "") -> Any:

@@ -290,7 +290,7 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
         return None
     sources, data_pkl, tensors, tensor_entries = found
     if shards:
-        tensors = shards.locals(expanded, tensors)
+        tensors = shards.live(expanded, tensors)
         for entry, source in shards.sources(expanded, skeleton._shard_entries).items():
             sources[entry] = source
     contents: dict[int, bytes] = {}
