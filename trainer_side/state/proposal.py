@@ -66,7 +66,7 @@ def table(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks
     }
     blobs = Blobs.of(ranks, needed)
     expanded = Shards().expand(blobs.expand(tree))
-    full, held = expanded
+    full, held = expanded.tree, expanded.held
     found = survey(full)
     owned = blobs.own(classify(state, full))
     for slot in found.slots:

@@ -269,7 +269,9 @@ def test_a_step_that_ranks_take_together_waits_for_all(
         step.join(60)
     assert local_of(parameters[0]).tolist() == [0.0] * 4
     (record,) = caplog.records
-    assert "a step of SGD brings gradients or moments from (Partial(sum),) to (Replicate(),)" in record.message
+    assert (
+        "a step of SGD brings gradients or moments from (Partial(sum),) to (Replicate(),)" in record.message
+    )
 
 
 class Coupled(torch.optim.SGD):
