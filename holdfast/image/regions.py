@@ -198,7 +198,8 @@ class Pattern:
 
     def _check_tiling(self, numel: int) -> None:
         held = sum(region.numel for region in self.regions)
-        starts = np.array([region.start for region in self.regions], np.int64).reshape(len(self.regions), -1)
+        starts = np.array([region.start for region in self.regions], np.int64)
+        starts = starts.reshape(len(self.regions), len(self.shape))
         ends = starts + np.array([region.size for region in self.regions], np.int64).reshape(starts.shape)
         for number in range(len(self.regions)):
             others = slice(number + 1, None)
