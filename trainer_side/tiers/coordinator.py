@@ -16,7 +16,7 @@ from holdfast.wire import frames as wire
 from holdfast.wire.agreement import Round
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal
 from trainer_side.tiers.chair import Chair
-from trainer_side.tiers.tally import Muster, StepVerdict, Tally
+from trainer_side.tiers.tally import Muster, StepVerdict, Tally, read_reason
 
 ROOT = 0
 
@@ -66,7 +66,7 @@ class Coordinator:
                 self._tell_chair(frame)
                 if self._chair is not None and rank == ROOT:
                     self._chair.gave_up(frame.arg, order)
-                return self._verdicts(self._tally.skipped(rank, frame.arg, order, wire.body_text(frame)))
+                return self._verdicts(self._tally.skipped(rank, frame.arg, order, read_reason(frame)))
             case Kind.PROPOSE:
                 return _answer(self._round.propose(rank, Proposal.from_frame(frame), now))
             case Kind.READY:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, PeerLost
 from holdfast.notices.notice import Notice
+from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Agreement, Kind, Proposal
@@ -26,7 +27,7 @@ from trainer_side.tiers.chair import Chair
 from trainer_side.tiers.coordinator import ROOT, Coordinator, CouncilLimits
 from trainer_side.tiers.council_member import CouncilMember
 from trainer_side.tiers.council_thread import CouncilPort, CouncilThread
-from trainer_side.tiers.tally import Order, StepVerdict
+from trainer_side.tiers.tally import Order, StepVerdict, reason_body
 
 _log = logging.getLogger("holdfast.trainer.council")
 
@@ -83,11 +84,11 @@ class Council:
     def sealed(self, tier: int, order: Order, layout: str) -> None:
         """Say that this rank has sealed its slice in this tier; once for each slice."""
         self._member.sealed(tier, order, self._clock())
-        self._say_of(Kind.SEALED, tier, order, layout)
+        self._say_of(Kind.SEALED, tier, order, wire.text_body(layout))
 
-    def skipped(self, tier: int, order: Order, why: str) -> None:
+    def skipped(self, tier: int, order: Order, why: Reason) -> None:
         """Say that this rank will never seal its slice in this tier."""
-        self._say_of(Kind.SKIPPED, tier, order, why)
+        self._say_of(Kind.SKIPPED, tier, order, reason_body(why))
 
     def agree(self, proposal: Proposal) -> Agreement:
         """Compare this rank's tensors with those of the others. Collective; waits for the slowest rank.
@@ -136,9 +137,8 @@ class Council:
         """Wait for the open verdicts and for the other ranks, then end the thread. Safe to call twice."""
         self._thread.close(seconds_max)
 
-    def _say_of(self, kind: Kind, tier: int, order: Order, text: str) -> None:
+    def _say_of(self, kind: Kind, tier: int, order: Order, body: bytes) -> None:
         attempt, step = order
-        body = wire.text_body(text)
         self._thread.say(wire.encode(kind, attempt=attempt, step=step, arg=tier, body=body))
 
     def _ask(self, message: bytes, what: str) -> Agreement | None:

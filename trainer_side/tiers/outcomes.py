@@ -104,7 +104,7 @@ class Outcomes:
         """A tier will not keep a step. `counted`: False where this rank did not save the step at all."""
         self._report.skipped(self.lanes[number].tier, order, reason, counted=counted)
         # Also where the council itself has called it void: rank 0 remembers it until every rank has spoken.
-        self.council.skipped(number, order, reason.text)
+        self.council.skipped(number, order, reason)
 
     def close(self, seconds_max: float) -> None:
         """Wait until every step that is on its way is sealed and judged, then let go of the tiers."""

@@ -74,10 +74,11 @@ class TierReport:
 
     def judged(self, tier: Tier, verdict: StepVerdict) -> None:
         """A step is complete in this tier on every rank, or void."""
-        if f": {DeclineCause.RESTS}: " in verdict.why:
-            return
-        event = "complete" if verdict.complete else "void"
-        self.events.emit(event, {"tier": tier.name, "why": verdict.why}, step=verdict.order[1])
+        (_, step), why = verdict.order, verdict.why
+        if verdict.complete:
+            self.events.emit("complete", {"tier": tier.name, "why": why.text}, step=step)
+        elif why.cause != DeclineCause.RESTS:
+            self.events.emit("void", {"tier": tier.name, "why": why.text, "cause": why.cause}, step=step)
 
     def _is_news(self, text: str) -> bool:
         with self._guard:
