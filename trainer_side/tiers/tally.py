@@ -2,6 +2,7 @@
 
     SEALED(tier, order) of every rank, of one layout ─────────────► COMPLETE, to all
     SKIPPED of one rank · another layout · too late · a newer one ─► VOID, to all
+    refused: the replicas of the ranks differ ───────────────────► VOID, to all, in every tier
     SEALED, when the step is void already ────────────────────────► VOID, once more: the rank waits for it
 
 Each tier is decided by itself: a step that is complete in the memory of all machines does not help where only their
@@ -89,6 +90,7 @@ class Tally:
         self._ballots: dict[tuple[int, Order], _Ballot] = {}
         self._newest: dict[int, Order] = {}
         self._lost: dict[int, str] = {}
+        self._refused: dict[Order, Reason] = {}
 
     @property
     def undecided(self) -> int:
@@ -108,6 +110,8 @@ class Tally:
         ballot.sealed.add(rank)
         if ballot.void:
             return [self._void(tier, order, ballot.void)]
+        if order in self._refused:
+            return [self._void(tier, order, self._refused[order])]
         if ballot.layout != layout:
             differs = StateError(f"rank {rank} has another layout than the ranks before it")
             return [self._void(tier, order, Reason.of_error(differs))]
@@ -120,6 +124,16 @@ class Tally:
             crowded = Reason(DeclineCause.LATE, f"more than {self._open_max} steps are undecided")
             return [self._void(tier, min(undecided), crowded)]
         return []
+
+    def refuse(self, order: Order, why: Reason) -> list[StepVerdict]:
+        """No tier keeps this step, whatever is sealed of it. Said before any tier can have it from all ranks."""
+        self._refused[order] = why
+        if len(self._refused) > self._open_max:
+            del self._refused[min(self._refused)]
+        of_it = [
+            tier for (tier, other), ballot in self._ballots.items() if other == order and not ballot.void
+        ]
+        return [self._void(tier, order, why) for tier in of_it]
 
     def skipped(self, rank: int, tier: int, order: Order, why: Reason) -> list[StepVerdict]:
         """A rank will never seal its slice. Each rank says so once for each slice that it does not seal."""

@@ -6,7 +6,7 @@ import logging
 import threading
 
 from holdfast.errors import HoldfastError
-from holdfast.telemetry.causes import DeclineCause, Reason
+from holdfast.telemetry.causes import STATES_DIFFER, DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.tiers.lane import PartOutcome
 from trainer_side.tiers.tally import Order, StepVerdict
@@ -75,6 +75,8 @@ class TierReport:
     def judged(self, tier: Tier, verdict: StepVerdict) -> None:
         """A step is complete in this tier on every rank, or void."""
         (_, step), why = verdict.order, verdict.why
+        if why.cause == STATES_DIFFER:
+            self._ledger.refused(step, why)
         if verdict.complete:
             self.events.emit("complete", {"tier": tier.name, "why": why.text}, step=step)
         elif why.cause != DeclineCause.RESTS:

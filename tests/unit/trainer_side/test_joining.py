@@ -65,6 +65,7 @@ class Together:
         (False, {"tiers": ()}, r"tiers: rank 1 has none, rank 0 has \['memory'\]; give all ranks the same"),
         (True, {"store": "/else"}, "store: rank 1 has /else, rank 0 has /run"),
         (True, {"chunk_bytes": 8192}, "chunk_bytes: rank 1 has 8192, rank 0 has 4096"),
+        (True, {"on_divergence": "refuse"}, "on_divergence: rank 1 has refuse, rank 0 has warn"),
     ],
 )
 def test_a_rank_that_is_set_otherwise_is_refused_on_every_rank(

@@ -20,7 +20,7 @@ from holdfast.wire.frames import Frame, Kind
 from tests.support.events import read_events
 from trainer_side.notice.appointments import Appointments
 from trainer_side.tiers.chair import Chair, farthest
-from trainer_side.tiers.coordinator import CouncilLimits
+from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
 from trainer_side.tiers.council import Council
 from trainer_side.tiers.council_thread import CouncilThread
 from trainer_side.tiers.tally import Order, StepVerdict
@@ -249,12 +249,13 @@ class Rank:
                 clock=lambda: world.now,
             )
         self.chair = chair
+        limits = CouncilLimits(60.0, 60.0)
         self.council = Council(
             world.lines.port(rank),
-            CouncilLimits(60.0, 60.0),
+            limits,
             on_verdict=self.verdicts.append,
             appointments=self.appointments,
-            chair=chair,
+            coordinator=Coordinator(world.count, limits, chair) if rank == 0 else None,
             clock=lambda: world.now,
         )
         self.step = -1

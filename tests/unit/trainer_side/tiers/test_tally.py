@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
+from holdfast.errors import StateError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from tests.support.seeds import each_seed
 from trainer_side.tiers.file_slots import FileSlots
@@ -71,6 +72,21 @@ def test_a_dead_rank_makes_void_what_it_has_not_sealed() -> None:
     (verdict,) = tally.sealed(0, 0, (1, 6), "a", 0.0)
     assert (verdict.complete, verdict.why) == (False, Reason("lost", "rank 1 is dead"))
     assert _of(tally.sealed(0, 0, (1, 4), "a", 0.0)) == [(4, True)], "what it had sealed before is there"
+
+
+def test_a_step_that_is_refused_is_void_in_every_tier_though_all_seal_it() -> None:
+    tally = Tally(2, seconds_max=10.0)
+    tally.sealed(0, 0, (1, 7), "a", 0.0)
+    differ = Reason.of_error(StateError("replicas differ"))
+    assert tally.refuse((1, 7), differ) == [StepVerdict(0, (1, 7), complete=False, why=differ)]
+    assert _of(tally.sealed(1, 0, (1, 7), "a", 0.0)) == [(7, False)]
+    assert not tally.remembered
+    for rank in range(2):
+        assert _of(tally.sealed(rank, 1, (1, 7), "a", 0.0)) == [(7, False)], (
+            "a tier that had heard nothing of it"
+        )
+    tally.sealed(0, 0, (1, 8), "a", 0.0)
+    assert _of(tally.sealed(1, 0, (1, 8), "a", 0.0)) == [(8, True)]
 
 
 def test_its_memory_is_bounded() -> None:
