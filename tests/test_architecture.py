@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -147,6 +149,21 @@ def test_every_source_file_says_what_it_owns() -> None:
         path.name for path in sources() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert silent == []
+
+
+def test_a_file_that_the_docstring_of_a_package_names_is_there() -> None:
+    """A name with folders is one from the root, one without is of any file of the product."""
+    names = {path.name for path in sources()}
+    gone = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources()
+        if path.name == "__init__.py"
+        for name in re.findall(
+            r"[\w/*]+\.py\b", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        )
+        if not (list(ROOT.glob(name)) if "/" in name else fnmatch.filter(names, name))
+    ]
+    assert gone == []
 
 
 # -- the size of hands -------------------------------------------------------------------------------------------
