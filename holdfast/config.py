@@ -195,7 +195,9 @@ class TrainerConfig(_RoleConfig):
         copy_seconds_max: Seconds that `optimizer.step()` waits for this rank's own copy of the state; then the
             checkpoint of that step is given up.
         on_divergence: With `off` the ranks make no fingerprints of their replicas. With `warn` or `refuse` they make
-            them, and the stager's setting of this name says what happens when replicas differ.
+            them, and the stager's setting of this name says what happens when replicas differ. Without a stager this
+            one says it: `warn` logs it and keeps the step, `refuse` fails the step. Must then be the same on every
+            rank.
         tiers: Where this rank keeps its slices besides the stager, or without one, nearest first: `memory`,
             `nvme:/mnt/nvme0`, `store`. Separated by commas in the environment. Must be the same on every rank. Empty:
             nowhere.

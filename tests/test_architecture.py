@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
+import graphlib
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,43 @@ def imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def modules(root: Path, paths: Sequence[Path]) -> dict[str, set[str]]:
+    """Each module with those of the others that it imports, also inside functions and for the type checker alone."""
+    names = {".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found = {one if one in names else one.rpartition(".")[0] for one in imports(path)}
+        graph[name] = (found & names.keys()) - {name}
+    return graph
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle of imports, [] if there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle(modules(ROOT, sources())) == []
+
+
+@pytest.mark.parametrize("line", ["from package import a", "from package.a import A", "import package.a"])
+def test_a_circle_is_found(line: str, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("def f():\n    from package.b import B\n")
+    (package / "b.py").write_text("")
+    paths = sorted(package.iterdir())
+    assert circle(modules(tmp_path, paths)) == []
+    (package / "b.py").write_text(f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {line}\n")
+    assert set(circle(modules(tmp_path, paths))) == {"package.a", "package.b"}
 
 
 def test_the_import_contracts_of_pyproject_are_kept() -> None:
@@ -109,6 +149,21 @@ def test_every_source_file_says_what_it_owns() -> None:
         path.name for path in sources() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert silent == []
+
+
+def test_a_file_that_the_docstring_of_a_package_names_is_there() -> None:
+    """A name with folders is one from the root, one without is of any file of the product."""
+    names = {path.name for path in sources()}
+    gone = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources()
+        if path.name == "__init__.py"
+        for name in re.findall(
+            r"[\w/*]+\.py\b", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        )
+        if not (list(ROOT.glob(name)) if "/" in name else fnmatch.filter(names, name))
+    ]
+    assert gone == []
 
 
 # -- the size of hands -------------------------------------------------------------------------------------------

@@ -134,7 +134,11 @@ def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
         return
     mine: dict[str, object] = {"tiers": list(config.tiers)}
     if alone:
-        mine |= {"store": config.store, "chunk_bytes": config.chunk_bytes}
+        mine |= {
+            "store": config.store,
+            "chunk_bytes": config.chunk_bytes,
+            "on_divergence": config.on_divergence,
+        }
     first, *others = [json.loads(said) for said in gather(peers, json.dumps(mine).encode())]
     for rank, other in enumerate(others, 1):
         for name in first:

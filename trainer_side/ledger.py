@@ -1,7 +1,8 @@
 """The ledger of this rank: how each `save()` ended, and why.
 
     save ── begun ──► pending ── staged, durable ──► saved
-      │                  └────── another rank declined it, the stager failed it ──► declined, failed ┐
+      │                  └────── another rank declined it, the stager failed it,
+      │                          the ranks' replicas differ and are refused ──────► declined, failed ┐
       └── declined here ─────────────────────────────────────────────────────────► declined         ┴─► causes, counted
 
 A rank that has begun a step learns later that another one had no room for it: the stager tells all. So the books are
@@ -11,12 +12,14 @@ right for the steps that have their verdict, and once all have one they name the
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from holdfast.telemetry.causes import OTHER, DeclineCause
+from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer, TransferState
+
+_REFUSABLE_MAX = 64  # steps without a stager, of which the ranks may still hear that none is kept
 
 
 @dataclass
@@ -53,6 +56,8 @@ class Ledger:
         self._pending: list[tuple[Transfer, Keeping | None]] = []
         self._kept: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()
+        self._refused: dict[int, Reason] = {}
+        self._refusable: deque[int] = deque(maxlen=_REFUSABLE_MAX)  # counted as saved, in local tiers alone
         self._guard = threading.Lock()
 
     @property
@@ -66,20 +71,29 @@ class Ledger:
 
     def _settle(self) -> None:
         """Enter what became of the steps that were begun, and forget those that have ended."""
+        with self._guard:
+            refused = set(self._refused)
         pending = []
         for transfer, keeping in self._pending:
             in_tiers = keeping is not None and not keeping.released.is_set()
             if not transfer.ended.is_set() or (transfer.state is not TransferState.DURABLE and in_tiers):
                 pending.append((transfer, keeping))
-            elif transfer.state is not TransferState.DURABLE and not (
-                keeping is not None and keeping.kept_in
-            ):
+            elif transfer.state is TransferState.DURABLE:
+                continue
+            elif transfer.step in refused:
+                self._refuse(transfer.step)
+            elif keeping is not None and keeping.kept_in:
+                self._refusable.append(transfer.step)
+            else:
                 self._stats.saved -= 1
                 reason = transfer.reason
                 if reason is None and keeping is not None:
                     reason = next(iter(keeping.lost_in.values()), None)
                 self._leave_out(OTHER if reason is None else reason.cause, transfer.state)
         self._pending = pending
+        for step in refused.intersection(self._refusable):
+            self._refusable.remove(step)
+            self._refuse(step)
 
     def begun(self, transfer: Transfer, keeping: Keeping | None = None) -> None:
         """A step is on its way to the stager, into local tiers, or both."""
@@ -96,6 +110,13 @@ class Ledger:
         """A step is not kept in a local tier. Any thread."""
         with self._guard:
             self._skipped[f"{tier}: {cause}"] += 1
+
+    def refused(self, step: int, reason: Reason) -> None:
+        """A step that was begun is kept in no local tier, whatever was sealed of it. Any thread."""
+        with self._guard:
+            self._refused[step] = reason
+            if len(self._refused) > _REFUSABLE_MAX:
+                del self._refused[next(iter(self._refused))]
 
     def declined(self, cause: str) -> None:
         """A step was declined before it was begun."""
@@ -117,6 +138,12 @@ class Ledger:
             return ""
         causes = ", ".join(f"{count} {cause}" for cause, count in stats.causes.items())
         return f"{missing} of {missing + stats.saved} steps were not checkpointed: {causes}"
+
+    def _refuse(self, step: int) -> None:
+        with self._guard:
+            reason = self._refused.pop(step)
+        self._stats.saved -= 1
+        self._leave_out(reason.cause, TransferState.FAILED)
 
     def _leave_out(self, cause: str, state: TransferState) -> None:
         self._causes[cause] += 1

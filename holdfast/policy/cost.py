@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
 
 from holdfast.errors import ConfigError
 
@@ -50,35 +49,6 @@ class Cost:
             )
         if self.in_flight_max < 1:
             raise ConfigError(f"in_flight_max: expected at least 1, got {self.in_flight_max}")
-
-    @classmethod
-    def of_bandwidths(
-        cls,
-        *,
-        iteration_seconds: float,
-        stall_seconds: float,
-        image_bytes: int,
-        copy_bytes_per_second: float,
-        transfer_bytes_per_second: float,
-        flush_bytes_per_second: float,
-        in_flight_max: int = 1,
-    ) -> Self:
-        """From bandwidths: copy, transfer and flush overlap, so the slowest of them decides.
-
-        Raises:
-            ConfigError: A bandwidth or the size is not more than 0.
-        """
-        for name, value in (
-            ("image_bytes", image_bytes),
-            ("copy_bytes_per_second", copy_bytes_per_second),
-            ("transfer_bytes_per_second", transfer_bytes_per_second),
-            ("flush_bytes_per_second", flush_bytes_per_second),
-        ):
-            if not value > 0:
-                raise ConfigError(f"{name}: expected more than 0, got {value}")
-        staged = image_bytes / min(copy_bytes_per_second, transfer_bytes_per_second)
-        durable = max(staged, image_bytes / flush_bytes_per_second)
-        return cls(iteration_seconds, stall_seconds, staged, durable, in_flight_max)
 
     def cycle_seconds(self, every: int) -> float:
         """From the begin of one checkpoint to that of the next, `every` iterations apart."""

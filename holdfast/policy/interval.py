@@ -71,15 +71,6 @@ def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
     return math.sqrt(2 * stall_seconds * mtbf_seconds)
 
 
-def daly_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Work between two checkpoints by Daly's series (2006); M where a checkpoint costs 2 M or more."""
-    if stall_seconds >= 2 * mtbf_seconds:
-        return mtbf_seconds
-    ratio = stall_seconds / (2 * mtbf_seconds)
-    series = 1 + math.sqrt(ratio) / 3 + ratio / 9
-    return young_seconds(stall_seconds, mtbf_seconds) * series - stall_seconds
-
-
 def slowdown(cost: Cost, every: int, mtbf_seconds: float) -> float:
     """How many times longer work takes, losses included, than without checkpoints and losses; R left out."""
     work = every * cost.iteration_seconds

@@ -12,15 +12,11 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from holdfast.crc import crc32 as crc32_of
 from holdfast.errors import DamageError, StoreError, StoreMissing
+from holdfast.store.generic_folder import GenericFolder
 from holdfast.store.parts import PartLedger
-
-if TYPE_CHECKING:
-    from holdfast.store.generic import GenericStore
-
 
 _TOKEN_NEW = re.compile(r"new-[0-9a-f]{16}")
 
@@ -29,7 +25,7 @@ class GenericUpload:
     """One upload. `write_part` may be called from any thread.
 
     Args:
-        store: The run.
+        folder: The run's.
         path: Full path of the object.
         temporary: Full path that its unfinished objects' names begin with.
         nbytes: Size of the object.
@@ -43,7 +39,7 @@ class GenericUpload:
 
     def __init__(
         self,
-        store: GenericStore,
+        folder: GenericFolder,
         path: str,
         temporary: str,
         *,
@@ -52,13 +48,13 @@ class GenericUpload:
         token: str | None = None,
         crc32s: Mapping[int, int] | None = None,
     ) -> None:
-        self._store, self._path, self._temporary = store, path, temporary
+        self._folder, self._path, self._temporary = folder, path, temporary
         self._ledger = PartLedger(path, nbytes=nbytes, part_bytes=part_bytes)
         self._marker = f"{temporary}.begun"
         self._published = False
         if token is None:
             # What stood under the name before is never taken for ours, should it have the same size.
-            kind = "new" if store.size_or_none(path) is None else "over"
+            kind = "new" if folder.size_or_none(path) is None else "over"
             self._token = f"{kind}-{secrets.token_hex(8)}"
             self._mark(joined=False)
         else:
@@ -92,7 +88,7 @@ class GenericUpload:
                 raise DamageError(
                     f"{self._path}: part {index} has CRC-32 {crc32_of(data):08x}, {crc32:08x} was stated; not written"
                 )
-            self._store.put(self._part(index), data)
+            self._folder.put(self._part(index), data)
 
     def publish(self) -> None:
         """Join the parts, move the result to its name, see that its size is right."""
@@ -100,14 +96,14 @@ class GenericUpload:
             return
         self._ledger.require_complete()
         try:
-            self._store.join([self._part(index) for index in range(self._ledger.parts)], self._temporary)
+            self._folder.join([self._part(index) for index in range(self._ledger.parts)], self._temporary)
         except StoreMissing as error:
             raise StoreError(
                 f"{self._path}: a part was removed by another writer ({error}); begin anew", begin_anew=True
             ) from error
         self._mark(joined=True)
-        self._store.move(self._temporary, self._path)
-        nbytes = self._store.size_of(self._path)
+        self._folder.move(self._temporary, self._path)
+        nbytes = self._folder.size_of(self._path)
         if nbytes != self._ledger.nbytes:
             raise StoreError(
                 f"{self._path}: expected {self._ledger.nbytes} bytes after the move, got {nbytes}; begin a new upload",
@@ -120,7 +116,7 @@ class GenericUpload:
         """Remove parts and temporary object."""
         if self._published:
             return
-        self._store.remove(self._temporary)
+        self._folder.remove(self._temporary)
         self._remove_parts()
 
     def _resume(self, crc32s: Mapping[int, int]) -> None:
@@ -141,26 +137,26 @@ class GenericUpload:
         )
 
     def _is_in_place(self, marker: Mapping[str, object] | None) -> bool:
-        if self._store.size_or_none(self._path) != self._ledger.nbytes:
+        if self._folder.size_or_none(self._path) != self._ledger.nbytes:
             return False
         if marker is None:  # it goes last; and nothing stood under the name before
             return _TOKEN_NEW.fullmatch(self._token) is not None
         joined = marker.get("token") == self._token and marker.get("joined") is True
-        return joined and self._store.size_or_none(self._temporary) is None
+        return joined and self._folder.size_or_none(self._temporary) is None
 
     def _is_there(self, index: int, crc32: int | None) -> bool:
         part = self._part(index)
-        if self._store.size_or_none(part) != self._ledger.place(index).nbytes:
+        if self._folder.size_or_none(part) != self._ledger.place(index).nbytes:
             return False
-        return crc32 is None or crc32_of(self._store.get(part)) == crc32
+        return crc32 is None or crc32_of(self._folder.get(part)) == crc32
 
     def _mark(self, *, joined: bool) -> None:
-        self._store.put(self._marker, json.dumps({"token": self._token, "joined": joined}).encode())
+        self._folder.put(self._marker, json.dumps({"token": self._token, "joined": joined}).encode())
 
     def _read_marker(self) -> dict[str, object] | None:
         """What the marker says; None if there is none, empty if it is not readable."""
         try:
-            marker = json.loads(self._store.get(self._marker))
+            marker = json.loads(self._folder.get(self._marker))
         except StoreMissing:
             return None
         except (ValueError, RecursionError):
@@ -170,8 +166,8 @@ class GenericUpload:
     def _remove_parts(self) -> None:
         self._ledger.close()
         for index in range(self._ledger.parts):
-            self._store.remove(self._part(index))
-        self._store.remove(self._marker)
+            self._folder.remove(self._part(index))
+        self._folder.remove(self._marker)
 
     def _part(self, index: int) -> str:
         return f"{self._temporary}.part-{index:06d}"

@@ -19,14 +19,12 @@ from holdfast.errors import StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.store.body import ViewsBody
 from holdfast.store.parts import PartLedger
+from holdfast.store.s3_bucket import S3Bucket
 from holdfast.store.s3_client import crc_header
 from holdfast.store.s3_errors import translated
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef, PartTypeDef
-
-    from holdfast.store.s3 import S3Store
-
 
 _log = logging.getLogger("holdfast.storage.s3")
 
@@ -75,7 +73,7 @@ class S3Upload:
     """One multipart upload. `write_part` may be called from any thread.
 
     Args:
-        store: The run.
+        bucket: The run's.
         key: Key of the object.
         record: Key of the record that names this upload for a sweep.
         nbytes: Size of the object.
@@ -89,7 +87,7 @@ class S3Upload:
 
     def __init__(
         self,
-        store: S3Store,
+        bucket: S3Bucket,
         key: str,
         *,
         record: str,
@@ -98,9 +96,8 @@ class S3Upload:
         write_id: str,
         begun: BegunUpload | None = None,
     ) -> None:
-        self._store, self._key, self._record, self._write_id = store, key, record, write_id
-        self._bucket = store.bucket
-        self._name = f"s3://{self._bucket}/{key}"
+        self._bucket, self._key, self._record, self._write_id = bucket, key, record, write_id
+        self._name = bucket.url(key)
         self._ledger = PartLedger(self._name, nbytes=nbytes, part_bytes=part_bytes)
         self._sent: dict[int, CompletedPartTypeDef] = {}
         self._noting = threading.Lock()
@@ -135,8 +132,8 @@ class S3Upload:
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
         """Send a part; the server refuses it if its bytes do not have this CRC-32."""
         with self._ledger.entry(index, buffers), translated(f"send part {index} of", self._name):
-            answer = self._store.client.upload_part(
-                Bucket=self._bucket,
+            answer = self._bucket.client.upload_part(
+                Bucket=self._bucket.name,
                 Key=self._key,
                 UploadId=self._upload_id,
                 PartNumber=index + 1,
@@ -194,23 +191,23 @@ class S3Upload:
         if not self._ledger.wait_idle(_IDLE_SECONDS_MAX):
             _log.warning("%s: the upload is aborted while a part is still being sent", self._name)
         try:
-            self._store.abort_uploads(self._key, only=self._upload_id)
+            self._bucket.abort_uploads(self._key, only=self._upload_id)
         except StoreError:
-            self._store.note_stray(self._key)
+            self._bucket.note_stray(self._key)
             raise
         self._end()
 
     def _begin(self) -> str:
         try:
             with translated("begin upload of", self._name):
-                return self._store.client.create_multipart_upload(
-                    Bucket=self._bucket,
+                return self._bucket.client.create_multipart_upload(
+                    Bucket=self._bucket.name,
                     Key=self._key,
                     Metadata={_WRITE_ID: self._write_id},
                     ChecksumAlgorithm="CRC32",
                 )["UploadId"]
         except StoreError:
-            self._store.note_stray(self._key)
+            self._bucket.note_stray(self._key)
             raise
 
     def _resume(self, crc32s: Mapping[int, int]) -> None:
@@ -221,7 +218,7 @@ class S3Upload:
         """
         if not self._is_ours():
             try:
-                listed = self._store.list_parts(self._key, self._upload_id)
+                listed = self._bucket.list_parts(self._key, self._upload_id)
             except StoreMissing as error:
                 if not self._is_ours():
                     raise StoreMissing(
@@ -263,13 +260,16 @@ class S3Upload:
     def _complete(self) -> None:
         parts = [self._sent[index] for index in range(self._ledger.parts)]
         with translated("publish", self._name):
-            self._store.client.complete_multipart_upload(
-                Bucket=self._bucket, Key=self._key, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
+            self._bucket.client.complete_multipart_upload(
+                Bucket=self._bucket.name,
+                Key=self._key,
+                UploadId=self._upload_id,
+                MultipartUpload={"Parts": parts},
             )
 
     def _is_ours(self) -> bool:
         try:
-            head = self._store.head(self._key)
+            head = self._bucket.head(self._key)
         except StoreMissing:
             return False
         metadata = {str(name).lower(): value for name, value in head.get("Metadata", {}).items()}
@@ -290,9 +290,9 @@ class S3Upload:
         if self._ended:
             return
         try:
-            if self._resumed or self._store.may_have_strays(self._key):
-                self._store.abort_uploads(self._key)
-            self._store.forget(self._record)
+            if self._resumed or self._bucket.may_have_strays(self._key):
+                self._bucket.abort_uploads(self._key)
+            self._bucket.delete(self._record)
         except StoreError as error:
             self._endings += 1
             if error.retriable and self._endings < _ENDINGS_MAX:

@@ -13,13 +13,7 @@ from typing import Any, Self
 from holdfast.errors import HoldfastError
 
 OTHER = "other"
-_CAUSES_OF_CODES = {
-    "busy": "no room at the stager",
-    "peer_lost": "a process was lost or late",
-    "state": "the ranks' states differ",
-    "store": "store",
-    "damage": "damage",
-}
+STATES_DIFFER = "the ranks' states differ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +79,13 @@ class DeclineCause(StrEnum):
 
 
 _DECLINE_CAUSES = frozenset(DeclineCause)
+_CAUSES_OF_CODES = {
+    "busy": "no room at the stager",
+    "peer_lost": "a process was lost or late",
+    "state": STATES_DIFFER,
+    "store": "store",
+    "damage": "damage",
+}
 
 
 def cause_in(fields: Mapping[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""The messages between training ranks and the stager."""
+"""The messages between training ranks and the stager, and among the ranks."""

@@ -31,17 +31,6 @@ SPOT_QUOTA = frozenset(
 )
 VCPU_QUOTA = frozenset({"VcpuLimitExceeded", "InstanceLimitExceeded"})
 PRICE = frozenset({"SpotMaxPriceTooLow", "MaxTotalPriceExceeded"})
-TRANSIENT = frozenset(
-    {
-        "RequestLimitExceeded",
-        "Throttling",
-        "ThrottlingException",
-        "InternalError",
-        "InternalFailure",
-        "Unavailable",
-        "ServiceUnavailable",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)

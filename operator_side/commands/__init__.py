@@ -1,14 +1,15 @@
 """The tools of the `holdfast` command, one file each. They need neither torch nor MPI.
 
-ls, inspect, verify, pull, assemble   read a store, or mend it: target (`URL[@STEP]`) ─► Catalog ─► output
-export, import                        what needs torch comes from the trainers' package (doors)
-status                                a run as it goes on
-doctor, run, cluster                  the machine, the supervised job, machines on AWS
-completion                            for shells
-simulate                              what a trace of preemptions would do to a job
+ls, inspect, verify, pull, assemble   read a store, or write to it: target (`URL[@STEP]`) ─► Catalog ─► output
+export, import_state                  files of other tools; the parts that need torch come from trainer_side.doors
+run, cluster, doctor, drill           the supervised job, machines on AWS, a check of this machine, kills as a test
+status, report                        a run while it goes on, and afterwards
+simulate, tune                        what a trace of preemptions would do to a job; settings from measured figures
+explain, completion                   what to do about an error; completion for shells
 
-output, target, place, partial, claimed, examples       what they share
-reference                             makes docs/cli.md of them
+target, partial, claimed              what several of them share
+simulate_output, status_output        how the terminal shows a study and a run
+reference                             makes docs/cli.md of all commands
 
 The roles add `stager` and `flusher` by an entry point.
 """

@@ -23,7 +23,6 @@ _BAR_CELLS = 16
 _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN = 8, 6, 3
 _RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST = 1, 1, 1
-_LATE_SECONDS = 10.0  # of a rank that was not heard for so long it is shown
 _HOST_CHARACTERS_MAX = 20
 _RANK_STYLE = {"lost": "red", "silent": "yellow", "coming": "dim", "left": "dim"}
 

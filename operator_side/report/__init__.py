@@ -1,11 +1,11 @@
-"""`holdfast report`: what happened in a run, as one page that needs no server, for who was not there.
+"""`holdfast report`: what happened in a run, as one page that needs no server.
 
-    event logs ──► reading.py ──┐
-    manifests ──────────────────┼─► checkpoints.py  each checkpoint, its phases and ranks; what was not taken
-                                ├─► attempts.py     each attempt, how it ended, and the way back
-                                └─► goodput.py      what the time went into
-    facts.py: all of it ─► sentences.py  what happened, and what to look at
-                        └► page.py ◄─ sections.py ◄─ pictures.py, tables.py ◄─ markup.py (escapes), thinning.py (bounds)
+    event logs ─┬─► holdfast/telemetry/rows.py   each checkpoint, its phases and ranks; what was not taken
+    manifests ──┘   attempts.py                  each attempt, how it ended, and the way back
+                    goodput.py                   the parts of the time
+    facts.py: all of it ─► sentences.py          what happened, and what to look at
+                        └► page.py ◄─ sections.py, section_*.py ◄─ pictures.py ◄─ markup.py (escapes), style.py
 
-Pure but for reading.py; what comes from files is input from outside. docs/report.md says what each figure means.
+Pure: operator_side/commands/report.py reads the files, whose contents are input from outside. docs/report.md says what
+each figure means.
 """

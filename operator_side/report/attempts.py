@@ -32,7 +32,6 @@ class ReportedAttempt:
         heard_at_unix: When anything was heard of it last.
         cause: As the supervisor calls it; `left`: the trainers left the stager; empty while it runs.
         phases: Seconds of each phase of the way back to training, by the name that it ends with.
-        back_seconds: All of them.
     """
 
     number: int
@@ -50,7 +49,6 @@ class ReportedAttempt:
     cause: str = ""
     message: str = ""
     phases: dict[str, float] = field(default_factory=dict)
-    back_seconds: float | None = None
 
     @property
     def ended_well(self) -> bool:
@@ -117,7 +115,6 @@ def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
             attempt.restored_step = whole(event.fields.get("step"), least=-1)
         case "training":
             attempt.training_at_unix = event.time
-            attempt.back_seconds = number(event.fields.get("seconds"))
             said = {name: number(event.fields.get(name)) for name in _PHASES}
             attempt.phases = {
                 name.removesuffix("_seconds"): value for name, value in said.items() if value is not None

@@ -1,7 +1,10 @@
 """`holdfast simulate`: what a training would have done under a trace of preemptions, before money is spent.
 
-    trace file ─► traces ─► windows (many offsets, padded) ─┐
-    profile    ─► profiles ─► strategies × intervals        ─┴─► replay (pure, numpy) ─► study ─► tables, JSON, pictures
+    trace file ─► traces ─► trace_windows (many offsets, padded) ──┐
+    profile    ─► profiles ─► strategy, for each of many intervals ─┴─► replay, timeline (pure, numpy) ─► study
+    study_plan: what was asked for, checked          study_pictures: a study as SVG
+
+tuning   `holdfast tune`: settings from what was measured          scale   messages and memory at any number of ranks
 
 Times are whole microseconds: the replay computes whole stretches of training in closed form, and a slow walk from
 iteration to iteration in the tests comes to the same numbers, exactly. The model and what it leaves out:

@@ -35,16 +35,14 @@ class Shape:
         ranks: Trainers.
         image_bytes: Of the whole checkpoint.
         chunk_bytes: As set.
-        in_flight_max: Staging areas of each rank.
     """
 
     ranks: int
     image_bytes: int
     chunk_bytes: int = 16 << 20
-    in_flight_max: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "image_bytes", "chunk_bytes", "in_flight_max"):
+        for name in ("ranks", "image_bytes", "chunk_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
@@ -61,7 +59,6 @@ class Load:
         control_messages_max: To and from the stager, with nothing declined and nothing made anew.
         journal_writes: Changes of state.
         part_bytes_min: The least part of a file of that size in S3, in whole chunks.
-        rank_bytes: Staging areas of one rank.
     """
 
     slice_bytes: int
@@ -70,7 +67,6 @@ class Load:
     control_messages_max: int
     journal_writes: int
     part_bytes_min: int
-    rank_bytes: int
 
     @classmethod
     def of(cls, shape: Shape) -> Load:
@@ -86,7 +82,6 @@ class Load:
             _MESSAGES_PER_RANK * shape.ranks + _MESSAGES_PER_FRAME * frames,
             _JOURNAL_STATES * chunks,
             part_chunks * shape.chunk_bytes,
-            slice_bytes * shape.in_flight_max,
         )
 
 

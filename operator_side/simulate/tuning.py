@@ -261,7 +261,7 @@ def _watch(question: Question, measured: Measured) -> Setting:
 def _sized(question: Question, measured: Measured, cycle_seconds: float) -> tuple[list[Setting], list[str]]:
     image = question.image_bytes
     assert image is not None
-    shape = Shape(question.ranks or 1, image, in_flight_max=measured.in_flight_max)
+    shape = Shape(question.ranks or 1, image)
     taken = measured.staged_seconds if measured.staged_seconds is not None else measured.durable_seconds
     in_rate = image / max(taken, 1e-6)  # as measured, and no more than the machine's network
     out_rate = question.store_rate or image / max(measured.durable_seconds, 1e-6)

@@ -1,7 +1,7 @@
 """`holdfast status`: what stager, flusher, ring and store can tell of a run, put together while it goes on.
 
-    stager ──┐ each asked over a socket of its own (desk.py); neither waits for who asks
-    flusher ─┤ said.py: what a process says, in bounded lists (board.py remembers it)
+    stager ──┐ each is asked over a socket of its own (holdfast/telemetry/status_socket.py), and answers with
+    flusher ─┤ bounded lists (status_document.py, beside it)
     ring ────┤ ring_files.py: journal and records, read as files, whether or not anybody lives
     store ───┴► look.py ─► picture.py: one picture of the run ─► operator_side/commands/status_output.py
                               └ loss.py: what a kill right now would lose

@@ -1,8 +1,8 @@
-"""One look at a run: asks who is there, reads what lies there, and gives the picture. All of holdfast status's I/O.
+"""One look at a run: asks stager and flusher, reads ring and store, and gives the picture. All I/O of the command.
 
-runtime directory ─► stager, flusher (desk.py) ─┐
-                   └► ring (ring_files.py) ─────┼─► compose ─► Picture
-store ─► newest manifests, when no flusher tells ┘
+runtime directory ─► stager, flusher (telemetry/status_socket.py) ─┐
+                   └► ring (ring_files.py) ────────────────────────┼─► compose ─► Picture
+store ─► newest manifests, when no flusher answers ────────────────┘
 """
 
 from __future__ import annotations

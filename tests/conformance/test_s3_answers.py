@@ -16,6 +16,7 @@ from holdfast.errors import StoreError, StoreMissing
 from holdfast.store.base import Store, Upload
 from holdfast.store.retrying import RetryBudget, Retrying
 from holdfast.store.s3 import S3Store
+from holdfast.store.s3_bucket import S3Bucket
 from holdfast.store.s3_client import crc_header
 from tests.support.s3_place import S3Place, plain_client
 
@@ -45,7 +46,7 @@ def lose_answers(store: S3Store, operation: str, times: int) -> list[int]:
             http_response.raw.close()  # a body that nobody reads
             raise ReadTimeoutError(endpoint_url="the server")
 
-    store.client.meta.events.register(f"after-call.s3.{operation}", lose)
+    store.bucket.client.meta.events.register(f"after-call.s3.{operation}", lose)
     return lost
 
 
@@ -60,7 +61,7 @@ def refuse(store: S3Store, operation: str, status: int, code: str, times: int) -
         text = f"<Error><Code>{code}</Code><Message>from the test</Message></Error>".encode()
         return AWSResponse(request.url, status, HTTPHeaders(), cast(Any, _Body(text)))
 
-    events: Any = store.client.meta.events
+    events: Any = store.bucket.client.meta.events
     events.register(f"before-send.s3.{operation}", answer)
     return refused
 
@@ -130,7 +131,7 @@ def test_one_lost_answer_anywhere_changes_nothing(
 
 def test_a_publish_without_trouble_does_not_wait_for_a_list_of_uploads(raw: S3Store, store: Store) -> None:
     asked: list[str] = []
-    raw.client.meta.events.register("before-call.s3", lambda model, **_: asked.append(model.name))
+    raw.bucket.client.meta.events.register("before-call.s3", lambda model, **_: asked.append(model.name))
     _upload(store).publish()
     assert asked == [
         *("PutObject", "CreateMultipartUpload", "UploadPart", "UploadPart"),
@@ -186,8 +187,8 @@ def test_an_object_of_another_writer_is_never_taken_for_ours(raw: S3Store) -> No
     """Same name, same size, other write-id: our Complete fails, and a look by size alone would call it done."""
     _upload(raw, "theirs").publish()
     ours = _upload(raw, "ours")
-    raw.client.abort_multipart_upload(
-        Bucket=raw.bucket,
+    raw.bucket.client.abort_multipart_upload(
+        Bucket=raw.bucket.name,
         Key="run/step-000000001.pt",
         UploadId=ours._upload_id,  # type: ignore[attr-defined]
     )
@@ -200,10 +201,10 @@ def test_an_object_replaced_behind_our_back_is_found_out(raw: S3Store) -> None:
 
     def overwrite(**_: Any) -> None:
         client = plain_client()
-        client.put_object(Bucket=raw.bucket, Key="run/step-000000001.pt", Body=bytes(len(_IMAGE)))
+        client.put_object(Bucket=raw.bucket.name, Key="run/step-000000001.pt", Body=bytes(len(_IMAGE)))
         client.close()
 
-    raw.client.meta.events.register("after-call.s3.CompleteMultipartUpload", overwrite)
+    raw.bucket.client.meta.events.register("after-call.s3.CompleteMultipartUpload", overwrite)
     with pytest.raises(StoreError, match="another size or write-id") as caught:
         ours.publish()
     assert caught.value.retriable
@@ -258,7 +259,7 @@ def test_a_process_that_dies_between_complete_and_its_answer_has_published(
 ) -> None:
     upload = _upload(raw)
     lost = [*lose_answers(raw, "CompleteMultipartUpload", 1)]
-    raw.client.meta.events.register(
+    raw.bucket.client.meta.events.register(
         "before-call.s3.HeadObject", lambda **_: pytest.fail("the process is dead by now")
     )
     with pytest.raises(BaseException, match="dead by now"):
@@ -277,14 +278,14 @@ def test_a_complete_that_lands_between_our_two_questions_is_seen(
     place: S3Place, raw: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """HEAD says no, the dead process's Complete lands, ListParts knows no such upload: it is ours all the same."""
-    upload, list_parts = _upload(raw), S3Store.list_parts
+    upload, list_parts = _upload(raw), S3Bucket.list_parts
 
-    def late(self: S3Store, key: str, upload_id: str) -> Any:
-        monkeypatch.setattr(S3Store, "list_parts", list_parts)
+    def late(self: S3Bucket, key: str, upload_id: str) -> Any:
+        monkeypatch.setattr(S3Bucket, "list_parts", list_parts)
         upload._complete()  # type: ignore[attr-defined]
         return list_parts(self, key, upload_id)
 
-    monkeypatch.setattr(S3Store, "list_parts", late)
+    monkeypatch.setattr(S3Bucket, "list_parts", late)
     second = _resume(place, upload)
     second.publish()
     assert second.published
@@ -297,7 +298,7 @@ def test_the_object_of_another_write_is_not_the_end_of_ours(place: S3Place, raw:
     ours = _upload(raw, "ours")
     second = _resume(place, ours, "ours")
     assert not second.published
-    raw.abort_uploads("run/step-000000001.pt")
+    raw.bucket.abort_uploads("run/step-000000001.pt")
     with pytest.raises(StoreMissing, match=r"lifecycle rule.*not this write") as caught:
         _resume(place, ours, "ours")
     assert caught.value.begin_anew
@@ -320,7 +321,7 @@ def test_an_upload_that_the_buckets_lifecycle_aborted_is_named(place: S3Place, r
 def test_a_part_sent_to_an_aborted_upload_says_begin_anew(swift_s3: S3Place) -> None:
     raw = S3Store(swift_s3.bucket, "run")
     upload = _upload(raw)
-    raw.abort_uploads("run/step-000000001.pt")
+    raw.bucket.abort_uploads("run/step-000000001.pt")
     with pytest.raises(StoreError, match=r"NoSuchUpload.*lifecycle.*anew") as caught:
         upload.write_part(1, [_IMAGE[upload.part_bytes :]], crc32(_IMAGE[upload.part_bytes :]))
     assert caught.value.begin_anew
@@ -347,7 +348,7 @@ def test_parts_are_listed_over_many_pages(
     place: S3Place, raw: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than 1,000 parts come in pages; a small page shows the same with few parts."""
-    monkeypatch.setattr("holdfast.store.s3._PARTS_PER_PAGE", 2)
+    monkeypatch.setattr("holdfast.store.s3_bucket._PARTS_PER_PAGE", 2)
     image = memoryview(bytes(5 << 20))  # one buffer serves for every part
     nbytes = 4 * len(image) + 10
     upload = raw.begin("many.pt", nbytes=nbytes, chunk_bytes=_CHUNK_BYTES, write_id="w1")
@@ -356,7 +357,7 @@ def test_parts_are_listed_over_many_pages(
     upload.write_part(4, [image[:10]], crc32(image[:10]))
     asked: list[int] = []
     reader = S3Store(place.bucket, "run")
-    reader.client.meta.events.register("before-call.s3.ListParts", lambda **_: asked.append(1))
+    reader.bucket.client.meta.events.register("before-call.s3.ListParts", lambda **_: asked.append(1))
     assert upload.token is not None
     second = reader.resume(
         "many.pt",
@@ -404,7 +405,7 @@ def test_a_part_with_another_crc_at_the_server_is_sent_again(place: S3Place, raw
         for part, value in zip(parsed["Parts"], crcs, strict=True):
             part["ChecksumCRC32"] = crc_header(value)
 
-    listing.client.meta.events.register("after-call.s3.ListParts", add_crcs)
+    listing.bucket.client.meta.events.register("after-call.s3.ListParts", add_crcs)
     assert upload.token is not None
 
     def resumed(crc32s: dict[int, int] | None) -> Upload:
@@ -434,10 +435,10 @@ def test_an_object_that_stays_another_write_ends_in_begin_anew(raw: S3Store, sto
 
     def overwrite(**_: Any) -> None:
         client = plain_client()
-        client.put_object(Bucket=raw.bucket, Key="run/step-000000001.pt", Body=bytes(len(_IMAGE)))
+        client.put_object(Bucket=raw.bucket.name, Key="run/step-000000001.pt", Body=bytes(len(_IMAGE)))
         client.close()
 
-    raw.client.meta.events.register("after-call.s3.CompleteMultipartUpload", overwrite)
+    raw.bucket.client.meta.events.register("after-call.s3.CompleteMultipartUpload", overwrite)
     with pytest.raises(StoreError, match=r"another size or write-id.*given up after 4 attempts") as caught:
         ours.publish()
     assert caught.value.begin_anew

@@ -10,35 +10,66 @@ import pytest
 from click.testing import CliRunner
 
 from holdfast.checkpoints.catalog import Catalog
+from holdfast.checkpoints.slice_sets import find_sets
+from holdfast.image.replicas import DIGEST_FIELD
 from holdfast.store import open_store
+from operator_side.commands.assemble import assemble_command
 from operator_side.commands.ls import ls
 from operator_side.commands.verify import verify
 from tests.integration.jobs import drifting
 from tests.support.job import Job, environment
+from trainer_side.tiers.open_tiers import open_tier
 
 pytestmark = [pytest.mark.mpi]
 STEPS = 6
 
 
 class Outcome:
-    """What one run of the job left."""
+    """What one run of the job left. Without a stager its ranks write slices to the store and to a local disk."""
 
     def __init__(
-        self, directory: Path, scenario: str, *, ranks: int, steps: int = STEPS, option: str = "warn"
+        self,
+        directory: Path,
+        scenario: str,
+        *,
+        ranks: int,
+        steps: int = STEPS,
+        option: str = "warn",
+        stager: bool = True,
     ) -> None:
         self.ranks = ranks
         store, events = directory / "store", directory / "events.jsonl"
-        stager = ["--store", str(store), "--chunk-bytes", "64KiB", "--ring-bytes", "4MiB", "--keep-last", "0"]
+        options = [
+            "--store",
+            str(store),
+            "--chunk-bytes",
+            "64KiB",
+            "--ring-bytes",
+            "4MiB",
+            "--keep-last",
+            "0",
+        ]
+        alone = {
+            "HOLDFAST_TIERS": f"store,file:{directory / 'disk'}",
+            "HOLDFAST_STORE": str(store),
+            "HOLDFAST_CHUNK_BYTES": "64KiB",
+            "HOLDFAST_ON_DIVERGENCE": option,
+        }
+        (directory / "disk").mkdir()
         with Job(
             ranks,
             [drifting.__file__, str(directory / "out"), scenario, str(steps)],
-            [*stager, "--on-divergence", option],
-            env=environment(directory / "runtime", HOLDFAST_EVENTS=str(events)),
+            [*options, "--on-divergence", option] if stager else None,
+            env=environment(directory / "runtime", HOLDFAST_EVENTS=str(events), **({} if stager else alone)),
             log=directory / "job.log",
         ) as job:
             job.succeed(180)
             self.output = " ".join(job.output().split())  # the stager's log is broken into lines
         self.store = store
+        self.sets = {found.order[1] for found in find_sets(open_store(str(store)).list()) if found.seals}
+        self.on_disk: dict[int, set[str]] = {}  # step → what its seals say of the replicas
+        for kept in open_tier(f"file:{directory / 'disk'}", str(store)).kept():
+            self.on_disk.setdefault(kept.seal.step, set()).add(str(kept.seal.record[DIGEST_FIELD]))
         items = Catalog(open_store(str(store))).list()
         self.published = {item.step for item in items}
         self.states = {item.step: item.state for item in items}
@@ -49,6 +80,21 @@ class Outcome:
         self.said = [
             json.loads((directory / "out" / f"rank-{rank}.json").read_text()) for rank in range(ranks)
         ]
+
+    def check_named_once(self) -> None:
+        (said,) = self.divergences  # once, not at each step
+        assert said["step"] == drifting.DRIFT_AT
+        assert said["drifted"] == {"2": ["model/module.head.weight"]}
+        assert not said["undecided"]
+        assert self.output.count("rank 2 differs from most ranks in model/module.head.weight") == 1
+
+    def check_refused(self) -> None:
+        assert f"step {drifting.DRIFT_AT}: replicas have drifted apart: rank 2 differs" in self.output
+        for said in self.said:
+            assert said == {
+                "failed": STEPS - drifting.DRIFT_AT,
+                "causes": {"the ranks' states differ": STEPS - drifting.DRIFT_AT},
+            }
 
 
 def test_the_rank_that_drifted_is_named_by_majority(tmp_path: Path) -> None:
@@ -63,19 +109,33 @@ def test_the_rank_that_drifted_is_named_by_majority(tmp_path: Path) -> None:
     checked = CliRunner().invoke(verify, [f"{outcome.store}@{STEPS - 1}"])
     assert checked.exit_code == 0, checked.output
     assert "whole, but drifted" in checked.output
-    (said,) = outcome.divergences  # once, not at each step
-    assert said["step"] == drifting.DRIFT_AT
-    assert said["drifted"] == {"2": ["model/module.head.weight"]}
-    assert not said["undecided"]
-    assert outcome.output.count("rank 2 differs from most ranks in model/module.head.weight") == 1
+    outcome.check_named_once()
 
 
 def test_refuse_publishes_nothing_of_it(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, "element", ranks=3, option="refuse")
     assert outcome.published == set(range(drifting.DRIFT_AT))
-    assert f"step {drifting.DRIFT_AT}: replicas have drifted apart: rank 2 differs" in outcome.output
-    for said in outcome.said:
-        assert said == {
-            "failed": STEPS - drifting.DRIFT_AT,
-            "causes": {"the ranks' states differ": STEPS - drifting.DRIFT_AT},
-        }
+    outcome.check_refused()
+
+
+def test_without_a_stager_rank_0_says_it_once_and_the_file_says_so_too(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, "element", ranks=3, stager=False)
+    outcome.check_named_once()
+    assert {said["failed"] for said in outcome.said} == {0}
+    assert max(outcome.sets) == max(outcome.on_disk) == STEPS - 1, "warn keeps it nevertheless"
+    made = CliRunner().invoke(assemble_command, [str(outcome.store)])
+    assert made.exit_code == 0, made.output
+    (item,) = Catalog(open_store(str(outcome.store))).list()
+    assert (item.step, item.state) == (STEPS - 1, "drifted")
+
+
+def test_without_a_stager_refuse_keeps_nothing_of_it(tmp_path: Path) -> None:
+    outcome = Outcome(tmp_path, "element", ranks=3, stager=False, option="refuse")
+    outcome.check_refused()
+    whole = set(range(drifting.DRIFT_AT))
+    assert max(outcome.sets) == max(whole), "slices of a step that was refused are left in the store"
+    assert not outcome.published
+    # A slot keeps its bytes until it is written again: the complete step is there, and restore prefers it.
+    assert max(whole) in outcome.on_disk
+    for step, said in outcome.on_disk.items():
+        assert len(said) == (1 if step in whole else 2), f"step {step}"

@@ -261,6 +261,7 @@ class Copier:
             # Of all replicas, so before any of them is given free.
             _fingerprint(job, job.fingerprints, record)
             self._look_at_all(job)  # what differs between ranks because it was changed is no drift
+            self._compare(job)
         route = job.router.route(
             job.taken.sources, self.gate.update_order, order_changed=self.gate.order_changed
         )
@@ -298,6 +299,11 @@ class Copier:
         )
         self._ledger.stalled(record["cst_seconds"])
         self._events.emit("save", dict(record), step=job.transfer.step)
+
+    def _compare(self, job: CopyJob) -> None:
+        """Have the ranks compare their replicas themselves, where there is no stager to do it."""
+        if job.keeping is not None and not self._link.lives and not job.abandoned.is_set():
+            job.keeping.compare(job.transfer.fingerprints)
 
     def _look_at_all(self, job: CopyJob) -> None:
         """See whether anything is not as it was at `save()`, as long as no update may have changed it."""

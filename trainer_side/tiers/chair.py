@@ -110,7 +110,7 @@ class Chair:
             begun_at, image_bytes = self._begun.pop(verdict.order, (now, 0))
         if verdict.complete:
             return self._do(self._emergency.staged(step, image_bytes, now - begun_at, now))
-        return self._do(self._emergency.ended(step, verdict.why, now))
+        return self._do(self._emergency.ended(step, verdict.why.text, now))
 
     def left(self, rank: int, why: str) -> list[bytes]:
         """Nothing more comes from a rank."""

@@ -1,6 +1,7 @@
 """Rank 0's decisions for all ranks: a pure core. Frames of the ranks go in, messages to all ranks come out.
 
 SEALED, SKIPPED ─► Tally  ─► COMPLETE, VOID
+DONE            ─► ReplicaWatch ─► VOID, where replicas differ and such steps are refused
 PROPOSE         ─► Round  ─► RESERVED, or REFUSED
 READY           ─► Muster ─► GO, or REFUSED
 NOTICE, AT      ─► Chair  ─► SAVE_AT
@@ -12,11 +13,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import Round
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal
 from trainer_side.tiers.chair import Chair
-from trainer_side.tiers.tally import Muster, StepVerdict, Tally
+from trainer_side.tiers.replica_watch import ReplicaWatch
+from trainer_side.tiers.tally import Muster, StepVerdict, Tally, read_reason
 
 ROOT = 0
 
@@ -37,10 +40,17 @@ class Coordinator:
         ranks: Number of training ranks.
         limits: How long the slowest rank is waited for.
         chair: Names the step that all ranks save after a notice; only in a job without a stager.
+        watch: Compares the replicas of the ranks.
     """
 
-    def __init__(self, ranks: int, limits: CouncilLimits, chair: Chair | None = None) -> None:
-        self._ranks, self._chair = ranks, chair
+    def __init__(
+        self,
+        ranks: int,
+        limits: CouncilLimits,
+        chair: Chair | None = None,
+        watch: ReplicaWatch | None = None,
+    ) -> None:
+        self._ranks, self._chair, self._watch = ranks, chair, watch
         self._tally = Tally(ranks, seconds_max=limits.seal_seconds_max)
         self._round = Round(ranks, limits.agree_seconds_max, who="rank 0")
         self._muster = Muster(ranks, limits.agree_seconds_max)
@@ -66,7 +76,10 @@ class Coordinator:
                 self._tell_chair(frame)
                 if self._chair is not None and rank == ROOT:
                     self._chair.gave_up(frame.arg, order)
-                return self._verdicts(self._tally.skipped(rank, frame.arg, order, wire.body_text(frame)))
+                return self._verdicts(self._tally.skipped(rank, frame.arg, order, read_reason(frame)))
+            case Kind.DONE if self._watch is not None:
+                error = self._watch.hear(rank, frame)
+                return self._verdicts(self._tally.refuse(order, Reason.of_error(error))) if error else []
             case Kind.PROPOSE:
                 return _answer(self._round.propose(rank, Proposal.from_frame(frame), now))
             case Kind.READY:

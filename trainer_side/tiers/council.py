@@ -18,15 +18,16 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, PeerLost
 from holdfast.notices.notice import Notice
+from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Agreement, Kind, Proposal
 from trainer_side.notice.appointments import Appointments
-from trainer_side.tiers.chair import Chair
 from trainer_side.tiers.coordinator import ROOT, Coordinator, CouncilLimits
 from trainer_side.tiers.council_member import CouncilMember
 from trainer_side.tiers.council_thread import CouncilPort, CouncilThread
-from trainer_side.tiers.tally import Order, StepVerdict
+from trainer_side.tiers.replica_watch import fingerprints_frame
+from trainer_side.tiers.tally import Order, StepVerdict, reason_body
 
 _log = logging.getLogger("holdfast.trainer.council")
 
@@ -42,7 +43,7 @@ class Council:
         on_verdict: Called with every verdict, in the council's thread.
         on_turn: Called in the council's thread again and again, also when nothing is decided any more.
         appointments: At which step this rank acts on a notice; only in a job without a stager.
-        chair: Names that step; on rank 0 only.
+        coordinator: Decides; on rank 0 only. None: one that neither has a chair nor compares replicas.
         clock: Seconds that only go forward.
     """
 
@@ -54,7 +55,7 @@ class Council:
         on_verdict: Callable[[StepVerdict], None],
         on_turn: Callable[[], None] = lambda: None,
         appointments: Appointments | None = None,
-        chair: Chair | None = None,
+        coordinator: Coordinator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._limits, self._clock = port.rank, limits, clock
@@ -62,7 +63,8 @@ class Council:
         self._member = CouncilMember(
             port.rank, on_verdict, appointments, silence_seconds_max=silence_seconds_max
         )
-        coordinator = Coordinator(port.ranks, limits, chair) if port.rank == ROOT else None
+        if coordinator is None and port.rank == ROOT:
+            coordinator = Coordinator(port.ranks, limits)
         self._thread = CouncilThread(port, self._member, coordinator, on_turn=on_turn, clock=clock)
 
     @property
@@ -83,11 +85,15 @@ class Council:
     def sealed(self, tier: int, order: Order, layout: str) -> None:
         """Say that this rank has sealed its slice in this tier; once for each slice."""
         self._member.sealed(tier, order, self._clock())
-        self._say_of(Kind.SEALED, tier, order, layout)
+        self._say_of(Kind.SEALED, tier, order, wire.text_body(layout))
 
-    def skipped(self, tier: int, order: Order, why: str) -> None:
+    def skipped(self, tier: int, order: Order, why: Reason) -> None:
         """Say that this rank will never seal its slice in this tier."""
-        self._say_of(Kind.SKIPPED, tier, order, why)
+        self._say_of(Kind.SKIPPED, tier, order, reason_body(why))
+
+    def compare(self, order: Order, layout_digest: str, fingerprints: str) -> None:
+        """Have rank 0 compare this rank's replicas with those of the others. Comes before `sealed` of the step."""
+        self._thread.say(fingerprints_frame(order, layout_digest, fingerprints))
 
     def agree(self, proposal: Proposal) -> Agreement:
         """Compare this rank's tensors with those of the others. Collective; waits for the slowest rank.
@@ -136,9 +142,8 @@ class Council:
         """Wait for the open verdicts and for the other ranks, then end the thread. Safe to call twice."""
         self._thread.close(seconds_max)
 
-    def _say_of(self, kind: Kind, tier: int, order: Order, text: str) -> None:
+    def _say_of(self, kind: Kind, tier: int, order: Order, body: bytes) -> None:
         attempt, step = order
-        body = wire.text_body(text)
         self._thread.say(wire.encode(kind, attempt=attempt, step=step, arg=tier, body=body))
 
     def _ask(self, message: bytes, what: str) -> Agreement | None:

@@ -65,7 +65,15 @@ class Keeper:
         assert tiers
         self.tiers = tuple(tiers)
         limits = CouncilLimits(config.start_seconds_max, config.tier_seconds_max)
-        self._outcomes = Outcomes(tiers, port, limits, report, attempt=job.attempt, appointments=appointments)
+        self._outcomes = Outcomes(
+            tiers,
+            port,
+            limits,
+            report,
+            attempt=job.attempt,
+            refuses=config.on_divergence == "refuse",
+            appointments=appointments,
+        )
         self._found = FoundSteps(inventory)
         self._room = TierRoom(
             port.rank, self._outcomes.lanes, self._found, writers=config.tier_writers, seconds_max=max(limits)
@@ -124,6 +132,7 @@ class Keeper:
     def prepare(self, layout: Layout) -> None:
         """Make room for slices of this layout. See `TierRoom.prepare`."""
         self._room.prepare(layout)
+        self._outcomes.laid_out(layout)
 
     def begin(
         self, step: int, record: Mapping[str, Any], *, stager_lives: bool = False, wait_until: float = 0.0

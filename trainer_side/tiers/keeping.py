@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,7 @@ class Keeping:
         source_is_slot: The tier whose slot is the area; -1: none.
         link_released: Set when the link reads the area no more, and where there is no link.
         released: Set when no tier reads the area any more.
+        compare: Has the fingerprints of this rank compared with those of the others, by rank 0.
         kept_in: Tiers that have sealed it, by number. `lost_in`: tiers that gave it up, with the reason.
     """
 
@@ -75,6 +76,7 @@ class Keeping:
     area: SliceSource | None = None
     link_released: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
+    compare: Callable[[str], None] = lambda _fingerprints: None
     cancelled: threading.Event = field(default_factory=threading.Event)
     cancel_reason: Reason | None = None
     kept_in: set[int] = field(default_factory=set)

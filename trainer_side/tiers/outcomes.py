@@ -1,6 +1,7 @@
 """Between the lanes of this rank and the council: how each step ended here, and what all ranks make of it.
 
 lane: sealed, or given up ─► report, council.sealed, council.skipped
+copy thread: fingerprints ─► council.compare
 council: COMPLETE, VOID   ─► report, lane.judge
 """
 
@@ -10,13 +11,15 @@ import logging
 import time
 from collections.abc import Sequence
 
+from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import Reason
 from trainer_side.notice.appointments import Appointments
 from trainer_side.tiers.chair import Chair, farthest
-from trainer_side.tiers.coordinator import ROOT, CouncilLimits
+from trainer_side.tiers.coordinator import ROOT, Coordinator, CouncilLimits
 from trainer_side.tiers.council import Council
 from trainer_side.tiers.council_thread import CouncilPort
 from trainer_side.tiers.lane import Lane, PartOutcome
+from trainer_side.tiers.replica_watch import ReplicaWatch
 from trainer_side.tiers.tally import Order, StepVerdict
 from trainer_side.tiers.tier import Nearness, Tier
 from trainer_side.tiers.tier_report import TierReport
@@ -35,6 +38,7 @@ class Outcomes:
         limits: How long the slowest rank is waited for; one call of a tier may take as long as a slice of that rank.
         report: Told what becomes of each step.
         attempt: Of this job.
+        refuses: Whether a step of which the replicas differ is kept nowhere; rank 0's word counts.
         appointments: At which step this rank acts on a notice; only in a job without a stager.
 
     Attributes:
@@ -51,6 +55,7 @@ class Outcomes:
         report: TierReport,
         *,
         attempt: int,
+        refuses: bool,
         appointments: Appointments | None = None,
     ) -> None:
         self._rank, self._report = port.rank, report
@@ -59,15 +64,17 @@ class Outcomes:
             Lane(number, tier, port.rank, self._over, call_seconds_max=limits.seal_seconds_max)
             for number, tier in enumerate(tiers)
         )
-        leads = appointments is not None and port.rank == ROOT
-        self._chair = self._take_chair(port.ranks, attempt) if leads else None
+        leads = port.rank == ROOT
+        has_chair = leads and appointments is not None
+        self._chair = self._take_chair(port.ranks, attempt) if has_chair else None
+        self._watch = ReplicaWatch(port.ranks, report.events, refuses=refuses) if leads else None
         self.council = Council(
             port,
             limits,
             on_verdict=self._judge,
             on_turn=self._look,
             appointments=appointments,
-            chair=self._chair,
+            coordinator=Coordinator(port.ranks, limits, self._chair, self._watch) if leads else None,
         )
 
     def _take_chair(self, ranks: int, attempt: int) -> Chair:
@@ -95,6 +102,11 @@ class Outcomes:
         lane = self.lanes[number]
         return lane.idle and not self.council.undecided and lane.idle
 
+    def laid_out(self, layout: Layout) -> None:
+        """Slices of this layout come."""
+        if self._watch is not None:
+            self._watch.laid_out(layout)
+
     def began(self, number: int, order: Order, image_bytes: int) -> None:
         """This rank has taken a slot for a step."""
         if self._chair is not None:
@@ -104,7 +116,7 @@ class Outcomes:
         """A tier will not keep a step. `counted`: False where this rank did not save the step at all."""
         self._report.skipped(self.lanes[number].tier, order, reason, counted=counted)
         # Also where the council itself has called it void: rank 0 remembers it until every rank has spoken.
-        self.council.skipped(number, order, reason.text)
+        self.council.skipped(number, order, reason)
 
     def close(self, seconds_max: float) -> None:
         """Wait until every step that is on its way is sealed and judged, then let go of the tiers."""

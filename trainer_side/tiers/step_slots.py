@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from holdfast.errors import HoldfastError
@@ -81,6 +82,7 @@ class StepSlots:
             layout_digest=layout.digest,
             job=self._job.name,
             source_is_slot=0 if direct else -1,
+            compare=partial(self._outcomes.council.compare, order, layout.digest),
         )
 
     def skip(self, step: int, reason: Reason) -> None:

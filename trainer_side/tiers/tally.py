@@ -2,6 +2,7 @@
 
     SEALED(tier, order) of every rank, of one layout ─────────────► COMPLETE, to all
     SKIPPED of one rank · another layout · too late · a newer one ─► VOID, to all
+    refused: the replicas of the ranks differ ───────────────────► VOID, to all, in every tier
     SEALED, when the step is void already ────────────────────────► VOID, once more: the rank waits for it
 
 Each tier is decided by itself: a step that is complete in the memory of all machines does not help where only their
@@ -14,32 +15,52 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from holdfast.errors import HoldfastError, PeerLost
+from holdfast.errors import HoldfastError, PeerLost, StateError
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind, peer_error
 
 Order = tuple[int, int]  # (attempt, step)
 
+_NO_REASON = Reason("", "")
+_OUTDATED = Reason(DeclineCause.SUPERSEDED, "a newer step is complete")
+
+
+def reason_body(reason: Reason) -> bytes:
+    """The body of a SKIPPED or VOID."""
+    text = wire.text_body(reason.text).decode(errors="replace")
+    return wire.to_json({"cause": reason.cause, "reason": text})
+
+
+def read_reason(frame: Frame) -> Reason:
+    """Why a step is skipped or void.
+
+    Raises:
+        ProtocolError: The message does not hold what it should.
+    """
+    body = wire.json_body(frame, cause=str, reason=str)
+    return Reason(body["cause"], body["reason"])
+
 
 class StepVerdict(NamedTuple):
-    """Whether a step is complete in a tier, or void. `why`: the reason where it is void, for people."""
+    """Whether a step is complete in a tier, or void, and then why."""
 
     tier: int
     order: Order
     complete: bool
-    why: str = ""
+    why: Reason = _NO_REASON
 
     def to_frame(self) -> bytes:
-        """The COMPLETE or VOID message."""
-        kind = Kind.COMPLETE if self.complete else Kind.VOID
         attempt, step = self.order
-        return wire.encode(kind, attempt=attempt, step=step, arg=self.tier, body=wire.text_body(self.why))
+        if self.complete:
+            return wire.encode(Kind.COMPLETE, attempt=attempt, step=step, arg=self.tier)
+        return wire.encode(Kind.VOID, attempt=attempt, step=step, arg=self.tier, body=reason_body(self.why))
 
     @classmethod
     def from_frame(cls, frame: Frame) -> StepVerdict:
-        """Read a COMPLETE or a VOID."""
-        order = (frame.attempt, frame.step)
-        return cls(frame.arg, order, frame.kind is Kind.COMPLETE, wire.body_text(frame))
+        complete = frame.kind is Kind.COMPLETE
+        why = _NO_REASON if complete else read_reason(frame)
+        return cls(frame.arg, (frame.attempt, frame.step), complete, why)
 
 
 @dataclass
@@ -48,7 +69,7 @@ class _Ballot:
     layout: str = ""
     sealed: set[int] = field(default_factory=set)
     skipped: set[int] = field(default_factory=set)
-    void: str = ""  # why it is; empty while it is undecided
+    void: Reason | None = None  # why it is; None while it is undecided
 
 
 class Tally:
@@ -69,11 +90,12 @@ class Tally:
         self._ballots: dict[tuple[int, Order], _Ballot] = {}
         self._newest: dict[int, Order] = {}
         self._lost: dict[int, str] = {}
+        self._refused: dict[Order, Reason] = {}
 
     @property
     def undecided(self) -> int:
         """How many steps are undecided, over all tiers."""
-        return sum(not ballot.void for ballot in self._ballots.values())
+        return sum(ballot.void is None for ballot in self._ballots.values())
 
     @property
     def remembered(self) -> int:
@@ -83,32 +105,46 @@ class Tally:
     def sealed(self, rank: int, tier: int, order: Order, layout: str, now: float) -> list[StepVerdict]:
         """A rank has sealed its slice, of the layout with this digest. Each rank says so once for each slice."""
         if order <= self._newest.get(tier, (0, 0)):
-            return [StepVerdict(tier, order, complete=False, why="a newer step is complete")]
+            return [StepVerdict(tier, order, complete=False, why=_OUTDATED)]
         ballot = self._ballots.setdefault((tier, order), _Ballot(now, layout))
         ballot.sealed.add(rank)
         if ballot.void:
             return [self._void(tier, order, ballot.void)]
+        if order in self._refused:
+            return [self._void(tier, order, self._refused[order])]
         if ballot.layout != layout:
-            return [self._void(tier, order, f"rank {rank} has another layout than the ranks before it")]
+            differs = StateError(f"rank {rank} has another layout than the ranks before it")
+            return [self._void(tier, order, Reason.of_error(differs))]
         if len(ballot.sealed) == self._ranks:
             return self._complete(tier, order)
         if self._lost.keys() - ballot.sealed:
             return [self._void(tier, order, self._of_lost(ballot))]
         undecided = self._orders(tier, void=False)
         if len(undecided) > self._open_max:
-            return [self._void(tier, min(undecided), f"more than {self._open_max} steps are undecided")]
+            crowded = Reason(DeclineCause.LATE, f"more than {self._open_max} steps are undecided")
+            return [self._void(tier, min(undecided), crowded)]
         return []
 
-    def skipped(self, rank: int, tier: int, order: Order, why: str) -> list[StepVerdict]:
+    def refuse(self, order: Order, why: Reason) -> list[StepVerdict]:
+        """No tier keeps this step, whatever is sealed of it. Said before any tier can have it from all ranks."""
+        self._refused[order] = why
+        if len(self._refused) > self._open_max:
+            del self._refused[min(self._refused)]
+        of_it = [
+            tier for (tier, other), ballot in self._ballots.items() if other == order and not ballot.void
+        ]
+        return [self._void(tier, order, why) for tier in of_it]
+
+    def skipped(self, rank: int, tier: int, order: Order, why: Reason) -> list[StepVerdict]:
         """A rank will never seal its slice. Each rank says so once for each slice that it does not seal."""
         if order <= self._newest.get(tier, (0, 0)):
-            return [StepVerdict(tier, order, complete=False, why="a newer step is complete")]
+            return [StepVerdict(tier, order, complete=False, why=_OUTDATED)]
         ballot = self._ballots.setdefault((tier, order), _Ballot(0.0))
         ballot.skipped.add(rank)
         if ballot.void:
             self._forget(tier, order)
             return []  # all have heard it
-        return [self._void(tier, order, f"rank {rank}: {why}")]
+        return [self._void(tier, order, why.of_rank(rank))]
 
     def lost(self, rank: int, why: str) -> list[StepVerdict]:
         """A rank will seal nothing more: every step that it has not sealed by now is void."""
@@ -128,7 +164,7 @@ class Tally:
             if not ballot.void and now - ballot.since > self._seconds_max:
                 missing = [str(rank) for rank in range(self._ranks) if rank not in ballot.sealed]
                 why = f"rank {', '.join(missing)} has not sealed it within {self._seconds_max:g} s"
-                found.append(self._void(tier, order, why))
+                found.append(self._void(tier, order, Reason(DeclineCause.LATE, why)))
         return found
 
     def _complete(self, tier: int, order: Order) -> list[StepVerdict]:
@@ -136,13 +172,13 @@ class Tally:
         older = [other for other in self._orders(tier, void=False) if other < order]
         for key in [key for key in self._ballots if key[0] == tier and key[1] <= order]:
             del self._ballots[key]
-        why = f"step {order[1]} is complete, and newer"
+        why = Reason(DeclineCause.SUPERSEDED, f"step {order[1]} is complete, and newer")
         return [
             StepVerdict(tier, order, complete=True),
             *(StepVerdict(tier, other, complete=False, why=why) for other in older),
         ]
 
-    def _void(self, tier: int, order: Order, why: str) -> StepVerdict:
+    def _void(self, tier: int, order: Order, why: Reason) -> StepVerdict:
         self._ballots[tier, order].void = why
         self._forget(tier, order)
         void = self._orders(tier, void=True)
@@ -158,12 +194,14 @@ class Tally:
 
     def _orders(self, tier: int, *, void: bool) -> list[Order]:
         return [
-            order for (at, order), ballot in self._ballots.items() if at == tier and bool(ballot.void) == void
+            order
+            for (at, order), ballot in self._ballots.items()
+            if at == tier and (ballot.void is not None) == void
         ]
 
-    def _of_lost(self, ballot: _Ballot) -> str:
+    def _of_lost(self, ballot: _Ballot) -> Reason:
         missing = sorted(self._lost.keys() - ballot.sealed)
-        return "; ".join(f"rank {rank} {self._lost[rank]}" for rank in missing)
+        return Reason(DeclineCause.LOST, "; ".join(f"rank {rank} {self._lost[rank]}" for rank in missing))
 
 
 class Muster:

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import SliceSeal
+from holdfast.telemetry.causes import Reason
 
 
 class Nearness(StrEnum):
@@ -209,4 +210,8 @@ class KeptSteps(Protocol):
 
     def skipped(self, tier: str, cause: str) -> None:
         """Count a step that was not kept in `tier`."""
+        ...
+
+    def refused(self, step: int, reason: Reason) -> None:
+        """Count a step that the ranks keep in no tier, whatever was sealed of it."""
         ...

@@ -6,7 +6,7 @@ import logging
 import threading
 
 from holdfast.errors import HoldfastError
-from holdfast.telemetry.causes import DeclineCause, Reason
+from holdfast.telemetry.causes import STATES_DIFFER, DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.tiers.lane import PartOutcome
 from trainer_side.tiers.tally import Order, StepVerdict
@@ -74,10 +74,13 @@ class TierReport:
 
     def judged(self, tier: Tier, verdict: StepVerdict) -> None:
         """A step is complete in this tier on every rank, or void."""
-        if f": {DeclineCause.RESTS}: " in verdict.why:
-            return
-        event = "complete" if verdict.complete else "void"
-        self.events.emit(event, {"tier": tier.name, "why": verdict.why}, step=verdict.order[1])
+        (_, step), why = verdict.order, verdict.why
+        if why.cause == STATES_DIFFER:
+            self._ledger.refused(step, why)
+        if verdict.complete:
+            self.events.emit("complete", {"tier": tier.name, "why": why.text}, step=step)
+        elif why.cause != DeclineCause.RESTS:
+            self.events.emit("void", {"tier": tier.name, "why": why.text, "cause": why.cause}, step=step)
 
     def _is_news(self, text: str) -> bool:
         with self._guard:

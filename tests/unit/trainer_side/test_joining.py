@@ -21,12 +21,12 @@ from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.wire.frames import Agreement, Proposal
+from tests.support.lone_peers import LonePeers
 from tests.support.restoring import Ranks, ThreadPeers
 from tests.unit.trainer_side.tiers.ranks import Area, laid_out
 from trainer_side.joining import _alone, _beside, compare
 from trainer_side.link.no_stager import NoStager
 from trainer_side.ranks.mpi import World
-from trainer_side.ranks.peers import LonePeers
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Tier
@@ -65,6 +65,7 @@ class Together:
         (False, {"tiers": ()}, r"tiers: rank 1 has none, rank 0 has \['memory'\]; give all ranks the same"),
         (True, {"store": "/else"}, "store: rank 1 has /else, rank 0 has /run"),
         (True, {"chunk_bytes": 8192}, "chunk_bytes: rank 1 has 8192, rank 0 has 4096"),
+        (True, {"on_divergence": "refuse"}, "on_divergence: rank 1 has refuse, rank 0 has warn"),
     ],
 )
 def test_a_rank_that_is_set_otherwise_is_refused_on_every_rank(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any, cast
 
-from holdfast.errors import PeerLost
+from holdfast.errors import PeerLost, StateError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.ledger import Ledger
+from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer, TransferState
 
 
@@ -40,3 +42,37 @@ def test_steps_that_have_ended_take_no_memory_though_nobody_asks_for_the_stats()
     gc.collect()
     assert sum(reference() is not None for reference in seen) == 1
     assert ledger.stats.saved == 20
+
+
+def _kept(ledger: Ledger, step: int) -> Keeping:
+    """A step that this rank has in a local tier, in a job without a stager."""
+    keeping = Keeping((1, step), (), {}, {0: cast(Any, None)})
+    ledger.begun(Transfer.none(step, {}), keeping)
+    return keeping
+
+
+def test_a_step_that_all_ranks_refuse_counts_as_failed_whenever_that_is_heard() -> None:
+    ledger, differ = Ledger(), Reason.of_error(StateError("rank 1 has drifted"))
+    early = _kept(ledger, 1)
+    ledger.refused(1, differ)
+    assert (ledger.stats.saved, ledger.stats.failed) == (1, 0), "a tier still reads its area"
+    early.over_in(0, DeclineCause.VOID.because("of all ranks"))
+    assert ledger.stats.failed == 1
+    _kept(ledger, 2).over_in(0)
+    assert (ledger.stats.saved, ledger.stats.failed) == (1, 1)
+    ledger.refused(2, differ)
+    ledger.refused(2, differ)  # each tier's verdict says it
+    assert (ledger.stats.saved, ledger.stats.failed) == (0, 2)
+    ledger.refused(3, differ)  # the copy thread is quicker than the training thread
+    _kept(ledger, 3).over_in(0)
+    assert (ledger.stats.saved, ledger.stats.failed, ledger.stats.declined) == (0, 3, 0)
+    assert ledger.stats.causes == {"the ranks' states differ": 3}
+
+
+def test_a_step_that_the_stager_made_durable_is_not_refused() -> None:
+    ledger = Ledger()
+    transfer = Transfer(1, {})
+    ledger.begun(transfer)
+    transfer.reach(TransferState.DURABLE)
+    ledger.refused(1, Reason.of_error(StateError("rank 1 has drifted")))
+    assert (ledger.stats.saved, ledger.stats.failed) == (1, 0)

@@ -46,7 +46,7 @@ def test_no_driver_error_leaves_the_package(
     def fail(*_: Any, **__: Any) -> bytes:
         raise error
 
-    monkeypatch.setattr(store._fs, "cat_file", fail)
+    monkeypatch.setattr(store._folder._fs, "cat_file", fail)
     with pytest.raises(kind, match=r"memory://") as caught:
         store.read("name")
     assert caught.value.retriable is retriable
@@ -60,7 +60,7 @@ def test_a_publish_cut_short_can_be_repeated(store: GenericStore, monkeypatch: p
         raise ConnectionResetError("cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._fs, "mv", fail)
+        patch.setattr(store._folder._fs, "mv", fail)
         with pytest.raises(StoreError, match="cut"):
             upload.publish()
     assert store.list() == []

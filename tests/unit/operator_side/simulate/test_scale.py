@@ -131,8 +131,8 @@ def test_the_smallest_machine_that_is_fast_and_roomy_enough() -> None:
         machine("t3.micro")
 
 
-@pytest.mark.parametrize("field", ["ranks", "image_bytes", "chunk_bytes", "in_flight_max"])
+@pytest.mark.parametrize("field", ["ranks", "image_bytes", "chunk_bytes"])
 def test_a_shape_of_nothing_is_refused(field: str) -> None:
-    sizes = {"ranks": 1, "image_bytes": 1, "chunk_bytes": 1, "in_flight_max": 1}
+    sizes = {"ranks": 1, "image_bytes": 1, "chunk_bytes": 1}
     with pytest.raises(ConfigError, match=f"{field}: expected at least 1, got 0"):
         Shape(**{**sizes, field: 0})

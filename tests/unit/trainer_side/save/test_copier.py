@@ -16,8 +16,10 @@ from trainer_side.ledger import Ledger
 from trainer_side.link.link import Link
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.copy_plan import Route, Router
+from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.staging import Staging
 from trainer_side.state.skeleton import Capture
+from trainer_side.tiers.keeping import Keeping
 from trainer_side.transfer import Transfer
 
 SECONDS_MAX = 60.0
@@ -25,6 +27,7 @@ SECONDS_MAX = 60.0
 
 class FakeLink:
     rank = 1
+    lives = False
 
     def __init__(self) -> None:
         self.declined: list[tuple[int, Reason]] = []
@@ -155,3 +158,32 @@ def test_close_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     assert [step for step, _ in link.declined] == [9]
     assert "waited 0.05 s" in caplog.text
     staging.go.set()
+
+
+class FakeFingerprints:
+    def take_gated(self, _sources: Sequence[Any], after: Any) -> None:
+        assert after is None
+
+    def text(self) -> str:
+        return "AAAAAA=="
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_ranks_compare_their_replicas_themselves_where_no_stager_does(lives: bool) -> None:
+    copier, link, _, _ = _made(SECONDS_MAX)
+    link.lives = lives
+    said: list[str] = []
+    staging = SlowStaging()
+    ((staging.storage, _),) = copier.gate.update_order().items()
+    keeping = Keeping((1, 3), (), {}, {0: cast(Any, None)}, compare=said.append)
+    transfer = Transfer(3, {"save_seconds": 0.5})
+    taken = Capture([], {}, None, ())
+    copier.shut()
+    fingerprints = cast(Fingerprints, FakeFingerprints())
+    copier.copy(
+        CopyJob(transfer, cast(Staging, staging), cast(Router, staging), taken, None, fingerprints, keeping)
+    )
+    staging.go.set()
+    assert not copier.wait()
+    assert said == ([] if lives else ["AAAAAA=="])
+    copier.close()

@@ -13,13 +13,14 @@ import pytest
 from holdfast.errors import PeerLost
 from holdfast.notices.messages import Announcement, StepWord
 from holdfast.notices.notice import Notice, NoticeKind
+from holdfast.telemetry.causes import DeclineCause
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from tests.support.events import read_events
 from trainer_side.notice.appointments import Appointments
 from trainer_side.tiers.chair import Chair, farthest
-from trainer_side.tiers.coordinator import CouncilLimits
+from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
 from trainer_side.tiers.council import Council
 from trainer_side.tiers.council_thread import CouncilThread
 from trainer_side.tiers.tally import Order, StepVerdict
@@ -142,7 +143,9 @@ def test_a_step_that_is_void_is_taken_later_and_a_rank_that_left_ends_it(bench: 
     first = bench.appoint(bench.tell(60.0)).step
     bench.chair.began(FAR, (3, first), 1000)
     bench.chair.told(FAR, (3, first))
-    again = bench.frames(bench.chair.judged(StepVerdict(FAR, (3, first), complete=False, why="rank 1: busy")))
+    busy = DeclineCause.BUSY.because("of the test").of_rank(1)
+    void = StepVerdict(FAR, (3, first), complete=False, why=busy)
+    again = bench.frames(bench.chair.judged(void))
     assert [frame.flags for frame in again] == [StepWord.PROPOSED.value]
     (called_off,) = bench.frames(bench.chair.left(1, "is dead"))
     assert called_off.flags == StepWord.CALLED_OFF.value
@@ -246,12 +249,13 @@ class Rank:
                 clock=lambda: world.now,
             )
         self.chair = chair
+        limits = CouncilLimits(60.0, 60.0)
         self.council = Council(
             world.lines.port(rank),
-            CouncilLimits(60.0, 60.0),
+            limits,
             on_verdict=self.verdicts.append,
             appointments=self.appointments,
-            chair=chair,
+            coordinator=Coordinator(world.count, limits, chair) if rank == 0 else None,
             clock=lambda: world.now,
         )
         self.step = -1
@@ -281,7 +285,7 @@ class Rank:
         order = (1, self.step)
         for tier in (NEAR, FAR):
             if self.world.chance.random() < self.world.declines:
-                self.council.skipped(tier, order, "busy: of the test")
+                self.council.skipped(tier, order, DeclineCause.BUSY.because("of the test"))
                 continue
             if self.chair is not None:
                 self.chair.began(tier, order, 1000)

@@ -40,7 +40,7 @@ def test_the_deadline_counts_from_the_first_seal(coordinator: Coordinator) -> No
     coordinator.hear(0, sealed(7), 5.0)
     assert coordinator.tick(25.0) == []
     (verdict,) = verdicts(coordinator.tick(25.1))
-    assert (verdict.complete, verdict.why) == (False, "rank 1 has not sealed it within 20 s")
+    assert (verdict.complete, verdict.why.text) == (False, "rank 1 has not sealed it within 20 s")
     assert coordinator.tick(100.0) == []
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StateError
+from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Agreement, Kind, Proposal
 from tests.unit.trainer_side.tiers.ranks import Net, until
@@ -66,9 +67,9 @@ def test_all_hear_that_a_step_is_complete_when_the_last_has_sealed_it(ranks: Ran
 
 def test_all_hear_that_a_rank_skips_a_step_and_why(ranks: Ranks) -> None:
     ranks.councils[0].sealed(0, (1, 7), "a")
-    ranks.councils[2].skipped(0, (1, 7), "busy: no slot is free")
+    ranks.councils[2].skipped(0, (1, 7), DeclineCause.BUSY.because("no slot is free"))
     until(lambda: all(ranks.heard))
-    assert {heard[0].why for heard in ranks.heard} == {"rank 2: busy: no slot is free"}
+    assert {heard[0].why for heard in ranks.heard} == {Reason("busy", "rank 2: busy: no slot is free")}
 
 
 def test_who_does_not_seal_makes_it_void_at_the_deadline_of_rank_0() -> None:
@@ -86,7 +87,7 @@ def test_who_does_not_seal_makes_it_void_at_the_deadline_of_rank_0() -> None:
     now[0] += 0.1
     until(lambda: all(ranks.heard))
     assert [ranks.verdicts(rank) for rank in range(RANKS)] == [[(7, False)]] * RANKS
-    assert ranks.heard[1][0].why == "rank 2 has not sealed it within 20 s"
+    assert ranks.heard[1][0].why == Reason("late", "rank 2 has not sealed it within 20 s")
     ranks.close()
 
 
@@ -96,7 +97,7 @@ def test_a_dead_rank_makes_it_void_at_once(ranks: Ranks) -> None:
     time.sleep(0.05)
     ranks.net.dead.add(2)
     until(lambda: ranks.heard[0] and ranks.heard[1])
-    assert ranks.heard[1][0].why == "rank 2 is dead"
+    assert ranks.heard[1][0].why == Reason("lost", "rank 2 is dead")
 
 
 def test_a_silent_rank_0_decides_nothing_and_that_is_said_once(
@@ -259,8 +260,8 @@ def test_a_message_that_rank_0_may_not_send_ends_the_council_by_name(
 
 
 def test_a_reason_that_is_no_text_or_very_long_is_cut_and_told(ranks: Ranks) -> None:
-    ranks.councils[1].skipped(0, (1, 7), "failed: /mnt/\udcff" + "x" * 5000)
+    ranks.councils[1].skipped(0, (1, 7), DeclineCause.FAILED.because("/mnt/\udcff" + "x" * 5000))
     until(lambda: all(ranks.heard))
-    why = ranks.heard[2][0].why
+    why = ranks.heard[2][0].why.text
     assert why.startswith("rank 1: failed: /mnt/\\udcffxxx")
     assert len(why) == 4000

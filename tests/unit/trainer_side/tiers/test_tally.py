@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 
+from holdfast.errors import StateError
+from holdfast.telemetry.causes import DeclineCause, Reason
 from tests.support.seeds import each_seed
 from trainer_side.tiers.file_slots import FileSlots
 from trainer_side.tiers.tally import Order, StepVerdict, Tally
@@ -36,18 +38,20 @@ def test_each_tier_is_decided_by_itself() -> None:
 def test_void_if_a_rank_skips_it_or_is_late_or_has_another_layout() -> None:
     tally = Tally(RANKS, seconds_max=10.0)
     tally.sealed(0, 0, (1, 7), "a", 0.0)
-    (verdict,) = tally.skipped(2, 0, (1, 7), "busy: no slot")
-    assert verdict == StepVerdict(0, (1, 7), complete=False, why="rank 2: busy: no slot")
+    (verdict,) = tally.skipped(2, 0, (1, 7), DeclineCause.BUSY.because("no slot"))
+    assert verdict == StepVerdict(0, (1, 7), complete=False, why=Reason("busy", "rank 2: busy: no slot"))
     tally.sealed(0, 0, (1, 8), "a", 0.0)
     tally.sealed(2, 0, (1, 8), "a", 9.0)
     assert not tally.overdue(10.0)
     (verdict,) = tally.overdue(10.1)
     assert (verdict.order, verdict.complete) == ((1, 8), False)
-    assert "rank 1 has not sealed it within 10 s" in verdict.why
+    assert "rank 1 has not sealed it within 10 s" in verdict.why.text
+    assert verdict.why.cause == DeclineCause.LATE
     tally.sealed(0, 0, (1, 9), "a", 0.0)
     (verdict,) = tally.sealed(1, 0, (1, 9), "b", 0.0)
     assert (verdict.order, verdict.complete) == ((1, 9), False)
-    assert "rank 1 has another layout" in verdict.why
+    assert "rank 1 has another layout" in verdict.why.text
+    assert verdict.why.cause == "the ranks' states differ"
     assert not tally.undecided
 
 
@@ -66,8 +70,23 @@ def test_a_dead_rank_makes_void_what_it_has_not_sealed() -> None:
     tally.sealed(1, 0, (1, 4), "a", 0.0)
     assert _of(tally.lost(1, "is dead")) == [(5, False)]
     (verdict,) = tally.sealed(0, 0, (1, 6), "a", 0.0)
-    assert (verdict.complete, verdict.why) == (False, "rank 1 is dead")
+    assert (verdict.complete, verdict.why) == (False, Reason("lost", "rank 1 is dead"))
     assert _of(tally.sealed(0, 0, (1, 4), "a", 0.0)) == [(4, True)], "what it had sealed before is there"
+
+
+def test_a_step_that_is_refused_is_void_in_every_tier_though_all_seal_it() -> None:
+    tally = Tally(2, seconds_max=10.0)
+    tally.sealed(0, 0, (1, 7), "a", 0.0)
+    differ = Reason.of_error(StateError("replicas differ"))
+    assert tally.refuse((1, 7), differ) == [StepVerdict(0, (1, 7), complete=False, why=differ)]
+    assert _of(tally.sealed(1, 0, (1, 7), "a", 0.0)) == [(7, False)]
+    assert not tally.remembered
+    for rank in range(2):
+        assert _of(tally.sealed(rank, 1, (1, 7), "a", 0.0)) == [(7, False)], (
+            "a tier that had heard nothing of it"
+        )
+    tally.sealed(0, 0, (1, 8), "a", 0.0)
+    assert _of(tally.sealed(1, 0, (1, 8), "a", 0.0)) == [(8, True)]
 
 
 def test_its_memory_is_bounded() -> None:
@@ -134,7 +153,7 @@ class _World:
             if sealed:
                 verdicts += self.tally.sealed(rank, 0, order, "a", self.now)
             else:
-                verdicts += self.tally.skipped(rank, 0, order, "busy")
+                verdicts += self.tally.skipped(rank, 0, order, DeclineCause.BUSY.because("of the test"))
         for verdict in verdicts:
             self.completed += verdict.complete
             for inbox in self.to_ranks:

@@ -6,14 +6,16 @@ import itertools
 import random
 from collections import deque
 
+from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind, decode
 from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
 from trainer_side.tiers.council_member import CouncilMember
 from trainer_side.tiers.file_slots import FileSlots
-from trainer_side.tiers.tally import Order, StepVerdict, Tally
+from trainer_side.tiers.tally import Order, StepVerdict, Tally, reason_body
 
 LIMITS = CouncilLimits(agree_seconds_max=1.0, seal_seconds_max=1.0)
+BUSY, TORN = DeclineCause.BUSY.because("no slot is free"), DeclineCause.TORN.because("of the test")
 STEPS, NOW = 12, 0.0  # time stands still: no deadline frees anything
 
 
@@ -31,10 +33,8 @@ class _Rank:
         self.sealed: set[int] = set()
         self.complete: set[int] = set()
 
-    def say(self, kind: Kind, order: Order, text: str) -> None:
-        self.to_root.append(
-            wire.encode(kind, attempt=order[0], step=order[1], arg=0, body=wire.text_body(text))
-        )
+    def say(self, kind: Kind, order: Order, body: bytes) -> None:
+        self.to_root.append(wire.encode(kind, attempt=order[0], step=order[1], arg=0, body=body))
 
     def begin(self) -> bool:
         order = (1, self.step + 1)
@@ -47,18 +47,18 @@ class _Rank:
 
     def skip(self) -> None:
         self.step += 1
-        self.say(Kind.SKIPPED, (1, self.step), "no slot is free")
+        self.say(Kind.SKIPPED, (1, self.step), reason_body(BUSY))
 
     def end(self, order: Order, *, torn: bool) -> None:
         slot = self.writing.pop(order)
         if torn or order in self.void or not self.slots.is_wanted(slot):
             self.slots.release(slot)
-            self.say(Kind.SKIPPED, order, "torn")
+            self.say(Kind.SKIPPED, order, reason_body(TORN))
             return
         self.slots.sealed(slot)
         self.sealed.add(order[1])
         self.member.sealed(0, order, NOW)
-        self.say(Kind.SEALED, order, "layout")
+        self.say(Kind.SEALED, order, b"layout")
 
     def judge(self, verdict: StepVerdict) -> None:
         if verdict.complete:
@@ -152,7 +152,7 @@ def test_a_rank_that_seals_a_void_step_hears_so_in_every_order_of_three_ranks() 
                 waits.add(rank)
                 verdicts = tally.sealed(rank, 0, (1, 7), "a", NOW)
             else:
-                verdicts = tally.skipped(rank, 0, (1, 7), "torn")
+                verdicts = tally.skipped(rank, 0, (1, 7), TORN)
             assert not any(verdict.complete for verdict in verdicts)
             if verdicts:
                 waits.clear()
@@ -165,7 +165,7 @@ def test_what_is_late_or_of_another_layout_stays_void() -> None:
     tally.sealed(0, 0, (1, 7), "a", NOW)
     assert tally.overdue(NOW + 2.0)
     (verdict,) = tally.sealed(1, 0, (1, 7), "a", NOW + 2.0)
-    assert (verdict.complete, verdict.why) == (False, "rank 1 has not sealed it within 1 s")
+    assert (verdict.complete, verdict.why.text) == (False, "rank 1 has not sealed it within 1 s")
     tally.sealed(0, 0, (1, 8), "a", NOW)
     assert tally.sealed(1, 0, (1, 8), "b", NOW)
     assert not tally.remembered
@@ -173,7 +173,7 @@ def test_what_is_late_or_of_another_layout_stays_void() -> None:
 
 def test_a_lost_rank_is_not_waited_for() -> None:
     tally = Tally(2, seconds_max=1.0)
-    tally.skipped(0, 0, (1, 7), "torn")
+    tally.skipped(0, 0, (1, 7), TORN)
     assert tally.remembered == 1
     assert not tally.lost(1, "is dead"), "all know that it is void"
     assert not tally.remembered
@@ -184,6 +184,6 @@ def test_a_lost_rank_is_not_waited_for() -> None:
 def test_only_so_many_void_steps_are_remembered() -> None:
     tally = Tally(2, seconds_max=1.0, open_max=8)
     for step in range(100):
-        tally.skipped(0, 0, (1, step), "busy")
+        tally.skipped(0, 0, (1, step), BUSY)
     assert tally.remembered == 8
     assert [bool(tally.sealed(1, 0, (1, step), "a", NOW)) for step in (91, 92, 99)] == [False, True, True]

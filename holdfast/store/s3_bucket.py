@@ -1,0 +1,219 @@
+"""The requests to an S3 bucket, on AWS or any server that speaks S3: one method for each, with its errors translated.
+
+boto3 is asked for every operation by itself: its high-level transfers neither take our CRC nor say which answer was
+lost. It takes endpoint, region and credentials from its usual places (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE,
+instance role).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import TYPE_CHECKING, Any
+
+from holdfast.crc import crc32
+from holdfast.errors import DamageError, StoreError, StoreMissing
+from holdfast.store.s3_client import crc_header, make_client
+from holdfast.store.s3_errors import code_of, status_of, translated
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+    from mypy_boto3_s3.type_defs import PartTypeDef
+
+
+_READ_BYTES = 120 << 10  # above 128 KiB malloc maps fresh memory for each piece, and its first touch is slow
+_PARTS_PER_PAGE = 1000
+_NO_UPLOAD = frozenset({"NoSuchUpload", "InvalidArgument", "NoSuchKey", "404"})
+"""What servers say of an upload id that is not theirs, or not any more."""
+_UPLOAD_ID = re.compile(r"[!-~]{1,1024}")
+
+
+class S3Bucket:
+    """A bucket. All methods may be called from any thread. No network before the first call."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._client: S3Client | None = None
+        self._making_client = threading.Lock()
+        self._strays: set[str] = set()  # keys of which an upload may be open that nobody here knows
+
+    @property
+    def client(self) -> S3Client:
+        """The boto3 client; made at first use, since it reads files and may ask the instance for its role."""
+        with self._making_client:
+            if self._client is None:
+                self._client = make_client(f"s3://{self.name}")
+            return self._client
+
+    def close(self) -> None:
+        """Close the connections. The next call opens new ones."""
+        with self._making_client:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def url(self, key: str) -> str:
+        return f"s3://{self.name}/{key}"
+
+    def check(self, prefix: str) -> None:
+        """See that bucket and credentials hold."""
+        with translated("list", self.url(prefix).rstrip("/")):
+            self.client.list_objects_v2(Bucket=self.name, Prefix=prefix, MaxKeys=1)
+
+    def sizes(self, prefix: str) -> list[tuple[str, int]]:
+        """Keys under a prefix, with the size of each object."""
+        with translated("list", self.url(prefix).rstrip("/")):
+            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+            return [(item["Key"], int(item["Size"])) for page in pages for item in page.get("Contents", [])]
+
+    def head(self, key: str) -> dict[str, Any]:
+        """What the server knows of an object. Raises `StoreMissing`."""
+        with translated("read", self.url(key)):
+            return dict(self.client.head_object(Bucket=self.name, Key=key))
+
+    def get(self, key: str) -> bytes:
+        with (
+            translated("read", self.url(key)),
+            self.client.get_object(Bucket=self.name, Key=key)["Body"] as body,
+        ):
+            return bytes(body.read())
+
+    def get_into(self, key: str, offset: int, view: memoryview) -> None:
+        """Fill `view` with an object's bytes from `offset`, by one ranged GET."""
+        from botocore.exceptions import ClientError
+
+        end = offset + view.nbytes
+        done = 0
+        with translated("read", self.url(key)):
+            try:
+                answer = self.client.get_object(Bucket=self.name, Key=key, Range=f"bytes={offset}-{end - 1}")
+            except ClientError as error:
+                if status_of(error) != 416:
+                    raise
+                raise self._too_short(key, offset, end, 0) from error
+            with answer["Body"] as body:
+                promised = int(answer["ContentLength"])
+                while done < min(view.nbytes, promised):
+                    piece = body.read(min(_READ_BYTES, view.nbytes - done))
+                    if not piece:
+                        break
+                    view[done : done + len(piece)] = piece
+                    done += len(piece)
+        if done < min(view.nbytes, promised):
+            raise StoreError(
+                f"cannot read {self.url(key)}: the answer ended after {done} of {promised} bytes",
+                retriable=True,
+            )
+        if done < view.nbytes:
+            raise self._too_short(key, offset, end, done)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write a small object; the server checks its CRC-32."""
+        with translated("write", self.url(key)):
+            self._put(key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write only if nothing is there: a conditional PUT, and a look at what stands there afterwards.
+
+        Some servers ignore the condition or keep it only most of the time, and an answer may be lost: what is
+        read back decides. So `data` must be the caller's own (hold its write-id): two callers with the same
+        bytes would both be told True.
+        """
+        from botocore.exceptions import ClientError
+
+        with translated("create", self.url(key)):
+            try:
+                self._put(key, data, IfNoneMatch="*")
+            except ClientError as error:
+                # 409: another one was under way at the same moment. 501: the server has no conditions.
+                if status_of(error) == 501 or code_of(error) == "NotImplemented":
+                    return self._create_unconditionally(key, data)
+                if status_of(error) not in (409, 412):
+                    raise
+        try:
+            return self.get(key) == data
+        except StoreMissing as error:
+            raise StoreError(
+                f"cannot create {self.url(key)}: it was refused or deleted at the same moment",
+                retriable=True,
+            ) from error
+
+    def delete(self, key: str) -> None:
+        with translated("delete", self.url(key)):
+            self.client.delete_object(Bucket=self.name, Key=key)
+
+    def abort_uploads(self, key: str, *, only: str | None = None) -> list[str]:
+        """Abort every open upload of exactly this key, or the one whose upload id is `only`. In words, what
+        was aborted.
+        """
+        from botocore.exceptions import ClientError
+
+        with translated("abort uploads of", self.url(key)):
+            found = [only] if only else self._open_uploads(key)
+            for upload_id in found:
+                try:
+                    self.client.abort_multipart_upload(Bucket=self.name, Key=key, UploadId=upload_id)
+                except ClientError as error:
+                    if code_of(error) not in ("NoSuchUpload", "404", "NoSuchKey"):
+                        raise
+        if only is None:
+            self._strays.discard(key)
+        return [f"open multipart upload of {self.url(key)}" for _ in found]
+
+    def note_stray(self, key: str) -> None:
+        """An upload of this key may be open that nobody will end: an answer was lost."""
+        self._strays.add(key)
+
+    def may_have_strays(self, key: str) -> bool:
+        """Whether `note_stray` was called since all uploads of this key were last aborted."""
+        return key in self._strays
+
+    def list_parts(self, key: str, upload_id: str) -> list[PartTypeDef]:
+        """The parts that an open upload has. Raises `StoreMissing` where the server does not know the upload."""
+        from botocore.exceptions import ClientError
+
+        unknown = StoreMissing(f"{self.url(key)}: no upload {upload_id[:80]!r} is open")
+        if not _UPLOAD_ID.fullmatch(upload_id):
+            raise unknown
+        found: list[PartTypeDef] = []
+        with translated("list the parts of", self.url(key)):
+            pages = self.client.get_paginator("list_parts").paginate(
+                Bucket=self.name,
+                Key=key,
+                UploadId=upload_id,
+                PaginationConfig={"PageSize": _PARTS_PER_PAGE},
+            )
+            try:
+                for page in pages:
+                    if page.get("Key", key) != key:  # some servers look only at the id
+                        raise unknown
+                    found += page.get("Parts", [])
+            except ClientError as error:
+                if code_of(error) in _NO_UPLOAD:
+                    raise unknown from error
+                raise
+        return found
+
+    def _open_uploads(self, key: str) -> list[str]:
+        pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=self.name, Prefix=key)
+        return [
+            upload["UploadId"] for page in pages for upload in page.get("Uploads", []) if upload["Key"] == key
+        ]
+
+    def _create_unconditionally(self, key: str, data: bytes) -> bool:
+        try:
+            self.head(key)
+        except StoreMissing:
+            self.put(key, data)
+        return self.get(key) == data
+
+    def _put(self, key: str, data: bytes, **condition: Any) -> None:
+        self.client.put_object(
+            Bucket=self.name, Key=key, Body=data, ChecksumCRC32=crc_header(crc32(data)), **condition
+        )
+
+    def _too_short(self, key: str, offset: int, end: int, got: int) -> DamageError:
+        return DamageError(
+            f"{self.url(key)}: bytes {offset} to {end} were expected, only {got} of them are there; "
+            "the object is truncated, take another checkpoint"
+        )

@@ -1,0 +1,38 @@
+"""What the event log says of a step that no rank keeps in a tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from holdfast.telemetry.causes import DeclineCause, Reason
+from holdfast.telemetry.events import EventLog
+from holdfast.wire.frames import decode
+from tests.support.events import read_events
+from trainer_side.ledger import Ledger
+from trainer_side.tiers.tally import StepVerdict
+from trainer_side.tiers.tier import Tier
+from trainer_side.tiers.tier_report import TierReport
+
+TIER = cast(Tier, SimpleNamespace(name="nvme"))
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        (DeclineCause.RESTS.because("the stager brings it there"), []),
+        (DeclineCause.BUSY.because("no slot is free"), ["busy"]),
+        (DeclineCause.FAILED.because("/mnt/a: rests: of a path"), ["failed"]),  # the cause, not the sentence
+    ],
+)
+def test_a_void_step_is_logged_with_its_cause_unless_the_tier_rests(
+    why: Reason, told: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "events"
+    report = TierReport(0, Ledger(), EventLog(path, role="trainer", rank=0))
+    frame = StepVerdict(0, (1, 7), complete=False, why=why.of_rank(2)).to_frame()
+    report.judged(TIER, StepVerdict.from_frame(decode(frame)))
+    assert [line["cause"] for line in read_events(path) if line["event"] == "void"] == told
