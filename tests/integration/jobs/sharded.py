@@ -1,0 +1,211 @@
+"""Trains a small net that is split among the ranks, saves every step, and writes beside it what was to be saved.
+
+    python sharded.py OUT CASE STEPS TRUTH      CASE: one of `MESHES`
+
+Each step rank 0 writes `TRUTH/STEP.pt`, gathered by torch itself (`full_tensor()`). A job that was restored writes
+`OUT/restored.json`: from which step, and which values differ from the truth of that step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from trainer_side import Checkpointer, PerRank, RngState, Split, init_torch_distributed
+
+WIDTH, WORDS, LAYERS, EXPERTS = 48, 131, 2, 6
+
+
+class Block(nn.Module):
+    """A perceptron beside a short cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        return x + nn.functional.dropout(self.down(hidden), 0.1, training=self.training)  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """With tied weights, a buffer, and a parameter of two rows: some rank has none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(3))
+        self.two = nn.Parameter(torch.ones(2, 5))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words) + self.two.sum()
+        for block in self.blocks:
+            x = block(x)
+        self.seen += 1
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def _tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
+    for block in net.blocks:
+        parallelize_module(block, mesh, _PLAN)
+
+
+def _fully_sharded(net: Net, mesh: DeviceMesh, **options: Any) -> None:
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+
+
+def _fsdp(net: Net, ranks: int) -> None:
+    _fully_sharded(net, init_device_mesh("cpu", (ranks,)))
+
+
+def _columns(net: Net, ranks: int) -> None:
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % ranks == 0 else None
+
+    _fully_sharded(net, init_device_mesh("cpu", (ranks,)), shard_placement_fn=placement)
+
+
+def _hsdp(net: Net, ranks: int) -> None:
+    _fully_sharded(net, init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards")))
+
+
+def _tp(net: Net, ranks: int) -> None:
+    _tensor_parallel(net, init_device_mesh("cpu", (ranks,)))
+
+
+def _fsdp_tp(net: Net, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("shards", "parts"))
+    _tensor_parallel(net, mesh["parts"])
+    _fully_sharded(net, mesh["shards"])
+
+
+def _whole(net: Net, ranks: int) -> None:
+    """Every rank has all of it, as under DistributedDataParallel."""
+
+
+MESHES: dict[str, Callable[[Net, int], None]] = {
+    "fsdp": _fsdp,
+    "columns": _columns,
+    "hsdp": _hsdp,
+    "tp": _tp,
+    "fsdp-tp": _fsdp_tp,
+    "whole": _whole,
+}
+
+
+class Experts(NamedTuple):
+    """Weights of which each rank has some rows; changed by hand."""
+
+    part: Split
+
+    @classmethod
+    def of(cls, rank: int, ranks: int) -> Experts:
+        first, end = rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks
+        rows = torch.arange(first * 20.0, end * 20.0).reshape(end - first, 4, 5)
+        return cls(Split(rows, (EXPERTS, 4, 5), (first, 0, 0)))
+
+
+def gathered(value: Any) -> Any:
+    """Whole tensors, copied."""
+    if isinstance(value, Split):
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (value.start, value.tensor))
+        return torch.cat([tensor for _, tensor in sorted(parts, key=lambda part: part[0])])
+    if isinstance(value, DTensor):
+        return value.full_tensor().clone()
+    if isinstance(value, dict):
+        return {key: gathered(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(gathered(one) for one in value)
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of all that is no container."""
+    if isinstance(value, dict | list | tuple):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(one, f"{path}/{key}")
+    else:
+        yield path, value
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    """Paths at which two trees are not the same, bit for bit."""
+    left, right = dict(leaves(one)), dict(leaves(other))
+    return sorted(left.keys() ^ right.keys()) + [
+        path
+        for path in left.keys() & right.keys()
+        if not (
+            torch.equal(left[path], right[path]) and left[path].dtype == right[path].dtype
+            if isinstance(left[path], torch.Tensor)
+            else left[path] == right[path]
+        )
+    ]
+
+
+def main() -> None:
+    out, case, steps, truths = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    rank, ranks = init_torch_distributed("gloo")
+    torch.manual_seed(3)
+    net = Net()
+    MESHES[case](net, ranks)
+    optimizer = torch.optim.AdamW(
+        net.parameters(), lr=1e-2, foreach=False
+    )  # TP and FSDP do not mix in foreach
+    experts = Experts.of(rank, ranks)
+    torch.manual_seed(4)  # as every rank draws the same dropout, one rank's mesh trains as another's
+    state = {"net": net, "optimizer": optimizer, "experts": {"up": experts.part}}
+
+    def truth() -> Any:
+        return gathered(
+            {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "experts": state["experts"]}
+        )
+
+    with Checkpointer({**state, "rng": PerRank(RngState())}) as checkpointer:
+        checkpointer.restore()
+        first = 0
+        if (restored := checkpointer.restored) is not None:
+            first = restored.step + 1
+            here = truth()
+            if rank == 0:
+                there = torch.load(truths / f"{restored.step}.pt", weights_only=True)
+                report = {"step": restored.step, "differ": differences(here, there)}
+                out.mkdir()
+                (out / "restored.json").write_text(json.dumps(report))
+        for step in range(first, steps):
+            generator = torch.Generator().manual_seed(step)
+            loss = net(torch.randint(0, WORDS, (4, 7), generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            experts.part.tensor.mul_(1.25)
+            here = truth()
+            if rank == 0:
+                torch.save(here, truths / f"{step}.pt")
+            assert checkpointer.save(step), f"step {step} was declined"
+            checkpointer.wait_copied()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""State that is split among the ranks becomes one file of whole tensors, and comes back on any mesh, bit for bit.
+
+The files are opened by plain `torch.load(weights_only=True)` in a process without holdfast, and compared there with
+what torch gathered itself.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import SMALL, Cluster
+
+pytestmark = [pytest.mark.mpi]
+_JOB = Path(__file__).with_name("jobs") / "sharded.py"  # not imported: torch's own modules for it warn
+SECONDS_MAX = 240
+_COMPARE = """
+import sys, torch
+from pathlib import Path
+assert not any(name.partition(".")[0] in ("holdfast", "trainer_side") for name in sys.modules)
+def leaves(value, path=""):
+    if isinstance(value, (dict, list, tuple)):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(one, f"{path}/{key}")
+    else:
+        yield path, value
+store, out = map(Path, sys.argv[1:])
+for file in sorted(store.glob("step-*.pt")):
+    saved = torch.load(file, weights_only=True, mmap=True)
+    truth = dict(leaves(torch.load(out / f"{int(file.name[5:14])}.pt", weights_only=True)))
+    assert saved["net"]["head.weight"].data_ptr() == saved["net"]["embed.weight"].data_ptr(), "tied"
+    del saved["rng"]
+    mine = dict(leaves(saved))
+    assert mine.keys() == truth.keys(), mine.keys() ^ truth.keys()
+    for path, one in mine.items():
+        other = truth[path]
+        same = torch.equal(one, other) and one.dtype == other.dtype if torch.is_tensor(one) else one == other
+        assert same, (file.name, path)
+    print(file.name)
+"""
+
+
+class Meshes(Cluster):
+    """Jobs on one store, each with ranks and a mesh of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, str(directory / "store"), {}, script=str(_JOB), stager=SMALL)
+        self._truths = directory / "truths"
+        self._truths.mkdir()
+
+    def train(self, case: str, ranks: int, steps: int) -> dict[str, Any] | None:
+        """Train up to `steps`, from where the run stands; what a restored job has found."""
+        with self.start(ranks, case, str(steps), str(self._truths)) as job:
+            job.succeed(SECONDS_MAX)
+        self.wait_for_flusher()
+        found = self.out(self.started) / "restored.json"
+        return json.loads(found.read_text()) if found.exists() else None
+
+    def compare(self) -> list[str]:
+        """Names of the files, all of which a plain process finds equal to the truth."""
+        command = [
+            sys.executable,
+            "-c",
+            _COMPARE,
+            str(self.directory / "store"),
+            str(self.directory / "truth"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=self.directory)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+
+@pytest.mark.parametrize(("case", "ranks"), [("fsdp", 3), ("fsdp-tp", 4)])
+def test_the_file_has_whole_tensors_as_torch_gathers_them(tmp_path: Path, case: str, ranks: int) -> None:
+    meshes = Meshes(tmp_path)
+    assert meshes.train(case, ranks, 2) is None
+    assert meshes.compare() == ["step-000000000.pt", "step-000000001.pt"]
