@@ -68,7 +68,7 @@ class Meshes(Cluster):
             "-c",
             _COMPARE,
             str(self.directory / "store"),
-            str(self.directory / "truth"),
+            str(self._truths),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=self.directory)
         assert done.returncode == 0, done.stderr
