@@ -314,6 +314,61 @@ class _ScheduleFreePackage(Training):
         self.optimizer.train()
 
 
+class _Sharded(Training):
+    """Parameters and moments are DTensors. torch.distributed is set up, with one rank."""
+
+    def make(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh  # takes a second: only where it is used
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (1,))
+        parts = [distribute_tensor(parameter.detach(), mesh, [Shard(0)]) for parameter in self.parameters]
+        self.model = torch.nn.ParameterList(map(torch.nn.Parameter, parts))
+        return super().make()
+
+
+class Sharded(_Sharded, Training):
+    pass
+
+
+class ShardedMomentum(_Sharded, Momentum):
+    pass
+
+
+class ShardedFused(_Sharded, Fused):
+    pass
+
+
+class ShardedInBackward(_Sharded, InBackward):
+    pass
+
+
+class ShardedSharpness(_Sharded, Sharpness):
+    """torch counts these changes in the DTensors."""
+
+
+class ShardedBest(_Sharded, Best):
+    pass
+
+
+class ShardedAverage(_Sharded, Average):
+    """By foreach kernels: torch does not count what they change in DTensors."""
+
+    def put(self, values: list[torch.Tensor]) -> None:
+        live = [*map(torch.Tensor.detach, self.parameters)]
+        torch._foreach_zero_(live)
+        torch._foreach_add_(live, values)
+
+
+class ShardedMoments(Sharded):
+    """Moments are changed through their local tensors, where torch counts it."""
+
+    @torch.no_grad()
+    def saved(self, step: int) -> None:
+        for state in self.optimizer.state.values():
+            state["exp_avg"].to_local()[-1] += 1.0
+
+
 # What waits at the gate, or for the copy: every save of it is published.
 WAITING: tuple[type[Training], ...] = (
     Training,
@@ -338,6 +393,8 @@ TEARING: tuple[type[Training], ...] = (
     Clipped,
     Renormed,
 )
+SHARDED_WAITING: tuple[type[Training], ...] = (Sharded, ShardedMomentum, ShardedFused, ShardedInBackward)
+SHARDED_TEARING: tuple[type[Training], ...] = (ShardedSharpness, ShardedBest, ShardedAverage, ShardedMoments)
 PACKAGES: dict[str, type[Training]] = {
     "schedulefree": _ScheduleFreePackage,
     "timm": _of_a_package(

@@ -10,6 +10,7 @@ Each stage ends with an agreement of all ranks (`trainer_side/ranks/peers.py`).
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -22,15 +23,18 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
-from trainer_side.ranks.peers import Peers, agree, gather
+from trainer_side.ranks.peers import LonePeers, Peers, agree, gather
 from trainer_side.restore.choice import STORE, Candidate, store_units
+from trainer_side.restore.deal import Deal, deal
 from trainer_side.restore.exchange import check_received
 from trainer_side.restore.image_map import Described
 from trainer_side.restore.inventory import Found, Shelf
 from trainer_side.restore.loading import check, live_trees, load
 from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
-from trainer_side.restore.reading import EntryTarget, Reading, Use, read
+from trainer_side.restore.reading import Reading, Use, read
+from trainer_side.restore.region_targets import region_units
 from trainer_side.restore.rounds import Rounds
+from trainer_side.restore.split_parts import Placed, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
 
 _log = logging.getLogger("holdfast.restore")
@@ -101,6 +105,8 @@ class Trial:
         self._rounds: Rounds | None = None
         self._structure: Structure | None = None
         self._reading = Reading()
+        self._placed = Placed({}, frozenset(), 0)
+        self._deal = Deal()
         self._adopted_bytes = 0
 
     def read(self) -> str | None:
@@ -118,8 +124,8 @@ class Trial:
         if problem is not None:
             return problem
         assert self._structure is not None
-        targets = {index: EntryTarget.of(storage) for index, storage in self._structure.storages.items()}
-        problem = self._read_file(targets) if self._rounds is None else self._rounds.read(targets)
+        self._deal = deal(self._structure, self._placed, self._peers)
+        problem = self._read_file() if self._rounds is None else self._rounds.read(self._deal.targets)
         if self._rounds is not None:
             self._reading = self._rounds.reading
             self._seconds.update(self._reading.seconds)
@@ -178,27 +184,26 @@ class Trial:
         )
         return self._rounds.ends()
 
-    def _read_file(self, targets: Mapping[int, EntryTarget]) -> str | None:
+    def _read_file(self) -> str | None:
         """Read it from the store alone. Collective."""
-        job, manifest = self._job, self._manifest
+        job, manifest, shared, own = self._job, self._manifest, self._deal.shared, self._deal.own
         assert manifest is not None
         assert job.store is not None
-        units = store_units(manifest, self._peers.ranks)
-        self._reading = read(
-            manifest,
-            units,
-            {STORE: StoredFile(job.store, manifest)},
-            targets,
-            self._peers,
-            threads=job.threads,
-            seconds_max=job.seconds_max,
-        )
-        self._seconds.update(self._reading.seconds)
+        origins = {STORE: StoredFile(job.store, manifest)}
+        units = store_units(manifest, self._peers.ranks, self._deal.unshared)
+        fill = functools.partial(read, manifest, threads=job.threads, seconds_max=job.seconds_max)
+        self._reading = fill(units, origins, shared, self._peers)
         problem = agree(self._peers, self._reading.error)
+        if problem is None and own:
+            # Each rank by itself, and whole chunks: there is no other CRC.
+            alone = fill(region_units(manifest, own), origins, own, LonePeers())
+            self._reading.add(alone)
+            problem = agree(self._peers, alone.error)
+        self._seconds.update(self._reading.seconds)
         if problem is not None or self._peers.ranks == 1:
             return problem
         begun = time.monotonic()
-        error = check_received(manifest, units, targets, self._reading.sums, self._peers, threads=job.threads)
+        error = check_received(manifest, units, shared, self._reading.sums, self._peers, threads=job.threads)
         self._seconds["check"] = time.monotonic() - begun
         return agree(self._peers, error)
 
@@ -210,6 +215,7 @@ class Trial:
         values: dict[str, Any] = {}
         error: HoldfastError | None = None
         try:
+            self._deal.settle()
             values = load(job.state, self._structure.tree, rank=self._peers.rank, ranks=self._peers.ranks)
         except HoldfastError as refused:
             error = refused
@@ -291,8 +297,11 @@ class Trial:
         try:
             structure = Structure(file, self._image, data, store)
             live = live_trees(job.state)
-            check(job.state, live, structure.tree, step, may_lack=job.may_lack)
-            self._adopted_bytes = structure.adopt(live)
+            parts = split_parts(job.state, live)
+            check(job.state, live, parts, structure.tree, step, may_lack=job.may_lack)
+            parts = {**parts, **split_moments(job.state, structure.tree)}
+            self._placed = place(structure, parts, job.state)
+            self._adopted_bytes = structure.adopt(live) + self._placed.nbytes
         except RecursionError as error:
             return StateError(f"step {step}: what is saved is nested too deep to be loaded: {error}")
         except StateError as refused:

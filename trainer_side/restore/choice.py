@@ -23,7 +23,7 @@ from typing import NamedTuple
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
 from holdfast.image.replicas import drifted_groups, groups_of
-from trainer_side.restore.image_map import Mapped
+from trainer_side.restore.image_map import Mapped, ends_of
 
 STORE = -1  # in place of the number of a slice: the portable file
 RING = "ring"  # in place of the name of a job: whose slices in the ring are is known by attempt and step
@@ -322,13 +322,41 @@ def _nearest(
     return min(left)[2] if left else None
 
 
-def store_units(image: Mapped, ranks: int) -> list[Unit]:
-    """Of a portable file: each rank reads 1/R, whole chunks that lie side by side."""
-    chunks = -(-image.image_bytes // image.chunk_bytes)
+def store_units(image: Mapped, ranks: int, without: Collection[int] = ()) -> list[Unit]:
+    """Of a portable file: each rank reads 1/R, whole chunks that lie side by side.
+
+    Args:
+        image: Where everything lies.
+        ranks: How many share it.
+        without: Entries that are not shared: chunks that have nothing but such bytes, and headers between them,
+            are left out.
+    """
+    chosen: Sequence[int] = range(-(-image.image_bytes // image.chunk_bytes))
+    if without:
+        chosen = _chunks_without(image, without)
+    chunks = len(chosen)
     units = []
     for rank in range(ranks):
-        for chunk in range(rank * chunks // ranks, (rank + 1) * chunks // ranks):
+        for chunk in chosen[rank * chunks // ranks : (rank + 1) * chunks // ranks]:
             offset = chunk * image.chunk_bytes
             extent = Extent(offset, min(image.chunk_bytes, image.image_bytes - offset))
             units.append(Unit(rank, STORE, chunk, -1, (extent,), ()))
     return units
+
+
+def _chunks_without(image: Mapped, without: Collection[int]) -> list[int]:
+    head_bytes, tail_offset = ends_of(image)
+    spans = [(0, head_bytes), (tail_offset, image.image_bytes)]
+    spans += [
+        (entry.offset, entry.offset + entry.nbytes)
+        for index, entry in enumerate(image.entries)
+        if index not in without and entry.nbytes
+    ]
+    return sorted(
+        {
+            chunk
+            for begin, end in spans
+            if begin < end
+            for chunk in range(begin // image.chunk_bytes, (end - 1) // image.chunk_bytes + 1)
+        }
+    )

@@ -11,14 +11,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
-from holdfast.crc import combine_all, crc32
+from holdfast.crc import combine_all
 from holdfast.errors import DamageError, ProtocolError
 from holdfast.image.manifest import Manifest
 from trainer_side.ranks.deadlines import start
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import Unit
 from trainer_side.restore.image_map import Mapped
-from trainer_side.restore.reading import EntryTarget, Sum
+from trainer_side.restore.targets import EntryTarget, Sum, Target
 from trainer_side.restore.windows import ChunkWindows, EntryPart
 
 
@@ -53,7 +53,7 @@ def check_received(
                 received.add(part.entry)
 
     def check(index: int) -> bool:
-        found = [sums.get(part.offset) or _sum(targets, part) for part in parts[index]]
+        found = [sums.get(part.offset) or _sum(targets[part.entry], part) for part in parts[index]]
         return combine_all(found) == manifest.entries[index].crc32
 
     order = sorted(received, key=lambda index: manifest.entries[index].offset)
@@ -70,7 +70,7 @@ def check_received(
 def tell(
     image: Mapped,
     units: Sequence[Unit],
-    entries: Mapping[int, EntryTarget],
+    entries: Mapping[int, Target],
     sums: Mapping[int, Sum],
     peers: Peers,
 ) -> dict[int, tuple[EntryPart, Sum]]:
@@ -109,9 +109,10 @@ def tell(
 def check_told(
     image: Mapped,
     told: Mapping[int, tuple[EntryPart, Sum]],
-    targets: Mapping[int, EntryTarget],
+    targets: Mapping[int, Target],
     sums: Mapping[int, Sum],
     *,
+    received: Mapping[int, Sum],
     threads: int,
 ) -> DamageError | None:
     """Compare each part that another rank has read with what that rank has told of it.
@@ -121,14 +122,17 @@ def check_told(
         told: What `tell` gave.
         targets: As given to `read`.
         sums: `Reading.sums`: these parts were read here.
+        received: `Reading.received`: these were passed on, and have their sum already.
         threads: How many compute at once.
     """
-    received = [(part, said) for offset, (part, said) in sorted(told.items()) if offset not in sums]
+    from_others = [(part, said) for offset, (part, said) in sorted(told.items()) if offset not in sums]
 
     def check(item: tuple[EntryPart, Sum]) -> bool:
-        return _sum(targets, item[0]) == item[1]
+        part, said = item
+        target = targets[part.entry]
+        return (_sum(target, part) if isinstance(target, EntryTarget) else received.get(part.offset)) == said
 
-    for (part, said), result in zip(received, start(check, received, threads, "check"), strict=True):
+    for (part, said), result in zip(from_others, start(check, from_others, threads, "check"), strict=True):
         if not result.result():
             return DamageError(
                 f"{image.entries[part.entry].name} ({part.nbytes} bytes at {part.offset}): its CRC-32 is not "
@@ -162,5 +166,5 @@ def check_entries(
     return None
 
 
-def _sum(targets: Mapping[int, EntryTarget], part: EntryPart) -> Sum:
-    return Sum(crc32(targets[part.entry].memory[part.inside : part.inside + part.nbytes]), part.nbytes)
+def _sum(target: EntryTarget, part: EntryPart) -> Sum:
+    return Sum.of(target.memory[part.inside : part.inside + part.nbytes])

@@ -20,9 +20,13 @@ def refill(live: Any, saved: Any) -> bool:
 
     Tensors of equal shape and dtype are copied into those of `live`, which the script may hold elsewhere too.
 
+    A split tensor that was saved is the live one itself, filled already.
+
     Returns:
         False if `live` is no container, or not of the kind that was saved; it is then unchanged.
     """
+    if live is saved:
+        return True
     if not _alike(live, saved):
         return False
     if isinstance(live, dict):
@@ -56,6 +60,8 @@ def _alike(live: Any, saved: Any) -> bool:
 
 
 def _merged(live: Any, saved: Any) -> Any:
+    if live is saved:
+        return live
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
         if live.shape == saved.shape and live.dtype == saved.dtype:
             with torch.no_grad():

@@ -18,6 +18,7 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.in_place import differs, refill
 from trainer_side.restore.mismatch import of_another_object
+from trainer_side.restore.split_parts import SplitPart
 from trainer_side.restore.structure import once
 from trainer_side.state.per_rank import PerRank, decode
 from trainer_side.state.rng import RngState
@@ -54,6 +55,7 @@ def live_trees(state: Mapping[str, Any]) -> dict[str, Any]:
 def check(
     state: Mapping[str, Any],
     live: Mapping[str, Any],
+    parts: Mapping[str, SplitPart],
     tree: Any,
     step: int,
     *,
@@ -64,6 +66,7 @@ def check(
     Args:
         state: As the script gave it.
         live: What `live_trees` gave for it.
+        parts: The split tensors in it: their whole shapes count.
         tree: What was saved.
         step: Its step, for messages.
         may_lack: Names that the checkpoint need not have.
@@ -111,7 +114,7 @@ def check(
             step,
             ", ".join(map(repr, extra)),
         )
-    wrong, converted = _differences(state, live, tree)
+    wrong, converted = _differences(state, live, parts, tree)
     if wrong:
         raise StateError(
             f"step {step}: the checkpoint has other shapes than this state: {_few(wrong)}; nothing was loaded"
@@ -120,10 +123,13 @@ def check(
         _log.warning("step %d: values are converted to the dtypes of the state: %s", step, _few(converted))
 
 
-def _differences(state: Mapping[str, Any], live: Mapping[str, Any], tree: Any) -> tuple[list[str], list[str]]:
+def _differences(
+    state: Mapping[str, Any], live: Mapping[str, Any], parts: Mapping[str, SplitPart], tree: Any
+) -> tuple[list[str], list[str]]:
     """Other shapes, other dtypes.
 
-    Only of modules, optimizers and tensors: other objects may well take another shape.
+    Only of modules, optimizers and tensors: other objects may well take another shape. Of split tensors anywhere, which
+    are filled in place.
     """
     fixed = {
         name: part
@@ -131,18 +137,23 @@ def _differences(state: Mapping[str, Any], live: Mapping[str, Any], tree: Any) -
         if isinstance(state[name], torch.nn.Module | torch.optim.Optimizer | torch.Tensor)
     }
     here, there = tensor_paths(fixed), tensor_paths(tree)
-    clear = once(path for path, _ in here) & once(path for path, _ in there)
+    clear_there = once(path for path, _ in there)
+    clear = once(path for path, _ in here) & clear_there
     saved = dict(there)
+    whole = [
+        (path, tensor.shape, tensor.dtype)
+        for path, tensor in here
+        if path in clear and path not in parts and refusal(tensor) is None
+    ]
+    for path, part in parts.items():
+        if path in clear_there:
+            whole.append((path, torch.Size(part.held.shape), part.held.local.dtype))
     wrong, converted = [], []
-    for path, tensor in here:
-        if path not in clear or refusal(tensor) is not None:
-            continue
-        if saved[path].shape != tensor.shape:
-            wrong.append(
-                f"{path}: expected {list(tensor.shape)}, the checkpoint has {list(saved[path].shape)}"
-            )
-        elif saved[path].dtype != tensor.dtype:
-            converted.append(f"{path}: {saved[path].dtype} to {tensor.dtype}")
+    for path, shape, dtype in whole:
+        if saved[path].shape != shape:
+            wrong.append(f"{path}: expected {list(shape)}, the checkpoint has {list(saved[path].shape)}")
+        elif saved[path].dtype != dtype:
+            converted.append(f"{path}: {saved[path].dtype} to {dtype}")
     return wrong, converted
 
 
@@ -163,8 +174,11 @@ def load(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks:
         if isinstance(value, PerRank):
             _load_per_rank(name, value, tree[name], rank=rank, ranks=ranks)
         elif isinstance(value, torch.Tensor):
-            with torch.no_grad():
-                value.copy_(tree[name])  # of itself, where it was read in place: then torch copies nothing
+            if tree[name] is not value:  # a DTensor
+                with torch.no_grad():
+                    value.copy_(
+                        tree[name]
+                    )  # of itself, where it was read in place: then torch copies nothing
         elif _loadable(value):
             _load_object(name, value, tree[name])
         else:

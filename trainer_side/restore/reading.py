@@ -20,7 +20,6 @@
 from __future__ import annotations
 
 import bisect
-import ctypes
 import logging
 import threading
 import time
@@ -29,17 +28,16 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
-from holdfast.crc import combine_all, crc32
+from holdfast.crc import combine_all
 from holdfast.errors import DamageError, HoldfastError, StoreError
 from holdfast.faultpoint import Point, reach
-from holdfast.ring.pages import direct_window
 from trainer_side.ranks.deadlines import Crew
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import STORE, Unit
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.origins import Origin
+from trainer_side.restore.passing import Passing
+from trainer_side.restore.targets import ReadWindow, Sum, Target
 from trainer_side.restore.windows import ChunkWindows, ReadRun
 
 _log = logging.getLogger("holdfast.restore")
@@ -49,37 +47,6 @@ _READS_MAX = 2
 _POLL_SECONDS = 4e-3  # how long the exchange rests while this rank waits for its own next unit
 _LOOK_SECONDS = 50e-3  # how often a rank alone looks whether a request hangs
 _PAGE_BYTES = 4096
-
-
-class EntryTarget(NamedTuple):
-    """The memory to which the bytes of one entry go."""
-
-    address: int
-    memory: memoryview
-
-    @classmethod
-    def of(cls, storage: torch.UntypedStorage) -> EntryTarget:
-        """The memory of a CPU storage; the view keeps the storage alive."""
-        return cls(storage.data_ptr(), torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
-
-
-class _Window(NamedTuple):
-    """Page-aligned memory of one reader."""
-
-    address: int
-    memory: memoryview
-
-    @classmethod
-    def of_size(cls, nbytes: int) -> _Window:
-        memory = direct_window(nbytes)
-        return cls(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), memory)
-
-
-class Sum(NamedTuple):
-    """CRC-32 of so many bytes."""
-
-    crc32: int
-    nbytes: int
 
 
 class Failure(NamedTuple):
@@ -118,7 +85,7 @@ class Reading:
         bytes_read: By this rank.
         seconds: `read`: until this rank's own units were there; `exchange`: from then until everybody's were.
         sums: CRC-32 and size of each part that this rank has read itself, by its place in the image: they need not be
-            computed again.
+            computed again. `received`: of parts that came from others, and are not in one piece any more.
         uses: By tier.
     """
 
@@ -127,7 +94,20 @@ class Reading:
     bytes_read: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     sums: dict[int, Sum] = field(default_factory=dict)
+    received: dict[int, Sum] = field(default_factory=dict)
     uses: dict[str, Use] = field(default_factory=dict)
+
+    def add(self, other: Reading) -> None:
+        """Count what another reading did as well; not its error, nor its failures."""
+        self.bytes_read += other.bytes_read
+        self.sums.update(other.sums)
+        self.received.update(other.received)
+        for phase, seconds in other.seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        for tier, use in other.uses.items():
+            before = self.uses.setdefault(tier, Use())
+            before.nbytes += use.nbytes
+            before.seconds += use.seconds
 
 
 def turns(units: Sequence[Unit], ranks: int) -> list[Unit]:
@@ -143,7 +123,7 @@ def read(
     image: Mapped,
     units: Sequence[Unit],
     origins: Mapping[int, Origin],
-    targets: Mapping[int, EntryTarget],
+    targets: Mapping[int, Target],
     peers: Peers,
     *,
     threads: int,
@@ -155,7 +135,8 @@ def read(
         image: Where everything lies.
         units: The same on every rank.
         origins: For every number in this rank's own units.
-        targets: Entry index → memory of exactly the entry's size; the same entries on each rank, not overlapping.
+        targets: Entry index → memory of exactly the entry's size, or the parts of it that this rank keeps; the same
+            entries, with the same kind of target, on each rank; not overlapping.
         peers: The ranks.
         threads: Requests in flight from this rank.
         seconds_max: For reading, and again for the exchange.
@@ -167,8 +148,10 @@ def read(
     Raises:
         PeerLost: A rank is gone.
     """
-    crew = _Crew(image, origins, targets, seconds_max)
     own = [unit for unit in units if unit.reader == peers.rank]
+    windows = ChunkWindows(image, targets)
+    passing = Passing(image, windows, targets, own) if peers.ranks > 1 else None
+    crew = _Crew(image, origins, targets, windows, passing, seconds_max)
     what = origins[own[0].number].what if own else ""
     outcome = Reading()
     begun = time.monotonic()
@@ -179,16 +162,19 @@ def read(
         if unit.reader == peers.rank:
             _await(unit, readings[unit], deadline, outcome, crew, peers)
             own_done = time.monotonic()
-        if peers.ranks > 1:
-            peers.share(crew.pieces(unit), unit.reader)
+        if passing is not None:
+            peers.share(passing.pieces(unit), unit.reader)
             shared += 1
-            if shared % _SHARES_IN_FLIGHT == 0:
+            if shared % _SHARES_IN_FLIGHT == 0 or passing.is_full:
                 peers.finish(deadline + seconds_max - time.monotonic())
+                passing.settle()
     _settle(readings, deadline, outcome, crew, what)
     outcome.seconds["read"] = own_done - begun
     outcome.bytes_read, outcome.sums, outcome.uses = crew.bytes_read, crew.sums, crew.uses()
-    if peers.ranks > 1:
+    if passing is not None:
         peers.finish(deadline + seconds_max - time.monotonic())
+        passing.settle()
+        outcome.received = passing.received
         outcome.seconds["exchange"] = time.monotonic() - own_done
     return outcome
 
@@ -258,13 +244,15 @@ class _Crew:
         self,
         image: Mapped,
         origins: Mapping[int, Origin],
-        targets: Mapping[int, EntryTarget],
+        targets: Mapping[int, Target],
+        windows: ChunkWindows,
+        passing: Passing | None,
         seconds_max: float,
     ) -> None:
         self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
+        self._windows, self._passing = windows, passing
         largest = max((origin.request_bytes for origin in origins.values()), default=_PAGE_BYTES)
         self._window_bytes = min(largest, image.chunk_bytes, image.image_bytes)
-        self._windows = ChunkWindows(image, targets)
         self._local = threading.local()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -330,13 +318,6 @@ class _Crew:
         """What each tier gave."""
         return {tier: Use(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
 
-    def pieces(self, unit: Unit) -> list[tuple[int, int]]:
-        """`(address, nbytes)` of the entries' bytes in a unit, in order."""
-        return [
-            (self._targets[part.entry].address + part.inside, part.nbytes)
-            for part in self._windows.parts(unit.extents)
-        ]
-
     def read(self, unit: Unit) -> None:
         """Read one unit into its targets.
 
@@ -348,6 +329,8 @@ class _Crew:
         """
         origin = self._origins[unit.number]
         lying = origin.lying(unit)
+        if self._passing is not None:
+            self._passing.wait(unit, self._stopped)
         begun = time.monotonic()
         parts = self._windows.parts(unit.extents)
         begins = [part.offset for part in parts]
@@ -405,25 +388,20 @@ class _Crew:
         position = 0
         for begin, part in zip(run.begins, run.parts, strict=True):
             if begin > position:
-                sums.append(_sum(view[position:begin]))
+                sums.append(Sum.of(view[position:begin]))
             position = begin + part.nbytes
-            sums.append(_sum(view[begin:position]))
+            sums.append(Sum.of(view[begin:position]))
             found.append((part.offset, sums[-1]))
-            # memmove gives the GIL back, so other readers go on.
-            ctypes.memmove(
-                self._targets[part.entry].address + part.inside, window.address + begin, part.nbytes
-            )
+            self._targets[part.entry].put(part.inside, window.address + begin, view[begin:position])
+            if self._passing is not None and self._passing.passes(part):
+                self._passing.keep(unit, part, window.address + begin)
         if position < run.nbytes:
-            sums.append(_sum(view[position:]))
+            sums.append(Sum.of(view[position:]))
         return found
 
-    def _window(self) -> _Window:
+    def _window(self) -> ReadWindow:
         """This thread's window."""
-        window: _Window | None = getattr(self._local, "window", None)
+        window: ReadWindow | None = getattr(self._local, "window", None)
         if window is None:
-            window = self._local.window = _Window.of_size(self._window_bytes)
+            window = self._local.window = ReadWindow.of_size(self._window_bytes)
         return window
-
-
-def _sum(view: memoryview) -> Sum:
-    return Sum(crc32(view), view.nbytes)

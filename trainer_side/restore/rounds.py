@@ -35,7 +35,8 @@ from trainer_side.restore.choice import (
 from trainer_side.restore.exchange import check_entries, check_told, tell
 from trainer_side.restore.image_map import ImageEnds, Mapped, ends_of
 from trainer_side.restore.origins import Origin
-from trainer_side.restore.reading import EntryTarget, Failure, Reading, Use, read
+from trainer_side.restore.reading import Failure, Reading, read
+from trainer_side.restore.targets import EntryTarget, Target
 
 
 @dataclass
@@ -100,13 +101,13 @@ class Rounds:
         ends = ImageEnds(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
         data = torch.empty(ends.nbytes, dtype=torch.uint8)
         memory, address = data.numpy().data, data.data_ptr()
-        targets = {0: EntryTarget(address, memory[:head_bytes])}
+        targets: dict[int, Target] = {0: EntryTarget(address, memory[:head_bytes])}
         targets[1] = EntryTarget(address + head_bytes, memory[head_bytes:])
         within = [Extent(entry.offset, entry.nbytes) for entry in ends.entries]
         problem = self._read(ends, pieces_of(self.layout, within), targets)[1]
         return bytes(memory), problem
 
-    def read(self, targets: Mapping[int, EntryTarget]) -> str | None:
+    def read(self, targets: Mapping[int, Target]) -> str | None:
         """Fill every target on every rank.
 
         Returns:
@@ -123,7 +124,7 @@ class Rounds:
         return problem
 
     def _read(
-        self, image: Mapped, pieces: dict[int, FramePiece], targets: Mapping[int, EntryTarget]
+        self, image: Mapped, pieces: dict[int, FramePiece], targets: Mapping[int, Target]
     ) -> tuple[dict[int, Any], str | None]:
         self.reading = Reading()
         done: list[Unit] = []
@@ -148,7 +149,7 @@ class Rounds:
                 threads=self.threads,
                 seconds_max=self.seconds_max,
             )
-            self._add(reading)
+            self.reading.add(reading)
             problem = agree(self.peers, reading.error)
             if problem is not None:
                 return {}, problem
@@ -157,19 +158,10 @@ class Rounds:
             again = {piece for number in failed_units for piece in units[number].pieces}
             left = {number: piece for number, piece in left.items() if number in again}
         told = tell(image, done, targets, self.reading.sums, self.peers)
-        error = check_told(image, told, targets, self.reading.sums, threads=self.threads)
+        error = check_told(
+            image, told, targets, self.reading.sums, received=self.reading.received, threads=self.threads
+        )
         return told, agree(self.peers, error)
-
-    def _add(self, reading: Reading) -> None:
-        total = self.reading
-        total.bytes_read += reading.bytes_read
-        total.sums.update(reading.sums)
-        for phase, seconds in reading.seconds.items():
-            total.seconds[phase] = total.seconds.get(phase, 0.0) + seconds
-        for tier, use in reading.uses.items():
-            before = total.uses.setdefault(tier, Use())
-            before.nbytes += use.nbytes
-            before.seconds += use.seconds
 
     def _failures(self, units: Sequence[Unit], mine: Sequence[Failure]) -> set[int]:
         """Tell each other what could not be read from where; returns the numbers of these units."""

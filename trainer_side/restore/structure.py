@@ -271,7 +271,9 @@ class _StructureFile(RangedFile):
         end = min(begin + view.nbytes, self._end)
         if begin >= end:
             return 0
-        if end <= self._head_bytes:
+        if (
+            end <= self._head_bytes or self._head_bytes == self._tail_offset
+        ):  # a small image is nothing but ends
             shift = 0
         elif begin >= self._tail_offset:
             shift = self._head_bytes - self._tail_offset

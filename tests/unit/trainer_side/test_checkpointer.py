@@ -23,6 +23,7 @@ from holdfast.notices.sparing import NO_LIMIT, Sparing
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
+from holdfast.wire.agreement import Round
 from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.pace import Wish
 from trainer_side import joining
@@ -82,7 +83,11 @@ class FakeLink:
         self.appointments.heard(Announcement(StepWord.APPOINTED, step, step, terms.to_json()))
 
     def agree(self, proposal: Proposal) -> Agreement:
-        return Agreement(2 * proposal.pickle_bytes + 4096, {})
+        agreed = Round(1, SECONDS_MAX).propose(0, proposal, 0.0)
+        assert isinstance(agreed, Agreement)
+        return Agreement(
+            2 * proposal.pickle_bytes + 4096, {}, patterns=agreed.patterns, split_rows=agreed.split_rows
+        )
 
     def announce(self, layout: Layout) -> None:
         self.layouts.append(layout)

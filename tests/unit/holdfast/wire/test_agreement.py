@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import PeerLost, StateError
+from holdfast.errors import PeerLost, ProtocolError, StateError
+from holdfast.image.layout import SPLIT
+from holdfast.image.regions import Region
 from holdfast.wire.agreement import Round, pickle_reserve_bytes
-from holdfast.wire.frames import Agreement, Proposal
+from holdfast.wire.frames import Agreement, HeldRegions, Proposal, decode
 
 ROWS: list[list[Any]] = [
     ["model/a", "float32", [2, 3], -1],
@@ -110,3 +112,88 @@ def test_rounds_follow_each_other() -> None:
 )
 def test_pickle_reserve(needed: int, given: int) -> None:
     assert pickle_reserve_bytes(needed) == given
+
+
+SPLIT_ROWS: list[list[Any]] = [
+    ["w", "float32", [4, 2], SPLIT],
+    ["b", "int64", [], 0],
+    ["m", "float32", [4, 2], SPLIT],
+]
+
+
+def holding(*regions: Region, sums: tuple[int, ...] = ()) -> Proposal:
+    """The proposal of a rank that holds these regions of `w` and `m`."""
+    held = HeldRegions.of((row, 4, region) for row, region in zip((0, 2), regions, strict=True))
+    return Proposal("digest", SPLIT_ROWS, 100, {}, sums, held=held)
+
+
+def rows(first: int, end: int) -> Region:
+    return Region((first, 0), (end - first, 2))
+
+
+def test_regions_of_all_ranks_become_patterns_and_travel_whole() -> None:
+    proposals = [
+        holding(rows(0, 3), rows(0, 3)),
+        holding(rows(3, 4), rows(3, 4)),
+        holding(rows(0, 0), rows(0, 0)),
+    ]
+    again = [Proposal.from_frame(decode(one.to_frame(1))) for one in proposals]
+    assert again == proposals
+    answer = agree(*again)
+    assert isinstance(answer, Agreement)
+    assert answer.split_rows == ((0, 0), (2, 0))
+    (pattern,) = answer.patterns
+    assert (pattern.shape, pattern.item_bytes) == ((4, 2), 4)
+    assert (pattern.regions, pattern.holders) == ((rows(0, 3), rows(3, 4)), ((0,), (1,)))
+    assert Agreement.from_frame(decode(answer.to_frame(1))) == answer
+
+
+@pytest.mark.parametrize(
+    ("proposals", "said"),
+    [
+        ([holding(rows(0, 2), rows(0, 3)), holding(rows(2, 4), rows(2, 4))], ["tensor m", "overlap"]),
+        ([holding(rows(0, 2), rows(0, 2)), holding(rows(2, 3), rows(2, 4))], ["tensor w", "6 of the 8"]),
+        (
+            [holding(rows(0, 4), rows(0, 5)), holding(rows(0, 4), rows(0, 5))],
+            ["tensor m", "[0:5, 0:2] is not in"],
+        ),
+        (
+            [
+                holding(rows(0, 4), rows(0, 4), sums=(7, 0, 8)),
+                holding(rows(0, 4), rows(0, 4), sums=(7, 0, 9)),
+            ],
+            ["tensor m", "rank 1 and rank 0 hold the same region, [0:4, 0:2], with other bytes"],
+        ),
+    ],
+)
+def test_regions_that_make_up_no_whole_are_refused_by_name(
+    proposals: list[Proposal], said: list[str]
+) -> None:
+    answer = agree(*proposals)
+    assert isinstance(answer, StateError)
+    assert all(word in str(answer) for word in said), answer
+
+
+def test_shards_that_differ_are_no_replicas() -> None:
+    answer = agree(
+        holding(rows(0, 2), rows(0, 2), sums=(1, 5, 2)), holding(rows(2, 4), rows(2, 4), sums=(3, 5, 4))
+    )
+    assert isinstance(answer, Agreement)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"regions": [], "rows": []},
+        {"regions": [[4, [0, 0], [4, 2]]], "rows": [[0, 0]]},
+        {"regions": [[4, [0, 0], [4, 2]]], "rows": [[0, 0], [1, 0]]},
+        {"regions": [[4, [0, 0], [4, 2]]], "rows": [[0, 0], [2, 1]]},
+        {"regions": [[4, [0, 0], [4, -2]]], "rows": [[0, 0], [2, 0]]},
+        {"regions": [[4, [0.0, 0], [4, 2]]], "rows": [[0, 0], [2, 0]]},
+        {"regions": "none", "rows": [[0, 0], [2, 0]]},
+        None,
+    ],
+)
+def test_regions_that_do_not_fit_the_table_are_refused(held: Any) -> None:
+    with pytest.raises(ProtocolError, match="PROPOSE: regions"):
+        HeldRegions.from_json(held, SPLIT_ROWS)

@@ -21,8 +21,7 @@ from holdfast.telemetry.events import EventLog
 from tests.support.checkpoints import manifest_of
 from tests.support.lone_peers import LonePeers
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
-from trainer_side.restore import exchange as received
-from trainer_side.restore import reading
+from trainer_side.restore import targets as targets_module
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.state.per_rank import PerRank, encode, reserve_bytes
@@ -393,13 +392,13 @@ def test_memory_beside_the_tensors_is_one_window_for_each_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     taken: list[int] = []
-    genuine = reading._Window.of_size
+    genuine = targets_module.ReadWindow.of_size
 
     def spy(nbytes: int) -> Any:
         taken.append(nbytes)
         return genuine(nbytes)
 
-    monkeypatch.setattr(reading._Window, "of_size", spy)
+    monkeypatch.setattr(targets_module.ReadWindow, "of_size", spy)
     publish(tmp_path, 5, {"x": torch.arange(500_000)}, chunk_bytes=1 << 20)
     store = CountingStore(tmp_path, request_bytes=1 << 17)
     target = torch.zeros(500_000, dtype=torch.int64)
@@ -418,8 +417,7 @@ def test_no_byte_is_summed_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         summed.append(data.nbytes)
         return crc32(data, start)
 
-    monkeypatch.setattr(reading, "crc32", spy)
-    monkeypatch.setattr(received, "crc32", spy)
+    monkeypatch.setattr(targets_module, "crc32", spy)
     manifest = publish(tmp_path, 5, {"x": torch.arange(50_000), "y": torch.ones(3)})
     Ranks(ranks).run(
         lambda peers: restore(

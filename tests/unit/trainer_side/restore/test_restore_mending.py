@@ -21,8 +21,7 @@ from holdfast.telemetry.events import EventLog
 from tests.support.restoring import CountingStore, Ranks
 from tests.support.slices import DictTier
 from tests.unit.trainer_side.tiered import Vector, assert_step, bring_back, saved
-from trainer_side.restore import exchange as received
-from trainer_side.restore import reading
+from trainer_side.restore import targets as targets_module
 from trainer_side.restore.restore import restore
 from trainer_side.tiers.tier import Kept, Nearness
 
@@ -319,8 +318,7 @@ def test_no_byte_is_summed_twice(store: CountingStore, monkeypatch: pytest.Monke
         return crc32(data, start)
 
     made = saved(5)
-    monkeypatch.setattr(reading, "crc32", spy)
-    monkeypatch.setattr(received, "crc32", spy)
+    monkeypatch.setattr(targets_module, "crc32", spy)
     assert_step(*bring_back(store, [[DictTier().put(made, rank)] for rank in range(2)]), 5)
     structure_bytes = 2 * 5 * made.layout.chunk_bytes
     assert made.layout.image_bytes <= sum(summed) <= 2 * made.layout.image_bytes + structure_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,19 +17,27 @@ import torch
 
 from holdfast.config import TrainerConfig
 from tests.support import changes
-from tests.support.changes import PACKAGES, TEARING, WAITING, Training
+from tests.support.changes import (
+    PACKAGES,
+    SHARDED_TEARING,
+    SHARDED_WAITING,
+    TEARING,
+    WAITING,
+    Training,
+)
 from tests.unit.trainer_side.assemble import make_plan, taken
 from tests.unit.trainer_side.test_checkpointer import SECONDS_MAX, FakeLink
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.save.copy_plan import SlicePlan
 from trainer_side.save.tearing import DeviceWords, SavedInstant, TearCheck
+from trainer_side.state.held import local_of
 from trainer_side.state.tree import collect, tensor_paths
 from trainer_side.transfer import TransferState
 
 SAVES = 6
 BATCH_SECONDS = 0.002
-TRACELESS = (changes.AverageThroughData, changes.AverageBesideTorch)
+TRACELESS = (changes.AverageThroughData, changes.AverageBesideTorch, changes.ShardedAverage)
 
 
 @pytest.fixture
@@ -38,6 +46,15 @@ def link(monkeypatch: pytest.MonkeyPatch) -> FakeLink:
     monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: found)
     changes.copy_slowly(BATCH_SECONDS, monkeypatch.setattr)
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For DTensors."""
+    file = tmp_path_factory.mktemp("gloo") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 class Run:
@@ -66,7 +83,7 @@ class Run:
 
     def _tensors(self) -> dict[str, bytes]:
         found = tensor_paths(collect(self.training.state))
-        return {named.path: named.tensor.detach().clone().numpy().tobytes() for named in found}
+        return {named.path: local_of(named.tensor).detach().numpy().tobytes() for named in found}
 
     def _judge(self, step: int, wanted: dict[str, bytes]) -> None:
         transfer, area = self.link.offers[step]
@@ -107,14 +124,14 @@ def runs(link: FakeLink) -> Iterator[Any]:
         one.end()
 
 
-@pytest.mark.parametrize("kind", WAITING)
+@pytest.mark.parametrize("kind", WAITING + SHARDED_WAITING)
 def test_what_waits_is_saved_each_time(runs: Any, link: FakeLink, kind: type[Training]) -> None:
     run = runs(kind)
     assert not run.torn
     assert not link.declined
 
 
-@pytest.mark.parametrize("kind", WAITING[:5])
+@pytest.mark.parametrize("kind", WAITING[:5] + SHARDED_WAITING)
 def test_what_waits_at_the_gate_is_proven_and_copied_behind_it(runs: Any, kind: type[Training]) -> None:
     """The first save finishes its copy, since nothing is shown yet; later ones leave it behind the gate."""
     waited = runs(kind).waited
@@ -122,7 +139,7 @@ def test_what_waits_at_the_gate_is_proven_and_copied_behind_it(runs: Any, kind: 
     assert not any(waited[2:])
 
 
-@pytest.mark.parametrize("kind", TEARING)
+@pytest.mark.parametrize("kind", TEARING + SHARDED_TEARING)
 def test_what_tears_is_withdrawn_by_name_or_waited_for(
     runs: Any, link: FakeLink, kind: type[Training], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,7 +154,7 @@ def test_what_tears_is_withdrawn_by_name_or_waited_for(
     assert len(warnings) == 1
 
 
-@pytest.mark.parametrize("kind", TEARING)
+@pytest.mark.parametrize("kind", TEARING + SHARDED_TEARING)
 def test_what_tears_after_it_was_proven_is_detected(
     runs: Any, link: FakeLink, kind: type[Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,13 +172,40 @@ def test_what_tears_after_it_was_proven_is_detected(
     assert stats.failed == stats.causes["torn"] == len(link.declined)
 
 
-@pytest.mark.parametrize("kind", TEARING)
+@pytest.mark.parametrize("kind", TEARING + SHARDED_TEARING)
 def test_without_detection_copies_are_torn(
     runs: Any, kind: type[Training], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tests above can fail."""
     changes.see_nothing(monkeypatch.setattr)
     assert runs(kind).torn
+
+
+def test_changes_of_a_dtensor_are_looked_for_where_torch_counts_them(link: FakeLink) -> None:
+    """In the DTensor, not in the tensor inside it; and what is not counted, some words tell."""
+    run = Run(link, changes.Sharded).go_on(1)
+    planner, parameter = run.checkpointer._saver._planner, run.training.parameters[3]
+    moment = run.training.optimizer.state[parameter]["exp_avg"]
+
+    def seen(change: Callable[[], object]) -> str:
+        plan, taken_now = planner.take()
+        instant = plan.tear_check.take(taken_now, 1)
+        assert instant is not None
+        assert not instant.changed()
+        with torch.no_grad():
+            change()
+        return instant.changed()
+
+    local = local_of(parameter)
+    before = parameter._version, local._version
+    assert seen(lambda: parameter.add_(0.0)) == "model/3", "not one word is another"
+    assert (parameter._version, local._version) == (before[0] + 1, before[1])
+    assert seen(lambda: moment.to_local().add_(0.0)) == "optimizer/state/3/exp_avg"
+    assert not seen(lambda: torch._foreach_add_([parameter], 0.0)), (
+        "torch counts it: the words are not needed"
+    )
+    assert seen(lambda: torch._foreach_add_([parameter], 1.0)) == "model/3"
+    run.end()
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,0 +1,375 @@
+"""Restore into split tensors: each rank gets its own parts of whole tensors, from the store and from tiers alike."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from holdfast.errors import StateError
+from tests.support.lone_peers import LonePeers
+from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
+from tests.support.slices import DictTier, checkpoint
+from trainer_side.restore.candidate import Restored
+from trainer_side.restore.restore import restore
+from trainer_side.state.held import Split
+from trainer_side.tiers.tier import Nearness
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """What is in it."""
+        slices = (slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
+        return whole[tuple(slices)]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Split:
+        """Memory for it, with other values."""
+        return Split(torch.full(self.size, 77).to(dtype), shape, self.start)
+
+
+def rows(shape: Sequence[int], ranks: int, rank: int, dimension: int = 0) -> Box:
+    """As `torch.chunk` cuts: a last one may be short, or empty."""
+    each = -(-shape[dimension] // ranks)
+    begin = min(each * rank, shape[dimension])
+    start, size = [0] * len(shape), [*shape]
+    start[dimension], size[dimension] = begin, min(each, shape[dimension] - begin)
+    return Box(tuple(start), tuple(size))
+
+
+def numbers(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    count = int(torch.tensor(shape).prod())
+    return ((torch.arange(count) * 7 + seed) % 251).to(dtype).reshape(*shape)
+
+
+class Weights(nn.Module):
+    """Of a module every rank saves a share, also of plain parameters."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def bring_back(
+    root: Path,
+    states: Sequence[dict[str, Any]],
+    *,
+    store: CountingStore | None = None,
+    tiers: Sequence[list[Any]] = (),
+    flip: Callable[[int, memoryview], None] | None = None,
+) -> list[Restored]:
+    """Restore each rank's state."""
+    the_store = store or CountingStore(root, request_bytes=1 << 13)
+
+    def work(peers: ThreadPeers) -> Restored:
+        mine = tiers[peers.rank] if tiers else []
+        result = restore(states[peers.rank], the_store, peers, events=None, tiers=mine)
+        assert result is not None
+        return result
+
+    return Ranks(len(states), flip=flip).run(work)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], int, dict[str, list[Box | None]], int]:
+    """Whole tensors; ranks; the box of each rank of each tensor (None: the rank takes it whole); bytes of a chunk."""
+    ranks = draw(st.integers(1, 3))
+    whole, boxes = {}, {}
+    for number in range(draw(st.integers(1, 3))):
+        shape = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+        name = f"t{number}"
+        whole[name] = numbers(shape, draw(st.sampled_from(_DTYPES)), number)
+        cuts = [sorted(draw(st.lists(st.integers(0, size), max_size=2))) for size in shape]
+        spans = [list(itertools.pairwise([0, *cut, size])) for cut, size in zip(cuts, shape, strict=True)]
+        cells = list(itertools.product(*spans))
+        found: list[Box | None] = []
+        for _ in range(ranks):
+            cell = draw(st.sampled_from([None, *cells]))
+            if cell is None:
+                found.append(None)
+            else:
+                found.append(
+                    Box(tuple(begin for begin, _ in cell), tuple(end - begin for begin, end in cell))
+                )
+        boxes[name] = found
+    return whole, ranks, boxes, draw(st.sampled_from([4096, 8192, 1 << 20]))
+
+
+def _states(
+    whole: dict[str, torch.Tensor], ranks: int, boxes: dict[str, list[Box | None]]
+) -> list[dict[str, Any]]:
+    def live(name: str, rank: int) -> Any:
+        box, tensor = boxes[name][rank], whole[name]
+        return torch.zeros_like(tensor) if box is None else box.empty(tensor.shape, tensor.dtype)
+
+    return [
+        {"split": {name: live(name, rank) for name in whole}, "y": torch.zeros(5)} for rank in range(ranks)
+    ]
+
+
+def _check(
+    states: list[dict[str, Any]], whole: dict[str, torch.Tensor], boxes: dict[str, list[Box | None]]
+) -> None:
+    for rank, state in enumerate(states):
+        assert torch.equal(state["y"], torch.arange(5.0))
+        for name, tensor in whole.items():
+            live, box = state["split"][name], boxes[name][rank]
+            if box is None:
+                assert torch.equal(live, tensor)
+            else:
+                assert torch.equal(live.tensor, box.of(tensor))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenes())
+def test_any_part_of_any_tensor_from_the_store(scene: Any) -> None:
+    whole, ranks, boxes, chunk_bytes = scene
+    with tempfile.TemporaryDirectory() as root:
+        publish(Path(root), 5, {"split": whole, "y": torch.arange(5.0)}, chunk_bytes=chunk_bytes)
+        states = _states(whole, ranks, boxes)
+        bring_back(Path(root), states)
+    _check(states, whole, boxes)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenes(), st.integers(1, 3))
+def test_any_part_of_any_tensor_from_tiers(scene: Any, saved_ranks: int) -> None:
+    whole, ranks, boxes, chunk_bytes = scene
+    made = checkpoint(
+        lambda _rank: {"split": Weights(whole), "y": torch.arange(5.0)},
+        ranks=saved_ranks,
+        step=5,
+        chunk_bytes=chunk_bytes,
+    )
+    tiers: list[list[Any]] = [[DictTier()] for _ in range(ranks)]
+    for saved_rank in range(saved_ranks):
+        tiers[saved_rank % ranks][0].put(made, saved_rank)
+    states = _states(whole, ranks, boxes)
+    with tempfile.TemporaryDirectory() as root:
+        store = CountingStore(Path(root))
+        bring_back(Path(root), states, store=store, tiers=tiers)
+    _check(states, whole, boxes)
+    assert store.bytes_read == 0
+
+
+def test_each_rank_reads_the_chunks_of_its_own_parts_alone(tmp_path: Path) -> None:
+    whole = numbers((64, 1024))
+    manifest = publish(tmp_path, 5, {"w": whole, "y": torch.arange(5.0)}, chunk_bytes=4096)
+    boxes = [rows(whole.shape, 4, rank) for rank in range(4)]
+    states = [{"w": box.empty(whole.shape, whole.dtype), "y": torch.zeros(5)} for box in boxes]
+    store = CountingStore(tmp_path, request_bytes=4096)
+    results = bring_back(tmp_path, states, store=store)
+    for box, state in zip(boxes, states, strict=True):
+        assert torch.equal(state["w"].tensor, box.of(whole))
+    own_bytes = whole.nbytes // 4
+    for result in results:
+        # One chunk more at each end, and a few that have what is not split.
+        assert own_bytes <= result.bytes_read <= own_bytes + 6 * manifest.chunk_bytes
+        assert sum(use.nbytes for use in result.sources.values()) == result.bytes_read
+    offsets = [offset for offset, nbytes in store.requests if nbytes == 4096]
+    inside = [offset for offset in offsets if 8192 <= offset < 200_000]
+    assert all(inside.count(offset) <= 2 for offset in inside)
+
+
+def test_bytes_of_live_parts_are_read_in_place(tmp_path: Path) -> None:
+    whole = numbers((8, 100))
+    publish(tmp_path, 5, {"w": whole})
+    live = rows(whole.shape, 2, 1).empty(whole.shape, whole.dtype)
+    address = live.tensor.data_ptr()
+    state = {"w": live}
+    restore(state, CountingStore(tmp_path), LonePeers(), events=None)
+    assert state["w"] is live
+    assert live.tensor.data_ptr() == address
+    assert torch.equal(live.tensor, whole[4:])
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        pytest.param(numbers((6, 8)).to(torch.float64), id="another dtype"),
+        pytest.param(numbers((8, 6)).t(), id="transposed"),
+        pytest.param(numbers((4, 6, 8))[2], id="view of a larger storage"),
+    ],
+)
+def test_what_lies_otherwise_in_the_file_is_copied(tmp_path: Path, saved: torch.Tensor) -> None:
+    publish(tmp_path, 5, {"w": saved, "other": {"x": 1}})
+    states = [
+        {"w": rows((6, 8), 2, rank, 1).empty((6, 8), torch.float32), "other": {"x": 0}} for rank in range(2)
+    ]
+    bring_back(tmp_path, states)
+    for rank, state in enumerate(states):
+        assert torch.equal(state["w"].tensor, rows((6, 8), 2, rank, 1).of(saved).float())  # type: ignore[attr-defined]
+        assert state["other"] == {"x": 1}
+
+
+def test_a_view_with_gaps_is_refused_by_name(tmp_path: Path) -> None:
+    publish(tmp_path, 5, {"w": numbers((6, 8))[:, ::2]})
+    live = rows((6, 4), 2, 0).empty((6, 4), torch.float32)
+    with pytest.raises(StateError, match=r"w: the checkpoint has it as a view with strides \[8, 2\]"):
+        restore({"w": live}, CountingStore(tmp_path), LonePeers(), events=None)
+
+
+@pytest.mark.parametrize("tied_in_file", [True, False])
+def test_tied_parts(tmp_path: Path, tied_in_file: bool) -> None:
+    first = numbers((6, 8))
+    second = first if tied_in_file else numbers((6, 8), seed=9)
+    publish(tmp_path, 5, {"a": {"first": first, "second": second}})
+    memory = torch.zeros(3, 8)
+    state = {"a": {name: Split(memory, (6, 8), (3, 0)) for name in ("first", "second")}}
+    restore(state, CountingStore(tmp_path), LonePeers(), events=None)
+    assert torch.equal(memory, second[3:])  # as torch itself: the last one that is loaded
+
+
+def test_another_whole_shape_is_refused_on_every_rank(tmp_path: Path) -> None:
+    publish(tmp_path, 5, {"w": {"x": numbers((6, 8))}})
+    states = [{"w": {"x": rows((7, 8), 2, rank).empty((7, 8), torch.float32)}} for rank in range(2)]
+    store = CountingStore(tmp_path)
+    _, errors = Ranks(2).outcomes(lambda peers: restore(states[peers.rank], store, peers, events=None))
+    for state, error in zip(states, errors, strict=True):
+        assert isinstance(error, StateError)
+        assert "w/x: expected [7, 8], the checkpoint has [6, 8]" in str(error)
+        assert bool((state["w"]["x"].tensor == 77).all())
+
+
+def test_damage_in_one_ranks_part_leads_all_to_the_step_before(tmp_path: Path) -> None:
+    older, newer = numbers((64, 256)), numbers((64, 256), seed=3)
+    publish(tmp_path, 4, {"w": older}, chunk_bytes=4096)
+    manifest = publish(tmp_path, 5, {"w": newer}, chunk_bytes=4096)
+    data = bytearray((tmp_path / manifest.file).read_bytes())
+    chunk = 12  # the last half is of rank 1 alone
+    data[chunk * 4096 + 17] ^= 1
+    (tmp_path / manifest.file).write_bytes(data)
+    boxes = [rows(newer.shape, 2, rank) for rank in range(2)]
+    states = [{"w": box.empty(newer.shape, newer.dtype)} for box in boxes]
+    for result in bring_back(tmp_path, states):
+        assert result.step == 4
+        (reason,) = result.skipped
+        assert "rank 1: " in reason
+        assert f"{manifest.file}: chunk {chunk} (4096 bytes from {chunk * 4096}): CRC-32 expected" in reason
+    for box, state in zip(boxes, states, strict=True):
+        assert torch.equal(state["w"].tensor, box.of(older))
+
+
+def test_a_bit_that_flips_between_the_ranks_is_seen(tmp_path: Path) -> None:
+    whole = numbers((64, 256))
+    made = checkpoint(lambda _rank: {"w": Weights({"x": whole})}, ranks=2, step=5)
+    made.publish(tmp_path)
+    tiers = [[DictTier().put(made, rank)] for rank in range(2)]
+    flipped: list[int] = []
+
+    def flip(rank: int, memory: memoryview) -> None:
+        if rank == 1 and memory.nbytes > 2000 and not flipped:
+            memory[1999] ^= 1
+            flipped.append(rank)
+
+    boxes = [rows(whole.shape, 2, rank) for rank in range(2)]
+    states = [{"w": {"x": box.empty(whole.shape, whole.dtype)}} for box in boxes]
+    for result in bring_back(tmp_path, states, tiers=tiers, flip=flip):
+        assert flipped
+        assert "after the exchange among the ranks" in result.skipped[0]
+    for box, state in zip(boxes, states, strict=True):  # from the store, then
+        assert torch.equal(state["w"]["x"].tensor, box.of(whole))
+
+
+def test_a_damaged_frame_of_a_split_tensor_is_taken_from_the_store(tmp_path: Path) -> None:
+    whole = numbers((64, 256))
+    made = checkpoint(lambda _rank: {"w": Weights({"x": whole})}, ranks=2, step=5)
+    made.publish(tmp_path)
+    tiers = [[DictTier(Nearness.NVME).put(made, rank)] for rank in range(2)]
+    tiers[1][0].flip(5, 1, 5000)
+    boxes = [rows(whole.shape, 2, rank, 1) for rank in range(2)]
+    states = [{"w": {"x": box.empty(whole.shape, whole.dtype)}} for box in boxes]
+    for result in bring_back(tmp_path, states, tiers=tiers):
+        assert len(result.mended) == 1
+        assert not result.skipped
+    for box, state in zip(boxes, states, strict=True):
+        assert torch.equal(state["w"]["x"].tensor, box.of(whole))
+
+
+def test_names_that_the_state_lacks_are_not_read(tmp_path: Path) -> None:
+    publish(tmp_path, 5, {"w": numbers((8, 8)), "ema": numbers((1000, 100))}, chunk_bytes=4096)
+    store = CountingStore(tmp_path, request_bytes=4096)
+    live = rows((8, 8), 2, 1).empty((8, 8), torch.float32)
+    restore({"w": live}, store, LonePeers(), events=None)
+    assert torch.equal(live.tensor, numbers((8, 8))[4:])
+    assert store.bytes_read < 100_000
+
+
+class Owner:
+    """An object that gives parts of its tensors as its state, and takes them back."""
+
+    def __init__(self, rank: int) -> None:
+        self.weights = nn.Parameter(torch.zeros(2, 8))
+        self.rank, self.loaded = rank, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"experts": [Split(self.weights, (4, 8), (2 * self.rank, 0))], "names": ("a", "b")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["experts"][0], Split)
+        assert state["names"] == ("a", "b")
+        self.loaded = True
+
+
+def test_objects_that_split_by_hand_get_their_parts_filled(tmp_path: Path) -> None:
+    whole = numbers((4, 8))
+    publish(tmp_path, 5, {"owner": {"experts": [whole], "names": ("a", "b")}})
+    states = [{"owner": Owner(rank)} for rank in range(2)]
+    bring_back(tmp_path, states)
+    for rank, state in enumerate(states):
+        assert state["owner"].loaded
+        assert torch.equal(state["owner"].weights, whole[2 * rank : 2 * rank + 2])
+
+
+_CHILD = """
+import resource, sys, torch
+from pathlib import Path
+from holdfast.store.posix import PosixStore
+from tests.support.lone_peers import LonePeers
+from trainer_side.restore.restore import RestoreOptions, restore
+from trainer_side.state.held import Split
+
+rows, ranks = int(sys.argv[2]), 10
+local = torch.zeros(rows // ranks, 1024)
+store = PosixStore(Path(sys.argv[1]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+restore({"w": Split(local, (rows, 1024), (3 * rows // ranks, 0))}, store, LonePeers(), events=None,
+        options=RestoreOptions(threads=2))
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+assert bool((local == torch.arange(3 * rows // ranks, 4 * rows // ranks)[:, None]).all())
+print(grown * 1024)
+"""
+_CONSTANT_BYTES = 64 << 20  # code that is loaded, and a window for each of two readers
+
+
+def test_memory_is_the_ranks_own_part_and_a_constant(tmp_path: Path) -> None:
+    size = 80 * 1024  # rows of 4 KiB: 320 MiB
+    publish(
+        tmp_path,
+        5,
+        {"w": torch.arange(float(size))[:, None].expand(-1, 1024).contiguous()},
+        chunk_bytes=4 << 20,
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", _CHILD, str(tmp_path), str(size)], capture_output=True, text=True, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    own_bytes = size // 10 * 4096
+    assert int(child.stdout) < own_bytes + _CONSTANT_BYTES < size * 4096 // 3

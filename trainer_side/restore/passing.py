@@ -1,0 +1,124 @@
+"""Bytes of split tensors on their way from the rank that read them to all others, each of which keeps its own parts.
+
+    reader   reads a unit ─► its own parts, and a window ─┐  share
+    others                                    a window ◄──┘ ─► CRC-32, to be compared ─► their own parts
+
+Nobody has memory for a whole split tensor, so what is shared goes from window to window. A window holds what is passed
+on of one chunk, each byte where the chunk has it. There are only so many: they are used again when what is in them
+has arrived everywhere (`Peers.finish`), and a reader that is ahead waits for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Mapping
+
+from trainer_side.restore.choice import Unit
+from trainer_side.restore.image_map import Mapped
+from trainer_side.restore.targets import EntryTarget, ReadWindow, Sum, Target
+from trainer_side.restore.windows import ChunkWindows, EntryPart
+
+_BATCH = 2  # units that are under way at once
+_AHEAD = _BATCH + 2  # units that this rank has read and not yet given away
+_WAIT_SECONDS = 0.1
+
+
+class Passing:
+    """The windows of one reading. `pieces`, `is_full` and `settle` are for the training thread.
+
+    Args:
+        image: Where everything lies.
+        windows: Of the entries in `targets`.
+        targets: Entries that are shared in place have an `EntryTarget`; all others are passed on.
+        own: The units that this rank reads, in order.
+
+    Attributes:
+        received: CRC-32 of each part that has come from another rank, by its place in the image.
+    """
+
+    def __init__(
+        self, image: Mapped, windows: ChunkWindows, targets: Mapping[int, Target], own: Iterable[Unit]
+    ) -> None:
+        self._windows, self._targets = windows, targets
+        self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)
+        self._spread = image.chunk_bytes
+        self._turns: dict[Unit, int] = {}
+        if any(not isinstance(target, EntryTarget) for target in targets.values()):
+            passed = (unit for unit in own if any(map(self.passes, windows.parts(unit.extents))))
+            self._turns = {unit: turn for turn, unit in enumerate(passed)}
+        self._ahead: dict[int, ReadWindow] = {}
+        self._coming: dict[int, ReadWindow] = {}
+        self._batch: list[Unit] = []
+        self._given = 0  # own units that have arrived everywhere
+        self._changed = threading.Condition()
+        self.received: dict[int, Sum] = {}
+
+    def passes(self, part: EntryPart) -> bool:
+        """Whether it goes through a window."""
+        return not isinstance(self._targets[part.entry], EntryTarget)
+
+    def wait(self, unit: Unit, stopped: threading.Event) -> None:
+        """Wait until there is a window for a unit that this rank reads. Any thread."""
+        turn = self._turns.get(unit)
+        if turn is None:
+            return
+        with self._changed:
+            while turn - self._given >= _AHEAD and not stopped.is_set():
+                self._changed.wait(_WAIT_SECONDS)
+
+    def keep(self, unit: Unit, part: EntryPart, address: int) -> None:
+        """Keep bytes of a unit until they are given away. Any thread."""
+        ctypes.memmove(self._address(self._window(unit), part), address, part.nbytes)
+
+    def pieces(self, unit: Unit) -> list[tuple[int, int]]:
+        """`(address, nbytes)` of a unit's bytes for `Peers.share`, in order."""
+        parts = self._windows.parts(unit.extents)
+        window = None
+        if any(map(self.passes, parts)):
+            self._batch.append(unit)
+            window = self._window(unit)
+        pieces = []
+        for part in parts:
+            target = self._targets[part.entry]
+            if isinstance(target, EntryTarget):
+                pieces.append((target.address + part.inside, part.nbytes))
+            else:
+                assert window is not None
+                pieces.append((self._address(window, part), part.nbytes))
+        return pieces
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing more may be shared before `Peers.finish` and `settle`. The same on every rank."""
+        return len(self._batch) >= _BATCH
+
+    def settle(self) -> None:
+        """Take what has arrived, after `Peers.finish`."""
+        given = 0
+        for place, unit in enumerate(self._batch):
+            if unit in self._turns:
+                given += 1
+                continue
+            window = self._coming[place]
+            for part in filter(self.passes, self._windows.parts(unit.extents)):
+                begin = part.offset % self._spread
+                view = window.memory[begin : begin + part.nbytes]
+                self.received[part.offset] = Sum.of(view)
+                self._targets[part.entry].put(part.inside, window.address + begin, view)
+        self._batch.clear()
+        with self._changed:
+            self._given += given
+            self._changed.notify_all()
+
+    def _window(self, unit: Unit) -> ReadWindow:
+        turn = self._turns.get(unit)
+        windows = self._coming if turn is None else self._ahead
+        place = len(self._batch) - 1 if turn is None else turn % _AHEAD
+        with self._changed:
+            if place not in windows:
+                windows[place] = ReadWindow.of_size(self._chunk_bytes)
+            return windows[place]
+
+    def _address(self, window: ReadWindow, part: EntryPart) -> int:
+        return window.address + part.offset % self._spread

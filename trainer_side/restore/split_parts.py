@@ -1,0 +1,222 @@
+"""Finds the parts of split tensors that this rank holds, and puts them into a restored tree in place of whole tensors.
+
+    live     {"model": {"w": DTensor}}                  the parts: DTensors of modules and optimizers, `Split` anywhere
+    saved    {"model": {"w": a whole tensor, untouched}}
+    after    {"model": {"w": the DTensor}}              `load_state_dict` then copies it onto itself
+
+The whole tensors are let go; nobody ever touches their memory. An optimizer that has not stepped yet has no moments:
+those that the checkpoint has are made like the parameter that they are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import StateError
+from trainer_side.restore.region_targets import Claims, ScatterTarget
+from trainer_side.restore.structure import Structure, once
+from trainer_side.state.held import Held, Split, held, is_split
+from trainer_side.state.tree import children, tensor_paths
+
+
+class SplitPart(NamedTuple):
+    """A split tensor of this rank.
+
+    Attributes:
+        path: In the state, and in the checkpoint.
+        value: The DTensor or `Split` that its object takes back. `held`: what is here of it.
+        live: Whether the object has it already.
+    """
+
+    path: str
+    value: Any
+    held: Held
+    live: bool = True
+
+
+class Placed(NamedTuple):
+    """The result of `place`.
+
+    Attributes:
+        regions: Entry → this rank's parts of it.
+        free: Entries of which this rank takes nothing whole.
+        nbytes: To be read straight into live memory.
+    """
+
+    regions: dict[int, ScatterTarget]
+    free: frozenset[int]
+    nbytes: int
+
+
+def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, SplitPart]:
+    """The split tensors in the state, by path; those whose path stands for another one too are left out.
+
+    Args:
+        state: As the script gave it.
+        live: What `live_trees` gave for it. FSDP2 gathers its parameters back into parts for that.
+
+    Raises:
+        StateError: One cannot be restored into as it is; names it.
+    """
+    trees = {
+        name: live.get(name, value)
+        for name, value in state.items()
+        if name in live or isinstance(value, dict | list | tuple | Split)
+    }
+    found = list(_leaves(trees))
+    clear = once(path for path, _ in found)
+    parts: dict[str, SplitPart] = {}
+    for path, value in found:
+        here = _held(path, value)
+        if here is not None and path in clear:
+            parts[path] = SplitPart(path, value, here)
+    return parts
+
+
+def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, SplitPart]:
+    """Moments of split parameters, new ones, for optimizers that have none where the checkpoint has some.
+
+    They are as the optimizer itself would make them, in the dtype that was saved.
+
+    Raises:
+        StateError: A parameter cannot be restored into as it is; names it.
+    """
+    parts: dict[str, SplitPart] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.optim.Optimizer) and name in tree:
+            for number, parameter, moments in _saved_moments(value, tree[name]):
+                for key, saved in moments.items():
+                    path = f"{name}/state/{number}/{key}"
+                    before = value.state.get(parameter, {}).get(key)
+                    if _is_moment(key, saved, parameter) and not _fits(before, saved):
+                        moment = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+                        here = _held(path, moment)
+                        assert here is not None
+                        parts[path] = SplitPart(path, moment, here, live=False)
+    return parts
+
+
+def place(structure: Structure, parts: Mapping[str, SplitPart], names: Collection[str]) -> Placed:
+    """Put the parts into the tree; the memory that no tensor of the tree has any more is let go.
+
+    Args:
+        structure: Its tensors have the shapes of the parts at their paths.
+        parts: By path.
+        names: Of the state. Where it is split, all else is let go as well: no rank has room for what it does not take.
+
+    Raises:
+        StateError: A saved tensor does not lie in one piece.
+    """
+    if not parts:
+        return Placed({}, frozenset(), 0)
+    entry_of = {storage.data_ptr(): index for index, storage in structure.storages.items()}
+    tensors = structure.tensors
+    clear = once(path for path, _ in tensors)
+    regions: dict[int, ScatterTarget] = {}
+    taken: dict[str, Any] = {}
+    touched: set[int] = set()
+    claims, fresh = Claims(), Claims()
+    for path, saved in tensors:
+        entry = _entry(saved, entry_of)
+        part = parts.get(path) if path in clear else None
+        if part is None:
+            continue
+        taken[path] = part.value
+        if entry is not None:
+            touched.add(entry)
+            target = (claims if part.live else fresh).target(path, saved, entry, part.held)
+            if target is not None:
+                regions.setdefault(entry, ScatterTarget()).regions.append(target)
+    for name in [name for name in structure.tree if name not in names]:
+        for _, tensor in tensor_paths([structure.tree.pop(name)]):
+            entry = _entry(tensor, entry_of)
+            touched |= set() if entry is None else {entry}
+    structure.tree = _replaced(structure.tree, "", taken, {})
+    free = touched - {_entry(tensor, entry_of) for _, tensor in structure.tensors if not is_split(tensor)}
+    for entry in free:
+        del structure.storages[entry]
+    return Placed(regions, frozenset(free), claims.nbytes)
+
+
+def _entry(tensor: torch.Tensor, entry_of: Mapping[int, int]) -> int | None:
+    """Where a tensor of the file lies; None for an empty or a sparse one."""
+    if tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
+        return None
+    return entry_of.get(tensor.untyped_storage().data_ptr())
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """All tensors and `Split`s of a tree, as `tensor_paths` names them."""
+    tensors = tensor_paths(tree)
+    yield from tensors
+    seen = {id(tree)}
+    pending = [("", tree)]
+    while pending:
+        prefix, node = pending.pop()
+        for key, value in children(node):
+            if isinstance(value, Split):
+                yield f"{prefix}{key}", value
+            elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+                seen.add(id(value))
+                pending.append((f"{prefix}{key}/", value))
+
+
+def _held(path: str, value: Any) -> Held | None:
+    try:
+        return held(value)
+    except StateError as error:
+        raise StateError(f"{path} is {error}") from error
+
+
+def _saved_moments(
+    optimizer: torch.optim.Optimizer, saved: Any
+) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
+    """Number in the checkpoint, parameter and what was saved for it, of split parameters; as torch matches them."""
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = saved.get("param_groups") or []
+    numbers = [number for group in groups for number in group.get("params", ())]
+    if len(numbers) != len(parameters):
+        return  # refused by its own load_state_dict, with a better message
+    for number, parameter in zip(numbers, parameters, strict=True):
+        moments = saved["state"].get(number)
+        if is_split(parameter) and isinstance(moments, Mapping):
+            yield number, parameter, moments
+
+
+def _is_moment(key: Any, saved: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(saved, torch.Tensor) and key != "step" and saved.shape == parameter.shape
+
+
+def _fits(before: Any, saved: torch.Tensor) -> bool:
+    """Whether the optimizer has it, in the dtype that was saved: that is kept, as for whole tensors."""
+    return is_split(before) and before.dtype == saved.dtype
+
+
+def _replaced(node: Any, prefix: str, taken: Mapping[str, Any], done: dict[int, Any]) -> Any:
+    """The node with values in place of its tensors; dicts and lists are changed in place."""
+    if id(node) in done:
+        return done[id(node)]
+    done[id(node)] = node
+    if isinstance(node, tuple):
+        items = [_replaced_at(f"{prefix}{key}", value, taken, done) for key, value in children(node)]
+        if any(new is not old for new, old in zip(items, node, strict=True)):
+            done[id(node)] = tuple(items)
+        return done[id(node)]
+    for key, value in list(children(node)):
+        new = _replaced_at(f"{prefix}{key}", value, taken, done)
+        if new is not value:
+            node[key] = new
+    return node
+
+
+def _replaced_at(path: str, value: Any, taken: Mapping[str, Any], done: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return taken.get(path, value)
+    if isinstance(value, dict | list | tuple):
+        return _replaced(value, f"{path}/", taken, done)
+    return value
