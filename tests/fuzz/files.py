@@ -16,8 +16,8 @@ import torch
 
 from holdfast.image.manifest import EntryRecord, Manifest
 from tests.support.checkpoints import entry_records, manifest_of
-from tests.support.lone_peers import LonePeers
 from tests.support.memory_store import MemoryStore
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
 

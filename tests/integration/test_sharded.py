@@ -75,8 +75,10 @@ class Meshes(Cluster):
         return done.stdout.split()
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("fsdp", 3), ("fsdp-tp", 4)])
-def test_the_file_has_whole_tensors_as_torch_gathers_them(tmp_path: Path, case: str, ranks: int) -> None:
+def test_the_file_has_whole_tensors_as_torch_gathers_them_and_another_mesh_goes_on_from_it(
+    tmp_path: Path,
+) -> None:
     meshes = Meshes(tmp_path)
-    assert meshes.train(case, ranks, 2) is None
-    assert meshes.compare() == ["step-000000000.pt", "step-000000001.pt"]
+    assert meshes.train("fsdp", 3, 2) is None
+    assert meshes.train("fsdp-tp", 4, 3) == {"step": 1, "differ": []}
+    assert meshes.compare() == ["step-000000000.pt", "step-000000001.pt", "step-000000002-a002.pt"]

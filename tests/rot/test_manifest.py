@@ -12,8 +12,8 @@ from holdfast.errors import DamageError
 from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.store.posix import PosixStore
 from tests.rot.flips import COUNT, flips
-from tests.support.lone_peers import LonePeers
 from tests.support.restoring import publish
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.restore import RestoreOptions, restore
 
 

@@ -21,8 +21,8 @@ from holdfast.image.manifest import Manifest
 from holdfast.store.posix import PosixStore
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.cluster import same
-from tests.support.lone_peers import LonePeers
 from tests.support.restoring import Ranks, publish
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.state.per_rank import PerRank, encode

@@ -18,7 +18,7 @@ from holdfast.ring.remains import Asked, held_in
 from holdfast.ring.ring import Ring
 from tests.simulation.store import pristine
 from tests.simulation.transport import Job
-from tests.support.lone_peers import LonePeers
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.choice import StoreCandidate
 from trainer_side.restore.ring_slices import RingSlices, look
 from trainer_side.tiers.tier import Kept

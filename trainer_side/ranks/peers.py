@@ -66,6 +66,31 @@ class Peers(Protocol):
         ...
 
 
+class LonePeers:
+    """One rank by itself."""
+
+    rank = 0
+    ranks = 1
+
+    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
+        """The bytes themselves."""
+        assert data is not None, f"rank {root} gave nothing"
+        return data
+
+    def all_agree(self, ok: bool) -> bool:
+        """What this rank says."""
+        return ok
+
+    def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
+        """There is nobody to share with."""
+
+    def poll(self) -> None:
+        """Nothing was queued."""
+
+    def finish(self, deadline_seconds: float) -> None:
+        """Nothing was queued."""
+
+
 _NAMED = 3  # of many ranks that met damage, so many are named
 
 

@@ -21,12 +21,12 @@ from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.wire.frames import Agreement, Proposal
-from tests.support.lone_peers import LonePeers
 from tests.support.restoring import Ranks, ThreadPeers
 from tests.unit.trainer_side.tiers.ranks import Area, laid_out
 from trainer_side.joining import _alone, _beside, compare
 from trainer_side.link.no_stager import NoStager
 from trainer_side.ranks.mpi import World
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Tier

@@ -19,8 +19,8 @@ from holdfast.errors import DamageError, PeerLost, StateError, StoreError, Store
 from holdfast.image.manifest import Manifest, State, manifest_name
 from holdfast.telemetry.events import EventLog
 from tests.support.checkpoints import manifest_of
-from tests.support.lone_peers import LonePeers
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore import targets as targets_module
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from holdfast.errors import StoreError
-from tests.support.lone_peers import LonePeers
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers
 from tests.support.slices import DictTier
 from tests.unit.trainer_side.tiered import assert_step, bring_back, saved
 from tests.unit.trainer_side.tiers.ranks import until
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.tiers.kept_slices import take_inventory
 from trainer_side.tiers.tier import Kept, Nearness, Tier

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.errors import StateError
-from tests.support.lone_peers import LonePeers
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
 from tests.support.slices import DictTier, checkpoint
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import restore
 from trainer_side.state.held import Split
@@ -342,7 +342,7 @@ _CHILD = """
 import resource, sys, torch
 from pathlib import Path
 from holdfast.store.posix import PosixStore
-from tests.support.lone_peers import LonePeers
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.state.held import Split
 

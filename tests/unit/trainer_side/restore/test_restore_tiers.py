@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from holdfast.errors import StateError, StoreError, StoreMissing
-from tests.support.lone_peers import LonePeers
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers
 from tests.support.slices import DictTier, checkpoint
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same
 from tests.unit.trainer_side.tiered import Vector, assert_step, bring_back, saved
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import restore
