@@ -173,7 +173,9 @@ def test_each_rank_reads_the_chunks_of_its_own_parts_alone(tmp_path: Path) -> No
     whole = numbers((64, 1024))
     manifest = publish(tmp_path, 5, {"w": whole, "y": torch.arange(5.0)}, chunk_bytes=4096)
     boxes = [rows(whole.shape, 4, rank) for rank in range(4)]
-    states = [{"w": box.empty(whole.shape, whole.dtype), "y": torch.zeros(5)} for box in boxes]
+    states: list[dict[str, Any]] = [
+        {"w": box.empty(whole.shape, whole.dtype), "y": torch.zeros(5)} for box in boxes
+    ]
     store = CountingStore(tmp_path, request_bytes=4096)
     results = bring_back(tmp_path, states, store=store)
     for box, state in zip(boxes, states, strict=True):
