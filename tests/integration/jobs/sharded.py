@@ -193,7 +193,9 @@ def main() -> None:
                 out.mkdir()
                 (out / "restored.json").write_text(json.dumps(report))
         for step in range(first, steps):
-            torch.manual_seed(step)  # the same dropout on every rank: those that share a region must stay the same
+            torch.manual_seed(
+                step
+            )  # the same dropout on every rank: those that share a region must stay the same
             loss = net(torch.randint(0, WORDS, (4, 7))).square().mean()
             loss.backward()
             optimizer.step()
