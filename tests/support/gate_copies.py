@@ -24,13 +24,16 @@ class Copies:
     Args:
         gate: None: only the training.
         optimizers: Of the training.
+        turn: `(rank, ranks)`: of as many parameters this rank copies one, with its moments; other ranks have the rest.
 
     Attributes:
         waited_seconds: For how long updates were held back.
     """
 
-    def __init__(self, gate: Gate | None, optimizers: Sequence[Optimizer]) -> None:
-        self._gate, self._optimizers = gate, optimizers
+    def __init__(
+        self, gate: Gate | None, optimizers: Sequence[Optimizer], turn: tuple[int, int] = (0, 1)
+    ) -> None:
+        self._gate, self._optimizers, self._turn = gate, optimizers, turn
         self._thread: threading.Thread | None = None
         self._wanted: list[dict[int, torch.Tensor]] = []
         self._got: list[dict[int, torch.Tensor]] = []
@@ -73,11 +76,13 @@ class Copies:
             time.sleep(COPY_SECONDS)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        rank, ranks = self._turn
+        groups = [(one, group["params"]) for one in self._optimizers for group in one.param_groups]
+        all_parameters = [(optimizer, parameter) for optimizer, those in groups for parameter in those]
+        for optimizer, parameter in all_parameters[rank::ranks]:
+            yield parameter
+            state = optimizer.state.get(parameter, {})
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def join(self) -> None:
         self._no_more_updates.set()
