@@ -50,12 +50,12 @@ class Meshes(Cluster):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, str(directory / "store"), {}, script=str(_JOB), stager=SMALL)
-        self._truths = directory / "truths"
-        self._truths.mkdir()
+        self.truths = directory / "truths"
+        self.truths.mkdir()
 
     def train(self, case: str, ranks: int, steps: int) -> dict[str, Any] | None:
         """Train up to `steps`, from where the run stands; what a restored job has found."""
-        with self.start(ranks, case, str(steps), str(self._truths)) as job:
+        with self.start(ranks, case, str(steps), str(self.truths)) as job:
             job.succeed(SECONDS_MAX)
         self.wait_for_flusher()
         found = self.out(self.started) / "restored.json"
@@ -68,7 +68,7 @@ class Meshes(Cluster):
             "-c",
             _COMPARE,
             str(self.directory / "store"),
-            str(self._truths),
+            str(self.truths),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=self.directory)
         assert done.returncode == 0, done.stderr
