@@ -49,7 +49,8 @@ class Meshes(Cluster):
     """Jobs on one store, each with ranks and a mesh of its own."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory, str(directory / "store"), {}, script=str(_JOB), stager=SMALL)
+        env = {"HOLDFAST_ON_FULL": "wait"}
+        super().__init__(directory, str(directory / "store"), env, script=str(_JOB), stager=SMALL)
         self.truths = directory / "truths"
         self.truths.mkdir()
 
