@@ -1,7 +1,7 @@
 """The checkpoints that `holdfast run` has set aside: a file of the run's runtime directory, which the flusher reads.
 
-They are evidence of what went wrong, so retention keeps them for as long as the run is supervised. One line for each, as
-`Key.label` has it, added by one write: a line without its end is one that is just being written.
+They are evidence of what went wrong, so retention keeps them for as long as the run is supervised. Each has a line, as
+`Key.label` has it, added by one write: a line without its end is just being written.
 """
 
 from __future__ import annotations

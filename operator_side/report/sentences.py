@@ -132,6 +132,9 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
             f"Numbers that are not finite (NaN or infinite) are in {plural(len(broken), 'checkpoint')}; the first is "
             f"step {broken[0].step} (attempt {broken[0].attempt})."
         )
+    for one in facts.happened:
+        if one.event == "set_aside":
+            yield f"{one.text[:1].upper()}{one.text[1:]}."
     if facts.checkpoints.not_taken:
         causes = ", ".join(
             f"{count:,} {cause}" for cause, count in facts.checkpoints.causes.most_common(_NAMED_MAX)

@@ -4,7 +4,7 @@
     restored from B, …                                                                     B is set aside
     …                           --set-aside-max in a row                                   the run ends, as without this
 
-What comes from outside (a kill, a lost host) says nothing about a checkpoint, and does not count. Nor does a crash before
+A loss from outside (a kill, a lost host) says nothing about a checkpoint, and does not count. Nor does a crash before
 every rank had its state back, or one after which the next attempt has a newer checkpoint to begin with. A job that has
 trained the step anew from an older checkpoint, and crashes the same way again, has a bug: nothing more is set aside.
 """
