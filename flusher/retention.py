@@ -131,6 +131,8 @@ def to_remove(known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[Key] 
     verified = [one for one in good if one.state is State.VERIFIED]
     kept.update(one.file for one in verified[:1])
     fewest = min((one.nonfinite for one in verified if one.nonfinite is not None), default=0)
+    # Without the one that has the fewest, others would pass for finite at the next look.
+    kept.update([one.file for one in verified if one.nonfinite == fewest][:1])
     finite = [one for one in good if one.nonfinite is None or one.nonfinite <= fewest]
     kept.update([one.file for one in finite if one.state is State.VERIFIED][:1])
     kept.update([one.file for one in verified if not one.nonfinite][:1])

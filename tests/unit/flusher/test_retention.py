@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flusher.retention import Keep, StoredStep, to_remove
@@ -228,6 +228,15 @@ def test_invariants_of_ladder_and_finite_ones(
 
 
 @given(counted, ladders)
+@example(
+    [
+        (State.VERIFIED, 0.0, None),
+        (State.VERIFIED, 0.0, 0),
+        (State.VERIFIED, 24.0, None),
+        (State.VERIFIED, 48.0, 3),
+    ],
+    Keep(1, daily=2),
+)
 def test_asking_again_removes_no_more_while_the_clock_goes_forward(
     told: list[tuple[State, float, int | None]], keep: Keep
 ) -> None:

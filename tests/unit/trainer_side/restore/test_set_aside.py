@@ -100,7 +100,11 @@ def test_a_step_that_the_script_names_is_set_aside_all_the_same(store: CountingS
 
 
 def test_the_reason_of_one_that_is_damaged_stays() -> None:
-    listed = [Passed(1, 5, "its file is missing", lost=True), Candidate(1, 3, 0), Candidate(1, 1, 1)]
+    listed: list[Candidate | Passed] = [
+        Passed(1, 5, "its file is missing", lost=True),
+        Candidate(1, 3, 0),
+        Candidate(1, 1, 1),
+    ]
     assert pass_over(listed, []) is listed
     assert pass_over(listed, [Key(1, 3)]) == [
         listed[0],
