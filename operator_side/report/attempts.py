@@ -111,6 +111,7 @@ def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
     match event.event:
         case "restored":
             attempt.restored_step = whole(event.fields.get("step"), least=-1)
+            attempt.restored_attempt = whole(event.fields.get("of_attempt")) or attempt.restored_attempt
         case "training":
             attempt.training_at_unix = event.time
             said = {name: number(event.fields.get(name)) for name in _PHASES}

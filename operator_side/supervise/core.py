@@ -131,14 +131,16 @@ class Core:
                 attempt.met = True
                 return self._reached("joined", "all ranks and the stager have joined", {}, now)
             case RankRestored(rank, step, of_attempt, before) if attempt.is_last(attempt.restored, rank):
+                told = {"step": step}
                 if step >= 0 and of_attempt > 0:
                     attempt.restored_from, attempt.before = Key(of_attempt, step), before
+                    told["of_attempt"] = of_attempt
                 how = (
                     f"every rank has restored step {step}"
                     if step >= 0
                     else "no checkpoint to restore, a new run begins"
                 )
-                return self._reached("restored", how, {"step": step}, now)
+                return self._reached("restored", how, told, now)
             case Stepped(rank, step) if attempt.is_last(attempt.stepped, rank):
                 return self._trains(attempt, step, now)
             case Ended():

@@ -72,6 +72,12 @@ def test_two_equal_crashes_after_the_restore_of_one_checkpoint_set_it_aside() ->
     assert passed_over(story) == (POISONED,)
 
 
+def test_the_status_file_tells_which_attempt_had_saved_what_is_restored() -> None:
+    story = life(begun(), Key(4, 3), OLD)
+    told = [dict(note.fields) for note in story.of(Note) if note.event == "restored"]
+    assert told == [{"attempt": 1, "step": -1}, {"attempt": 2, "step": 3, "of_attempt": 4}]
+
+
 def test_the_job_that_goes_on_from_the_one_before_ends_well() -> None:
     story = life(life(begun(), POISONED, GOOD), POISONED, GOOD)
     life(story, GOOD, OLD, Ended(0, 0), Ended(1, 0), Ended(2, 0), staged=(5, 7))
