@@ -38,6 +38,7 @@ from holdfast.image.manifest import Key
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.ring.ring import Ring
+from holdfast.ring.set_aside import read_set_aside
 from holdfast.store import open_store, parts_at_once
 from holdfast.store.base import Store
 from holdfast.store.guarded import guarded
@@ -85,7 +86,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         rules = UpkeepRules(
             config.verify, keep, config.reuse, refuse_nonfinite=config.on_nonfinite == "refuse"
         )
-        upkeep = Upkeep(context, rules)
+        upkeep = Upkeep(context, rules, set_aside=lambda: read_set_aside(directory))
         held.callback(upkeep.stop)
         found = _find_ring(directory, events)
         try:

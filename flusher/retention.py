@@ -4,6 +4,7 @@
         one, always · the newest verified one whose numbers are finite, always · the newest whose replicas are not
         known to have drifted apart, always · rungs of the ladder: the first one of each of the newest
         `keep_hourly` hours and `keep_daily` days that have one
+            · those that `holdfast run` has set aside, the last few: evidence, and no other rule counts them
     goes:   the good ones beyond that · bad ones older than the newest good one · of those that are bad for
         their numbers all but the newest `keep_last`: a training that has diverged makes them without end
 
@@ -27,8 +28,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Self
 
-from holdfast.image.manifest import Manifest, State
+from holdfast.image.manifest import Key, Manifest, State
 
+_SET_ASIDE_MAX = 3  # each is as large as any other
 _HOUR_SECONDS = 3600
 _DAY_SECONDS = 24 * _HOUR_SECONDS
 
@@ -104,16 +106,20 @@ class Keep:
         return Keep(self.last, self.every)
 
 
-def to_remove(known: Sequence[StoredStep], keep: Keep) -> list[StoredStep]:
+def to_remove(known: Sequence[StoredStep], keep: Keep, set_aside: Sequence[Key] = ()) -> list[StoredStep]:
     """Those of `known` that need not be kept, oldest first.
 
     Args:
         known: All whose manifests are readable, in any order.
         keep: What is to be kept.
+        set_aside: Checkpoints that restore passes over while a supervised run goes on, oldest first. The older ones
+            that it goes back to are kept as if these were not there.
     """
     if keep.last == 0:
         return []
-    newest_first = sorted(known, key=lambda one: one.order, reverse=True)
+    passed = set(set_aside[-_SET_ASIDE_MAX:])
+    usable = [one for one in known if one.order not in passed]
+    newest_first = sorted(usable, key=lambda one: one.order, reverse=True)
     good = [one for one in newest_first if one.state is not State.BAD]
     evidence = newest_first if not good else [one for one in newest_first if one.order > good[0].order]
     diverged = [one for one in evidence if one.state is State.BAD and one.nonfinite]
@@ -125,6 +131,8 @@ def to_remove(known: Sequence[StoredStep], keep: Keep) -> list[StoredStep]:
     verified = [one for one in good if one.state is State.VERIFIED]
     kept.update(one.file for one in verified[:1])
     fewest = min((one.nonfinite for one in verified if one.nonfinite is not None), default=0)
+    # Without the one that has the fewest, others would pass for finite at the next look.
+    kept.update([one.file for one in verified if one.nonfinite == fewest][:1])
     finite = [one for one in good if one.nonfinite is None or one.nonfinite <= fewest]
     kept.update([one.file for one in finite if one.state is State.VERIFIED][:1])
     kept.update([one.file for one in verified if not one.nonfinite][:1])

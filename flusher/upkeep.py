@@ -85,6 +85,7 @@ class Upkeep:
     Args:
         context: The run. Its inbox gets `ReadBack` and `Pruned`, and a `FencedError` when the run was taken over.
         rules: What to read back, and what to keep.
+        set_aside: Tells which checkpoints the supervisor of the run has set aside so far.
         gives_way_seconds_max: How long one read waits for what is being written.
     """
 
@@ -93,6 +94,7 @@ class Upkeep:
         context: FlusherContext,
         rules: UpkeepRules,
         *,
+        set_aside: Callable[[], Sequence[Key]] = tuple,
         gives_way_seconds_max: float = _GIVES_WAY_SECONDS_MAX,
     ) -> None:
         store = context.store
@@ -103,7 +105,7 @@ class Upkeep:
             context.events,
         )
         self._gives_way_seconds_max = gives_way_seconds_max
-        self._rules = rules
+        self._rules, self._set_aside = rules, set_aside
         self._remove = store.retire if rules.reuse else store.delete
         self._way_is_free = threading.Event()
         self._way_is_free.set()
@@ -349,7 +351,7 @@ class Upkeep:
                 except (DamageError, StoreMissing) as error:
                     _log.warning("a checkpoint is left out when old ones are removed: %s", error)
         self._known = {name: self._known[name] for name in names if name in self._known}
-        old = to_remove(list(self._known.values()), keep)
+        old = to_remove(list(self._known.values()), keep, self._set_aside())
         if not old:
             return
         removed: list[str] = []

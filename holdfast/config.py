@@ -43,6 +43,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from holdfast.errors import ConfigError
 from holdfast.image.layout import CHUNK_BYTES
+from holdfast.image.manifest import Key
 
 __all__ = [
     "IN_FLIGHT_MAX",
@@ -107,6 +108,14 @@ _TierSpec = Annotated[str, Field(min_length=1, max_length=4096)]
 
 def _listed(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _checkpoints(value: Any) -> Any:
+    # One message for all of them: it has the whole value, and where it was set.
+    try:
+        return tuple(one if isinstance(one, Key) else Key.of_label(one) for one in _listed(value))
+    except (TypeError, ValueError):
+        raise ValueError("checkpoints as STEP-aATTEMPT, such as 1200-a3, separated by commas") from None
 
 
 def _steps_or_auto(value: Any) -> Any:
@@ -202,8 +211,8 @@ class TrainerConfig(_RoleConfig):
             `nvme:/mnt/nvme0`, `store`. Separated by commas in the environment. Must be the same on every rank. Empty:
             nowhere.
         tier_slots: Number of checkpoint slots in each tier, at least 2: one for a complete step, the others for steps
-            in flight. None: one more than `in_flight_max`.
-        tier_writers: Number of threads that write to a tier. None: the tier chooses.
+            in flight. None: one more than `in_flight_max` in memory, 2 in the store, and measured on a device.
+        tier_writers: Number of threads that write to a tier. None: 1 in memory, and measured on a device.
         tier_seconds_max: Seconds to wait for the slowest rank's slice after the first rank has sealed its own; then the
             step counts as incomplete in that tier.
         store: URL of the run. Needed only where there is no stager to tell it.
@@ -226,6 +235,9 @@ class TrainerConfig(_RoleConfig):
             interruption costs. None: the cost is not told.
         restore_without_store: If the store does not answer, restore the newest step of the local tiers, although the
             store may hold a newer one.
+        restore_set_aside: Checkpoints that restore passes over, each as STEP-aATTEMPT such as 1200-a3, and with it what
+            the same attempt saved after it. Separated by commas in the environment. Must be the same on every rank.
+            `holdfast run` adds those after whose restore the job crashed again and again. Empty: none.
     """
 
     role: ClassVar[str] = "trainer"
@@ -257,6 +269,7 @@ class TrainerConfig(_RoleConfig):
     mtbf_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     dollars_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     restore_without_store: bool = False
+    restore_set_aside: Annotated[tuple[Key, ...], BeforeValidator(_checkpoints), NoDecode] = ()
 
     @field_validator("tiers", mode="after")
     @classmethod

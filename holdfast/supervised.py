@@ -2,7 +2,7 @@
 
     <01>holdfast {"began": {"rank": 3, "host": "spot-7", "pid": 4711}}       the process around a rank, rank.py
     <01>holdfast {"ended": {"rank": 3, "status": -9}}                        the same
-    <01>holdfast {"restored": {"rank": 3, "step": 1200}}                     the rank itself, trainer_side
+    <01>holdfast {"restored": {"rank": 3, "step": 1200, "attempt": 2, "before": "800-a2"}}    the rank, trainer_side
     <01>holdfast {"stepped": {"rank": 3, "step": 1201}}                      the same, after its first step
 
 and, for people as well, the error that ends a training script (`last_words`).
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from holdfast.errors import HoldfastError
 
 ATTEMPT_VARIABLE = "HOLDFAST_RUN_ATTEMPT"
+SET_ASIDE_VARIABLE = "HOLDFAST_RESTORE_SET_ASIDE"  # the setting of this name, which the supervisor adds to
 MARK = "\x01holdfast "
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
@@ -39,10 +40,10 @@ def say(kind: str, **fields: Any) -> None:
         os.write(2, line.encode())
 
 
-def tell(kind: str, *, step: int) -> None:
+def tell(kind: str, *, step: int, **more: Any) -> None:
     """From a training rank: it has come so far. Nothing where no `holdfast run` listens."""
     if ATTEMPT_VARIABLE in os.environ:
-        say(kind, rank=own_rank(), step=step)
+        say(kind, rank=own_rank(), step=step, **more)
 
 
 LAST_WORDS = re.compile(r"holdfast: rank \d+: ([A-Z]\w+): .*")

@@ -211,6 +211,7 @@ class Checkpointer:
                 seconds_max=self._config.restore_seconds_max,
                 without_store=self._config.restore_without_store,
                 may_lack=frozenset(may_lack),
+                set_aside=self._config.restore_set_aside,
             ),
         )
         if self.restored is not None:
@@ -224,8 +225,12 @@ class Checkpointer:
                     written.step,
                     self.ranks,
                 )
-        tell("restored", step=-1 if self.restored is None else self.restored.step)
-        return 0 if self.restored is None else self.restored.step + 1
+        if self.restored is None:
+            tell("restored", step=-1)
+            return 0
+        before = {} if self.restored.before is None else {"before": self.restored.before.label}
+        tell("restored", step=self.restored.step, attempt=self.restored.attempt, **before)
+        return self.restored.step + 1
 
     def step(self, step: int) -> bool:
         """Tell holdfast that training step `step` (from 0) is done; a save begins if one is due.

@@ -122,17 +122,22 @@ def _await_welcome(port: StagerPort, seconds_max: float) -> Welcome:
 
 
 def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
-    """See that all ranks have the same tiers, and with `alone` what else a stager would tell them. Collective.
+    """See that all ranks have the same tiers and the same checkpoints set aside, and with `alone` what else a stager
+    would tell them. Collective.
 
-    A rank without tiers would skip collective calls in which the others wait for it.
+    A rank without tiers would skip collective calls in which the others wait for it; ranks that set other checkpoints
+    aside would restore different ones.
 
     Raises:
         ConfigError: On every rank: which rank has which setting otherwise than rank 0.
         PeerLost: A rank is gone.
     """
-    if peers.all_agree(not config.tiers):
+    if peers.all_agree(not config.tiers and not config.restore_set_aside):
         return
-    mine: dict[str, object] = {"tiers": list(config.tiers)}
+    mine: dict[str, object] = {
+        "tiers": list(config.tiers),
+        "restore_set_aside": [key.label for key in config.restore_set_aside],
+    }
     if alone:
         mine |= {
             "store": config.store,

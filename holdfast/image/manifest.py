@@ -10,8 +10,9 @@ Order is (attempt, step), never a clock: clocks jump, and step numbers repeat af
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -26,6 +27,7 @@ MANIFEST_BYTES_MAX = 1 << 28  # over a million tensors; a larger one is not read
 _NAMES_TOLD = 4
 _COMPLAINTS_SHOWN = 3  # pydantic says each thing that is wrong, and all of the input with it
 _NAME = re.compile(r"step-(\d{9,19})(-a\d{3,10})?\.json")
+_LABEL = re.compile(r"(\d{1,18})-a0*([1-9]\d{0,17})", re.ASCII)
 READ_BACK = "read back and found whole"  # the note of a checkpoint that is whole, and whose replicas had drifted apart
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 _Crc = Annotated[int, Field(ge=0, lt=2**32)]
@@ -40,6 +42,27 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"step {self.step} (attempt {self.attempt})"
+
+    @property
+    def label(self) -> str:
+        """`STEP-aATTEMPT`, such as `1200-a3`: in settings and reports, where one word is wanted."""
+        return f"{self.step}-a{self.attempt}"
+
+    @classmethod
+    def of_label(cls, text: str) -> Self:
+        """Read what `label` wrote.
+
+        Raises:
+            ValueError: It is not one.
+        """
+        match = _LABEL.fullmatch(text)
+        if match is None:
+            raise ValueError(f"a checkpoint as STEP-aATTEMPT, such as 1200-a3, expected; got {text!r}")
+        return cls(attempt=int(match[2]), step=int(match[1]))
+
+    def is_set_aside(self, others: Iterable[Key]) -> bool:
+        """Whether it is one of `others`, or was saved after one by the same attempt."""
+        return any(other.attempt == self.attempt and other.step <= self.step for other in others)
 
 
 class State(StrEnum):

@@ -35,14 +35,14 @@ _NO_DEADLINE_SECONDS_MAX = 600.0  # for the ranks to come to the step
 
 
 class Emergency:
-    """See the module. `now`: seconds of a clock that only goes forward. Every method that takes it gives what to do.
+    """See the module. `now` is the time of a clock that only goes forward; methods that take it return effects.
 
     Args:
-        ranks: Training ranks.
-        in_flight: Gives the checkpoints that are on their way to the stager, oldest first; asked at each decision.
-        answer_seconds_max: How long a rank's answer is waited for.
-        safe: What a checkpoint is once it outlives its ranks, for people.
-        rebalance_seconds: For how long the interval is shorter after a rebalance. `rebalance_factor`: how much.
+        ranks: Number of training ranks.
+        in_flight: Gives the checkpoints on their way to the stager, oldest first; called at each decision.
+        answer_seconds_max: How long to wait for a rank's answer.
+        safe: Words for a checkpoint that outlives its ranks, such as `staged`.
+        rebalance_seconds, rebalance_factor: After a rebalance, how long checkpoints are more frequent, and how much.
 
     Attributes:
         measures: How long checkpoints took. `spares`: which ranks may be spared.
@@ -87,7 +87,7 @@ class Emergency:
     def hear(
         self, rank: int, name: str, frame: Frame, now: float, machine: Collection[int] = ()
     ) -> list[Effect]:
-        """A rank's NOTICE or AT. `name`: who the rank is, for people; `machine`: ranks known to run on its machine.
+        """Take a rank's NOTICE or AT. `name`: the rank, for people; `machine`: ranks known to run on its machine.
 
         Raises:
             ProtocolError: The message does not hold what it should.
@@ -104,7 +104,7 @@ class Emergency:
     def noticed(
         self, rank: int, notice: Notice, seconds_left: float | None, name: str, now: float
     ) -> list[Effect]:
-        """A rank was told of `notice`. `name`: who the rank is, for people."""
+        """A rank has heard of `notice`. `name` is the rank for people."""
         deadline = None if seconds_left is None else now + seconds_left
         said = EventLine(
             "notice",
@@ -148,7 +148,7 @@ class Emergency:
                 return [agreement.propose_later(now, wait_seconds=self._decision.wait_seconds)]
 
     def offered(self, step: int) -> None:
-        """A rank has offered or declined `step`: the first one not below the appointed step is what was meant."""
+        """A rank has offered or declined `step`; the first one from the appointed step on is the one that was meant."""
         if self._appointed_at is not None and self._saving is None and step >= self._agreement.step:
             self._saving = step
 
@@ -174,7 +174,7 @@ class Emergency:
         return [said]
 
     def ended(self, step: int, reason: str, now: float) -> list[Effect]:
-        """A checkpoint was declined or has failed."""
+        """A checkpoint was declined, or has failed."""
         if self._appointed_at is None or step != self._saving:
             return []
         self._saves += 1
@@ -184,14 +184,14 @@ class Emergency:
         return [self._agreement.ask(step, now)]  # no rank can save this step any more
 
     def rank_left(self, rank: int, reason: str, now: float) -> list[Effect]:
-        """A rank is dead, dropped, or has said good-bye."""
+        """A rank is dead or dropped, or has said BYE."""
         self._lost[rank] = reason
         if not self.open or (self._appointed_at is not None and self._saving is not None):
             return []  # a checkpoint that is under way may still become staged
         return self._over(f"no checkpoint can be whole: {reason}", now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed."""
+        """Look at the deadlines."""
         overdue, left = self._agreement.overdue(now), self._left(now)
         if overdue:
             self._again_at = (
@@ -249,7 +249,7 @@ class Emergency:
         return [self._agreement.appoint(terms.to_json()), said]
 
     def _spare(self, now: float) -> None:
-        """Spare the ranks whose machines go from this step on, if there is time for another layout."""
+        """Spare, from this step on, the ranks whose machines are taken away, if there is time for another layout."""
         wanted = self.spares.wanted
         if wanted == self.spares.in_force:
             return

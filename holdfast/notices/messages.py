@@ -23,7 +23,7 @@ _STEP_SECONDS_MAX = 1e6
 
 
 class StepWord(Enum):
-    """What an announcement says about its step; the value travels in `flags`."""
+    """The meaning of an announcement; its value travels in `flags`."""
 
     PROPOSED = 0
     APPOINTED = 1
@@ -33,7 +33,7 @@ class StepWord(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The decider's message to every rank. `number`: of the proposal; `body`: what is appointed."""
+    """The decider's message to every rank. `number` is that of the proposal; `body` says what is appointed."""
 
     word: StepWord
     step: int
@@ -64,7 +64,7 @@ class StepAnswer:
     """A rank's answer to a proposal.
 
     Attributes:
-        number: Of the proposal.
+        number: Number of the proposal.
         next_step: The step after the last one that this rank has reached.
         step_seconds: How long a step takes; None: not known yet.
         body: Further fields.
@@ -82,7 +82,7 @@ class StepAnswer:
 
     @classmethod
     def from_frame(cls, frame: Frame) -> StepAnswer:
-        """Read an AT or a HERE; who uses them checks the further fields.
+        """Read an AT or a HERE. The further fields are checked by those who use them.
 
         Raises:
             ProtocolError: The frame does not hold what it should.
@@ -100,7 +100,7 @@ class StepAnswer:
 
 @dataclass(frozen=True, slots=True)
 class EventLine:
-    """A log line that is an event, too. `loud`: a checkpoint is lost, or a person must act."""
+    """A log line that is an event as well. `loud`: a checkpoint is lost, or a person must act."""
 
     event: str
     text: str
@@ -120,7 +120,7 @@ def carry_out(
     attempt: int,
     log: logging.Logger,
 ) -> None:
-    """Send, log and write `effects` in their order; announcements go as `kind`. The decider's thread."""
+    """Send, log and record `effects` in their order; announcements go as `kind`. Called in the decider's thread."""
     for effect in effects:
         if isinstance(effect, EventLine):
             log.log(logging.ERROR if effect.loud else logging.WARNING, "%s", effect.text)

@@ -25,7 +25,7 @@ _OF_ONE_PROCESS = ("sigterm", "sigusr1")
 
 
 class NoticeKind(StrEnum):
-    """What was said: the machine may be taken (save now, and more often), or it will be (save before the deadline)."""
+    """The machine may be taken away (save now, and more often), or it will be (save before the deadline)."""
 
     REBALANCE = "rebalance"
     TERMINATE = "terminate"
@@ -33,13 +33,13 @@ class NoticeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What was said, and by whom.
+    """A preemption notice, and its source.
 
     Attributes:
-        kind: What is going to happen.
-        deadline_unix: When, by this machine's clock; None: it was not said.
-        source: Which watch heard it: `aws`, `gcp`, `azure`, `sigterm`, `sigusr1`.
-        said_by: The words of that source, or where it was asked; for people.
+        kind: Whether the machine will be taken away, or may be.
+        deadline_unix: When, by this machine's clock; None: not known.
+        source: The watch that heard it: `aws`, `gcp`, `azure`, `sigterm`, `sigusr1`.
+        said_by: The words of that source, or the address that was asked; for people.
         rank: The training rank that was told; -1: not known yet.
     """
 
@@ -50,25 +50,25 @@ class Notice:
     rank: int = -1
 
     def seconds_left(self, now_unix: float | None = None) -> float | None:
-        """Until the deadline, below 0 after it; None: there is none."""
+        """Seconds until the deadline, below 0 after it; None without a deadline."""
         if self.deadline_unix is None:
             return None
         return self.deadline_unix - (time.time() if now_unix is None else now_unix)
 
     @property
     def of_machine(self) -> bool:
-        """Whether it was said of the whole machine; a signal was sent to this process alone."""
+        """Whether the notice is for the whole machine; a signal is for this process alone."""
         return self.source not in _OF_ONE_PROCESS
 
     def sentence(self, now_unix: float | None = None) -> str:
-        """What was said, for a log line: `terminate in 118 s, said by aws (…)`."""
+        """The notice in a log line: `terminate in 118 s, said by aws (…)`."""
         left = self.seconds_left(now_unix)
         when = "" if left is None else f" in {left:.1f} s" if left >= 0 else f" {-left:.1f} s ago"
         by = f"{self.source} ({self.said_by})" if self.said_by else self.source
         return f"{self.kind}{when}, said by {by}"
 
     def to_json(self, now_unix: float | None = None) -> dict[str, Any]:
-        """The fields of a message."""
+        """The fields of the message."""
         return {
             "kind": self.kind.value,
             "seconds_left": self.seconds_left(now_unix),
@@ -82,7 +82,7 @@ class Notice:
         """Read the fields of a message.
 
         Raises:
-            ProtocolError: One is missing or not what it should be.
+            ProtocolError: A field is missing or wrong.
         """
         kind, left = document.get("kind"), document.get("seconds_left")
         texts = document.get("source"), document.get("said_by", "")
@@ -108,9 +108,9 @@ class Terms:
 
     Attributes:
         save: Whether a checkpoint is taken. `reason`: why, or why not.
-        notice: What was said, and to which rank.
-        factor: From then on checkpoints are so many times as frequent, up to step `until_step`; 1: as before.
-        sparing: From then on, also where nothing is saved.
+        notice: The notice, and the rank that heard it.
+        factor: How many times as frequent checkpoints are from then on, up to step `until_step`; 1: as before.
+        sparing: The spared ranks from then on, also if nothing is saved.
     """
 
     save: bool
@@ -121,7 +121,7 @@ class Terms:
     sparing: Sparing = NOBODY
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of the message, but for those of the notice that its sender knows better."""
+        """The fields of the message, without those of the notice that its sender knows better."""
         return {
             "save": self.save,
             "reason": self.reason,
@@ -136,7 +136,7 @@ class Terms:
         """Read the fields of a message.
 
         Raises:
-            ProtocolError: One is missing or not what it should be.
+            ProtocolError: A field is missing or wrong.
         """
         save, reason, notice = document.get("save"), document.get("reason"), document.get("notice")
         factor, until_step = document.get("factor"), document.get("until_step")
@@ -151,5 +151,5 @@ class Terms:
 
 
 def _printable(text: Any) -> str:
-    """It goes into logs and terminals."""
+    """Make a text fit for logs and terminals."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(text))

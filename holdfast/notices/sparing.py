@@ -24,10 +24,10 @@ _RANKS_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sparing:
-    """Who is spared from a step on, and what makes all ranks come to the same layout.
+    """The ranks that are spared from a step on. All ranks make the same layout of it.
 
     Attributes:
-        ranks: Who, ascending; empty: nobody.
+        ranks: The spared ranks, ascending; empty: none.
         area_bytes_max: The largest staging area that every rank can have.
     """
 
@@ -35,8 +35,9 @@ class Sparing:
     area_bytes_max: int = NO_LIMIT
 
     def of(self, layout: Layout) -> Layout:
-        """`layout` with these ranks spared; with none, if somebody's staging area would then be too large, or too many
-        ranks would send into one chunk. The same on every rank: it looks at nothing else.
+        """`layout` with these ranks spared; with none, if an area would be too large or a chunk have too many senders.
+
+        The result is the same on every rank, because nothing else is looked at.
         """
         if layout.spared:
             layout = layout.sparing(())
@@ -53,7 +54,6 @@ class Sparing:
         return spared
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of a message."""
         return {"spared": list(self.ranks), "area_bytes_max": self.area_bytes_max}
 
     @classmethod
@@ -61,7 +61,7 @@ class Sparing:
         """Read the fields of a message.
 
         Raises:
-            ProtocolError: One is missing or not what it should be.
+            ProtocolError: A field is missing or wrong.
         """
         ranks = document.get("spared")
         if not (
@@ -79,19 +79,18 @@ NOBODY = Sparing()
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """What a rank says of itself in each AT.
+    """The facts about itself that a rank states in each AT.
 
     Attributes:
         plan_seconds: How long its last plan took, areas included; 0 before the first.
-        area_bytes_max: The largest staging area that it can have; None: local tiers keep its slices in slots of their
-            size, so that must stay, and nobody is spared.
+        area_bytes_max: The largest staging area that it can have. None: local tiers keep its slices in slots of a fixed
+            size, so no rank is spared.
     """
 
     plan_seconds: float = 0.0
     area_bytes_max: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of a message."""
         document: dict[str, Any] = {"plan_seconds": self.plan_seconds} if self.plan_seconds else {}
         if self.area_bytes_max is not None:
             document["area_bytes_max"] = self.area_bytes_max
@@ -99,10 +98,10 @@ class Ability:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Ability:
-        """Read the fields of a message; those that are not there are as by default.
+        """Read the fields of a message; missing ones have their defaults.
 
         Raises:
-            ProtocolError: One is not what it should be.
+            ProtocolError: A field is wrong.
         """
         seconds = document.get("plan_seconds", 0.0)
         if not (type(seconds) in {int, float} and 0 <= seconds < _SECONDS_MAX):
@@ -111,13 +110,13 @@ class Ability:
 
 
 class Spares:
-    """Knows who goes and who can carry, and says who would be spared. The stager's.
+    """Chooses the ranks to spare: those whose machines are taken away, if the others can send their part. The stager's.
 
     Args:
-        ranks: Training ranks.
+        ranks: Number of training ranks.
 
     Attributes:
-        in_force: What was last appointed.
+        in_force: The sparing that was appointed last.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -127,18 +126,18 @@ class Spares:
         self.in_force = NOBODY
 
     def go(self, ranks: Collection[int]) -> bool:
-        """The machine of these ranks will be taken away; whether that is news."""
+        """The machine of these ranks will be taken away. Returns whether that is news."""
         before = len(self._going)
         self._going.update(ranks)
         return len(self._going) > before
 
     def can(self, rank: int, ability: Ability) -> None:
-        """A rank has said what it can carry."""
+        """A rank has stated its ability."""
         self._abilities[rank] = ability
 
     @property
     def wanted(self) -> Sparing:
-        """Who should be spared from now on: those that go. Nobody if all go, or somebody cannot carry more."""
+        """The sparing of all ranks that go; of none if all go, or some rank cannot send more."""
         limits = [ability.area_bytes_max for ability in self._abilities.values()]
         known = [limit for limit in limits if limit is not None]
         if not 0 < len(self._going) < self._ranks or len(known) < self._ranks:
@@ -151,7 +150,7 @@ class Spares:
         return slowest * self.growth(sparing)
 
     def growth(self, sparing: Sparing) -> float:
-        """How many times more a rank with a slice then sends, as against a job where nobody is spared."""
+        """How many times as many bytes a rank with a slice then sends as without a spared rank."""
         return self._ranks / (self._ranks - len(sparing.ranks))
 
 

@@ -29,9 +29,9 @@ class Margin:
     """How many steps ahead of the foremost rank a step is proposed, so that no rank passes it before it hears of it.
 
     Attributes:
-        seconds: This time, in steps of the quickest rank; doubled at each try.
-        steps_min: Never fewer. `steps_max`: never more.
-        steps_unmeasured: While no rank knows how long its steps take; doubled at each try.
+        seconds: Time ahead, turned into steps of the quickest rank; doubled at each try.
+        steps_min, steps_max: Bounds of the result.
+        steps_unmeasured: Steps ahead while no rank knows how long its steps take; doubled at each try.
     """
 
     seconds: float
@@ -40,7 +40,7 @@ class Margin:
     steps_unmeasured: int
 
     def steps(self, quickest_seconds: float, doubled: int, wait_seconds: float) -> int:
-        """`wait_seconds`: a time that must pass in any case, and is not doubled."""
+        """Steps ahead. `wait_seconds` is added to the margin, and not doubled."""
         if quickest_seconds <= 0:
             return min(self.steps_max, self.steps_unmeasured << doubled)
         wanted = (self.seconds * (1 << doubled) + wait_seconds) / quickest_seconds
@@ -48,7 +48,7 @@ class Margin:
 
 
 class Answers(Enum):
-    """What the ranks' answers to the proposal amount to."""
+    """The ranks' answers to a proposal, together."""
 
     INCOMPLETE = "incomplete"
     PROMISED = "promised"  # by every rank
@@ -57,17 +57,17 @@ class Answers(Enum):
 
 
 class StepAgreement:
-    """See the module. `now`: seconds of a clock that only goes forward.
+    """See the module. `now` is the time of a clock that only goes forward.
 
     Args:
-        ranks: Training ranks.
+        ranks: Number of training ranks.
         margin: How far ahead steps are proposed.
-        tries_max: So many proposals at most, the first question included.
-        answer_seconds_max: How long answers are waited for.
+        tries_max: Largest number of proposals, the first question included.
+        answer_seconds_max: How long to wait for answers.
 
     Attributes:
-        open: Whether ranks may be waiting for a word.
-        step: Proposed or appointed last. `number`: of that proposal; `tries`: proposals since `begin`.
+        open: Whether ranks may be waiting for a decision.
+        step: The step that was proposed or appointed last. `number`: that proposal's; `tries`: proposals since `begin`.
     """
 
     def __init__(self, ranks: int, margin: Margin, *, tries_max: int, answer_seconds_max: float) -> None:
@@ -86,16 +86,16 @@ class StepAgreement:
         return self.ask(0, now)
 
     def ask(self, step: int, now: float) -> Announcement:
-        """As `begin`, with a step that ranks are known to have reached, and with the tries counted on."""
+        """Ask as `begin` does, with a step that ranks are known to have reached; the tries go on counting."""
         self._only_asks = True
         return self._propose(step, now)
 
     def decide_anew(self) -> None:
-        """What the proposal was made for has changed: its answers only say where the ranks are."""
+        """The reason for the proposal has changed: its answers now only tell the ranks' next steps."""
         self._only_asks = True
 
     def answered(self, rank: int, answer: StepAnswer) -> Answers:
-        """Take a rank's answer; one to another proposal than the open one is left out."""
+        """Take a rank's answer; answers to other proposals than the open one are left out."""
         if not self.open or answer.number != self.number:
             return Answers.INCOMPLETE
         self._next_steps[rank] = answer.next_step
@@ -108,7 +108,7 @@ class StepAgreement:
         return Answers.PASSED if self.tries < self._tries_max else Answers.EXHAUSTED
 
     def propose_later(self, now: float, *, wait_seconds: float = 0.0, above: int = -1) -> Announcement:
-        """Propose a step ahead of all ranks, `wait_seconds` of steps further, and not one up to `above`."""
+        """Propose a step ahead of all ranks, `wait_seconds` further and above `above`."""
         quickest = min(self._step_seconds.values(), default=0.0)
         doubled = 0 if self._only_asks else self.tries - 1
         self._only_asks = False
@@ -116,17 +116,16 @@ class StepAgreement:
         return self._propose(max(self.foremost + margin, above + 1), now)
 
     def appoint(self, body: Mapping[str, Any]) -> Announcement:
-        """Every rank has promised the step: it holds, whatever is proposed after it."""
+        """Appoint the proposed step, which every rank has promised; later proposals do not change it."""
         self.open = False
         return Announcement(StepWord.APPOINTED, self.step, self.number, body)
 
     def call_off(self) -> Announcement:
-        """Take the proposal back."""
         self.open = False
         return Announcement(StepWord.CALLED_OFF, self.step, self.number)
 
     def overdue(self, now: float) -> str:
-        """Which ranks have not answered in time, as a sentence for people; empty: none."""
+        """A sentence on the ranks that have not answered in time; empty if there are none."""
         if not self.open or now - self._asked_at <= self._answer_seconds_max:
             return ""
         missing = ", ".join(str(rank) for rank in range(self._ranks) if rank not in self._next_steps)
@@ -134,7 +133,7 @@ class StepAgreement:
 
     @property
     def exhausted(self) -> str:
-        """Why no further step is proposed, for people."""
+        """A sentence on why no further step is proposed."""
         return f"the ranks had passed each of {self.tries} steps that were proposed"
 
     @property
@@ -144,7 +143,7 @@ class StepAgreement:
 
     @property
     def slowest_step_seconds(self) -> float | None:
-        """How long a step takes on the slowest rank; None: no rank has said."""
+        """Time of a step on the slowest rank; None: no rank has stated one."""
         return max(self._step_seconds.values(), default=None)
 
     def _propose(self, step: int, now: float) -> Announcement:

@@ -21,7 +21,7 @@ _REMEMBERED = 4
 
 
 class Choice(StrEnum):
-    """What is done about a notice."""
+    """The decision about a notice."""
 
     TAKE = "take"
     FINISH = "finish"
@@ -34,8 +34,8 @@ class InFlight:
 
     Attributes:
         step: Its step.
-        fraction: How much of it has come, 0 to 1.
-        elapsed_seconds: Since its first offer.
+        fraction: The share of it that has come, 0 to 1.
+        elapsed_seconds: Seconds since its first offer.
     """
 
     step: int
@@ -45,17 +45,17 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What is known at the moment of the decision. None: not known.
+    """The facts at the moment of the decision. None: not known.
 
     Attributes:
-        seconds_left: Until the deadline; None: there is none.
-        staged_seconds: How long a new one takes from its offer to staged, with nothing else in the way.
-        in_flight: What is on its way, oldest first.
-        step_seconds: How long a training step takes.
-        next_step: The first step that a new one could be of.
-        staged_step: The newest staged one; -1: none.
-        safe: What a checkpoint is once it outlives its ranks, for people.
-        plan_seconds: How long the ranks need before that, if they are to come to another layout.
+        seconds_left: Seconds until the deadline; None: there is no deadline.
+        staged_seconds: How long a new checkpoint takes from its offer to staged, if nothing else is in flight.
+        in_flight: Checkpoints in flight, oldest first.
+        step_seconds: Time of a training step.
+        next_step: The first step that a new checkpoint could be of.
+        staged_step: The newest staged step; -1: none.
+        safe: Words for a checkpoint that outlives its ranks, such as `staged`.
+        plan_seconds: How long the ranks need first for another layout, if there is to be one.
     """
 
     seconds_left: float | None
@@ -70,13 +70,13 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, and why.
+    """The decision, with its reason.
 
     Attributes:
         choice: See the module.
         reason: A sentence.
-        wait_seconds: TAKE: how long to let what is in flight go first.
-        needed_seconds: What a new one was expected to take in all; 0 where nothing was measured.
+        wait_seconds: With TAKE, how long checkpoints in flight go first.
+        needed_seconds: Expected time for a new checkpoint in all; 0 if nothing was measured.
     """
 
     choice: Choice
@@ -86,7 +86,7 @@ class Decision:
 
 
 def decide(outlook: Outlook) -> Decision:
-    """What to do about a notice."""
+    """Decide about a notice."""
     flight_seconds = _flight_seconds(outlook)
     left = outlook.seconds_left
     if left is None:
@@ -124,7 +124,7 @@ def _otherwise(outlook: Outlook, reason: str, needed_seconds: float = 0.0) -> De
 
 
 def _flight_seconds(outlook: Outlook) -> float:
-    """Until all that is in flight is staged: at its own speed where it has one, or as long as others took."""
+    """Time until all in flight is staged: at its own speed where that is known, else as long as others took."""
     seconds = 0.0
     for flight in outlook.in_flight:
         own = (
@@ -137,18 +137,19 @@ def _flight_seconds(outlook: Outlook) -> float:
 
 
 class Measures:
-    """How long the last few checkpoints took to be staged, by their bytes."""
+    """How long the last few checkpoints took until staged, and their bytes."""
 
     def __init__(self) -> None:
         self._taken: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
 
     def staged(self, nbytes: int, seconds: float) -> None:
-        """One is staged, so long after its first offer."""
+        """Note a staged checkpoint, and the seconds since its first offer."""
         self._taken.append((nbytes, seconds))
 
     def staged_seconds(self, nbytes: int | None = None) -> float | None:
-        """How long one of `nbytes` will take (by default, as large as the last one): the slowest of those remembered,
-        longer in proportion if it is larger; None before the first.
+        """How long a checkpoint of `nbytes` will take, by default one as large as the last; None before the first.
+
+        The time is that of the slowest remembered one, in proportion if the new one is larger.
         """
         if not self._taken:
             return None

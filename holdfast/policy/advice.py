@@ -20,11 +20,11 @@ _TENTHS_BELOW_SECONDS = 10.0  # in the line: `3.4 s`, `38 s`
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """How often a training is interrupted, and what its machines cost.
+    """How often training is interrupted, and the price of its machines.
 
     Attributes:
-        per_hour: Interruptions of the whole training in an hour, from a trace or stated.
-        dollars_per_hour: Of all its machines; None: not known.
+        per_hour: Interruptions of the whole job in an hour.
+        dollars_per_hour: Price of all machines; None: not known.
     """
 
     per_hour: float
@@ -41,7 +41,7 @@ class Hazard:
         """From the mean time between two interruptions.
 
         Raises:
-            ConfigError: It is not more than 0.
+            ConfigError: `mtbf_hours` is not more than 0.
         """
         if not mtbf_hours > 0:
             raise ConfigError(
@@ -52,14 +52,14 @@ class Hazard:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """An interval with its grounds.
+    """An interval with its reasons.
 
     Attributes:
         every: Iterations between two checkpoints.
-        overhead: What they cost a training that nothing interrupts; 0.03 is 3 %.
-        lost_seconds: Wall time whose work an interruption takes away, on average: half a cycle, and the time that a
-            checkpoint needs to be safe. Relaunch and restore come on top, whatever the interval.
-        lost_dollars: The same in money; None: no price was given.
+        overhead: Share of training time that checkpoints cost without interruptions; 0.03 means 3 %.
+        lost_seconds: Time whose work an interruption takes away, on average: half a cycle, and the time that a
+            checkpoint needs to be safe. Restart and restore come on top, whatever the interval.
+        lost_dollars: Price of that time; None: no price is known.
     """
 
     every: int
@@ -68,7 +68,7 @@ class Advice:
     lost_dollars: float | None
 
     def line(self) -> str:
-        """The one line that explains it."""
+        """One line with the reasons."""
         steps = "every step" if self.every == 1 else f"every {self.every} steps"
         loss = f"{self.lost_seconds:.{0 if self.lost_seconds >= _TENTHS_BELOW_SECONDS else 1}f} s"
         if self.lost_dollars is not None:
@@ -84,18 +84,17 @@ def advise(
     every_max: int = _EVERY_MAX,
     survives_staged: bool = True,
 ) -> Advice:
-    """The interval that keeps the bound, and of those the one that loses least.
+    """The interval that loses least, among those that keep the bound.
 
     Args:
-        cost: What was measured.
-        hazard: How often losses come. At none at all the least interval that keeps the bound is taken: as nothing is
-            known, the least is at risk.
-        overhead_max: The bound; 0.03 is 3 %.
-        every_max: The longest interval that will do.
-        survives_staged: A staged checkpoint survives an interruption; False: only a durable one does.
+        cost: Measured costs.
+        hazard: How often losses come. If none are known, the shortest interval that keeps the bound is taken.
+        overhead_max: The bound: largest share of training time that checkpoints may cost; 0.03 means 3 %.
+        every_max: The longest interval to accept.
+        survives_staged: Whether a staged checkpoint survives an interruption; else only a durable one does.
 
     Raises:
-        ConfigError: The bound cannot be kept; the message says what can be.
+        ConfigError: The bound cannot be kept; the message says which bound can.
     """
     every = least_interval(cost, overhead_max, every_max=every_max)
     if hazard.per_hour > 0:
@@ -105,7 +104,7 @@ def advise(
 
 
 def advice_at(cost: Cost, hazard: Hazard, every: int, *, survives_staged: bool = True) -> Advice:
-    """What an interval comes to, whoever chose it. Arguments are those of `advise`."""
+    """The same reasons for an interval that somebody else chose. Arguments are those of `advise`."""
     safe_seconds = cost.staged_seconds if survives_staged else cost.durable_seconds
     lost_seconds = cost.cycle_seconds(every) / 2 + safe_seconds
     price = hazard.dollars_per_hour

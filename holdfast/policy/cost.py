@@ -16,14 +16,14 @@ from holdfast.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What was measured of a training and of its checkpoints.
+    """Measured costs of training and of its checkpoints.
 
     Attributes:
-        iteration_seconds: Of one iteration without a checkpoint.
-        stall_seconds: What one checkpoint adds to the training thread's time (CST).
+        iteration_seconds: Time of one iteration without a checkpoint.
+        stall_seconds: How long one checkpoint holds the training thread (CST).
         staged_seconds: From `save()` until the checkpoint survives the training's machines (PGT-1).
-        durable_seconds: From `save()` until it is in the store (PGT-2); its place is taken for so long.
-        in_flight_max: Places: how many may be under way at once.
+        durable_seconds: From `save()` until it is in the store (PGT-2); it counts as in flight until then.
+        in_flight_max: How many checkpoints may be in flight.
     """
 
     iteration_seconds: float
@@ -56,22 +56,22 @@ class Cost:
         return max(busy, self.durable_seconds / self.in_flight_max)
 
     def overhead(self, every: int) -> float:
-        """How much longer training takes with a checkpoint every `every` iterations: 0.03 is 3 %."""
+        """How much longer training takes with a checkpoint every `every` iterations; 0.03 means 3 %."""
         return self.cycle_seconds(every) / (every * self.iteration_seconds) - 1
 
 
 def best_in_flight(durable_seconds: Mapping[int, float], *, places_max: int) -> int:
-    """How many checkpoints should be under way at once: the N with the least `T_w(N) / N` (PCcheck, section 3.4).
+    """How many checkpoints should be in flight: the N with the least `T_w(N) / N` (PCcheck, section 3.4).
 
     Args:
-        durable_seconds: T_w by N, measured with N of them at once. They share one device, so T_w grows with N.
-        places_max: What memory or store have room for.
+        durable_seconds: N → T_w, measured with N checkpoints in flight. They share one device, so T_w grows with N.
+        places_max: Largest N that memory and store have room for.
 
     Returns:
-        The least such N, where several are equal.
+        The best N; the least where several are equal.
 
     Raises:
-        ConfigError: None was measured that there is room for, or a time is not more than 0.
+        ConfigError: No N up to `places_max` was measured, or a time is not more than 0.
     """
     room = {places: seconds for places, seconds in durable_seconds.items() if 1 <= places <= places_max}
     if not room:

@@ -23,13 +23,13 @@ _EVERY_MAX = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An interval to change to. `problem`: the bound cannot be kept, and what can; else empty."""
+    """An interval to change to. `problem`: the bound cannot be kept, and which bound can; else empty."""
 
     advice: Advice
     problem: str = ""
 
     def line(self) -> str:
-        """Why, in one line."""
+        """One line with the reasons."""
         return f"{self.advice.line()}; {self.problem}" if self.problem else self.advice.line()
 
 
@@ -38,8 +38,8 @@ class Governor:
 
     Args:
         hazard: How often losses come.
-        overhead_max: What checkpoints may cost a training that nothing interrupts; 0.03 is 3 %.
-        every_seconds_max: The longest interval that will do. Where no such interval keeps `overhead_max` this one is
+        overhead_max: Largest share of training time that checkpoints may cost; 0.03 means 3 %.
+        every_seconds_max: The longest interval to accept. If none up to this one keeps `overhead_max`, this one is
             taken, and the change says so.
     """
 
@@ -52,14 +52,14 @@ class Governor:
         self._longer = self._shorter = 0
 
     def consider(self, cost: Cost, current: int | None) -> Change | None:
-        """One more checkpoint was measured.
+        """Take the costs after one more checkpoint.
 
         Args:
-            cost: Of the last few.
-            current: The interval that it chose before; None: none of its own holds, and any is better.
+            cost: Costs of the last few checkpoints.
+            current: The interval that was chosen before; None: none was.
 
         Returns:
-            What to change to; None: leave it.
+            The change to make; None: none.
         """
         change = self._advised(cost)
         every = change.advice.every

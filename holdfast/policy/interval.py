@@ -23,15 +23,16 @@ _BISECTIONS = 200  # more than a double has bits
 
 
 def least_interval(cost: Cost, overhead_max: float, *, every_max: int) -> int:
-    """The least number of iterations between two checkpoints at which the overhead is at most `overhead_max`.
+    """The shortest interval, in iterations, whose overhead is at most `overhead_max`.
 
     Args:
-        cost: What was measured.
-        overhead_max: The bound; 0.03 is 3 %.
-        every_max: The longest interval that will do.
+        cost: Measured costs.
+        overhead_max: The bound; 0.03 means 3 %.
+        every_max: The longest interval to accept.
 
     Raises:
-        ConfigError: No interval up to `every_max` keeps it; says what can be kept, and from which interval on.
+        ConfigError: No interval up to `every_max` keeps the bound; the message says which can be kept, and from which
+            interval on.
     """
     if not 0 < overhead_max < math.inf:
         raise ConfigError(f"overhead_max: expected more than 0, such as 0.03 for 3 %, got {overhead_max}")
@@ -72,7 +73,7 @@ def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 def slowdown(cost: Cost, every: int, mtbf_seconds: float) -> float:
-    """How many times longer work takes, losses included, than without checkpoints and losses; R left out."""
+    """How many times as long work takes with checkpoints and losses as without. Restarts are left out."""
     work = every * cost.iteration_seconds
     try:
         return mtbf_seconds * math.expm1(cost.cycle_seconds(every) / mtbf_seconds) / work

@@ -36,6 +36,7 @@ from holdfast.ring.directory import (
 )
 from holdfast.ring.journal import Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
+from holdfast.ring.set_aside import SET_ASIDE_NAME
 from holdfast.sealed import seal, unseal
 
 _log = logging.getLogger("holdfast.ring")
@@ -202,7 +203,7 @@ class Ring:
     def remove(directory: Path) -> None:
         """Remove all that a ring put into `directory`, but not the directory. Flusher only."""
         for path in directory.iterdir():
-            known = path.name in {"ring", "journal"} or path.name.startswith(
+            known = path.name in {"ring", "journal", SET_ASIDE_NAME} or path.name.startswith(
                 ("checkpoint-", "flush-", "layout-", "stager-", ".new-")
             )
             if known:

@@ -98,7 +98,16 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     type=click.IntRange(1),
     default=2,
     show_default=True,
-    help="Give up after this many equal crashes in a row without a newer checkpoint.",
+    help="Give up after this many equal crashes in a row without a newer checkpoint. If all of them came after the "
+    "restore of the same checkpoint, that one is set aside first.",
+)
+@click.option(
+    "--set-aside-max",
+    type=click.IntRange(0),
+    default=2,
+    show_default=True,
+    help="Largest number of checkpoints in a row to set aside because the job crashed --crashes-max times the same way "
+    "after the restore of each; the next attempt goes back to the one before. 0: none.",
 )
 @click.option(
     "--restarts-max",
@@ -147,7 +156,8 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     Start the command on the stager's machine, which must not be a spot machine. When ranks or their hosts are lost, the
     job is restarted on the hosts that are left, and resumes from the newest checkpoint. The same crash --crashes-max
     times in a row without a newer checkpoint counts as a bug: the command then ends and shows the end of the log of the
-    rank that crashed.
+    rank that crashed. If these crashes came after the restore of the same checkpoint, the checkpoint is set aside
+    before, and the job goes back to the one before it, at most --set-aside-max times in a row.
 
     Exit codes: 0 the job is done; 9 hosts or ranks were lost too often; 130 the command was ended by SIGTERM or Ctrl-C;
     otherwise the exit code of the process that crashed.
@@ -179,6 +189,7 @@ def run(command: tuple[str, ...], **options: Any) -> int:
                 name: options[name]
                 for name in (
                     "crashes_max",
+                    "set_aside_max",
                     "restarts_max",
                     "grace_seconds",
                     "silent_seconds_max",
@@ -314,7 +325,7 @@ def _mpirun(
     launch: Launch, command: Sequence[str], config: StagerConfig, events: Path, options: dict[str, Any]
 ) -> list[str]:
     from holdfast.mpirun import mpirun_command
-    from holdfast.supervised import ATTEMPT_VARIABLE
+    from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
     from operator_side.supervise.rank import STAGER, TRAINER
 
     keeper = [sys.executable, "-m", "operator_side.supervise.rank"]
@@ -328,7 +339,8 @@ def _mpirun(
         names = {n for n in os.environ if n.startswith(_FORWARDED)} - set(_NOT_FORWARDED) | set(
             options["exported"]
         )
-        for name in sorted(names & os.environ.keys() | {ATTEMPT_VARIABLE}):
+        given = {ATTEMPT_VARIABLE, *([SET_ASIDE_VARIABLE] if launch.set_aside else [])}
+        for name in sorted(names & os.environ.keys() | given):
             more += ["-x", name]
     return mpirun_command(
         launch.ranks,

@@ -23,15 +23,15 @@ class ReportedAttempt:
     """One start of the job.
 
     Attributes:
-        is_told: A supervisor tells of it; else it is gathered from the stager's and the ranks' events.
-        began_at_unix: When it was launched; of one that is not told, when its stager was ready.
-        training_at_unix: When every rank had taken its first step. Of one that is not told: the last rank's restore, or
-            the first `save()`.
-        restored_step: It went on from here; -1: from the beginning; None: nobody says.
-        lost_at_unix: The first sign of its bad end. `ended_at_unix`: the verdict.
-        heard_at_unix: When anything was heard of it last.
+        is_told: Whether a supervisor tells of it; else it is put together from the events of stager and ranks.
+        began_at_unix: When it was launched; without a supervisor, when its stager was ready.
+        training_at_unix: When every rank had taken its first step; without a supervisor, the last rank's restore or the
+            first `save()`.
+        restored_step: The step that it resumed from; -1: it began anew; None: not known.
+        lost_at_unix: The first sign of its bad end. `ended_at_unix` is the time of the verdict.
+        heard_at_unix: The last sign of life.
         cause: As the supervisor calls it; `left`: the trainers left the stager; empty while it runs.
-        phases: Seconds of each phase of the way back to training, by the name that it ends with.
+        phases: Seconds of each phase from the launch to training, by the name of the phase's end.
     """
 
     number: int
@@ -52,17 +52,15 @@ class ReportedAttempt:
 
     @property
     def ended_well(self) -> bool:
-        """Done, told to stop, or left in order."""
         return self.cause in _WELL or self.cause == _LEFT
 
     @property
     def was_lost(self) -> bool:
-        """It ended, and not well."""
         return bool(self.cause) and not self.ended_well
 
     @property
     def stopped_at_unix(self) -> float:
-        """Until then it did its work."""
+        """When its work ended."""
         ended = self.heard_at_unix if self.ended_at_unix is None else self.ended_at_unix
         return ended if self.lost_at_unix is None or not self.was_lost else self.lost_at_unix
 
@@ -107,12 +105,13 @@ def _told(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
 
 
 def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
-    """One more line about the attempt that was launched last."""
+    """Note one more event about the attempt that was launched last."""
     if not attempt.cause:
         attempt.heard_at_unix = event.time
     match event.event:
         case "restored":
             attempt.restored_step = whole(event.fields.get("step"), least=-1)
+            attempt.restored_attempt = whole(event.fields.get("of_attempt")) or attempt.restored_attempt
         case "training":
             attempt.training_at_unix = event.time
             said = {name: number(event.fields.get(name)) for name in _PHASES}

@@ -13,12 +13,12 @@ from holdfast.telemetry.told import NOTICES, TROUBLES, told
 from operator_side.report.attempts import ReportedAttempt, gather_attempts
 from operator_side.report.goodput import Goodput, Interruption, goodput_of, interruptions_of
 
-_MORE_TROUBLES = frozenset({"stager_lost", "damaged", "skipped", "interval_loose"})
+_MORE_TROUBLES = frozenset({"stager_lost", "damaged", "skipped", "interval_loose", "set_aside"})
 
 
 @dataclass(slots=True)
 class Happened:
-    """A notice or a trouble; the same of several ranks is one, with the time of the first."""
+    """A notice or a trouble. Equal ones of several ranks are one, with the time of the first."""
 
     at_unix: float
     event: str
@@ -30,8 +30,6 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class SecondsSpread:
-    """Of some seconds."""
-
     count: int
     least: float
     median: float
@@ -46,9 +44,9 @@ class RunFacts:
 
     Attributes:
         run: URL of the run.
-        begin_unix: The first that is known. `end_unix`: the last; both None of a run of which nothing is known.
-        over: What the supervisor said last, if it ended.
-        unknown: What this page cannot tell, and what it would take.
+        begin_unix: The first time that is known, as `end_unix` is the last; both None if nothing is known of the run.
+        over: The supervisor's last message, if it ended.
+        unknown: Sentences on what cannot be told of the run, and why.
     """
 
     run: str
@@ -77,14 +75,14 @@ def gather(
     dollars_per_hour: float | None = None,
     notes: Iterable[str] = (),
 ) -> RunFacts:
-    """Put together what there is.
+    """Put the facts of a run together.
 
     Args:
         run: URL of the run.
         log: Its event logs; may be empty.
         stored: Its manifests; may be empty.
-        dollars_per_hour: Of all machines; None: no money is shown.
-        notes: What could not be read.
+        dollars_per_hour: Price of all machines; None: no money is shown.
+        notes: Sentences on what could not be read.
     """
     checkpoints = gather_checkpoints(log.events, stored)
     attempts = gather_attempts(log.events)
@@ -131,7 +129,7 @@ def _bounds(
 
 
 def _worked_until(attempts: Sequence[ReportedAttempt], events: Sequence[LoggedEvent]) -> float:
-    """The end of what was worked, or waited for: not of what the flusher still did."""
+    """When the work, or the wait for machines, ended; the flusher may have gone on."""
     if not attempts:
         return 0.0
     last = attempts[-1]
@@ -207,7 +205,7 @@ def _unknown(facts: RunFacts, *, has_stored: bool, has_price: bool) -> list[str]
 
 
 def spread_of(values: Iterable[float]) -> SecondsSpread | None:
-    """Least, median, percentiles (of the nearest rank) and greatest; None of nothing."""
+    """Least, median, percentiles (nearest rank) and greatest; None without values."""
     found = sorted(values)
     if not found:
         return None
@@ -219,7 +217,7 @@ def spread_of(values: Iterable[float]) -> SecondsSpread | None:
 
 
 def ring_bytes(rows: Iterable[CheckpointRow], end_unix: float) -> list[tuple[float, int]]:
-    """From each time on, the bytes of checkpoints that were saved and not durable yet: what the ring may have held."""
+    """Bytes of checkpoints that were saved and not yet durable, from each time on: the most that the ring held."""
     changes: list[tuple[float, int]] = []
     for row in rows:
         begin, nbytes = row.saved_at_unix, row.image_bytes

@@ -35,11 +35,11 @@ class Interruption:
     """An attempt that ended badly, and what followed.
 
     Attributes:
-        attempt: Which.
-        back: The attempt that trained again; None: none did, as far as is known.
-        down_seconds: From the first sign until it trained, or to the end of what is known.
-        lost: Work that had to be done again; None: not known.
-        dollars: Of way back and work, where there is a price.
+        attempt: The attempt that ended.
+        back: The attempt that trained again; None: none is known.
+        down_seconds: From the first sign of the loss until training went on, or to the last known time.
+        lost: Seconds of work that had to be repeated; None: not known.
+        dollars: Price of both, if a price is given.
     """
 
     attempt: ReportedAttempt
@@ -50,18 +50,18 @@ class Interruption:
 
     @property
     def cost_seconds(self) -> float:
-        """Way back and work done again, as far as it is known."""
+        """Seconds until training went on, and of repeated work, as far as they are known."""
         return self.down_seconds + (self.lost.seconds if self.lost is not None else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Seconds of the whole time by what they went into.
+    """The run's time, in parts.
 
     Attributes:
-        parts: By the names of `PARTS`; they add up to `total_seconds`.
-        is_estimate: No supervisor told when training went on, or what was done twice is not known.
-        dollars_per_hour: Of all machines.
+        parts: Seconds by the names of `PARTS`; they add up to `total_seconds`.
+        is_estimate: Whether no supervisor told when training went on, or repeated work is not known.
+        dollars_per_hour: Price of all machines.
     """
 
     total_seconds: float
@@ -71,12 +71,11 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """New work of all time in which the run was up, or on its way up."""
+        """New work, as a share of the time in which the run was up or starting."""
         up_seconds = self.total_seconds - self.parts.get("between runs", 0.0)
         return None if up_seconds <= 0 else self.parts.get("new work", 0.0) / up_seconds
 
     def dollars(self, seconds: float) -> float | None:
-        """What so many seconds cost."""
         return None if self.dollars_per_hour is None else seconds * self.dollars_per_hour / _HOUR_SECONDS
 
 
@@ -87,7 +86,7 @@ def interruptions_of(
     end_unix: float,
     dollars_per_hour: float | None = None,
 ) -> list[Interruption]:
-    """Each bad end, oldest first. Losses before an attempt has trained belong to the one before."""
+    """Each bad end, oldest first. Losses before an attempt has trained count to the interruption before."""
     saves = [row for row in checkpoints if row.saved_at_unix is not None]
     found: list[Interruption] = []
     kept: list[tuple[float, float]] = []  # training of earlier attempts that is not yet lost
@@ -114,7 +113,7 @@ def interruptions_of(
 
 
 def _is_way_back(attempt: ReportedAttempt, before: Interruption) -> bool:
-    """Whether it was launched while training did not yet go on after that loss."""
+    """Whether an attempt was launched before training went on after that loss."""
     return before.back is None or attempt.began_at_unix < before.back.began_at_unix
 
 
@@ -167,14 +166,14 @@ def _lost(
 
 
 def _interval(saves: Sequence[CheckpointRow]) -> Interval | None:
-    """Between the last two of them that one job has saved one after the other."""
+    """Time between the last two checkpoints that one job has saved in a row."""
     said = [((row.attempt, row.step), row.saved_at_unix or 0.0) for row in saves]
     pairs = (said[index - 1 : index + 1] for index in range(len(said) - 1, 0, -1))
     return next((found for pair in pairs if (found := interval_of(pair)) is not None), None)
 
 
 def _point(back: ReportedAttempt, saves: Sequence[CheckpointRow]) -> SavedPoint | None:
-    """The checkpoint that it has restored: the newest of this step that was saved before."""
+    """The checkpoint that an attempt resumed from: the newest of this step that was saved before."""
     for row in reversed(saves):
         at = row.saved_at_unix
         if row.step != back.restored_step or at is None or at > (back.training_at_unix or at):
@@ -192,7 +191,7 @@ def goodput_of(
     end_unix: float,
     dollars_per_hour: float | None = None,
 ) -> Goodput | None:
-    """What the time from the first launch to the end went into; None without an attempt."""
+    """The parts of the time from the first launch to the end; None without an attempt."""
     if not attempts:
         return None
     parts = dict.fromkeys(PARTS, 0.0)
@@ -218,7 +217,7 @@ def goodput_of(
 def _stall_seconds(
     rows: Sequence[CheckpointRow], attempts: Sequence[ReportedAttempt], interruptions: Sequence[Interruption]
 ) -> float:
-    """Of the checkpoints that were saved while a job trained, and not in time that was lost anyway."""
+    """Stalls of checkpoints that were saved while a job trained, without those in lost time."""
     trained = [
         (one.training_at_unix - _FIRST_STEP_SECONDS, one.stopped_at_unix)
         for one in attempts
@@ -242,7 +241,7 @@ def _stall_seconds(
 
 
 def _idle(attempts: Sequence[ReportedAttempt], end_unix: float) -> tuple[float, float]:
-    """Seconds of starting, and between runs."""
+    """Seconds of starts, and between runs."""
     starting = between = 0.0
     before: ReportedAttempt | None = None  # the last one that was not merely a failed way back
     is_back = False

@@ -17,17 +17,17 @@ _VOID = frozenset({"meta", "link", "br"})
 
 
 class Html(str):
-    """Markup. Only this module makes it of anything that is not."""
+    """Markup, made by this module alone: every other text is escaped."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *children: str | None, **attributes: str | float | None) -> Html:
-    """One element. Children that are not `Html` are texts, None is left out; of attributes, too.
+    """Make one element. Children that are not `Html` are escaped; None is left out, also among attributes.
 
     Args:
-        name: Of the element.
-        children: In their order.
+        name: Name of the element.
+        children: Elements and texts, in their order.
         attributes: `class_` is `class`, and `_` inside a name is `-`.
     """
     said = "".join(
@@ -41,7 +41,6 @@ def tag(name: str, /, *children: str | None, **attributes: str | float | None) -
 
 
 def join(*children: str | None) -> Html:
-    """One after the other."""
     return Html(
         "".join(
             child if isinstance(child, Html) else _escaped(child) for child in children if child is not None
@@ -50,7 +49,7 @@ def join(*children: str | None) -> Html:
 
 
 def _value(value: str | float) -> str:
-    """Places in a picture need no more than a tenth of a pixel."""
+    """A number in a picture, to a tenth of a pixel."""
     return value if isinstance(value, str) else f"{value:.1f}".removesuffix(".0")
 
 
@@ -101,24 +100,24 @@ _TEXT_CHARACTERS_MAX = 300
 
 
 def section(name: str, title: str, *children: str | None) -> Html:
-    """A section; `name` is its place in the page."""
+    """A section; `name` is its anchor in the page."""
     return tag("section", tag("h2", title, id=name), *children, aria_labelledby=name)
 
 
 def said(text: str) -> str:
-    """What a file says, not all of it if it is long."""
+    """A text from a file, cut if it is long."""
     return cut(text, _TEXT_CHARACTERS_MAX)
 
 
 def thin(shown: Sequence[object], all_of_them: Sequence[object], what: str, kept: str) -> Html | None:
-    """That not all are shown, and which are; None if all are."""
+    """A line on how many of the items are shown, and which; None if all are."""
     if len(shown) == len(all_of_them):
         return None
     return tag("p", f"{len(shown):,} of {plural(len(all_of_them), what)} are shown: {kept}.", class_="faint")
 
 
 def keys(*names: tuple[str, str]) -> Html:
-    """What the colours of a picture mean: (class, words)."""
+    """The meaning of a picture's colours, from pairs of class and words."""
     return tag(
         "p",
         *(tag("span", tag("span", "", class_=f"key {kind}"), name) for kind, name in names),
@@ -127,7 +126,7 @@ def keys(*names: tuple[str, str]) -> Html:
 
 
 def stands_out(row: CheckpointRow) -> bool:
-    """Whether it is to be shown rather than one that went well."""
+    """Whether the checkpoint is to be shown rather than one without trouble."""
     return row.state in {"bad", "drifted", "failed", "staged", "saving"} or bool(row.nonfinite)
 
 
@@ -137,12 +136,12 @@ _MANY_COLUMNS = 6  # do not fit on a small screen: these tables are moved sidewa
 def table(
     caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = ()
 ) -> Html:
-    """The first cell of each row names it.
+    """Make a table. The first cell of each row is its heading.
 
     Args:
-        caption: What it shows.
-        columns: Their names.
-        rows: Cells; texts or `Html`.
+        caption: Title of the table.
+        columns: Names of the columns.
+        rows: Texts or `Html` for each row.
         numbers: Names of the columns that hold numbers.
     """
     right = ["number" if name in set(numbers) else None for name in columns]

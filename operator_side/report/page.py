@@ -20,12 +20,12 @@ _FILES_SHOWN = 20
 
 
 def page(facts: RunFacts, *, made_at_unix: float, version: str) -> bytes:
-    """The whole file.
+    """Make the whole file.
 
     Args:
-        facts: What it shows.
-        made_at_unix: When it is made.
-        version: Of holdfast.
+        facts: Facts to show.
+        made_at_unix: Time that the page names as its own.
+        version: Version of holdfast.
     """
     run = cut(facts.run, _URL_CHARACTERS_MAX)
     found = [

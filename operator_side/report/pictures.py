@@ -26,7 +26,7 @@ _LOG_LEAST = 1e-6
 
 
 class Bar(NamedTuple):
-    """From `begin` to `end`, in seconds of the axis, with words for its tooltip."""
+    """From `begin` to `end`, in seconds of the axis, with a tooltip."""
 
     begin: float
     end: float
@@ -35,14 +35,12 @@ class Bar(NamedTuple):
 
 
 class BarRow(NamedTuple):
-    """A row of bars."""
-
     name: str
     bars: Sequence[Bar]
 
 
 class Series(NamedTuple):
-    """Values over time, drawn as dots or as columns that touch."""
+    """Values over time, drawn as dots or as touching columns."""
 
     name: str
     class_: str
@@ -78,7 +76,7 @@ def lanes(
     *,
     is_clock: bool = True,
 ) -> Html:
-    """Bars in rows over one axis of time: Unix seconds, or seconds since something."""
+    """Bars in rows over one axis of time, in Unix seconds or in seconds from 0."""
     x = _scale(begin, end)
     height = len(rows) * (_LANE_HEIGHT + _LANE_GAP) + _AXIS_HEIGHT
     parts: list[Html] = [_axis(begin, end, height - _AXIS_HEIGHT, is_clock=is_clock)]
@@ -116,12 +114,12 @@ def _axis(begin: float, end: float, bottom: float, *, is_clock: bool) -> Html:
 
 
 def _ticks(begin: float, end: float) -> Iterable[float]:
-    """Of a clock: from the first moment to the last one."""
+    """Ticks of a clock, from the first moment to the last."""
     return (*(begin + (end - begin) * tick / (_TICKS - 1) for tick in range(_TICKS - 1)), end)
 
 
 def _round_ticks(end: float) -> Iterable[float]:
-    """From nothing on in steps of 1, 2 or 5 times a power of ten, at most `_TICKS` of them."""
+    """Ticks from 0 on in steps of 1, 2 or 5 times a power of ten, at most `_TICKS`."""
     least = max(end, 1e-9) / _TICKS
     power = 10.0 ** math.floor(math.log10(least))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
@@ -129,7 +127,7 @@ def _round_ticks(end: float) -> Iterable[float]:
 
 
 def bars(name: str, title: str, description: str, parts: Sequence[tuple[str, float, str]]) -> Html:
-    """One bar of several parts, in shares of their sum: (words, value, class)."""
+    """One bar of several parts, in shares of their sum; a part is (words, value, class)."""
     total = sum(value for _, value, _ in parts) or 1.0
     drawn, x = [], 0.0
     for words, value, class_ in parts:
@@ -141,7 +139,7 @@ def bars(name: str, title: str, description: str, parts: Sequence[tuple[str, flo
 
 
 def histogram(name: str, title: str, description: str, values: Sequence[float], class_: str) -> Html:
-    """How often seconds between so and so came; columns get wider to the right where the greatest are far off."""
+    """How often each length of time occurred; columns get wider to the right if the greatest are far off."""
     edges = _edges(min(values), max(values))
     counts = [0] * (len(edges) - 1)
     for value in values:
@@ -200,7 +198,7 @@ def series(
     end: float,
     words: Callable[[float], str],
 ) -> Html:
-    """Draw series over one axis of time; `words` writes a value."""
+    """Values over one axis of time; `words` writes a value."""
     highest = max((value for one in found for _, value in one.points), default=0.0) or 1.0
     x = _scale(begin, end)
     parts: list[Html] = [
@@ -238,12 +236,12 @@ _Item = TypeVar("_Item")
 def thinned(
     items: Sequence[_Item], most: int, stands_out: Callable[[_Item], bool] = lambda _: False
 ) -> list[_Item]:
-    """At most `most` of them, in their order.
+    """At most `most` of the items, in their order.
 
     Args:
-        items: All.
-        most: So many at most.
-        stands_out: Whether one is to be kept rather than another; of too many of them the last ones are.
+        items: All items.
+        most: Largest number of items to keep.
+        stands_out: Whether an item is to be kept rather than others; of too many such items the last are kept.
     """
     if len(items) <= most:
         return list(items)
@@ -261,9 +259,9 @@ def thinned(
 def bins(
     levels: Sequence[tuple[float, float]], begin: float, end: float, count: int
 ) -> list[tuple[float, float]]:
-    """The greatest of a value in each of `count` equal times; each level holds until the next one.
+    """The greatest level in each of `count` equal stretches of time; a level holds until the next one.
 
-    Gives (begin of the time, greatest value).
+    Returns pairs of a stretch's begin and its greatest level.
     """
     width = (end - begin) / count
     greatest = [0.0] * count

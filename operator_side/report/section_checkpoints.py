@@ -28,7 +28,7 @@ _RANKS_MAX = 16
 
 
 def checkpoints(facts: RunFacts) -> Html | None:
-    """A table of them, and some rank by rank."""
+    """A table of the checkpoints, and some of them rank by rank."""
     found = facts.rows
     if not found:
         return None
@@ -144,7 +144,7 @@ def _rank_by_rank(row: CheckpointRow) -> Html:
 
 
 def _rank_phases(times: RankTimes, row: CheckpointRow) -> Iterable[Bar]:
-    """save() ─ waits ─ sends ─ durable; ends that are not told by the rank itself are the checkpoint's."""
+    """Save, wait, send, durable. Ends that the rank itself does not tell are those of the checkpoint."""
     ends = [
         ("stall", "in save()", times.seconds.get("save_seconds")),
         ("idle", "waits for the stager", times.seconds.get("sending_seconds")),

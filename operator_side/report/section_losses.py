@@ -27,7 +27,7 @@ _WAYS_MAX = 16
 
 
 def interruptions(facts: RunFacts) -> Html | None:
-    """Each loss, the phases of the way back, and what it cost; then all attempts."""
+    """Each loss, the phases until training went on, and the cost; then all attempts."""
     if not facts.attempts:
         return None
     found = facts.interruptions
@@ -125,7 +125,7 @@ def _ways_back(facts: RunFacts) -> Html | None:
 
 
 def goodput(facts: RunFacts) -> Html | None:
-    """What the time went into, and what that cost."""
+    """The parts of the time, and their price."""
     found = facts.goodput
     if found is None or found.total_seconds <= 0:
         return None

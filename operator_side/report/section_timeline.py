@@ -14,7 +14,7 @@ _BARS_MAX = 400  # checkpoints in the picture
 
 
 def timeline(facts: RunFacts) -> Html | None:
-    """All of the run on one axis: attempts, and each checkpoint by phase."""
+    """The whole run on one axis: attempts, and each checkpoint by phase."""
     if facts.begin_unix is None or facts.end_unix is None:
         return None
     rows = [row for row in facts.rows if row.saved_at_unix is not None]

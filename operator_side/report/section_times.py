@@ -44,7 +44,7 @@ def times(facts: RunFacts) -> Html | None:
 
 
 def ring(facts: RunFacts) -> Html | None:
-    """What the ring may have held, and rates, over time."""
+    """The most that the ring may have held, and rates, over time."""
     if facts.begin_unix is None or facts.end_unix is None:
         return None
     levels = ring_bytes(facts.rows, facts.end_unix)

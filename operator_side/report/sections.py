@@ -12,7 +12,7 @@ from operator_side.report.section_times import ring, times
 
 
 def declined(facts: RunFacts) -> Html | None:
-    """Steps that came to no checkpoint: how many of each cause, and each with its reason."""
+    """Steps without a checkpoint: the number for each cause, and each step with its reason."""
     found = facts.checkpoints.not_taken
     if not found:
         return None
@@ -41,7 +41,7 @@ def declined(facts: RunFacts) -> Html | None:
 
 
 def troubles(facts: RunFacts) -> Html | None:
-    """Notices, and what went wrong on the way."""
+    """Notices and troubles."""
     found = facts.happened
     if not found:
         return None

@@ -27,14 +27,13 @@ _PHASE_NAMES = {
 
 
 class Hint(NamedTuple):
-    """Something to look at, and the section of the page that shows it."""
+    """Something that needs attention, and the section of the page that shows it."""
 
     text: str
     section: str
 
 
 def what_happened(facts: RunFacts) -> list[str]:
-    """A few sentences."""
     if facts.begin_unix is None or facts.end_unix is None:
         return [
             "Nothing is known of this run: there is no checkpoint in the store, and no event in the logs."
@@ -133,6 +132,9 @@ def _checkpoints(facts: RunFacts) -> Iterator[str]:
             f"Numbers that are not finite (NaN or infinite) are in {plural(len(broken), 'checkpoint')}; the first is "
             f"step {broken[0].step} (attempt {broken[0].attempt})."
         )
+    for one in facts.happened:
+        if one.event == "set_aside":
+            yield f"{one.text[:1].upper()}{one.text[1:]}."
     if facts.checkpoints.not_taken:
         causes = ", ".join(
             f"{count:,} {cause}" for cause, count in facts.checkpoints.causes.most_common(_NAMED_MAX)
@@ -174,7 +176,7 @@ def _time(facts: RunFacts) -> Iterator[str]:
 
 
 def look_at(facts: RunFacts) -> list[Hint]:
-    """The worst first."""
+    """Hints, the worst first."""
     return [
         *_bad(facts),
         *_not_good_yet(facts),

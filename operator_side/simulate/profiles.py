@@ -43,14 +43,14 @@ class Measured(BaseModel):
     """One way to checkpoint.
 
     Attributes:
-        stall_seconds: The training waits so long for each checkpoint.
+        stall_seconds: How long training waits for each checkpoint.
         staged_seconds: From `save()` until the stager's node has all of it; None without a stager.
         durable_seconds: From `save()` until it is in the store.
-        restore_seconds: Restore from the store.
-        restore_staged_seconds: Restore from the stager's node; None: as from the store.
-        in_flight_max: Checkpoints under way at once.
+        restore_seconds: How long a restore from the store takes.
+        restore_staged_seconds: How long a restore from the stager's node takes; None: as long as from the store.
+        in_flight_max: How many checkpoints may be in flight.
         stager: Whether a node outside the training's machines keeps what is staged.
-        notice: Whether a notice makes a checkpoint.
+        notice: Whether a preemption notice leads to a checkpoint.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,7 +73,6 @@ class Measured(BaseModel):
         return self
 
     def strategy(self, name: str) -> Strategy:
-        """For the replay."""
         safe = (
             self.staged_seconds if self.stager and self.staged_seconds is not None else self.durable_seconds
         )
@@ -91,13 +90,13 @@ class Measured(BaseModel):
 
 
 class TrainingProfile(BaseModel):
-    """A training, and the ways to checkpoint it.
+    """A training job, and the ways to checkpoint it.
 
     Attributes:
-        source: Where the figures come from; said beside every result.
-        iteration_seconds: Of one iteration on all machines, without a checkpoint.
-        restart_seconds: From a loss until the processes are there again, before they restore.
-        strategies: By name.
+        source: Where the figures come from; it stands beside every result.
+        iteration_seconds: Time of one iteration on all machines, without a checkpoint.
+        restart_seconds: From a loss until the processes run again, before they restore.
+        strategies: Name of a way to checkpoint → its figures.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -108,7 +107,7 @@ class TrainingProfile(BaseModel):
     strategies: Annotated[dict[str, Measured], Field(min_length=1, max_length=64)]
 
     def lanes(self, leads_seconds: Sequence[float]) -> list[Strategy]:
-        """The strategies of a replay, the ideal last; one for each lead where a notice is used."""
+        """All strategies, the ideal last. A strategy that uses notices comes once for each lead time."""
         found = []
         for name, measured in self.strategies.items():
             leads = leads_seconds if measured.notice else (0.0,)
@@ -117,10 +116,10 @@ class TrainingProfile(BaseModel):
 
 
 def load_profile(path: Path) -> TrainingProfile:
-    """Read a profile: one by itself, or the one in a document of `holdfast simulate --json`.
+    """Read a profile from its own file, or from a document of `holdfast simulate --json`.
 
     Raises:
-        ConfigError: It cannot be read, or a value is missing or not what it should be; each is named with its place.
+        ConfigError: The file cannot be read, or values are missing or wrong; the message names each.
     """
     document = _json(path)
     if isinstance(document, dict) and isinstance(document.get("profile"), dict):
@@ -139,11 +138,11 @@ def load_profile(path: Path) -> TrainingProfile:
 def measured_profile(folder: Path = MEASURED) -> TrainingProfile:
     """The medians of what `make bench` measured and `make figures` left in the tree.
 
-    A restore was measured for holdfast and for `torch.load`, which stands for every other way; from the stager's
-    node none was measured, so it takes as long as from the store.
+    Restores were measured for holdfast and for `torch.load`, which stands for every other way. None was measured from
+    the stager's node, so that one counts as long as from the store.
 
     Raises:
-        ConfigError: They are not there, or lack what is needed: name a file with --profile.
+        ConfigError: The figures are missing or incomplete; the message asks for `--profile`.
     """
     try:
         table, restore, makespan = (

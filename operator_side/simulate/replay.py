@@ -43,11 +43,11 @@ class TrainingJob:
     """The training.
 
     Attributes:
-        nodes: Machines that it uses when it can have them.
-        nodes_min: It runs with so few.
-        iteration_us: Of one iteration on `nodes` machines.
-        restart_us: From a loss until the processes are there again, before they restore.
-        target: Iterations after which it is done; None: it goes on to the window's end.
+        nodes: Number of machines that it uses when it can have them.
+        nodes_min: Smallest number of machines that it runs with.
+        iteration_us: Time of one iteration on `nodes` machines.
+        restart_us: From a loss until the processes run again, before they restore.
+        target: Number of iterations after which the job ends; None: it runs to the window's end.
     """
 
     nodes: int
@@ -69,8 +69,6 @@ class TrainingJob:
 
 @dataclass(frozen=True, slots=True)
 class StrategyLane:
-    """A strategy with an interval."""
-
     strategy: Strategy
     every: int
 
@@ -81,15 +79,15 @@ class StrategyLane:
 
 @dataclass(frozen=True)
 class ReplayOutcome:
-    """What came of it; arrays are (lane, window).
+    """The results of a replay; arrays are (lane, window).
 
     Attributes:
         useful: Iterations that count at the window's end.
-        redone: Iterations that were lost, and so were or will be done again.
+        redone: Iterations that were lost and have to be repeated.
         interruptions: How often the job was ended.
-        training_us: Time in which the training ran, stalls included.
+        training_us: Time in which training ran, stalls included.
         finished_us: When the target was reached; -1: not within the window, or there is none.
-        event_steps: How many times the loop went round: the work of the replay, whatever the number of lanes.
+        event_steps: Number of rounds of the replay's loop; it does not depend on the number of lanes.
     """
 
     useful: Integers
@@ -101,7 +99,6 @@ class ReplayOutcome:
 
 
 def replay(job: TrainingJob, lanes: Sequence[StrategyLane], windows: TraceWindows) -> ReplayOutcome:
-    """Replay every window for every lane."""
     run = _Replay(job, lanes, windows)
     steps = 0
     for number in range(len(windows.time_us)):
@@ -114,7 +111,7 @@ def replay(job: TrainingJob, lanes: Sequence[StrategyLane], windows: TraceWindow
 
 
 class _Replay:
-    """The state of all lanes. `start_us`: when training begins or began; `_NEVER_US`: waiting for machines."""
+    """The state of all lanes. `start_us`: when training begins; `_NEVER_US` while it waits for machines."""
 
     def __init__(self, job: TrainingJob, lanes: Sequence[StrategyLane], windows: TraceWindows) -> None:
         if not lanes:
@@ -150,7 +147,7 @@ class _Replay:
         self._launch(np.ones(self.shape, dtype=np.bool_), np.int64(0), windows.first_count, first=True)
 
     def event(self, number: int) -> None:
-        """One event of each window."""
+        """Apply event `number` of each window."""
         windows = self.windows
         time = windows.time_us[number]
         stager_lost = (windows.stager_lost[number] > 0) & self.stager
@@ -163,7 +160,7 @@ class _Replay:
             self._launch(waiting, time, windows.count[number])
 
     def close(self) -> None:
-        """The end of the windows: the job is looked at, and not ended."""
+        """End the windows: count what each job has done, and end none."""
         end = np.int64(self.windows.length_us)
         trained = np.maximum(end - self.start_us, 0)
         done = np.where(self.start_us <= end, self._timeline().iterations(trained), 0)
@@ -172,11 +169,10 @@ class _Replay:
         self.step = self.step + done
 
     def all_finished(self) -> bool:
-        """Each lane has reached the target."""
         return self.job.target is not None and bool((self.finished_us >= 0).all())
 
     def _end(self, ended: Booleans, stager_lost: Booleans, time: Integers) -> None:
-        """Losses at `time`: of jobs in `ended`, of stagers in `stager_lost`."""
+        """Apply losses at `time`: of the jobs in `ended`, and of the stagers in `stager_lost`."""
         timeline = self._timeline()
         trained = time - self.start_us
         training = ended & (trained >= 0)
@@ -208,7 +204,7 @@ class _Replay:
     def _kept(
         self, timeline: Timeline, trained: Integers, training: Booleans, takes_us: Integers
     ) -> tuple[Integers, Integers]:
-        """Iterations of the newest checkpoint that was begun `takes_us` ago or earlier, 0 for none, and its begin."""
+        """Iterations (0: none) and begin of the newest checkpoint that was begun at least `takes_us` ago."""
         saves = np.where(training, timeline.begun(trained - takes_us), 0)
         kept = saves * self.every
         begun_us = timeline.begin(saves)
@@ -223,7 +219,7 @@ class _Replay:
     def _launch(
         self, which: Booleans, time: Integers | np.int64, count: Integers, *, first: bool = False
     ) -> None:
-        """Launch those of `which` that have machines enough."""
+        """Launch those lanes of `which` that have enough machines."""
         machines = np.minimum(count, self.job.nodes)
         ready = which & (machines >= self.job.nodes_min)
         restore = np.zeros_like(self.start_us) if first else np.where(self.near, self.near_us, self.store_us)
@@ -232,7 +228,7 @@ class _Replay:
         self.iteration_us = np.where(ready, slower, self.iteration_us)
 
     def _finish(self, done: Integers) -> None:
-        """Note the moment at which the target was reached, for lanes that have done `done` since their launch."""
+        """Note when the target was reached, for lanes that have done `done` iterations since their launch."""
         if self.job.target is None:
             return
         missing = self.job.target - self.step
@@ -249,7 +245,7 @@ class _Replay:
 
 
 def _check_span(run: _Replay, job: TrainingJob, windows: TraceWindows) -> None:
-    """Whatever is multiplied must fit in 64 bits; what does not is no training."""
+    """Refuse times whose products do not fit in 64 bits."""
     cycle = int(run.every.max()) * job.iteration_us * job.nodes + int(run.stall_us.max())
     spans = {
         "the longest interval on one machine": cycle * int(run.places.max()),

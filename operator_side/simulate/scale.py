@@ -29,12 +29,12 @@ _PARTS_MAX = 10_000  # of a file in S3; a ring must hold one of them
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A job.
+    """The size of a job.
 
     Attributes:
-        ranks: Trainers.
-        image_bytes: Of the whole checkpoint.
-        chunk_bytes: As set.
+        ranks: Number of training ranks.
+        image_bytes: Size of a whole checkpoint.
+        chunk_bytes: Size of a chunk, as in the settings.
     """
 
     ranks: int
@@ -49,16 +49,16 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one checkpoint is made of.
+    """The messages, chunks and bytes of one checkpoint.
 
     Attributes:
-        slice_bytes: What a rank sends, and at once the size of one of its staging areas.
-        chunks: Of the image.
-        frames_max: What all ranks send: a chunk is one frame from each rank that has bytes in it. Slices follow each
-            other, so but for values with an owner a rank shares at most its first and its last chunk.
-        control_messages_max: To and from the stager, with nothing declined and nothing made anew.
-        journal_writes: Changes of state.
-        part_bytes_min: The least part of a file of that size in S3, in whole chunks.
+        slice_bytes: Bytes that one rank sends, and the size of each of its staging areas.
+        chunks: Number of chunks in the image.
+        frames_max: Most frames of all ranks together. A chunk comes as one frame from each rank with bytes in it; a
+            rank shares at most its first and its last chunk with others, unless values have an owner.
+        control_messages_max: Most messages to and from the stager when no step is declined and no part is repeated.
+        journal_writes: Changes of state in the ring's journal.
+        part_bytes_min: Smallest size of a part in S3 for such a file, in whole chunks.
     """
 
     slice_bytes: int
@@ -70,7 +70,6 @@ class Load:
 
     @classmethod
     def of(cls, shape: Shape) -> Load:
-        """Of a job of that shape."""
         slice_bytes = -(-shape.image_bytes // shape.ranks)
         chunks = -(-shape.image_bytes // shape.chunk_bytes)
         frames = chunks + shape.ranks - 1
@@ -90,13 +89,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class RingSize:
-    """How large a ring.
+    """The size of a ring.
 
     Attributes:
-        ring_bytes: Whole chunks.
+        ring_bytes: Size of the ring, in whole chunks.
         staged_seconds: From the first byte until a checkpoint is staged.
         images: How many whole images it holds: 2, 1 or 0.
-        journal_bytes: Of its journal, in the same shared memory.
+        journal_bytes: Size of its journal, in the same shared memory.
     """
 
     ring_bytes: int
@@ -106,24 +105,24 @@ class RingSize:
 
 
 def staged_seconds(image_bytes: int, ring_bytes: int, in_rate: float, out_rate: float) -> float:
-    """How long an image takes to come in, bytes per second given: what finds no room waits for what goes out."""
+    """Time until an image is staged, given bytes per second in and out; what finds no room waits."""
     return max(image_bytes / in_rate, (image_bytes - ring_bytes) / out_rate)
 
 
 def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: int) -> RingSize:
-    """The ring for a stager with so much memory.
+    """Choose the ring for a stager with `memory_bytes` of memory.
 
-    Twice the image: the next checkpoint comes while a slow store still takes the last, and a relaunch finds one whole.
-    Once: none waits for the store. Less: as much as there is room for, and what does not fit streams through.
+    Twice the image where there is room: then the next checkpoint comes in while a slow store still takes the last one,
+    and a restart finds one whole. Else the image once. Else all the room there is, and the rest streams through.
 
     Args:
         shape: The job.
         in_rate: Bytes per second into the stager.
         out_rate: Bytes per second into the store.
-        memory_bytes: Of the stager's machine.
+        memory_bytes: Memory of the stager's machine.
 
     Raises:
-        ConfigError: A rate is not more than 0, or there is no room for the least ring; says what is needed.
+        ConfigError: A rate is not more than 0, or the smallest ring does not fit; the message says what is needed.
     """
     for name, rate in (("into the stager", in_rate), ("into the store", out_rate)):
         if not 0 < rate < math.inf:
@@ -150,12 +149,12 @@ def best_ring(shape: Shape, *, in_rate: float, out_rate: float, memory_bytes: in
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A type of machine.
+    """A type of machine on AWS.
 
     Attributes:
-        name: As AWS has it.
-        gigabits: Per second, sustained, each way.
-        memory_bytes: Of the whole machine.
+        name: Its name there.
+        gigabits: Sustained gigabits per second, each way.
+        memory_bytes: Memory of the whole machine.
     """
 
     name: str
@@ -182,10 +181,10 @@ STAGERS = (
 
 
 def machine(name: str) -> Machine:
-    """The machine of that name.
+    """Look up a machine by name.
 
     Raises:
-        ConfigError: It is not in the table.
+        ConfigError: The table has no machine of this name.
     """
     for one in STAGERS:
         if one.name == name:
@@ -199,9 +198,9 @@ def machine(name: str) -> Machine:
 def stagers_needed(
     image_bytes: int, interval_seconds: float, one: Machine, store_rate: float = math.inf
 ) -> int:
-    """How many such machines take an image each interval; the store gives each of them `store_rate`.
+    """How many such machines take in an image each interval, where the store gives each of them `store_rate`.
 
-    A run has one stager. More than one says: not so often, or by another way.
+    A run has one stager. If more are needed, checkpoints must come less often, or go another way.
 
     Raises:
         ConfigError: The interval is not more than 0.
@@ -218,9 +217,9 @@ def least_machine(
     *,
     among: Sequence[Machine] = STAGERS,
 ) -> Machine | None:
-    """The smallest that takes an image each interval and has room for a ring of one; None: none of them.
+    """The smallest machine that takes in an image each interval and has room for a ring of one image; None if none is.
 
-    Where none has that room, the smallest that is fast enough: the image streams through its ring.
+    Where no machine has that room, the smallest that is fast enough: the image then streams through its ring.
     """
     fast = [one for one in among if stagers_needed(image_bytes, interval_seconds, one, store_rate) == 1]
     roomy = [one for one in fast if one.memory_bytes - _BESIDE_RING_BYTES >= image_bytes]

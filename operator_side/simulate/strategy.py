@@ -11,25 +11,24 @@ HOUR_US = 3600 * SECOND_US
 
 
 def microseconds(seconds: float) -> int:
-    """The nearest whole number of them."""
     return round(seconds * SECOND_US)
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How one way to checkpoint behaves.
+    """One way to checkpoint, as the replay sees it.
 
     Attributes:
         name: For people.
-        stall_us: The training waits so long for each checkpoint.
+        stall_us: How long training waits for each checkpoint.
         safe_us: From `save()` until it survives the loss of training machines: staged with a stager, else durable.
-        durable_us: From `save()` until it is in the store; its place is taken for so long.
-        restore_near_us: Restore where what was staged is still there.
-        restore_store_us: Restore from the store.
-        in_flight_max: Places: how many may be under way at once.
-        stager: A node that keeps what is staged, and may be lost itself.
-        lead_us: A notice comes so long before a loss, and is used for a checkpoint; 0: none, or not used.
-        every_iteration: Saves after each iteration, whatever the interval.
+        durable_us: From `save()` until it is in the store; it counts as in flight until then.
+        restore_near_us: How long a restore takes while the stager still has the checkpoint.
+        restore_store_us: How long a restore from the store takes.
+        in_flight_max: How many checkpoints may be in flight.
+        stager: Whether a node of its own keeps staged checkpoints; it may be lost, too.
+        lead_us: Time from a preemption notice, which leads to a checkpoint, to the loss; 0: notices are not used.
+        every_iteration: Whether it saves after each iteration, whatever the interval.
     """
 
     name: str
@@ -44,12 +43,12 @@ class Strategy:
     every_iteration: bool = False
 
     def with_lead(self, lead_us: int) -> Strategy:
-        """The same, told of a loss so long before."""
+        """The same way to checkpoint, with a notice `lead_us` before each loss."""
         name = self.name if not lead_us else f"{self.name}, {lead_us / SECOND_US:g} s notice"
         return replace(self, name=name, lead_us=lead_us)
 
     def cost(self, iteration_us: int) -> Cost:
-        """What the policy (holdfast/policy/) needs to know of it."""
+        """The same figures for holdfast.policy."""
         return Cost(
             iteration_us / SECOND_US,
             self.stall_us / SECOND_US,

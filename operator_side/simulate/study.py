@@ -25,7 +25,7 @@ _HORIZON_LAST = 256  # whoever needs more is said not to come to an end
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median of the windows, with the least and the greatest."""
+    """Median, least and greatest of the windows."""
 
     median: float
     least: float
@@ -33,13 +33,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: NDArray[np.float64]) -> Spread:
-        """The spread of `values`, at least one."""
         return cls(float(np.median(values)), float(values.min()), float(values.max()))
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """US dollars for an hour of one machine; `stager` is on demand, and paid where a strategy has one."""
+    """US dollars for an hour of one machine. `stager` is on demand, and paid only for strategies with a stager."""
 
     spot: float
     on_demand: float
@@ -56,13 +55,13 @@ class StrategyGoodput:
     """One strategy at one interval over all windows.
 
     Attributes:
-        strategy, every: Who, and how many iterations between two checkpoints.
+        strategy, every: Its name, and the iterations between two checkpoints.
         share: Useful iterations, as a share of the ideal's.
         useful_per_hour: Useful iterations in an hour of wall time.
-        redone: Iterations that were done again, for each interruption.
-        interruptions: In a window.
-        training: Share of the wall time in which training ran; the rest is relaunch, restore, and waiting for machines.
-        dollars: Per useful iteration on spot; None: no prices, or a window without a useful iteration.
+        redone: Repeated iterations for each interruption.
+        interruptions: Interruptions in a window.
+        training: Share of the wall time in which training ran; the rest are restarts, restores and waits for machines.
+        dollars: Price of a useful iteration on spot machines; None without prices or without a useful iteration.
     """
 
     strategy: Strategy
@@ -82,10 +81,7 @@ def goodput(
     windows: TraceWindows,
     prices: Prices | None = None,
 ) -> tuple[list[StrategyGoodput], ReplayOutcome]:
-    """Every strategy at every interval, and the replay itself.
-
-    The ideal is replayed once, whatever the intervals.
-    """
+    """Replay every strategy at every interval, and the ideal once. Returns the rows and the replay itself."""
     lanes = [
         StrategyLane(strategy, every) for strategy in strategies for every in intervals if strategy != IDEAL
     ]
@@ -117,7 +113,7 @@ def goodput(
 
 
 def on_demand_dollars(job: TrainingJob, prices: Prices) -> float:
-    """Per iteration on machines that nobody takes away: no loss, no checkpoint, no stager; kind to on demand."""
+    """Price of an iteration on machines that are never taken away: no loss, no checkpoint, no stager."""
     return job.nodes * prices.on_demand * job.iteration_us / HOUR_US
 
 
@@ -127,7 +123,7 @@ class Total:
 
     Attributes:
         strategy, every, mtbf_hours: Which.
-        hours: Until all iterations were done; None: not within 256 times of the ideal's time in some sample.
+        hours: Time until all iterations were done; None: in some sample over 256 times the ideal's time.
     """
 
     strategy: Strategy
@@ -138,7 +134,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLosses:
-    """Random losses.
+    """Random losses of machines.
 
     Attributes:
         mtbf_hours: Mean hours between two losses of a training machine.
@@ -160,7 +156,7 @@ def total_times(
     samples: int,
     seed: int,
 ) -> list[Total]:
-    """Total time of every strategy at every interval, until `job.target` is reached."""
+    """Time until `job.target` is reached, for every strategy at every interval."""
     if job.target is None:
         raise ConfigError("total training time: expected a number of iterations; give --iterations")
     mtbf_hours = losses.mtbf_hours

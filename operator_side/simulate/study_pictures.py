@@ -17,7 +17,7 @@ def draw_goodput(rows: Sequence[StrategyGoodput], name: str, folder: Path) -> Pa
     """Goodput by interval, one line for each strategy with the least and the greatest of the windows.
 
     Raises:
-        ConfigError: There is no matplotlib, or the folder cannot be written.
+        ConfigError: matplotlib is not installed, or the folder cannot be written.
     """
     series: dict[str, list[tuple[float, Spread]]] = {
         strategy: [(row.every, row.share) for row in rows if row.strategy.name == strategy]

@@ -28,15 +28,15 @@ from operator_side.simulate.traces import Trace
 
 @dataclass(frozen=True)
 class Replayed:
-    """One trace, replayed.
+    """The results of one trace.
 
     Attributes:
-        trace, job: What was replayed for whom.
+        trace, job: The trace and the job that were replayed.
         window_hours: Length of each window.
         rows: Every strategy at every interval.
-        event_steps: Work of the replay.
-        on_demand_dollars: Of an iteration on demand; None: no prices.
-        advice: For each strategy; why there is none where its bound cannot be kept.
+        event_steps: See `ReplayOutcome`.
+        on_demand_dollars: Price of an iteration on demand; None without prices.
+        advice: Strategy → the advice, or the reason why its bound cannot be kept.
     """
 
     trace: Trace
@@ -48,7 +48,7 @@ class Replayed:
     advice: list[tuple[str, Advice | ConfigError]]
 
     def best(self) -> list[StrategyGoodput]:
-        """Of each strategy the interval with the most goodput; the longest of equals, since it costs the least."""
+        """The best interval of each strategy; the longest where several are equal, since it costs least."""
         found: dict[str, StrategyGoodput] = {}
         for row in self.rows:
             before = found.get(row.strategy.name)
@@ -59,18 +59,18 @@ class Replayed:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """What is to be replayed.
+    """The traces' replays that were asked for.
 
     Attributes:
         profile, leads_seconds: What was measured, and the notices to try.
         intervals: Iterations between two checkpoints.
-        nodes: Machines of the job; None: as many as a trace ever holds.
-        nodes_min: It runs with so few.
+        nodes: Number of machines of the job; None: as many as a trace ever has.
+        nodes_min: Smallest number of machines that it runs with.
         offsets, seed: How many windows or made-up traces, and from which seed.
         window_hours: Length of a window; None: half of the trace.
-        overhead_max: Bound for the advice.
-        prices: None: no dollars.
-        stager_mtbf_hours: The stager's node is lost so often; None: never.
+        overhead_max: Largest share of training time that checkpoints may cost, for the advice.
+        prices: Prices of machines; None: no dollars are shown.
+        stager_mtbf_hours: Mean hours between losses of the stager's node; None: it is never lost.
         mtbf_hours, iterations, provision_seconds: For total times.
     """
 
@@ -91,14 +91,14 @@ class StudyPlan:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """All that are compared, the ideal last."""
+        """All strategies that are compared, the ideal last."""
         return self.profile.lanes(self.leads_seconds)
 
     def replay(self, trace: Trace) -> Replayed:
         """Replay a trace.
 
         Raises:
-            ConfigError: It cannot be replayed as asked for.
+            ConfigError: The plan does not fit the trace.
         """
         nodes = self.nodes or trace.count_max
         if not nodes:
@@ -119,7 +119,7 @@ class StudyPlan:
         )
 
     def totals(self) -> list[Total]:
-        """Of each MTBF and strategy, the best of its intervals; none where no MTBF was asked for.
+        """The best interval of each strategy at each MTBF; nothing without an MTBF.
 
         Raises:
             ConfigError: The job's size is not known, or there are more losses than can be replayed.

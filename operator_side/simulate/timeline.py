@@ -15,14 +15,14 @@ from operator_side.simulate.traces import Integers
 
 
 class Timeline:
-    """Lanes of any one shape.
+    """Stretches of training, one for each lane of an array.
 
     Args:
         every: Iterations between two saves (k).
-        iteration_us: Of one iteration.
-        stall_us: What a save adds to the training thread's time.
-        durable_us: How long a save takes its place.
-        places: How many checkpoints may be under way at once (N).
+        iteration_us: Time of one iteration.
+        stall_us: How long a save holds the training thread.
+        durable_us: How long a save is in flight.
+        places: How many checkpoints may be in flight (N).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Timeline:
         self._group: Integers = np.maximum(places * self._apart, durable_us)
 
     def begin(self, number: Integers) -> Integers:
-        """When save `number` begins, from 1 on; for others what comes out means nothing."""
+        """When save `number` begins, counted from 1; the result for other numbers means nothing."""
         groups = (number - 1) // self._places
         within = number - 1 - groups * self._places
         begin: Integers = self._work + groups * self._group + within * self._apart
@@ -55,7 +55,7 @@ class Timeline:
         return begun
 
     def iterations(self, time: Integers) -> Integers:
-        """How many iterations have ended by `time`, not before the begin."""
+        """How many iterations have ended by `time`; 0 before the begin."""
         saves = self.begun(time)
         after = time - np.where(saves > 0, self.begin(saves) + self._stall, 0)
         more = np.minimum(np.maximum(after // self._iteration, 0), self._every)
@@ -63,14 +63,14 @@ class Timeline:
         return iterations
 
     def end_of(self, iteration: Integers) -> Integers:
-        """When `iteration`, from 1 on, ends."""
+        """When `iteration`, counted from 1, ends."""
         saves = (iteration - 1) // self._every
         begin = np.where(saves > 0, self.begin(saves) + self._stall, 0)
         end: Integers = begin + (iteration - saves * self._every) * self._iteration
         return end
 
     def save_after(self, iteration: Integers) -> Integers:
-        """When a save after `iteration`, from 1 on, can begin: a place must be free."""
+        """When a save after `iteration`, counted from 1, can begin: fewer than N must be in flight."""
         oldest = (iteration - 1) // self._every + 1 - self._places
         free = np.where(oldest > 0, self.begin(oldest) + self._durable, 0)
         after: Integers = np.maximum(self.end_of(iteration), free)

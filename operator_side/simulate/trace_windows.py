@@ -21,9 +21,9 @@ class Column:
     """One window.
 
     Attributes:
-        first_count: Machines held at its begin.
-        time_us, lost, count, stager_lost: Of each event: when, machines lost, machines held from then on, and
-            whether the stager's node was lost (0 or 1).
+        first_count: Number of machines at its begin.
+        time_us, lost, count, stager_lost: For each event its time, the machines lost, the machines left, and whether
+            the stager's node was lost (0 or 1).
     """
 
     first_count: int
@@ -33,7 +33,7 @@ class Column:
     stager_lost: Integers
 
     def losing_the_stager(self, times_us: Integers) -> Column:
-        """The same, and the stager's node is lost at `times_us` as well; after what else happens then."""
+        """The same window with losses of the stager's node at `times_us`; at equal times these come last."""
         if not len(times_us):
             return self
         counts = np.concatenate(([self.first_count], self.count))
@@ -62,7 +62,7 @@ class TraceWindows:
     stager_lost: Integers
 
     def node_microseconds(self, nodes: int) -> Integers:
-        """Machines × time that each window has of at most `nodes` machines: what is paid."""
+        """Machines × time of each window, with at most `nodes` machines: the time that is paid for."""
         times = np.concatenate(
             (np.zeros((1, len(self.first_count)), dtype=np.int64), self.time_us), axis=0
         ).clip(max=self.length_us)
@@ -73,7 +73,6 @@ class TraceWindows:
 
 
 def stack(columns: list[Column], length_us: int) -> TraceWindows:
-    """Put windows side by side."""
     rows = max(len(column.time_us) for column in columns)
 
     def filled(values: Integers, filling: int) -> Integers:
@@ -102,7 +101,7 @@ def cut(
     rng: np.random.Generator,
     stager_mtbf_us: int | None = None,
 ) -> TraceWindows:
-    """Windows of a trace, begun at random.
+    """Cut windows out of a trace, at random places.
 
     Raises:
         ConfigError: The trace is shorter than a window.
@@ -138,9 +137,7 @@ def poisson(
     rng: np.random.Generator,
     stager_mtbf_us: int | None = None,
 ) -> TraceWindows:
-    """Made-up traces: a machine is lost at random times, `mtbf_us` apart on average, and replaced after
-    `provision_us`.
-    """
+    """Make traces: a machine is lost every `mtbf_us` on average, and replaced after `provision_us`."""
     columns = []
     for _ in range(samples):
         losses = _times(rng, mtbf_us, length_us)
@@ -161,7 +158,7 @@ def poisson(
 
 
 def _times(rng: np.random.Generator, mtbf_us: int | None, length_us: int) -> Integers:
-    """Times of a Poisson process within `length_us`; none without a mean."""
+    """Times of a Poisson process within `length_us`; none where the mean is not known."""
     if mtbf_us is None:
         return np.zeros(0, dtype=np.int64)
     mean = length_us / mtbf_us

@@ -36,14 +36,14 @@ _NODE_ROW = re.compile(r"[^,]+,\s*(?:add|remove)\s*,\s*[^,\s]+\s*")
 
 @dataclass(frozen=True)
 class Trace:
-    """How many machines were held, from when on; row 0 is the beginning.
+    """How many machines there were, and from when on; row 0 is the beginning.
 
     Attributes:
         name: For people.
-        time_us: Of each row, from the first one on; never less than the one before.
-        count: Machines held from then on.
-        lost: Machines that went at that moment.
-        end_us: The last row's time.
+        time_us: Time of each row since the first one, never less than that of the row before.
+        count: Number of machines from then on.
+        lost: Number of machines that were lost at that moment.
+        end_us: Time of the last row.
     """
 
     name: str
@@ -54,17 +54,16 @@ class Trace:
 
     @property
     def losses(self) -> int:
-        """Moments at which machines went."""
+        """How many times machines were lost; several at one moment count once."""
         return int(np.count_nonzero(self.lost))
 
     @property
     def losses_per_hour(self) -> float:
-        """Interruptions per hour, of a training that uses every machine that is held."""
+        """Interruptions per hour of a job that uses every machine there is."""
         return self.losses * HOUR_US / self.end_us
 
     @property
     def count_max(self) -> int:
-        """The most machines that were ever held."""
         return int(self.count.max())
 
 
@@ -72,7 +71,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace in any of the three forms.
 
     Raises:
-        ConfigError: It cannot be read, is of no known form, or a line is wrong; names file and line.
+        ConfigError: The file cannot be read or has another form, or a line is wrong; the message names file and line.
     """
     try:
         if path.stat().st_size > _TRACE_BYTES_MAX:

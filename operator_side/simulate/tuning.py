@@ -37,21 +37,21 @@ _OFFSETS = 20
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """The facts and wishes that settings are chosen from.
 
     Attributes:
-        profile: What was measured. Of its strategies those count whose name begins with `strategy`; where there are
-            several, measured with another number of checkpoints at once, the best number is taken.
-        trace, mtbf_hours: How often machines go; one of the two.
-        nodes: Machines of the job; None: as many as the trace ever holds, or 1.
-        spot_dollars, stager_dollars: For an hour of one machine, and of the stager's; None: no price.
-        overhead_max: Bound; 0.03 is 3 %.
-        lead_seconds: A notice comes so long before a loss; 0: none.
-        ranks, image_bytes: Of the job; without the image nothing is said of the ring.
-        stager: The stager's machine; None: one is named.
-        stager_memory_bytes: Its memory, where it is no type of the table.
+        profile: Measured figures. Strategies whose name begins with `strategy` count; where they were measured with
+            different numbers of checkpoints in flight, the best number is taken.
+        trace, mtbf_hours: How often machines are lost; one of the two.
+        nodes: Number of machines of the job; None: as many as the trace ever has, or 1.
+        spot_dollars, stager_dollars: Price of an hour of one machine, and of the stager's; None: no price is shown.
+        overhead_max: Largest share of training time that checkpoints may cost; 0.03 means 3 %.
+        lead_seconds: Seconds from a preemption notice to the loss; 0: no notice.
+        ranks, image_bytes: Size of the job; without `image_bytes` no ring is chosen.
+        stager: The stager's machine; None: one is chosen.
+        stager_memory_bytes: Memory of the stager's machine, where the table does not have its type.
         store_rate: Bytes per second into the store; None: as measured.
-        store: URL of the run; None: none is written.
+        store: URL of the run; None: the file names none.
     """
 
     profile: TrainingProfile
@@ -73,12 +73,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the file.
+    """One line of `holdfast.toml`.
 
     Attributes:
-        table: Its table; empty: at the top, for every role.
-        name, value: As holdfast/config.py has it.
-        why: For the comment above it.
+        table: Its table; empty: the top, which holds for every role.
+        name, value: A setting of holdfast/config.py.
+        why: The comment above it.
     """
 
     table: str
@@ -89,14 +89,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The answer.
+    """The chosen settings.
 
     Attributes:
-        question: What was asked.
-        every: Iterations between two checkpoints, an argument of the `Checkpointer`.
-        advice: The interval's grounds.
+        question: The question that they answer.
+        every: Iterations between two checkpoints: an argument of `Checkpointer`, and no setting.
+        advice: The reasons for the interval.
         settings: Lines of the file.
-        notes: What is no setting, and should be known.
+        notes: Facts to know that are no settings.
     """
 
     question: Question
@@ -106,7 +106,7 @@ class Tuned:
     notes: list[str] = field(default_factory=list)
 
     def to_toml(self) -> str:
-        """The file. The same question gives the same bytes."""
+        """The text of the file; equal questions give equal bytes."""
         lines = [*_comment("Made by `holdfast tune`. Measured: " + self.question.profile.source), "#"]
         for note in self.notes:
             lines += _comment(note)
@@ -119,11 +119,11 @@ class Tuned:
 
 
 def tune(question: Question) -> Tuned:
-    """Answer.
+    """Choose the settings.
 
     Raises:
-        ConfigError: Nothing was measured of that strategy, nothing says how often machines go, or the bound cannot be
-            kept; the message says what can be.
+        ConfigError: The strategy was not measured, it is not known how often machines are lost, or the bound cannot be
+            kept; the message says which bound can.
     """
     name, measured, why_places = _chosen(question)
     hazard, nodes = _hazard(question)
@@ -166,7 +166,7 @@ def tune(question: Question) -> Tuned:
 
 
 def _chosen(question: Question) -> tuple[str, Measured, str]:
-    """The strategy with the best number of checkpoints at once."""
+    """The strategy with the best number of checkpoints in flight."""
     found = {
         name: measured
         for name, measured in question.profile.strategies.items()
@@ -219,7 +219,7 @@ def _whence(question: Question) -> str:
 
 
 def _replayed(question: Question, name: str, measured: Measured, every: int, nodes: int) -> str:
-    """What the replay of the trace makes of it."""
+    """Sentences on the replay of the trace."""
     assert question.trace is not None
     plan = StudyPlan(
         question.profile.model_copy(update={"strategies": {name: measured}}),
@@ -322,7 +322,7 @@ def _size(nbytes: int) -> str:
 
 
 def _comment(text: str) -> list[str]:
-    """Lines of a comment: whatever the text is, none of it can become a setting."""
+    """Lines of a comment. No text can become a setting."""
     words = "".join(c if c.isprintable() else " " for c in text).split()
     lines, line = [], "#"
     for word in words:
@@ -334,5 +334,5 @@ def _comment(text: str) -> list[str]:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML: JSON is, but for one character that TOML wants spelled out."""
+    """A value as TOML: as JSON, but for one character that TOML wants escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

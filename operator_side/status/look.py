@@ -37,7 +37,7 @@ _RUN_FILES = ("journal", SOCKET_NAME, "flusher-status.sock", "stager-status.sock
 
 
 def runs_in(base: Path) -> list[Path]:
-    """The runtime directories of runs in `base`, or `base` itself if it is one. Raises nothing."""
+    """The runtime directories of runs in `base`, or `base` itself if it is one."""
     with contextlib.suppress(OSError):
         if _is_run(base):
             return [base]
@@ -50,12 +50,12 @@ def _is_run(directory: Path) -> bool:
 
 
 class RunWatch:
-    """Looks at one run, again and again.
+    """Looks at one run repeatedly.
 
     Args:
-        directory: Its runtime directory on this machine, whether or not it is there.
-        url: URL of the run; None: what stager and flusher say.
-        dollars_per_hour: What all machines cost; None: no money is shown.
+        directory: Its runtime directory on this machine; it need not exist.
+        url: URL of the run; None: the one that stager and flusher name.
+        dollars_per_hour: Price of all machines; None: no money is shown.
         clock: Gives Unix seconds.
     """
 
@@ -76,11 +76,11 @@ class RunWatch:
         self._has_looked = self._has_writer = False
 
     def look(self) -> Picture:
-        """The picture as it is now.
+        """The picture of the run now.
 
         Raises:
-            StoreMissing: There is nothing: no ring, nobody who answers, and nothing in the store.
-            StoreError: Neither is there anything here, nor does the store answer.
+            StoreMissing: There is no ring, no process answers, and the store is empty.
+            StoreError: There is nothing on this machine, and the store does not answer.
         """
         notes: list[str] = []
         flusher, flusher_said = self._ask("flusher", notes)
@@ -129,7 +129,7 @@ class RunWatch:
         return Peer("gone"), None
 
     def _flusher_pid(self) -> int | None:
-        """Of one that is alive, as its file says."""
+        """The process in the flusher's file, if it is alive."""
         try:
             text = (self.directory / "flusher.pid").read_bytes()[:_PID_BYTES_MAX].decode("ascii", "replace")
             pid = int(text)

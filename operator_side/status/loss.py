@@ -19,7 +19,7 @@ _HOUR_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class SavedPoint:
-    """A checkpoint, and when its `save()` was."""
+    """A checkpoint, and the time of its `save()`."""
 
     attempt: int
     step: int
@@ -28,15 +28,15 @@ class SavedPoint:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What the loss follows from.
+    """The facts that the loss follows from.
 
     Attributes:
-        now_unix: Now.
+        now_unix: Current time.
         running_since_unix: When the job's stager was ready; None: no job runs.
-        staged: The newest that the ring or the store has whole. `durable`: the newest that the store has.
-        newest: The newest that a rank has saved, whatever became of it.
-        step_seconds: Wall time of a step, by the last saves; None: not known yet.
-        dollars_per_hour: Of all machines; None: not given.
+        staged: The newest checkpoint that is whole in ring or store. `durable`: the newest in the store.
+        newest: The newest checkpoint that a rank has saved, also if it was lost.
+        step_seconds: Wall time of a step, from the last saves; None: not known yet.
+        dollars_per_hour: Price of all machines; None: not given.
     """
 
     now_unix: float
@@ -50,13 +50,13 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What is lost.
+    """The loss.
 
     Attributes:
-        steps: None where nobody knows.
-        is_estimate: The steps since the newest save are reckoned, not told.
-        dollars: None without a price.
-        since_step: Training would go on from here; None: from the beginning.
+        steps: Lost steps; None: not known.
+        is_estimate: Whether the steps since the newest save are estimated.
+        dollars: Price of the lost time; None without a price.
+        since_step: The step that training would resume from; None: it would begin anew.
     """
 
     steps: int | None
@@ -67,12 +67,12 @@ class Lost:
 
 
 def lost_with_trainers(known: LossInputs) -> Lost:
-    """All training ranks are killed; the stager's node stays."""
+    """The loss if all training ranks are killed, and the stager's node stays."""
     return _lost(known, known.staged, 0.0)
 
 
 def lost_with_node(known: LossInputs) -> Lost:
-    """They are, and the stager's node with its ring."""
+    """The loss if all training ranks and the stager's node are killed, and the ring with them."""
     staged, durable, since = known.staged, known.durable, known.running_since_unix
     earlier_seconds = 0.0
     # What an earlier job has staged and this one goes on from is in the ring alone until it is durable.

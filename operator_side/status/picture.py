@@ -38,8 +38,8 @@ class Peer:
     """Stager or flusher.
 
     Attributes:
-        state: `here`: it answers; `silent`: its socket is there, and it does not; `gone`: nobody is there.
-        note: What is to be said of it.
+        state: `here`: it answers; `silent`: it has a socket, and does not answer; `gone`: it is not running.
+        note: A sentence about it, for people.
     """
 
     state: Literal["here", "silent", "gone"]
@@ -50,7 +50,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The newest checkpoint of a level, when it got there, and how many of its numbers are known not to be finite."""
+    """The newest checkpoint of a level, when it got there, and how many of its numbers are NaN or infinite."""
 
     attempt: int
     step: int
@@ -64,7 +64,7 @@ class UnderWay:
 
     Attributes:
         state: `receiving`, or `staged`: all of it is in the ring or the store.
-        held: Why it waits for the store; empty if it does not.
+        held: Why it waits for the store; empty if it does not wait.
     """
 
     attempt: int
@@ -78,27 +78,25 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """One kind of seconds over the newest checkpoints, oldest first."""
+    """Seconds of one kind over the newest checkpoints, oldest first."""
 
     seconds: tuple[float, ...] = ()
 
     @property
     def last(self) -> float | None:
-        """The newest."""
         return self.seconds[-1] if self.seconds else None
 
     @property
     def median(self) -> float | None:
-        """Their median."""
         return statistics.median(self.seconds) if self.seconds else None
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """How far the last two saves of the job lie apart.
+    """The distance between the last two saves of the job.
 
     Attributes:
-        why: Why the job took to the interval that holds now (`every="auto"`), as the stager says it; else empty.
+        why: With `every="auto"` the reason for the current interval, as the stager states it; else empty.
     """
 
     steps: int
@@ -108,7 +106,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """All of it. Lists are newest last, but for `ranks`: the worst first."""
+    """All facts about a run. Lists have the newest last, but `ranks` has the worst first."""
 
     run: str
     now_unix: float
@@ -134,7 +132,7 @@ class Picture:
     notes: tuple[str, ...] = field(default=())
 
     def document(self) -> dict[str, Any]:
-        """For `--json`; docs/status.md lists it."""
+        """The document of `--json` (docs/status.md)."""
         found = dataclasses.asdict(
             dataclasses.replace(self, ranks=(), declined=(), notices=(), problems=(), ring=None)
         )
@@ -163,13 +161,13 @@ class RunEvidence:
     """Everything that one look found out about a run.
 
     Attributes:
-        flusher: The flusher, as it was met.
-        stager: The stager, as it was met.
+        flusher: State of the flusher.
+        stager: State of the stager.
         flusher_said: Answer of the flusher; None: it gave none.
         stager_said: Answer of the stager; None: it gave none.
         ring: The ring, from its files; None: there is none.
         stored: Checkpoints in the store, as far as it was read.
-        notes: What could not be found out.
+        notes: Sentences on what could not be found out.
     """
 
     flusher: Peer
@@ -184,12 +182,12 @@ class RunEvidence:
 def compose(
     run: str, now_unix: float, found: RunEvidence, *, dollars_per_hour: float | None = None
 ) -> Picture:
-    """Put the picture together.
+    """Put the picture together from what was found.
 
     Args:
         run: URL of the run, or another name for it.
-        now_unix: The time.
-        found: What was found out.
+        now_unix: Current time.
+        found: Facts from one look.
         dollars_per_hour: Price of all machines; None: not known.
     """
     flusher, stager, ring = found.flusher, found.stager, found.ring
@@ -251,7 +249,7 @@ def _rows(
     ring: RingLook | None,
     stored: Iterable[StoredCheckpoint],
 ) -> dict[Key, CheckpointSaid]:
-    """What all of them together know of each checkpoint."""
+    """Each checkpoint, with the facts from flusher, stager, ring and store together."""
     rows: dict[Key, CheckpointSaid] = {}
     for one in stored:
         _merge(rows, _row_of_stored(one))
@@ -310,7 +308,7 @@ def _row_of_ring(here: RingCheckpoint) -> CheckpointSaid:
 
 
 def _newest(rows: Mapping[Key, CheckpointSaid], level: str) -> Level | None:
-    """The newest good one that has reached the level: what is durable was staged, too."""
+    """The newest good checkpoint that has reached the level; a durable one counts as staged, too."""
     for key, row in sorted(rows.items(), reverse=True):
         at = {
             "staged": row.staged_at_unix if row.staged_at_unix is not None else row.durable_at_unix,
@@ -334,7 +332,7 @@ def _point(rows: Mapping[Key, CheckpointSaid], level: Level | None) -> SavedPoin
 
 
 def interval_of(saved: Sequence[tuple[Key, float]]) -> Interval | None:
-    """Between the last two saves, given in order, if they are of one job."""
+    """The distance between the last two saves, which come in order, if both are of one job."""
     if len(saved) < 2:
         return None
     (before, before_at), (last, last_at) = saved[-2:]
@@ -369,7 +367,7 @@ def _flights(ring: RingLook | None, rows: Mapping[Key, CheckpointSaid]) -> Itera
 def _ranks(
     flusher: StatusDocument | None, stager: StatusDocument | None, ring: RingLook | None
 ) -> tuple[tuple[RankSaid, ...], int]:
-    """The stager's ranks, with what each one's newest checkpoint cost it; without a stager what its steps tell."""
+    """The stager's ranks, with the cost of each one's newest checkpoint; without a stager, from the steps."""
     stalls = {rank.rank: rank.stall_seconds for rank in (flusher.ranks if flusher else ())}
     for here in ring.checkpoints if ring else ():  # newest last
         stalls.update(stall_seconds_of(here.record))

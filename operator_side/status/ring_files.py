@@ -38,9 +38,9 @@ class RingCheckpoint:
     """One checkpoint in the ring.
 
     Attributes:
-        image_bytes: None where its layout cannot be read.
-        ring_bytes: Of it in full chunks of the ring, which the store does not have yet.
-        written_bytes: That the store has; None where nobody notes it down.
+        image_bytes: Size of the image; None: its layout cannot be read.
+        ring_bytes: Its bytes in FULL chunks of the ring, which the store does not have yet.
+        written_bytes: Its bytes in the store; None: there is no record of them.
         record: Times of ranks and stager, once it is staged; input from outside.
     """
 
@@ -55,12 +55,12 @@ class RingCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RingLook:
-    """What one look shows.
+    """The state of a ring at one moment.
 
     Attributes:
-        attempt: Whose chunks may come in.
-        chunks: How many chunks are in each state, by its name.
-        trouble: What could not be read.
+        attempt: The attempt whose chunks the ring takes.
+        chunks: Name of a state → number of chunks.
+        trouble: Sentences on what could not be read.
     """
 
     attempt: int
@@ -72,7 +72,7 @@ class RingLook:
 
 
 class RingFiles:
-    """Looks again and again; layouts are read once.
+    """Reads a ring's files repeatedly; each layout once.
 
     Args:
         directory: The run's runtime directory.
@@ -83,10 +83,10 @@ class RingFiles:
         self._image_bytes: dict[str, int] = {}
 
     def look(self) -> RingLook | None:
-        """What is there now; None where there is no ring.
+        """The state of the ring now; None if there is no ring.
 
         Raises:
-            ConfigError: The directory is not safely ours.
+            ConfigError: The directory belongs to others, or others may write to it.
             ProtocolError: The journal is damaged, or of another version.
         """
         try:
@@ -148,7 +148,7 @@ class RingFiles:
         return self._image_bytes.get(digest)
 
     def _written(self, attempt: int, step: int, image_bytes: int | None) -> tuple[int | None, int, set[int]]:
-        """Bytes that the store has, bytes to a part, and which parts: as docs/ring.md has the record."""
+        """Bytes that the store has, bytes to a part, and which parts, from the record in docs/ring.md."""
         try:
             data = read_side_file(self._directory / f"flush-{attempt}-{step}")
         except FileNotFoundError:
@@ -171,7 +171,7 @@ def _is_whole(line: bytes) -> bool:
 def _count(
     journal: Journal, memory: mmap.mmap
 ) -> tuple[dict[str, int], dict[tuple[int, int], dict[int, int]]]:
-    """Chunks by state; and of each checkpoint those that are FULL, with their bytes."""
+    """The number of chunks in each state, and for each checkpoint its FULL chunks and their bytes."""
     ring_chunks = journal.header.ring_chunks
     # A copy: a view would keep the map open.
     words = np.frombuffer(memory, dtype="<u4", offset=HEADER_BYTES)[:: RECORD_BYTES // _WORD_BYTES].copy()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
+from holdfast.image.manifest import Key
 from operator_side.supervise.hosts import Host, place
 from operator_side.supervise.limits import Limits, Patience
 from operator_side.supervise.record import RunRecord
@@ -32,6 +33,7 @@ from operator_side.supervise.supervisor_messages import (
     Finish,
     HostsSeen,
     Joined,
+    KeepEvidence,
     KillAttempt,
     Launch,
     LookAtFleet,
@@ -47,6 +49,7 @@ from operator_side.supervise.supervisor_messages import (
     Stop,
     Terminate,
 )
+from operator_side.supervise.suspicion import SetAside, Suspicion
 from operator_side.supervise.verdict import INTERRUPTED, Cause, Death, Verdict, judge
 
 
@@ -87,7 +90,7 @@ class Core:
         self._until = now + limits.hosts_seconds_max
         self._asked = self._killed = False  # mpirun was asked to end the job; mpirun was killed
         self._stopping = ""
-        self._patience = Patience(limits)
+        self._patience, self._suspicion = Patience(limits), Suspicion(limits)
         self._waiting_said = False
         self._resumption = Resumption()
 
@@ -96,8 +99,13 @@ class Core:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
-            case StepStaged(step) | StepDurable(step):
+            case StepStaged(step):
+                if self._attempt is not None:
+                    self._attempt.staged_step = max(self._attempt.staged_step, step)
                 self._progress(step, now)
+            case StepDurable(step, of_attempt):
+                if not Key(of_attempt, step).is_set_aside(self._suspicion.set_aside):
+                    self._progress(step, now)
             case Stop(reason):
                 return self._stop(reason, now)
             case HostsSeen(hosts):
@@ -122,13 +130,17 @@ class Core:
             case Joined():
                 attempt.met = True
                 return self._reached("joined", "all ranks and the stager have joined", {}, now)
-            case RankRestored(rank, step) if attempt.is_last(attempt.restored, rank):
+            case RankRestored(rank, step, of_attempt, before) if attempt.is_last(attempt.restored, rank):
+                told = {"step": step}
+                if step >= 0 and of_attempt > 0:
+                    attempt.restored_from, attempt.before = Key(of_attempt, step), before
+                    told["of_attempt"] = of_attempt
                 how = (
                     f"every rank has restored step {step}"
                     if step >= 0
                     else "no checkpoint to restore, a new run begins"
                 )
-                return self._reached("restored", how, {"step": step}, now)
+                return self._reached("restored", how, told, now)
             case Stepped(rank, step) if attempt.is_last(attempt.stepped, rank):
                 return self._trains(attempt, step, now)
             case Ended():
@@ -278,7 +290,11 @@ class Core:
         where = "on this machine" if names is None else "on " + ", ".join(names)
         newest = f"newest step {self.newest_step}" if self.newest_step >= 0 else "no checkpoint yet"
         message = f"attempt {self._attempt.number}: starting {ranks} ranks {where}, {newest}"
-        return [Note("launched", message, fields), Launch(self._attempt.number, ranks, placed)]
+        return [Note("launched", message, fields), self._start(placed)]
+
+    def _start(self, placed: tuple[Host, ...] | None) -> Launch:
+        assert self._attempt is not None
+        return Launch(self._attempt.number, self._attempt.ranks, placed, self._suspicion.set_aside)
 
     def _too_few(self, when: str) -> Verdict:
         message = f"no hosts for {self._limits.ranks_min} ranks were found {when}"
@@ -306,10 +322,33 @@ class Core:
         )
         if verdict.cause in {Cause.DONE, Cause.STOPPED}:
             return [note, *self._over(verdict)]
-        last_word = self._patience.last_word(verdict, progressed=attempt.progressed)
+        found = self._suspicion.weigh(verdict, attempt)
+        last_word = self._patience.last_word(
+            verdict, progressed=attempt.progressed, may_go_back=self._suspicion.is_open
+        )
         if last_word is not None:
-            return [note, *self._over(last_word)]
-        return [note, *self._pause(now)]
+            return [note, *self._over(self._suspicion.told(last_word))]
+        return [note, *self._go_back(attempt.number, found, verdict), *self._pause(now)]
+
+    def _go_back(self, number: int, found: SetAside | None, verdict: Verdict) -> list[Action]:
+        if found is None:
+            return []
+        key, before, crashes = found
+        self._suspicion.take(found, verdict.mark)
+        self.newest_step = before.step  # a step beyond it is progress again
+        message = (
+            f"{key} is set aside, and stays in the store: {crashes} attempts that were restored from it crashed the "
+            f"same way ({verdict.message}); the next attempt goes back to {before}"
+        )
+        fields = {
+            "attempt": number,
+            "step": key.step,
+            "of_attempt": key.attempt,
+            "before_step": before.step,
+            "before_attempt": before.attempt,
+            "crashes": crashes,
+        }
+        return [Note("set_aside", message, fields, loud=True), KeepEvidence(key)]
 
     def _pause(self, now: float) -> list[Action]:
         pause_seconds = self._pause_seconds(self._patience.restarts)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from holdfast.image.manifest import Key
 from holdfast.supervised import LAST_WORDS, MARK
 from operator_side.supervise.supervisor_messages import (
     Ended,
@@ -69,8 +70,14 @@ def parse_report(text: str) -> Report | None:
             return ProcessBegan(rank, str(fields["host"])[:255])
         if kind == "ended" and type(fields["status"]) is int:
             return Ended(rank, fields["status"])
-        if kind in {"restored", "stepped"} and type(fields["step"]) is int:
-            return (RankRestored if kind == "restored" else Stepped)(rank, fields["step"])
+        if kind == "stepped" and type(fields["step"]) is int:
+            return Stepped(rank, fields["step"])
+        if kind == "restored" and type(fields["step"]) is int:
+            attempt, before = fields.get("attempt", 0), fields.get("before")
+            if type(attempt) is int:
+                return RankRestored(
+                    rank, fields["step"], attempt, None if before is None else Key.of_label(before)
+                )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return None
@@ -205,7 +212,8 @@ def meaning(said: dict[str, Any]) -> Event | None:
             case "staged", "stager":
                 return StepStaged(step)
             case "durable" | "recovered", "flusher":
-                return StepDurable(step)
+                attempt = said.get("attempt")
+                return StepDurable(step, attempt if type(attempt) is int else 0)
         return None
     rank, told, lost = said.get("silent_rank"), said.get("told_rank"), said.get("lost_rank")
     match said.get("event"), role:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.supervised import ATTEMPT_VARIABLE
+from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
 from operator_side.supervise.attempt import Attempt
 from operator_side.supervise.flusher import Segments
 from operator_side.supervise.job_output import Output, Report
@@ -63,6 +63,9 @@ class JobProcesses:
         directory = self._logs / f"attempt-{launch.attempt:03d}"
         self._output = Output(directory, launch.ranks, self._relay)
         environment = {**self._environment, ATTEMPT_VARIABLE: str(launch.attempt)}
+        if launch.set_aside:
+            labels = [environment.get(SET_ASIDE_VARIABLE, ""), *(key.label for key in launch.set_aside)]
+            environment[SET_ASIDE_VARIABLE] = ",".join(filter(None, labels))
         if launch.hosts is None:
             environment = self._segments.make(environment)
         self._attempt = Attempt(self._command(launch), environment)

@@ -15,6 +15,7 @@ class Limits:
         ranks: Number of trainers that are wanted.
         ranks_min: Smallest number of trainers to start with.
         crashes_max: The run ends after this many equal crashes in a row without progress.
+        set_aside_max: So many checkpoints in a row are set aside before, if the crashes came after their restore.
         restarts_max: The run ends after this many restarts in a row without progress, whatever the cause.
         silent_seconds_max: Time without a sign of life, beyond the stager's own deadline, after which a rank is lost.
         lost_seconds_max: Time that the others may go on after a process of the job has died; none if it was killed
@@ -29,6 +30,7 @@ class Limits:
     ranks: int
     ranks_min: int
     crashes_max: int = 2
+    set_aside_max: int = 2
     restarts_max: int = 8
     silent_seconds_max: float = 30.0
     lost_seconds_max: float = 30.0
@@ -51,20 +53,26 @@ class Patience:
         self.restarts = self._same = 0
         self._mark = ""
 
-    def last_word(self, verdict: Verdict, *, progressed: bool) -> Verdict | None:
-        """Count an attempt. Returns the verdict to end the run with, or None if the job is to be restarted."""
+    def last_word(self, verdict: Verdict, *, progressed: bool, may_go_back: bool = False) -> Verdict | None:
+        """Count an attempt. Returns the verdict to end the run with, or None if the job is to be restarted.
+
+        Args:
+            verdict: Why the attempt has ended.
+            progressed: Whether it has staged a newer step.
+            may_go_back: Whether the checkpoint may be to blame, so that an equal crash is not the end yet.
+        """
         if progressed:
             self.restarts = self._same = 0
         self.restarts += 1
         self._same = self._same + 1 if verdict.mark == self._mark and self._same else 1
         self._mark = verdict.mark
-        why = self._why(verdict, progressed)
+        why = self._why(verdict, progressed, may_go_back)
         return replace(verdict, message=f"{why}: {verdict.message}") if why else None
 
-    def _why(self, verdict: Verdict, progressed: bool) -> str:
+    def _why(self, verdict: Verdict, progressed: bool, may_go_back: bool) -> str:
         if verdict.cause is Cause.CRASHED and verdict.hopeless and not progressed:
             return "a setting or the state is wrong, and a restart cannot help"
-        if verdict.cause is Cause.CRASHED and self._same >= self._limits.crashes_max:
+        if verdict.cause is Cause.CRASHED and self._same >= self._limits.crashes_max and not may_go_back:
             return f"the same crash {self._same} times in a row without a newer checkpoint: a bug, not a preemption"
         if self.restarts <= self._limits.restarts_max:
             return ""

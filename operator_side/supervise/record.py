@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from holdfast.image.manifest import Key
 from operator_side.supervise.hosts import Host
 from operator_side.supervise.limits import Limits
 from operator_side.supervise.verdict import Death, Evidence
@@ -24,6 +25,9 @@ class RunRecord:
         began: Host of each process that has begun, by rank.
         met: Whether all ranks and the stager have joined.
         restored: Ranks that have restored their state.
+        restored_from: The checkpoint that every rank has restored; None before that, and in a new run.
+        before: The checkpoint that they would restore if that one were set aside; None: there is none.
+        staged_step: The highest step that this attempt has staged; -1: none.
         stepped: Ranks that have done their first step.
         deaths: Processes that reported how they ended.
         lost_first: Ranks that the stager lost before any process had reported a failure of its own.
@@ -45,6 +49,9 @@ class RunRecord:
     began: dict[int, str] = field(default_factory=dict)
     met: bool = False
     restored: set[int] = field(default_factory=set)
+    restored_from: Key | None = None
+    before: Key | None = None
+    staged_step: int = -1
     stepped: set[int] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)
     lost_first: list[int] = field(default_factory=list)

@@ -17,6 +17,8 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import HoldfastError
+from holdfast.image.manifest import Key
+from holdfast.ring.set_aside import note_set_aside
 from holdfast.telemetry.events import EventLog
 from operator_side.supervise.core import Core
 from operator_side.supervise.flusher import KeptFlusher
@@ -30,6 +32,7 @@ from operator_side.supervise.supervisor_messages import (
     Exited,
     Finish,
     HostsSeen,
+    KeepEvidence,
     KillAttempt,
     Launch,
     LookAtFleet,
@@ -177,6 +180,8 @@ class Supervisor:
                     self._job.terminate(gently=gently)
                 case KillAttempt():
                     self._job.kill()
+                case KeepEvidence(key):
+                    self._keep_evidence(key)
                 case Note(event, message, fields, loud):
                     self._note(event, message, fields, loud=loud)
                 case Finish(verdict):
@@ -187,6 +192,12 @@ class Supervisor:
                         {"cause": verdict.cause.value, "exit_code": verdict.exit_code},
                         loud=verdict.exit_code != 0,
                     )
+
+    def _keep_evidence(self, key: Key) -> None:
+        try:
+            note_set_aside(self._ring, key)
+        except HoldfastError as error:
+            _log.warning("retention is not told to keep %s, and may remove it: %s", key, error)
 
     def _note(self, event: str, message: str, fields: Mapping[str, Any], *, loud: bool) -> None:
         _log.log(logging.WARNING if loud else logging.INFO, "%s", message)

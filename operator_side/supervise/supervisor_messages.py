@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from holdfast.image.manifest import Key
 from operator_side.supervise.hosts import Host
 from operator_side.supervise.verdict import Verdict
 
@@ -31,10 +32,17 @@ class Joined(NamedTuple):
 
 
 class RankRestored(NamedTuple):
-    """A rank has its state back; -1: there was none, the run begins."""
+    """A rank has its state back; -1: there was none, the run begins.
+
+    Attributes:
+        attempt: The attempt that wrote the checkpoint; 0: not known.
+        before: The checkpoint that would be restored if this one were set aside; None: none is known.
+    """
 
     rank: int
     step: int
+    attempt: int = 0
+    before: Key | None = None
 
 
 class Stepped(NamedTuple):
@@ -65,9 +73,10 @@ class StepStaged(NamedTuple):
 
 
 class StepDurable(NamedTuple):
-    """A step was reported durable."""
+    """A step was reported durable. `attempt`: which saved it; 0: not known."""
 
     step: int
+    attempt: int = 0
 
 
 class RankSilence(NamedTuple):
@@ -120,11 +129,12 @@ class LookAtFleet(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Start mpirun with so many trainers."""
+    """Start mpirun with so many trainers. `set_aside`: checkpoints that they do not restore."""
 
     attempt: int
     ranks: int
     hosts: tuple[Host, ...] | None
+    set_aside: tuple[Key, ...] = ()
 
 
 class Terminate(NamedTuple):
@@ -135,6 +145,12 @@ class Terminate(NamedTuple):
 
 class KillAttempt(NamedTuple):
     """SIGKILL whatever is left of the attempt."""
+
+
+class KeepEvidence(NamedTuple):
+    """Have retention keep a checkpoint that is set aside."""
+
+    key: Key
 
 
 class Note(NamedTuple):
@@ -152,4 +168,4 @@ class Finish(NamedTuple):
     verdict: Verdict
 
 
-Action = LookAtFleet | Launch | Terminate | KillAttempt | Note | Finish
+Action = LookAtFleet | Launch | Terminate | KillAttempt | KeepEvidence | Note | Finish

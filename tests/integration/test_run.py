@@ -16,7 +16,7 @@ import pytest
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.ring.directory import runtime_directory
 from holdfast.store import open_store
-from tests.integration.jobs import buggy, supervised, train
+from tests.integration.jobs import buggy, poisoned, supervised, train
 from tests.support.cluster import SMALL, Cluster, check_continued, wait_until
 from tests.support.events import read_events
 from tests.support.job import REPOSITORY, environment
@@ -230,6 +230,46 @@ def test_a_bug_ends_the_run_and_shows_its_traceback(run: Run) -> None:
         not (run.logs / "attempt-002" / "rank-0.log").exists()
         or "the bug" not in (run.logs / "attempt-002" / "rank-0.log").read_text()
     )
+    run.assert_nothing_left()
+
+
+def test_a_checkpoint_that_the_job_crashes_on_is_set_aside_and_the_run_ends_well(run: Run) -> None:
+    """Attempt 1 saves NaN in step 5; 2 and 3 crash on it; 4 goes back to step 3 and is killed; 5 goes on from there."""
+    run.start(poisoned.__file__, "10", "2", "5", "5", options=("--set=keep_last=2",))
+    assert run.wait() == 0, run.said()
+    causes = [line["cause"] for line in run.status("ended")]
+    assert causes == ["crashed", "crashed", "crashed", "killed", "done"], run.status()
+    assert [line["step"] for line in run.status("restored")] == [-1, 5, 5, 3, 5]
+    restored = [line for line in read_events(run.logs / "events.jsonl") if line["event"] == "restore"]
+    assert [(line["attempt"], line["step"]) for line in restored] == [
+        key for key in ((1, 5), (1, 5), (1, 3), (4, 5)) for _ in range(2)
+    ]
+    assert all(RING in line["sources"] for line in restored), "the ring has step 5, too, and is no way around"
+    (line,) = run.status("set_aside")
+    assert {name: line[name] for name in ("attempt", "step", "of_attempt", "before_step", "crashes")} == {
+        "attempt": 3,
+        "step": 5,
+        "of_attempt": 1,
+        "before_step": 3,
+        "crashes": 2,
+    }
+    said = run.said()
+    assert (
+        "step 5 (attempt 1) is set aside, and stays in the store: 2 attempts that were restored from it"
+        in said
+    )
+    passed = (
+        "step 5 (attempt 1) is set aside by the setting restore_set_aside; trying step 3 (attempt 1) instead"
+    )
+    assert said.count(passed) == 1, "one rank says it for all"
+    assert said.count("every weight is 10.0") == 1
+    # Retention has removed step 3, which is no longer needed, and not what shows how it came to this.
+    kept = {
+        item.manifest.order for item in Catalog(open_store(run.store)).list() if item.manifest is not None
+    }
+    assert (1, 5) in kept
+    assert (1, 3) not in kept
+    assert {(5, 7), (5, 9)} <= kept
     run.assert_nothing_left()
 
 

@@ -2,7 +2,8 @@
 
       seed ──► scheduler ── one event at a time ──► tasks of simulated processes ──► checks after each event
                   │                                      │
-      clock, locks, threads, select (runtime.py)         ├ rank: the real Link, a script of our own
+      clock, locks, threads, select (runtime.py)         ├ rank: the real Link, a script of our own; the
+                  │                                      │   real Copier where copies are torn (copying.py)
       messages and payloads of MPI (transport.py)        ├ stager: the real Service, Session, FlusherLine
       the store (store.py)                               └ flusher: the real `live`: claim, adoption, desk, engine,
       kills, stops, bit flips, full disks (world.py)         pipeline, jobs, progress record, publish, upkeep

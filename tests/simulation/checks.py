@@ -8,6 +8,8 @@ recalled ⇒ saved         what a restore gets from the ring, in FULL slots or f
                          to be of; and what was staged before is there (tests/simulation/hot.py)
 slots                    each has one owner; payloads land only in the slot that waits for them; all free at the end
 in flight                at most two checkpoints are being received
+torn ⇒ withdrawn         a step of which a rank has copied other bytes than were saved is never staged, and every rank
+                         that lives hears that it is none
 one writer               nothing becomes visible without a look at the claim right before it, in each try
 replaced ⇒ harmless      a writer that stands still, is replaced and wakes changes nothing of what was published since
 every wait ends          when faults stop, every step has its verdict, every process ends, all staged is durable
@@ -28,6 +30,7 @@ from holdfast.image.manifest import Key as FlushKey
 from holdfast.image.manifest import Manifest, State, is_manifest_name
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
+from holdfast.telemetry.causes import DeclineCause
 from stager.session.checkpoint import Phase
 from tests.simulation.hot import check_remains
 from tests.simulation.images import image
@@ -189,7 +192,9 @@ class Checks:
     def staged(self, key: Key, digest: str) -> None:
         """The ring says that it is staged: from now on it must survive."""
         self.ring_changed = True
-        self.job_of_attempt[key[0]] = self._world.scheduler.here.notes["job"].number
+        job = self.job_of_attempt[key[0]] = self._world.scheduler.here.notes["job"].number
+        if (job, key[1]) in self._world.torn:
+            self.broken(f"step {key[1]} (attempt {key[0]}) is staged, and its copy was torn on a rank")
         if key in self.durable or self._intruded:
             return
         self.promised[key] = digest
@@ -387,6 +392,13 @@ class Checks:
         state = offer.transfer.state
         if not (state.final or state is TransferState.STAGED):
             self.broken(f"rank {offer.rank} of job {offer.job}: step {offer.step} is still {state.value}")
+        is_torn = (offer.job, offer.step) in self._world.torn
+        if is_torn and state not in {TransferState.DECLINED, TransferState.FAILED}:
+            self.broken(
+                f"rank {offer.rank} of job {offer.job}: step {offer.step} was torn on a rank, and is {state.value}"
+            )
+        if is_torn and self._undisturbed and offer.transfer.reason.cause not in {DeclineCause.TORN, "busy"}:
+            self.broken(f"step {offer.step} was torn, and that is not why it ended: {offer.transfer.reason}")
         if state is TransferState.FAILED and self._undisturbed:
             self.broken(f"nothing is wrong, and step {offer.step} failed: {offer.transfer.reason}")
 

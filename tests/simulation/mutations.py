@@ -132,6 +132,14 @@ MUTATIONS = {
             "if False]",
             3000,
         ),
+        # -- the rank's side
+        _one(
+            "torn_is_staged",
+            "a rank finds its copy torn, and gives it away all the same",
+            "trainer_side.save.copier",
+            '        """The copy is torn. Any thread."""\n',
+            "        return\n",
+        ),
         # -- the flusher's side
         _one(
             "sender_crc_unchecked",

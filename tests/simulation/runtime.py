@@ -408,8 +408,11 @@ _REAL = {
 }
 
 
+_installed: set[str] = set()
+
+
 def install() -> None:
-    """Put the fakes into every loaded module of the product. For good: this process does nothing else."""
+    """Put the fakes into every module of the product that is loaded. For good: this process does nothing else."""
     from concurrent.futures import ThreadPoolExecutor
 
     from holdfast import faultpoint
@@ -431,8 +434,9 @@ def install() -> None:
         real_reach: _reach,
     }
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in PRODUCT:
+        if name.partition(".")[0] not in PRODUCT or name in _installed:
             continue
+        _installed.add(name)
         for attribute, value in list(vars(module).items()):
             if isinstance(value, types.ModuleType):
                 if attribute in _REAL and value is _REAL[attribute]:
@@ -451,15 +455,14 @@ def _mend_defaults(function: Any, defaults: dict[Any, Any]) -> None:
     """`def f(clock=time.monotonic)` took the real one when it was loaded."""
     if not isinstance(function, types.FunctionType):
         return
+
+    def mended(value: Any) -> Any:
+        return defaults.get(value, value) if isinstance(value, types.BuiltinFunctionType) else value
+
     if function.__defaults__:
-        function.__defaults__ = tuple(
-            defaults.get(value, value) if callable(value) else value for value in function.__defaults__
-        )
+        function.__defaults__ = tuple(map(mended, function.__defaults__))
     if function.__kwdefaults__:
-        function.__kwdefaults__ = {
-            key: defaults.get(value, value) if callable(value) else value
-            for key, value in function.__kwdefaults__.items()
-        }
+        function.__kwdefaults__ = {name: mended(value) for name, value in function.__kwdefaults__.items()}
 
 
 def _mend_factories(made: type) -> None:

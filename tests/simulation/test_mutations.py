@@ -15,8 +15,10 @@ from tests.simulation.tier_mutations import TIER_MUTATIONS
 
 SECONDS_MAX = 1200
 TIER_SEEDS_MAX = 3000
-# One for each promise: staged is whole, listed is whole, no slot is shared, one writer, power cuts. tests/soak has all.
+# One for each promise: staged is whole, and of one instant, listed is whole, no slot is shared, one writer, power cuts.
+# tests/soak has all.
 ALWAYS = {
+    "torn_is_staged",
     "staged_before_last_chunk",
     "manifest_before_file",
     "credit_twice",

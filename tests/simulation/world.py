@@ -6,7 +6,8 @@
                flusher (real `live`: claim, adoption, engine, pipeline, publish, upkeep)
 
     faults: kill any process at an event or at a named point of its work; stop it for a while; take the node away;
-            flip a bit on the wire or in the ring; the store fails, loses answers, is slow or full; another writer
+            flip a bit on the wire or in the ring; tear a copy; the store fails, loses answers, is slow or full;
+            another writer
 
 All choices come from the seed. `tests/simulation/checks.py` looks at the whole after each event.
 """
@@ -42,6 +43,7 @@ from holdfast.wire.frames import VERSION, Kind, Welcome, decode, encode, to_json
 from stager.flusher_process import attach
 from stager.service import StagerService
 from tests.simulation.checks import RING_CHUNKS, Checks
+from tests.simulation.copying import Area, FrameBatch, begin_copy, start_copier
 from tests.simulation.hot import reread, restored_from_ring
 from tests.simulation.images import CHUNK_BYTES, image
 from tests.simulation.runtime import SIM
@@ -117,6 +119,7 @@ class Plan:
     slowest_message_seconds: float
     full: str  # "", "window" or "ever"
     areas: int  # of each rank: how many checkpoints it sends at once
+    torn_share: float = 0.0  # of the copies that ranks make; above 0 the real copy thread makes them
     faults: list[Fault] = field(default_factory=list)
 
     @classmethod
@@ -161,6 +164,12 @@ class Plan:
             )
             self.faults.append(Fault("freeze", kind="flusher", point=point, number=number))
 
+    def may_tear(self, seed: int) -> None:
+        """In some worlds ranks find their copies torn. From dice of their own, as in `may_freeze`."""
+        chance = random.Random(f"tear {seed}")
+        if chance.random() < 0.12:
+            self.torn_share = chance.choice([0.1, 0.3, 0.6])
+
     @staticmethod
     def _fault(chance: Any) -> Fault:
         what = chance.choices(
@@ -185,10 +194,12 @@ class _Source:
         self.frames: dict[int, tuple[int, int]] = {}
         self.step = -1
         self.ready_at: Callable[[], int] = lambda: len(self.data)
+        self.copy: Area | None = None  # that the copy thread makes
 
     def fill(self, made: Image, rank: int, step: int) -> None:
         self.step = step
         self.data[:] = bytes(area_bytes(made.layout, rank))
+        self.copy = None
         self.frames, self.ends = {}, {}
         for frame in frames_of(made.layout, rank):
             end = frame.offset + frame.nbytes
@@ -200,6 +211,8 @@ class _Source:
         return memoryview(self.data)[offset : offset + nbytes]
 
     def is_ready(self, offset: int) -> bool:
+        if self.copy is not None:
+            return self.copy.is_ready(offset)
         return self.ends[offset] <= self.ready_at()
 
 
@@ -229,6 +242,7 @@ class World:
         self.scheduler = Scheduler(seed, trace=trace)
         self.plan = Plan.of(self.scheduler)
         self.plan.may_freeze(seed)
+        self.plan.may_tear(seed)
         plan = self.plan
         self.store = StoreState(plan.store_kind, plan.part_chunks)
         self.store.fail_share, self.store.slow_seconds = plan.fail_share, plan.slow_seconds
@@ -239,6 +253,9 @@ class World:
         self.processes: list[Process] = []
         self.offered: list[Offered] = []
         self.images: dict[tuple[int, int], Image] = {}  # (job, step) → what it must be
+        self.torn: set[tuple[int, int]] = (
+            set()
+        )  # (job, step) of which a rank has copied other bytes than were saved
         self.points: dict[tuple[str, str], int] = {}
         self.over = False
         self.calm = False  # no more faults
@@ -387,6 +404,7 @@ class World:
         ring, kept = restored_from_ring(self, job, link)
         self.checks.ring_is_remembered()
         link.announce(layout)
+        copier = start_copier(link, self.trainer_config.copy_seconds_max) if plan.torn_share else None
         sources = [_Source(port) for _ in range(plan.areas)]
         sending: dict[_Source, Any] = {}  # the transfer that was made of each last
         for step in range(first, first + job.steps):
@@ -407,10 +425,18 @@ class World:
             if sim.chance.random() < 0.03:
                 link.decline(step, Reason("busy", "not now"))
                 continue
+            if copier is not None:
+                copier.wait()
+                copier.shut()
             source.fill(made, rank, step)
-            if sim.chance.random() < 0.3:
+            if copier is not None:
+                source.copy = self._area(job, source, step)
+            elif sim.chance.random() < 0.3:
                 self._copy_slowly(source)
-            transfer = sending[source] = link.offer(step, source, {"saved_at_unix": 1.0})
+            record = {"saved_at_unix": 1.0, "save_seconds": 0.0}
+            transfer = sending[source] = link.offer(step, source, record)
+            if copier is not None and source.copy is not None:
+                begin_copy(copier, transfer, source.copy)
             self.offered.append(Offered(job.number, rank, step, transfer, sim.here, sim.now))
             if sim.chance.random() < 0.03:
                 sim.wait(None, sim.chance.random() * 0.05, "decline late")
@@ -419,6 +445,20 @@ class World:
         wait_for = TransferState.DURABLE if sim.chance.random() < 0.7 else TransferState.STAGED
         link.close(wait_for=wait_for, seconds_max=self.trainer_config.close_seconds_max)
         sim.here.notes["problem"] = link.problem
+
+    def _area(self, job: Job, source: _Source, step: int) -> Area:
+        """The copy of a step, which something may tear while it is made."""
+        sim, process = self.scheduler, self.scheduler.here
+        batches = [FrameBatch(offset, end) for offset, end in source.ends.items()]
+        sim.chance.shuffle(batches)  # the order of the next update
+        is_torn = sim.chance.random() < self.plan.torn_share
+        torn_before = sim.chance.randrange(len(batches)) if batches and is_torn else -1
+
+        def torn() -> None:
+            sim.note(f"! a tensor changes while {process.name} copies step {step}")
+            self.torn.add((job.number, step))
+
+        return Area(source.data, batches, torn_before, torn)
 
     def _copy_slowly(self, source: _Source) -> None:
         sim = self.scheduler

@@ -20,7 +20,7 @@ from typing import Any
 
 from holdfast.errors import DamageError, HoldfastError, StateError
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Manifest
+from holdfast.image.manifest import Key, Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.peers import LonePeers, Peers, agree, gather
@@ -56,6 +56,7 @@ class Restored:
         values: Plain values of the state by name. Lists and dictionaries have been filled in place; numbers, texts and
             tuples cannot be, so the script takes them from here.
         whole_in: Where all of it lies, as far as was seen: tiers by name, the store by its URL. The same on every rank.
+        before: The checkpoint that restore would take if this one were set aside; None: there is none.
     """
 
     step: int
@@ -68,6 +69,7 @@ class Restored:
     mended: list[str] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     whole_in: frozenset[str] = frozenset()
+    before: Key | None = None
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,13 @@ class Trial:
         self._seconds["check"] = time.monotonic() - begun
         return agree(self._peers, error)
 
-    def load(self, skipped: list[str]) -> Restored:
-        """Load what was read into the objects. Collective."""
+    def load(self, skipped: list[str], before: Key | None) -> Restored:
+        """Load what was read into the objects. Collective.
+
+        Args:
+            skipped: Newer checkpoints that are not used, each with the reason.
+            before: The checkpoint that would be taken if this one were set aside.
+        """
         assert self._structure is not None
         begun = time.monotonic()
         job, candidate = self._job, self._candidate
@@ -235,6 +242,7 @@ class Trial:
             skipped=skipped,
             values=values,
             whole_in=self._whole_in,
+            before=before,
         )
 
     @property

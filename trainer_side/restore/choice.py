@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.image.layout import Layout
+from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
 from holdfast.image.replicas import drifted_groups, groups_of
 from trainer_side.restore.image_map import Mapped, ends_of
@@ -125,7 +126,12 @@ class Candidate:
     @property
     def name(self) -> str:
         """For people."""
-        return f"step {self.step} (attempt {self.attempt})"
+        return str(self.checkpoint)
+
+    @property
+    def checkpoint(self) -> Key:
+        """Which one it is, wherever it lies."""
+        return Key(self.attempt, self.step)
 
 
 def candidates(holders: Iterable[Holder], stored: Sequence[StoreCandidate]) -> list[Candidate | Passed]:
@@ -163,6 +169,24 @@ def candidates(holders: Iterable[Holder], stored: Sequence[StoreCandidate]) -> l
             alone = Candidate(one.attempt, one.step, one.number, drift=one.drift)
             ranked.append(((int(bool(one.drift)), *newest_first, 1, 0), alone))
     return [item for _, item in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def pass_over(
+    listed: Sequence[Candidate | Passed], set_aside: Collection[Key]
+) -> Sequence[Candidate | Passed]:
+    """The same list with no candidate that is set aside, wherever it lies: each is named once, as passed."""
+    if not set_aside:
+        return listed
+    left: list[Candidate | Passed] = []
+    named: set[Key] = set()
+    for item in listed:
+        if isinstance(item, Passed) or not item.checkpoint.is_set_aside(set_aside):
+            left.append(item)
+        elif item.checkpoint not in named:
+            named.add(item.checkpoint)
+            reason = f"{item.name} is set aside by the setting restore_set_aside"
+            left.append(Passed(item.attempt, item.step, reason, lost=True))
+    return left
 
 
 def _drift(key: SliceKey, found: Mapping[int, tuple[Holder, ...]], stored: Sequence[StoreCandidate]) -> str:

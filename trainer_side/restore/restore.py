@@ -17,17 +17,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import DamageError, HoldfastError, StoreError, StoreMissing
+from holdfast.image.manifest import Key
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.candidate import Restored, RestoreJob, Trial
-from trainer_side.restore.choice import Candidate, Passed, candidates
+from trainer_side.restore.choice import Candidate, Passed, candidates, pass_over
 from trainer_side.restore.inventory import Shelf, find
 from trainer_side.restore.ring_slices import Fetch, look
 from trainer_side.tiers.tier import Tier
@@ -45,6 +46,7 @@ class RestoreOptions:
             hold a newer one.
         may_lack: Names of the state that the checkpoint need not have; they then stay as they are.
         threads: Requests in flight from this rank.
+        set_aside: Checkpoints that are passed over, and with each what the same attempt saved after it.
     """
 
     step: int | None = None
@@ -52,6 +54,7 @@ class RestoreOptions:
     without_store: bool = False
     may_lack: frozenset[str] = frozenset()
     threads: int = 4
+    set_aside: Collection[Key] = ()
 
 
 def restore(
@@ -96,7 +99,7 @@ def restore(
         state, store, peers, events, found, shelf, options.threads, seconds_max, options.may_lack
     )
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
-    listed: Sequence[Candidate | Passed] = candidates(found.holders, shelf.stored)
+    listed = pass_over(candidates(found.holders, shelf.stored), options.set_aside)
     if silent is not None:
         _go_without(job, silent, listed, without_store=options.without_store)
     if step is not None:
@@ -111,7 +114,7 @@ def _first_good(
     skipped: list[str] = []
     told, lost = 0, False
     job.tell(_drifted_before(listed), "an older checkpoint is preferred")
-    for candidate in listed:
+    for number, candidate in enumerate(listed):
         if isinstance(candidate, Passed):
             skipped.append(candidate.reason)
             lost = lost or candidate.lost
@@ -125,7 +128,7 @@ def _first_good(
                 job.tell(
                     [candidate.drift], f"{candidate.name} is restored all the same, as there is no other"
                 )
-            return trial.load(skipped)
+            return trial.load(skipped, _next_of(listed[number:], candidate))
         skipped.append(f"{candidate.name}: {problem}")
         lost = True
     where = "the tiers" if job.store is None else job.store.url
@@ -134,6 +137,12 @@ def _first_good(
         raise DamageError(f"{where}: none of {len(skipped)} checkpoints can be used:\n{reasons}")
     job.tell(skipped, "there is no other checkpoint, so the run begins anew")
     return None
+
+
+def _next_of(listed: Sequence[Candidate | Passed], taken: Candidate) -> Key | None:
+    """The checkpoint that is the first if `taken` is set aside."""
+    left = (one for one in pass_over(listed, [taken.checkpoint]) if isinstance(one, Candidate))
+    return next((one.checkpoint for one in left), None)
 
 
 def _drifted_before(listed: Sequence[Candidate | Passed]) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flusher.retention import Keep, StoredStep, to_remove
-from holdfast.image.manifest import State, step_file_name
+from holdfast.image.manifest import Key, State, step_file_name
 
 
 def checkpoint(
@@ -228,6 +228,15 @@ def test_invariants_of_ladder_and_finite_ones(
 
 
 @given(counted, ladders)
+@example(
+    [
+        (State.VERIFIED, 0.0, None),
+        (State.VERIFIED, 0.0, 0),
+        (State.VERIFIED, 24.0, None),
+        (State.VERIFIED, 48.0, 3),
+    ],
+    Keep(1, daily=2),
+)
 def test_asking_again_removes_no_more_while_the_clock_goes_forward(
     told: list[tuple[State, float, int | None]], keep: Keep
 ) -> None:
@@ -236,3 +245,26 @@ def test_asking_again_removes_no_more_while_the_clock_goes_forward(
     left = [one for one in run if one not in to_remove(run, keep)]
     assert to_remove(left, keep) == []
     assert to_remove(run[::-1], keep) == to_remove(run, keep)
+
+
+def test_what_is_set_aside_stays_as_evidence_and_counts_for_nothing() -> None:
+    run = [checkpoint(step) for step in (1, 3, 5)]
+    assert steps(to_remove(run, Keep(1))) == [1, 3]
+    assert steps(to_remove(run, Keep(1), [Key(1, 5)])) == [1], "step 3 is what the run goes back to"
+    later = [*run, *(checkpoint(step, attempt=4) for step in (5, 7, 9))]
+    removed = to_remove(later, Keep(2), [Key(1, 5)])
+    assert [one.order for one in removed] == [(1, 1), (1, 3), (4, 5)]
+
+
+def test_of_many_that_are_set_aside_only_the_last_ones_stay() -> None:
+    run = [checkpoint(step) for step in range(10)]
+    assert steps(to_remove(run, Keep(1), [Key(1, step) for step in (2, 8, 6, 4)])) == [0, 1, 2, 3, 5, 7]
+
+
+@given(runs, st.integers(1, 4), st.lists(st.builds(Key, st.integers(1, 3), st.integers(0, 40)), max_size=3))
+def test_what_is_set_aside_changes_nothing_for_the_others(
+    run: list[StoredStep], keep_last: int, set_aside: list[Key]
+) -> None:
+    removed = to_remove(run, Keep(keep_last), set_aside)
+    assert not {one.order for one in removed} & set(set_aside)
+    assert removed == to_remove([one for one in run if one.order not in set_aside], Keep(keep_last))

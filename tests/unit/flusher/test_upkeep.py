@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,7 @@ class Rig:
         *,
         verify: bool,
         gives_way_seconds_max: float = SECONDS_MAX,
+        set_aside: Sequence[Key] = (),
     ) -> None:
         self.root = root
         self.old, self.new = (unread(root, step) for step in (1, 2))
@@ -52,6 +53,7 @@ class Rig:
         self.upkeep = Upkeep(
             FlusherContext(self.store, tenure, self.inbox, EventLog(None, role="flusher")),
             UpkeepRules(verify=verify, keep=Keep(1)),
+            set_aside=lambda: set_aside,
             gives_way_seconds_max=gives_way_seconds_max,
         )
         held.callback(self.upkeep.stop)
@@ -282,3 +284,14 @@ def test_a_store_without_room_loses_the_rungs_of_the_ladder_and_nothing_else(
     assert wait() == [1, 2, 3, 4, 5, 6]
     upkeep.make_room()
     assert wait() == [5, 6]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_the_supervisor_has_set_aside_is_not_removed(
+    tmp_path: Path, held: contextlib.ExitStack, verify: bool
+) -> None:
+    rig = Rig(tmp_path, held, verify=verify, set_aside=[Key(1, 1)])
+    rig.published(rig.old, rig.new)
+    rig.wait()
+    assert rig.is_listed(rig.old)
+    assert rig.is_listed(rig.new)

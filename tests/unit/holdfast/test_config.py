@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.config import RING_CHUNKS_MIN, FlusherConfig, StagerConfig, TrainerConfig, parse_size
 from holdfast.errors import ConfigError
+from holdfast.image.manifest import Key
 
 MIB = 1024 * 1024
 
@@ -280,3 +281,35 @@ def test_what_is_no_size(text: int | str) -> None:
 @given(st.integers(0, 2**60), st.sampled_from([("KiB", 1), ("MiB", 2), ("GiB", 3)]))
 def test_whole_units_are_exact(number: int, unit: tuple[str, int]) -> None:
     assert parse_size(f"{number}{unit[0]}") == number * 1024 ** unit[1]
+
+
+def test_checkpoints_to_set_aside_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TrainerConfig().restore_set_aside == ()
+    write_toml('[trainer]\nrestore_set_aside = ["1200-a3", "5-a1"]')
+    assert TrainerConfig().restore_set_aside == (Key(3, 1200), Key(1, 5))
+    monkeypatch.setenv("HOLDFAST_RESTORE_SET_ASIDE", " 7-a002 ,")
+    assert TrainerConfig().restore_set_aside == (Key(2, 7),)
+    assert TrainerConfig(restore_set_aside=(Key(1, 1),)).restore_set_aside == (Key(1, 1),)
+
+
+@pytest.mark.parametrize(
+    "value", ["1200", "newest", "5-a0", "-1-a1", "5-a1;7-a1", "5-a1,x", "9" * 40 + "-a1", "\0"]
+)
+def test_a_checkpoint_to_set_aside_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "\0" not in value:
+        monkeypatch.setenv("HOLDFAST_RESTORE_SET_ASIDE", value)
+        with pytest.raises(ConfigError) as caught:
+            TrainerConfig()
+        assert str(caught.value) == (
+            "trainer setting restore_set_aside: expected checkpoints as STEP-aATTEMPT, such as 1200-a3, separated by "
+            f"commas, got {value!r} (from HOLDFAST_RESTORE_SET_ASIDE)"
+        )
+    monkeypatch.delenv("HOLDFAST_RESTORE_SET_ASIDE", raising=False)
+    with pytest.raises(ConfigError, match="restore_set_aside: expected checkpoints as STEP-aATTEMPT"):
+        TrainerConfig.from_sources(restore_set_aside=[value])
+
+
+@pytest.mark.parametrize("value", [5, 1.5, True, {"a": 1}, [5], [[1, 5]], [None]])
+def test_what_is_not_even_a_text(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"restore_set_aside: expected checkpoints as STEP-aATTEMPT.*got"):
+        TrainerConfig.from_sources(restore_set_aside=value)

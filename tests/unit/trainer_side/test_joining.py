@@ -17,6 +17,7 @@ from holdfast.checkpoints.slice_sets import SliceName, find_sets, slice_write_id
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import ConfigError, StoreError
+from holdfast.image.manifest import Key
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -66,6 +67,11 @@ class Together:
         (True, {"store": "/else"}, "store: rank 1 has /else, rank 0 has /run"),
         (True, {"chunk_bytes": 8192}, "chunk_bytes: rank 1 has 8192, rank 0 has 4096"),
         (True, {"on_divergence": "refuse"}, "on_divergence: rank 1 has refuse, rank 0 has warn"),
+        (
+            False,
+            {"restore_set_aside": "5-a1,3-a1"},
+            r"restore_set_aside: rank 1 has \['5-a1', '3-a1'\], rank 0 has none; give all ranks the same",
+        ),
     ],
 )
 def test_a_rank_that_is_set_otherwise_is_refused_on_every_rank(
@@ -81,6 +87,16 @@ def test_a_rank_that_is_set_otherwise_is_refused_on_every_rank(
 
     assert all(Ranks(3).run(work))
     Ranks(2).run(lambda peers: compare(TrainerConfig(**settings), peers, alone=alone))
+
+
+def test_what_one_rank_alone_sets_aside_is_refused_without_any_tiers() -> None:
+    def work(peers: ThreadPeers) -> bool:
+        config = TrainerConfig(restore_set_aside=(Key(1, 5),) if peers.rank == 1 else ())
+        with pytest.raises(ConfigError, match="restore_set_aside: rank 1 has"):
+            compare(config, peers, alone=False)
+        return True
+
+    assert all(Ranks(2).run(work))
 
 
 def _inventories(tiers: list[list[Tier]], errors: dict[int, ConfigError] | None = None) -> list[Any]:

@@ -371,3 +371,28 @@ def test_a_log_of_a_version_that_stated_no_cause_is_counted_by_its_sentence(tmp_
         (4, "other"),
         (5, "other"),
     ]
+
+
+def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
+    message = (
+        "step 10 (attempt 4) is set aside, and stays in the store: 2 attempts …; the next goes back to step 5"
+    )
+    line: Line = (
+        310.5,
+        "supervisor",
+        "set_aside",
+        {"attempt": 1, "step": 10, "of_attempt": 4, "message": message},
+    )
+    facts = facts_of(written(tmp_path / "log", [*supervised(resumed_step=5), line]))
+    assert f"S{message[1:]}." in what_happened(facts)
+    assert [(one.event, one.step, one.is_notice) for one in facts.happened] == [("set_aside", 10, False)]
+
+
+def test_of_two_checkpoints_of_a_step_the_one_that_was_restored_counts(tmp_path: Path) -> None:
+    """After a return to an older step the same numbers come again; no rank's log is on this machine."""
+    told: list[Line] = []
+    for at, role, event, fields in supervised():
+        is_it = event == "restored" and fields["step"] == 10
+        told.append((at, role, event, {**fields, "of_attempt": 4} if is_it else fields))
+    (back,) = [one for one in facts_of(written(tmp_path / "log", told)).attempts if one.restored_step == 10]
+    assert back.restored_attempt == 4

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
+from holdfast.image.manifest import Key
 from holdfast.notices.decider import Emergency
 from holdfast.notices.messages import EventLine
 from holdfast.notices.notice import Notice, NoticeKind
-from holdfast.supervised import MARK
+from holdfast.supervised import MARK, SET_ASIDE_VARIABLE
 from operator_side.supervise.hosts import Host, HostFile, Slurm, place
 from operator_side.supervise.job_output import (
     Follower,
@@ -26,9 +29,11 @@ from operator_side.supervise.job_output import (
     parse_line,
     parse_report,
 )
+from operator_side.supervise.job_processes import JobProcesses, RunFiles
 from operator_side.supervise.supervisor_messages import (
     Ended,
     Joined,
+    Launch,
     Noticed,
     ProcessBegan,
     RankRestored,
@@ -61,6 +66,9 @@ def test_no_line_is_too_strange(text: str) -> None:
         '{"ended": {"rank": -1, "status": 0}}',
         '{"ended": {"rank": 1}}',
         '{"stepped": {"rank": 1, "step": "0"}}',
+        '{"restored": {"rank": 1, "step": 5, "attempt": "1"}}',
+        '{"restored": {"rank": 1, "step": 5, "attempt": 1, "before": "newest"}}',
+        '{"restored": {"rank": 1, "step": 5, "attempt": 1, "before": 3}}',
         '{"ended": 3}',
         "[]",
         '{"x": {"rank": 1}}',
@@ -68,6 +76,13 @@ def test_no_line_is_too_strange(text: str) -> None:
 )
 def test_reports_that_are_none(said: str) -> None:
     assert parse_report(MARK + said) is None
+
+
+def test_a_restored_checkpoint_is_named_with_the_one_before() -> None:
+    said = '{"restored": {"rank": 1, "step": 5, "attempt": 2, "before": "3-a1"}}'
+    assert parse_report(MARK + said) == RankRestored(1, 5, 2, Key(1, 3))
+    assert parse_report(MARK + '{"restored": {"rank": 1, "step": 5, "attempt": 2}}') == RankRestored(1, 5, 2)
+    assert parse_report(MARK + '{"restored": {"rank": 1, "step": 5}}') == RankRestored(1, 5)
 
 
 def feed(tmp_path: Path, *lines: str, ranks: int = 2) -> tuple[Output, list[Report], list[tuple[str, str]]]:
@@ -223,3 +238,51 @@ def test_ranks_are_placed_once_each(slots: list[int], wanted: int) -> None:
     assert sum(host.slots for host in placed) == min(wanted, sum(slots))
     assert all(0 < host.slots <= slots[int(host.name[1:])] for host in placed)
     assert [host.name for host in placed] == sorted(host.name for host in placed)
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "set_aside", "expected"),
+    [
+        (None, (), None),
+        ("9-a1", (), "9-a1"),
+        (None, (Key(1, 5), Key(4, 3)), "5-a1,3-a4"),
+        ("9-a1", (Key(1, 5),), "9-a1,5-a1"),
+        ("", (Key(1, 5),), "5-a1"),
+    ],
+)
+def test_an_attempt_is_told_what_is_set_aside(
+    tmp_path: Path, by_hand: str | None, set_aside: tuple[Key, ...], expected: str | None
+) -> None:
+    given = dict(os.environ) | ({} if by_hand is None else {SET_ASIDE_VARIABLE: by_hand})
+    script = f"import os; print('told', os.environ.get({SET_ASIDE_VARIABLE!r}))"
+    said: list[str] = []
+    files = RunFiles(tmp_path / "runtime" / "ring", tmp_path / "logs", tmp_path / "events")
+    job = JobProcesses(
+        lambda _: [sys.executable, "-c", script], given, files, lambda _, text: said.append(text)
+    )
+    job.launch(Launch(2, 1, (Host("here", 1),), set_aside))
+    while job.hear()[1] is None:
+        job.wait(1.0)
+    job.close()
+    assert said == [f"told {expected}"]
+
+
+@pytest.mark.parametrize("set_aside", [(), (Key(1, 5),)])
+def test_other_hosts_are_told_as_well(monkeypatch: pytest.MonkeyPatch, set_aside: tuple[Key, ...]) -> None:
+    from holdfast.config import StagerConfig
+    from operator_side.commands.run import _mpirun
+
+    monkeypatch.setattr("holdfast.mpirun.find_mpirun", lambda: "mpirun", raising=False)
+    monkeypatch.delenv(SET_ASIDE_VARIABLE, raising=False)
+    options = {
+        "settings": (),
+        "mpirun_options": "",
+        "agent": None,
+        "exported": (),
+        "ulfm": True,
+        "stager_host": "me",
+    }
+    launch = Launch(2, 1, (Host("there", 1),), set_aside)
+    line = _mpirun(launch, ["train"], StagerConfig(store="/run"), Path("events"), options)
+    passed_on = {line[at + 1] for at, word in enumerate(line) if word == "-x"}
+    assert (SET_ASIDE_VARIABLE in passed_on) is bool(set_aside)

@@ -1,0 +1,56 @@
+"""The checkpoints that `holdfast run` has set aside: a file of the run's runtime directory, which the flusher reads.
+
+They are evidence of what went wrong, so retention keeps them for as long as the run is supervised. Each has a line, as
+`Key.label` has it, added by one write: a line without its end is just being written.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast.errors import ConfigError, StoreError
+from holdfast.image.manifest import Key
+from holdfast.ring.directory import machine_error, open_private_file
+
+SET_ASIDE_NAME = "set-aside"
+_BYTES_MAX = 1 << 16
+
+
+def note_set_aside(directory: Path, key: Key) -> None:
+    """Add one.
+
+    Raises:
+        ConfigError: What lies at its place is not ours.
+        StoreError: The machine lacks something, such as room.
+    """
+    path = directory / SET_ASIDE_NAME
+    try:
+        fd = open_private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            os.write(fd, f"{key.label}\n".encode())
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise machine_error(path, error) from error
+
+
+def read_set_aside(directory: Path) -> list[Key]:
+    """All of them, oldest first; none where there is no such file. What cannot be read is left out."""
+    try:
+        fd = open_private_file(directory / SET_ASIDE_NAME, os.O_RDONLY)
+    except (FileNotFoundError, ConfigError, StoreError):
+        return []
+    try:
+        *lines, _ = os.pread(fd, _BYTES_MAX, 0).decode("ascii", "replace").split("\n")
+    except OSError:
+        return []
+    finally:
+        os.close(fd)
+    found = []
+    for line in lines:
+        try:
+            found.append(Key.of_label(line))
+        except ValueError:
+            continue
+    return found

@@ -1,0 +1,90 @@
+"""Whether crashes are laid to the checkpoint that they came after: the one before it is then restored. Pure.
+
+    restored from C, crashed    --crashes-max times, the same way, nothing newer staged    C is set aside
+    restored from B, …                                                                     B is set aside
+    …                           --set-aside-max in a row                                   the run ends, as without this
+
+A loss from outside (a kill, a lost host) says nothing about a checkpoint, and does not count. Nor does a crash before
+every rank had its state back, or one after which the next attempt has a newer checkpoint to begin with. A job that has
+trained the step anew from an older checkpoint, and crashes the same way again, has a bug: nothing more is set aside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from holdfast.image.manifest import Key
+from operator_side.supervise.limits import Limits
+from operator_side.supervise.record import RunRecord
+from operator_side.supervise.verdict import Cause, Verdict
+
+
+class SetAside(NamedTuple):
+    """A checkpoint to set aside: the next attempt is to be restored from the one before.
+
+    Attributes:
+        crashes: After its restore, all the same way.
+    """
+
+    key: Key
+    before: Key
+    crashes: int
+
+
+class Suspicion:
+    """Counts the crashes after the restore of one checkpoint.
+
+    Attributes:
+        set_aside: All that this supervisor has set aside, oldest first. Restore passes them over from then on.
+        is_open: Whether the checkpoint may be to blame for the last crash: another attempt will show it.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        # With --crashes-max 1 the first crash ends the run: nothing is ever seen to happen twice.
+        self._crashes_max = limits.crashes_max
+        self._row_max = limits.set_aside_max if limits.crashes_max > 1 else 0
+        self.set_aside: tuple[Key, ...] = ()
+        self.is_open = False
+        self._suspect: tuple[Key, str] | None = None  # and how the job crashed after its restore
+        self._crashes = 0
+        self._row = 0  # set aside since the run last went beyond them
+        self._beyond = -1  # their highest step
+        self._mark = ""  # how the job had crashed when the last one was set aside
+        self._is_anew = False  # a step as high was staged again since then
+
+    def weigh(self, verdict: Verdict, attempt: RunRecord) -> SetAside | None:
+        """Count an attempt that has ended. Returns the checkpoint that is to blame, or None."""
+        self.is_open = False
+        if self._row and attempt.staged_step > self._beyond:
+            self._row, self._beyond, self._is_anew = 0, -1, False
+        self._is_anew |= self._row > 0 and attempt.staged_step == self._beyond
+        if verdict.cause is not Cause.CRASHED:
+            return None
+        key, before = attempt.restored_from, attempt.before
+        if key is None or before is None or attempt.staged_step >= 0:
+            self._suspect, self._crashes = None, 0
+            return None
+        if self._row >= self._row_max or (self._is_anew and verdict.mark == self._mark):
+            return None
+        suspect = (key, verdict.mark)
+        self._crashes = self._crashes + 1 if suspect == self._suspect else 1
+        self._suspect = suspect
+        self.is_open = True
+        return SetAside(key, before, self._crashes) if self._crashes >= self._crashes_max else None
+
+    def take(self, found: SetAside, mark: str) -> None:
+        """Set it aside, for crashes of this mark."""
+        self.set_aside += (found.key,)
+        self._suspect, self._crashes = None, 0
+        self._row += 1
+        self._beyond, self._mark, self._is_anew = max(self._beyond, found.key.step), mark, False
+
+    def told(self, last_word: Verdict) -> Verdict:
+        """The verdict that ends the run; its message also names what was set aside in vain."""
+        if not self._row:
+            return last_word
+        names = ", ".join(str(key) for key in self.set_aside[-self._row :])
+        return replace(
+            last_word, message=f"{last_word.message}; set aside before, which did not help: {names}"
+        )

@@ -1,0 +1,163 @@
+"""The copy thread of a rank, in worlds in which copies may be torn: the real `Copier`, over tensors of our own.
+
+    offer ─► Copier: batch, batch, … ─► a frame may go as soon as its batch is copied, and was found whole
+               !  something else than an update changes a tensor that is not copied yet: the copy is torn
+               └─ found when that batch is read, or at the last look ─► the step is withdrawn, on all ranks
+
+Torch is loaded for it, when the first such world comes: the others do without. `Area` gives frames away as
+`trainer_side.save.staging.Staging` does, and `Instant` looks as `trainer_side.save.tearing.SavedInstant` does, but sees
+everything: whether a change can be seen at all is tests/unit/trainer_side/save/test_tearing.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from holdfast.telemetry.events import EventLog
+from tests.simulation.runtime import SIM, install
+from trainer_side.ledger import Ledger
+
+if TYPE_CHECKING:
+    from trainer_side.link.link import Link
+    from trainer_side.save.copier import Copier
+    from trainer_side.transfer import Transfer
+
+_BATCH_SECONDS_MAX = 0.2
+_PATH = "model/weight"
+
+
+class FrameBatch(NamedTuple):
+    """As `trainer_side.save.copy_plan.Batch`: one tensor for each frame."""
+
+    offset: int
+    end: int
+
+
+@dataclass(frozen=True)
+class FrameRoute:
+    """As `trainer_side.save.copy_plan.Route`."""
+
+    host: tuple[FrameBatch, ...]
+    device: tuple[FrameBatch, ...] = ()
+    storages: frozenset[int] = frozenset()
+
+
+class Area:
+    """One copy into one buffer.
+
+    Args:
+        data: The buffer, with the bytes of the saved instant.
+        batches: What is copied, in this order.
+        torn_before: Number of the batch before which a tensor is changed; -1: none is.
+        on_torn: Called when a tensor is changed that is not copied yet.
+    """
+
+    def __init__(
+        self,
+        data: bytearray,
+        batches: Sequence[FrameBatch],
+        torn_before: int,
+        on_torn: Callable[[], None],
+    ) -> None:
+        self.memory = data
+        self._batches, self._torn_before, self._on_torn = batches, torn_before, on_torn
+        self._ready: set[int] = set()
+        self.changed: FrameBatch | None = None
+
+    def is_ready(self, offset: int) -> bool:
+        return offset in self._ready
+
+    def route(
+        self, _sources: Sequence[Any], _update_order: Callable[[], Mapping[int, int]], *, order_changed: bool
+    ) -> FrameRoute:
+        """Its own router as well."""
+        assert order_changed is not None
+        return FrameRoute(tuple(self._batches))
+
+    def copy_gated(
+        self,
+        _sources: Sequence[Any],
+        route: FrameRoute,
+        *,
+        after: Any,
+        cancelled: Callable[[], bool],
+        passed: Callable[[Collection[int]], None],
+        copied: Callable[[], None],
+        was_read: Callable[[Any], None],
+        was_copied: Callable[[Any], None],
+    ) -> None:
+        assert after is None
+        sim = SIM.now
+        unread = len(route.host)
+        for number, batch in enumerate(route.host):
+            if cancelled():
+                break
+            sim.wait(None, sim.chance.random() * _BATCH_SECONDS_MAX, "copy a batch")
+            if number == self._torn_before:
+                self._tear(sim.chance.choice(route.host[number:]))
+            was_read(batch)
+            passed(())
+            unread -= 1
+            if not unread:
+                copied()
+            was_copied(batch)
+            if not cancelled():
+                self._ready.add(batch.offset)
+        if unread or not route.host:
+            copied()
+
+    def _tear(self, batch: FrameBatch) -> None:
+        """A tensor that is copied from now on is another one than at `save()`."""
+        self.changed = batch
+        for at in range(batch.offset, batch.end):
+            self.memory[at] ^= 0x55
+        self._on_torn()
+
+
+class Instant:
+    """What the tensors were like at `save()`."""
+
+    def __init__(self, area: Area, step: int) -> None:
+        self._area, self.step, self.check = area, step, None
+
+    def changed(self) -> str:
+        """A tensor that is not as it was; empty if there is none."""
+        return "" if self._area.changed is None else _PATH
+
+    def changed_in(self, batch: FrameBatch) -> str:
+        """The same, of what this batch has read."""
+        return _PATH if self._area.changed is batch else ""
+
+    def copied_wrong(self, _batch: FrameBatch, _memory: bytearray) -> str:
+        """The bytes of a batch are in the area as they were read."""
+        return ""
+
+
+def start_copier(link: Link, seconds_max: float) -> Copier:
+    """The copy thread of the process that runs."""
+    from trainer_side.save.copier import Copier  # with torch
+
+    install()  # it was loaded now
+    return Copier([], link, ledger=Ledger(), events=EventLog(None, role="trainer"), seconds_max=seconds_max)
+
+
+def begin_copy(copier: Copier, transfer: Transfer, area: Area) -> None:
+    """As the end of `Saver.save`: the gate is shut, and the step is offered."""
+    from trainer_side.save.copier import CopyJob
+    from trainer_side.state.skeleton import Capture
+
+    taken = Capture([], {}, None, ())
+    played = cast(Any, area)
+    copier.copy(
+        CopyJob(
+            transfer,
+            played,
+            played,
+            taken,
+            None,
+            None,
+            instant=cast(Any, Instant(area, transfer.step)),
+        )
+    )
