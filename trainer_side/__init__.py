@@ -6,7 +6,7 @@ restore() ◄── restore/ ◄── local tiers, the stager's ring, the store
 
 Start with `checkpointer.py`, then follow one save.
 
-for scripts   checkpointer, state/per_rank, state/rng, ranks/distributed; frameworks/ for the loops of frameworks
+for scripts   checkpointer, state/held, state/per_rank, state/rng, ranks/distributed; frameworks/ for others' loops
 data/         samplers and streams that resume at the exact sample
 state/        the user's state as the bytes of one portable file, without a copy of the tensors
 save/         from `save()` to a filled staging area: plan, room, copy thread, the gate that holds optimizers back
@@ -26,6 +26,7 @@ from trainer_side.data.sampler import ResumableSampler
 from trainer_side.data.seeded import SeededSamples
 from trainer_side.data.stream import ResumableStream
 from trainer_side.ranks.distributed import init_torch_distributed
+from trainer_side.state.held import Split
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
 
@@ -36,5 +37,6 @@ __all__ = [
     "ResumableStream",
     "RngState",
     "SeededSamples",
+    "Split",
     "init_torch_distributed",
 ]

@@ -62,8 +62,10 @@ class Checkpointer:
     Args:
         state: Names mapped to objects with `state_dict()` and `load_state_dict()` (modules, optimizers, schedulers,
             samplers, anything that torch.distributed.checkpoint calls Stateful), tensors, plain values, or
-            `PerRank(...)` around a value that differs per rank. Holdfast assumes that parameters of modules and tensors
-            of optimizers, each under a name of its own, are the same on every rank; it saves rank 0's copy of all else.
+            `PerRank(...)` around a value that differs per rank. Of DTensors (`fully_shard`, tensor parallelism) each
+            rank sends its part, and the checkpoint has whole tensors; `Split(...)` says the same of a tensor that the
+            script has split itself. Holdfast assumes that other parameters of modules and tensors of optimizers, each
+            under a name of its own, are the same on every rank; it saves rank 0's copy of all else.
         config: Settings. None: from `HOLDFAST_*` in the environment and from `holdfast.toml`.
         every: Number of training steps from one checkpoint of `step()` to the next. 0: only `save()` takes checkpoints.
             `"auto"`: chosen from what checkpoints cost (docs/interval.md). None: the setting `every`. Must be the same

@@ -54,8 +54,9 @@ class Round:
             if complaint:
                 return StateError(
                     f"rank {other}: {complaint}; every rank must hand over the same state. A model that is split "
-                    "among the ranks (pipeline stages, experts, shards) cannot be saved as one: hand over each rank's "
-                    "part as PerRank(..., same_ranks=True)"
+                    "among the ranks (shards, experts): hand over each rank's part as Split(tensor, shape, start), "
+                    "under the same names on all ranks. What has other names on each rank (pipeline stages): hand it "
+                    "over as PerRank(..., same_ranks=True)"
                 )
         proven = _proven(proposals)
         if proven.refusal:

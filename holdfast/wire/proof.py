@@ -3,7 +3,7 @@
     rank 0   table  sums: w 91c0…  b 07aa…  moment 5e11…  ┐
     rank 1   table  sums: w 3f52…  b 07aa…  moment 77d0…  ┴─ PROPOSE ─► w and moment differ: refused, by name
 
-State that is split among ranks (FSDP, ZeRO, tensor parallelism, pipeline stages, experts) has on each rank tensors of
+State that is split among ranks by hand (ZeRO, tensor parallelism, pipeline stages, experts) has on each rank tensors of
 the same names and shapes with other bytes; one copy of each in a file is the loss of all the others. So each rank sends
 with its table a CRC-32 over every byte of every tensor, and no layout is agreed on before they were compared. What the
 ranks may differ in afterwards is drift, and seen by samples (`replicas.py`).
@@ -41,10 +41,12 @@ _STATISTICS = (
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"})
 _FLOATING = ("float", "bfloat", "complex")
 
-_PER_RANK = (
-    "If each rank is to keep its own, hand it over as PerRank(..., same_ranks=True): then every rank's is saved, and "
-    "comes back on as many ranks. If the ranks are to be equal, bring them together before the first save: "
-    "DistributedDataParallel does it for a model, torch.distributed.broadcast for a tensor"
+_WAYS_OUT = (
+    "If each rank has a part of larger tensors, hand over each part as Split(tensor, shape, start): the checkpoint has "
+    "the whole tensors, and any number of ranks can resume them. If each rank is to keep its own, hand it over as "
+    "PerRank(..., same_ranks=True): then every rank's is saved, and comes back on as many ranks. If the ranks are to "
+    "be equal, bring them together before the first save: DistributedDataParallel does it for a model, "
+    "torch.distributed.broadcast for a tensor"
 )
 
 
@@ -125,7 +127,7 @@ def _refusal(table: Sequence[Sequence[Any]], split: Sequence[int], sums: Mapping
     return (
         f"what the ranks hold is not the same: {sides}{more} differ in {some(paths)} ({len(paths)} of {len(table)} "
         f"tensors). A checkpoint has one copy of each, so the others would be lost. {_likely(table, split)}. "
-        f"{_PER_RANK}"
+        f"{_WAYS_OUT}"
     )
 
 
@@ -139,9 +141,11 @@ def _likely(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
         if place not in chosen and row[3] == _REPLICATED and math.prod(row[2]) > 1 and not _is_moment(row)
     ]
     if not weights:
-        return "It looks like an optimizer whose state is partitioned among the ranks (ZeRO, DeepSpeed, FSDP)"
+        return (
+            "It looks like an optimizer whose state is partitioned among the ranks (ZeRO, DeepSpeed, FSDP1)"
+        )
     if all("flat" in str(row[0]).lower() for row in weights):
-        return "It looks like flat partitions, one for each rank (FSDP, ZeRO, DeepSpeed)"
+        return "It looks like flat partitions, one for each rank (FSDP1, ZeRO, DeepSpeed)"
     if all(_names_an_expert(str(row[0])) for row in weights):
         return "It looks like expert parallelism: each rank has experts of its own"
     if not same:

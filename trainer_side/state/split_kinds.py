@@ -3,8 +3,9 @@
     at the start     a module or an optimizer in the state ─► refuse_split_objects ─► StateError, the same on every rank
     at a save        a tensor subclass ─► subclass_refusal ─► told to all ranks with PROPOSE
 
-Classes are known by name, so that nothing is imported for it. What has no class of its own (plain tensors that are
-shards, stages with equal names, experts) is found by its bytes: `holdfast/wire/proof.py`.
+A DTensor says itself which part of the whole it is, so it is saved (held.py). The others are refused here. Classes are
+known by name, so that nothing is imported for it. What has no class of its own (plain tensors that are shards, stages
+with equal names, experts) is found by its bytes: `holdfast/wire/proof.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,9 @@ import torch.distributed as dist
 
 from holdfast.errors import StateError
 
-_WHOLE = (
-    "To save all of it, hand over one object whose state_dict() returns torch.distributed.checkpoint.state_dict."
-    "get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)): it gathers everything on every "
-    'rank at each save (docs/troubleshooting.md, "A model that is split among the ranks")'
-)
-_PARTS = "only as PerRank(..., same_ranks=True), which keeps each rank's own and comes back on as many ranks"
+_FSDP2 = "Use fully_shard (FSDP2), whose model and optimizer are saved as they are"
+_SPLIT = "hand over each part as Split(tensor, shape, start), of which the checkpoint makes whole tensors"
+_PARTS = "as PerRank(..., same_ranks=True), which keeps each rank's own and comes back on as many ranks"
 
 
 class _SplitKind(NamedTuple):
@@ -33,11 +31,11 @@ class _SplitKind(NamedTuple):
 # By module and name of a class, or of one that it inherits from; a module that ends with a dot stands for all in it.
 _OBJECTS = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _SplitKind(
-        "an FSDP1 module (FullyShardedDataParallel), which has a part of each parameter on each rank", _WHOLE
+        "an FSDP1 module (FullyShardedDataParallel), which has a part of each parameter on each rank", _FSDP2
     ),
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": _SplitKind(
         "a ZeroRedundancyOptimizer, which has a part of the moments on each rank",
-        f"Hand over its inner optimizer, `{{path}}.optim`, {_PARTS}; or train with the optimizer that it wraps",
+        f"{_FSDP2}; or hand over its inner optimizer, `{{path}}.optim`, {_PARTS}",
     ),
     "torch.distributed.pipelining.stage._PipelineStageBase": _SplitKind(
         "a pipeline stage, which is other layers on each rank", f"Hand over its module {_PARTS}"
@@ -47,25 +45,22 @@ _OBJECTS = {
     ),
     "deepspeed.runtime.engine.DeepSpeedEngine": _SplitKind(
         "a DeepSpeed engine, which has a part of the optimizer, and with ZeRO-3 of the model, on each rank",
-        "Save it with engine.save_checkpoint, or train with DistributedDataParallel",
+        f"{_FSDP2}; or save it with engine.save_checkpoint",
     ),
     "deepspeed.runtime.": _SplitKind(
         "an optimizer of DeepSpeed, which has a part of the state on each rank",
-        "Save it with engine.save_checkpoint, or train with DistributedDataParallel",
+        f"{_FSDP2}; or save it with engine.save_checkpoint",
     ),
     "fairscale.": _SplitKind(
         "of FairScale, which has a part of the state on each rank",
-        f"Hand it over {_PARTS}",
+        f"{_FSDP2}; or hand it over {_PARTS}",
     ),
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": _SplitKind(
         "Megatron's distributed optimizer, which has a part of the state on each rank",
-        f"Hand it over {_PARTS}",
+        f"In an object with a state_dict() of its own, {_SPLIT}; or hand it over {_PARTS}",
     ),
 }
-_SHARDED = {
-    "torch.distributed.tensor.DTensor": "a DTensor, of which this rank has a part (FSDP2, tensor parallelism)",
-    "torch.distributed._shard.sharded_tensor.api.ShardedTensorBase": "a ShardedTensor, of which this rank has a part",
-}
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensorBase"
 _QUANTISED = ("torchao.", "bitsandbytes.", "optimum.quanto.", "hqq.", "quanto.")
 
 
@@ -97,7 +92,7 @@ def split_objects(state: Mapping[str, Any]) -> str:
                     f"alone. {found.advice.format(path=path)}"
                 )
         if isinstance(value, torch.nn.Module) and (flat := _flat_parameter(value)):
-            return f"{path}.{flat} is a flat parameter of FSDP1, of which each rank has a part. {_WHOLE}"
+            return f"{path}.{flat} is a flat parameter of FSDP1, of which each rank has a part. {_FSDP2}"
     return ""
 
 
@@ -132,9 +127,8 @@ def _flat_parameter(module: torch.nn.Module) -> str:
 def subclass_refusal(tensor: torch.Tensor) -> str:
     """Why a tensor of a class of its own cannot be saved as the bytes of a storage, and what to do."""
     kind = type(tensor)
-    for base in kind.__mro__:
-        if (what := _SHARDED.get(_name(base))) is not None:
-            return f"{what}; one checkpoint of the bytes here would lose those of the other ranks. {_WHOLE}"
+    if any(_name(base) == _SHARDED_TENSOR for base in kind.__mro__):
+        return f"a ShardedTensor, of which this rank has a part. {_FSDP2}; or {_SPLIT}"
     if is_quantised(kind):
         return (
             f"a quantised tensor ({_name(kind)}), which is more than one storage: save what is trained beside it (the "

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from trainer_side import Checkpointer, init_torch_distributed
 
@@ -63,10 +64,16 @@ def main() -> None:
     fully_shard(model)
     optimizer = adam(model)
     with Checkpointer({"model": model, "optimizer": optimizer}) as checkpointer:
-        first = checkpointer.restore()
+        with CommDebugMode() as exchanged:  # type: ignore[no-untyped-call]
+            first = checkpointer.restore()
         restored = checkpointer.restored
         assert restored is not None
-        said = {"first": first, "bytes_read": restored.bytes_read, "sources": [*restored.sources]}
+        said: dict[str, Any] = {
+            "first": first,
+            "bytes_read": restored.bytes_read,
+            "sources": [*restored.sources],
+        }
+        said["collectives"] = exchanged.get_total_counts()
         before = whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         take_step(model, optimizer)
         after = whole(model.state_dict())

@@ -12,22 +12,21 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_side import Checkpointer, PerRank, init_torch_distributed
+from trainer_side import Checkpointer, PerRank, Split, init_torch_distributed
 from trainer_side.state import proposal
 
 WIDTH = 32
@@ -92,10 +91,6 @@ def fsdp2_model(rank: int, mesh: DeviceMesh) -> State:
     optimizer = adam(model)
     train(model, optimizer, rank)
     return {"model": model, "optimizer": optimizer}
-
-
-def dtensor_replicated(_: int, mesh: DeviceMesh) -> State:
-    return {"ema": {"w": distribute_tensor(torch.ones(4), mesh, [Replicate()])}}
 
 
 def tp_dtensor(rank: int, mesh: DeviceMesh) -> State:
@@ -179,7 +174,7 @@ def flat_partition_of_no_optimizer(rank: int, mesh: DeviceMesh) -> State:
 
 
 def fsdp2_local(rank: int, mesh: DeviceMesh) -> State:
-    """What the message for DTensors once said."""
+    """Local tensors: nobody can know where they belong."""
     model = fsdp2_model(rank, mesh)["model"]
 
     class Local:
@@ -247,9 +242,6 @@ def one_bit(rank: int, _: DeviceMesh) -> State:
 
 
 AT_THE_FIRST_SAVE: list[Callable[[int, DeviceMesh], State]] = [
-    fsdp2_model,
-    dtensor_replicated,
-    tp_dtensor,
     dtensor_on_one_rank,
     state_dict_of_one_rank,
     flat_partition,
@@ -266,38 +258,46 @@ AT_THE_FIRST_SAVE: list[Callable[[int, DeviceMesh], State]] = [
 # -- what the messages say that can be saved ----------------------------------------------------------------
 
 
-class Whole:
-    """What the message for DTensors says."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> State:
-        model, optimizer = get_state_dict(
-            self.model, self.optimizer, options=StateDictOptions(full_state_dict=True)
-        )
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state: State) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(full_state_dict=True),
-        )
-
-
 def advised(rank: int, mesh: DeviceMesh) -> State:
     sharded, stage = fsdp2_model(rank, mesh), pipeline_equal_names(rank, mesh)
+    plain = tp_plain(rank, mesh)["model"][0]
     statistics = nn.BatchNorm1d(WIDTH)
     torch.manual_seed(rank)
     statistics(torch.randn(8, WIDTH))
     return {
-        "whole": Whole(sharded["model"], sharded["optimizer"]),
+        "sharded": sharded["model"],
+        "optimizer": sharded["optimizer"],
+        "parallel": tp_dtensor(rank, mesh)["model"],
+        "split": {
+            "weight": Split(plain.weight, (dist.get_world_size() * WIDTH, WIDTH), (rank * WIDTH, 0)),
+            "bias": Split(plain.bias, (WIDTH,), (0,)),
+        },
         "stage": PerRank(stage["model"], same_ranks=True),
         "statistics": statistics,
         "generator": torch.tensor([rank, 3], dtype=torch.int64),
+    }
+
+
+def truth_of(state: State) -> State:
+    """What the file must hold, gathered by torch."""
+
+    def full(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+            for name, tensor in tensors.items()
+        }
+
+    weight = state["split"]["weight"].tensor.detach()
+    parts = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, weight)
+    return {
+        "sharded": full(state["sharded"].state_dict()),
+        "moments": {
+            place: full(moments) for place, moments in state["optimizer"].state_dict()["state"].items()
+        },
+        "parallel": full(state["parallel"].state_dict()),
+        "split": {"weight": torch.cat(parts), "bias": state["split"]["bias"].tensor.detach().clone()},
+        "stage": full(state["stage"].value.state_dict()),
     }
 
 
@@ -335,9 +335,7 @@ def main() -> None:
             state = advised(rank, mesh)
             checkpointer._state.update(state)
             note("advised", lambda: checkpointer.save(ADVISED_STEP))
-            whole = state["whole"].state_dict()["model"]
-            stage = state["stage"].value.state_dict()
-            torch.save({"whole": whole, "stage": stage}, out / f"truth-{rank}.pt")
+            torch.save(truth_of(state), out / f"truth-{rank}.pt")
     (out / f"rank-{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 import tempfile
@@ -17,10 +18,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.errors import StateError
+from holdfast.telemetry.events import EventLog
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
 from tests.support.slices import DictTier, checkpoint
 from trainer_side.ranks.peers import LonePeers
+from trainer_side.restore import targets
 from trainer_side.restore.candidate import Restored
+from trainer_side.restore.passing import _AHEAD, _BATCH
 from trainer_side.restore.restore import restore
 from trainer_side.state.held import Split
 from trainer_side.tiers.tier import Nearness
@@ -192,11 +196,15 @@ def test_each_rank_reads_the_chunks_of_its_own_parts_alone(tmp_path: Path) -> No
 
 def test_bytes_of_live_parts_are_read_in_place(tmp_path: Path) -> None:
     whole = numbers((8, 100))
-    publish(tmp_path, 5, {"w": whole})
+    publish(tmp_path, 5, {"w": whole, "y": torch.ones(3)})
     live = rows(whole.shape, 2, 1).empty(whole.shape, whole.dtype)
     address = live.tensor.data_ptr()
-    state = {"w": live}
-    restore(state, CountingStore(tmp_path), LonePeers(), events=None)
+    state = {"w": live, "y": torch.zeros(3)}
+    log = EventLog(tmp_path / "events", role="trainer", rank=0)
+    restore(state, CountingStore(tmp_path), LonePeers(), events=log)
+    log.close()
+    (line,) = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert line["in_place_bytes"] == live.tensor.nbytes + 12
     assert state["w"] is live
     assert live.tensor.data_ptr() == address
     assert torch.equal(live.tensor, whole[4:])
@@ -303,6 +311,30 @@ def test_a_damaged_frame_of_a_split_tensor_is_taken_from_the_store(tmp_path: Pat
         assert not result.skipped
     for box, state in zip(boxes, states, strict=True):
         assert torch.equal(state["w"]["x"].tensor, box.of(whole))
+
+
+def test_what_is_passed_on_is_in_few_windows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    genuine = targets.ReadWindow.of_size
+
+    def spy(nbytes: int) -> targets.ReadWindow:
+        taken.append(nbytes)
+        return genuine(nbytes)
+
+    monkeypatch.setattr(targets.ReadWindow, "of_size", spy)
+    whole, threads, chunk_bytes = numbers((256, 1024)), 4, 4096
+    made = checkpoint(lambda _rank: {"w": Weights({"x": whole})}, ranks=2, step=5, chunk_bytes=chunk_bytes)
+    tiers = [[DictTier().put(made, rank)] for rank in range(2)]
+    boxes = [rows(whole.shape, 2, rank) for rank in range(2)]
+    states = [{"w": {"x": box.empty(whole.shape, whole.dtype)}} for box in boxes]
+    bring_back(tmp_path, states, tiers=tiers)
+    for box, state in zip(boxes, states, strict=True):
+        assert torch.equal(state["w"]["x"].tensor, box.of(whole))
+    of_readings = 2 * 2 * threads  # the ends first, then the rest, on two ranks
+    assert len(taken) <= of_readings + 2 * (_BATCH + _AHEAD)
+    assert set(taken) == {chunk_bytes}
 
 
 def test_names_that_the_state_lacks_are_not_read(tmp_path: Path) -> None:

@@ -79,12 +79,31 @@ def test_a_single_rank_has_nothing_split() -> None:
 
 
 def test_no_message_advises_what_loses_a_part() -> None:
-    kind = of_module("torch.distributed.tensor.DTensor", torch.Tensor)
+    kind = of_module("torch.distributed._shard.sharded_tensor.api.ShardedTensorBase", torch.Tensor)
     reason = refusal(torch.ones(3).as_subclass(kind))
     assert reason is not None
-    assert "a DTensor" in reason
-    assert "full_state_dict=True" in reason
-    assert "local tensor instead" not in reason
+    assert "a ShardedTensor" in reason
+    assert "Use fully_shard (FSDP2)" in reason
+    assert "Split(tensor, shape, start)" in reason
+    assert "local tensor" not in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
+            ("fully_shard", "`opt.optim`"),
+        ),
+        ("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer", ("fully_shard", "engine.save_checkpoint")),
+        ("fairscale.optim.oss.OSS", ("fully_shard", "PerRank(..., same_ranks=True)")),
+        ("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer", ("Split(tensor, shape, start)",)),
+    ],
+)
+def test_what_is_advised_needs_no_gather(name: str, advice: tuple[str, ...]) -> None:
+    said = split_objects({"opt": optimizer(of_module(name, torch.optim.SGD))})
+    assert all(words in said for words in advice), said
+    assert "full_state_dict" not in said
 
 
 @pytest.mark.parametrize(
