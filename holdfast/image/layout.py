@@ -311,6 +311,14 @@ class Layout:
         """How an entry is split; None for one that is not."""
         return self.patterns[SPLIT - entry.owner] if entry.owner <= SPLIT else None
 
+    def held_bytes(self, entry: int, rank: int) -> int:
+        """How many bytes of an entry `rank` holds, if it is not another rank's alone."""
+        pattern = self.pattern_of(self.entries[entry])
+        if pattern is None:
+            return self.entries[entry].nbytes
+        region = pattern.region_of.get(rank)
+        return 0 if region is None else pattern.combs[region].nbytes
+
     def is_split(self, segment: Segment) -> bool:
         """Whether several ranks may send parts of `segment`."""
         return segment.entry is not None and self.entries[segment.entry].owner <= SPLIT

@@ -9,10 +9,12 @@ that differs goes unseen, and a checkpoint is pieced together from ranks that do
 CRC-32 for each *watched* entry, over bytes sampled at the saved instant (`fingerprint.py`), and sends them
 with DONE; the stager compares them before it stages.
 
-What is watched: replicated entries that one tensor fills; bytes between tensors belong to nobody. Both sides find them
-by the same rule in the same layout, so only the CRCs travel: four bytes for each entry, as base64 in the JSON body, 5.4
-MB for a million: below `MAX_BODY_BYTES` for every layout that is. No tree of digests: it would save bytes that nobody
-misses, and cost a round trip on the day when they differ.
+What is watched: replicated entries that one tensor fills; bytes between tensors belong to nobody. Of entries that are
+split among the ranks, those of which several ranks hold the same region, as the replicas of HSDP do: a rank's
+fingerprint is that of its own region, and compared with those of its other holders. Both sides find them by the same
+rule in the same layout, so only the CRCs travel: four bytes for each entry, as base64 in the JSON body, 5.4 MB for a
+million: below `MAX_BODY_BYTES` for every layout that is. No tree of digests: it would save bytes that nobody misses,
+and cost a round trip on the day when they differ.
 
 Samples rotate: rows of `ROW_BYTES`, every `stride`-th, from a row on that `first_row` draws from the step. Ranks that
 save the same step look at the same rows, and whatever steps are saved, every row has its turn.
@@ -28,9 +30,11 @@ import hashlib
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 from holdfast.errors import ProtocolError
 from holdfast.image.layout import REPLICATED, Layout
@@ -78,7 +82,18 @@ def watched(layout: Layout) -> tuple[int, ...]:
         item_bytes = _ITEM_BYTES.get(tensor.dtype.partition(",")[0], 0)
         if 0 < math.prod(tensor.shape) * item_bytes == layout.entries[tensor.entry].nbytes:
             filling.add(tensor.entry)
-    return tuple(entry for entry in sorted(filling) if layout.entries[entry].owner == REPLICATED)
+    return (*replicated(layout, filling), *(entry for entry in sorted(filling) if _is_shared(layout, entry)))
+
+
+def replicated(layout: Layout, entries: Iterable[int]) -> tuple[int, ...]:
+    """Those of them that every rank holds whole, ascending."""
+    return tuple(entry for entry in sorted(entries) if layout.entries[entry].owner == REPLICATED)
+
+
+def _is_shared(layout: Layout, entry: int) -> bool:
+    """Whether it is split, and several ranks hold some region of it."""
+    pattern = layout.pattern_of(layout.entries[entry])
+    return pattern is not None and any(len(holders) > 1 for holders in pattern.holders)
 
 
 def stride(nbytes: int) -> int:
@@ -222,7 +237,7 @@ class Replicas:
         self, layout: Layout, step: int, fingerprints: Mapping[int, tuple[int, ...]]
     ) -> Divergence | None:
         """Compare all ranks that sent theirs; None if they are the same."""
-        if len(set(fingerprints.values())) < 2 and not (self._open and fingerprints):
+        if _are_same(layout, self._entries(layout), fingerprints) and not (self._open and fingerprints):
             return None
         paths: dict[int, str] = {}
         for tensor in layout.tensors:
@@ -230,22 +245,17 @@ class Replicas:
         drifted: dict[int, list[str]] = {}
         undecided: dict[str, list[list[int]]] = {}
         for place, entry in enumerate(self._entries(layout)):
-            values = {rank: crcs[place] for rank, crcs in sorted(fingerprints.items())}
-            ((common, votes), *others) = Counter(values.values()).most_common()
-            if not others:
-                if layout.entries[entry].nbytes <= _WHOLE_BYTES_MAX and len(values) == layout.ranks:
+            sides = [
+                {rank: fingerprints[rank][place] for rank in ranks if rank in fingerprints}
+                for ranks in _alike(layout, entry)
+            ]
+            if all(len(set(values.values())) < 2 for values in sides):
+                if layout.entries[entry].nbytes <= _WHOLE_BYTES_MAX and len(fingerprints) == layout.ranks:
                     self._open.pop(paths[entry], None)  # all of it was looked at, on every rank
                 continue
             self._open.setdefault(paths[entry], step)
-            if 2 * votes > len(values):
-                for rank, value in values.items():
-                    if value != common:
-                        drifted.setdefault(rank, []).append(paths[entry])
-            else:
-                groups: dict[int, list[int]] = {}
-                for rank, value in values.items():
-                    groups.setdefault(value, []).append(rank)
-                undecided[paths[entry]] = list(groups.values())
+            for values in sides:
+                _judge(values, paths[entry], drifted, undecided)
         return Divergence(step, drifted, undecided) if drifted or undecided else None
 
     def suspicion(self, step: int) -> str:
@@ -275,6 +285,59 @@ class Replicas:
                 del self._watched[next(iter(self._watched))]
             self._watched[layout.digest] = watched(layout)
         return self._watched[layout.digest]
+
+
+def _alike(layout: Layout, entry: int) -> Sequence[Sequence[int]]:
+    """The ranks that hold the same bytes of an entry: all of them, or the holders of each region."""
+    pattern = layout.pattern_of(layout.entries[entry])
+    return (range(layout.ranks),) if pattern is None else pattern.holders
+
+
+def _are_same(layout: Layout, entries: Sequence[int], fingerprints: Mapping[int, tuple[int, ...]]) -> bool:
+    """Whether all that should be the same is; quick, as mostly it is."""
+    if not layout.patterns or not fingerprints:
+        return len(set(fingerprints.values())) < 2
+    ranks = sorted(fingerprints)
+    table = np.array([fingerprints[rank] for rank in ranks], np.uint32).reshape(len(ranks), len(entries))
+    row_of = {rank: row for row, rank in enumerate(ranks)}
+    places: dict[int, list[int]] = {}  # by owner: entries that are split in one way are compared at one go
+    for place, entry in enumerate(entries):
+        places.setdefault(layout.entries[entry].owner, []).append(place)
+    for of_owner in places.values():
+        for holders in _alike(layout, entries[of_owner[0]]):
+            rows = [row_of[rank] for rank in holders if rank in row_of]
+            some = table[np.ix_(rows, of_owner)]
+            if len(rows) > 1 and not (some == some[0]).all():
+                return False
+    return True
+
+
+def _judge(
+    values: Mapping[int, int],
+    path: str,
+    drifted: dict[int, list[str]],
+    undecided: dict[str, list[list[int]]],
+) -> None:
+    """Say which ranks differ in a tensor, of those that should hold the same.
+
+    Args:
+        values: Rank → fingerprint.
+        path: Of the tensor.
+        drifted: Is added to where most ranks agree.
+        undecided: Is added to where they do not.
+    """
+    if len(set(values.values())) < 2:
+        return
+    common, votes = Counter(values.values()).most_common()[0]
+    if 2 * votes > len(values):
+        for rank, value in values.items():
+            if value != common:
+                drifted.setdefault(rank, []).append(path)
+        return
+    groups: dict[int, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    undecided.setdefault(path, []).extend(groups.values())
 
 
 def _named(paths: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from holdfast.image.replicas import DIGEST_FIELD, digest
+from holdfast.image.replicas import DIGEST_FIELD
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
@@ -320,5 +320,5 @@ def _fingerprint(job: CopyJob, fingerprints: Fingerprints, record: dict[str, Any
     begun = time.monotonic()
     fingerprints.take_gated(job.taken.sources, job.after)
     job.transfer.fingerprints = fingerprints.text()
-    record[DIGEST_FIELD] = digest(job.transfer.fingerprints)
+    record[DIGEST_FIELD] = fingerprints.digest()
     record["fingerprint_seconds"] = time.monotonic() - begun

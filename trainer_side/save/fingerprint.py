@@ -13,14 +13,14 @@ over in one small copy on the stream that is current; only that copy is waited f
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from holdfast.crc import crc32
-from holdfast.image.replicas import ROW_BYTES, encode, first_row, stride
+from holdfast.image.replicas import ROW_BYTES, digest, encode, first_row, stride
 from trainer_side.state.survey import StorageSource
 
 _ROW = np.dtype((np.void, ROW_BYTES))
@@ -44,10 +44,13 @@ class Fingerprints:
         entries: Those that are watched (`holdfast.image.replicas.watched`).
         gated: Per entry, whether it is copied behind the gate.
         step: The checkpoint's step: says which rows are looked at.
+        shared: Those that are split, of which some ranks hold the same region.
     """
 
-    def __init__(self, entries: Sequence[int], gated: Sequence[bool], step: int) -> None:
-        self._watched = entries
+    def __init__(
+        self, entries: Sequence[int], gated: Sequence[bool], step: int, shared: Collection[int] = ()
+    ) -> None:
+        self._watched, self._shared = entries, shared
         self._gated, self._step = gated, step
         self._crcs: dict[int, int] = {}
         self._gathered: list[_Gathered] = []
@@ -78,11 +81,18 @@ class Fingerprints:
         self._arrive()
         return encode([self._crcs[entry] for entry in self._watched])
 
+    def digest(self) -> str:
+        """Short words for those that are the same on every rank: entries that are split are left out. As `text`."""
+        self._arrive()
+        return digest(encode([self._crcs[entry] for entry in self._watched if entry not in self._shared]))
+
     def _take(self, entries: Sequence[int], sources: Sequence[StorageSource | None]) -> None:
         by_device: dict[torch.device, list[StorageSource]] = {}
         for entry in entries:
             source = sources[entry]
-            assert source is not None, "replicated tensors lie on every rank"
+            if source is None:  # of a tensor that is split, nothing is here
+                self._crcs[entry] = 0
+                continue
             by_device.setdefault(source.device, []).append(source)
         for device, there in by_device.items():
             if device.type == "cpu":

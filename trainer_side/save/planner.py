@@ -41,12 +41,14 @@ class SavePlan:
         skeleton: The image, with a place for every byte.
         router: The way through what is copied behind the gate.
         watched: Entries of which fingerprints are made; empty where they are not asked for.
+        shared: Those of them that are split.
         tear_check: What is looked at to see that a copy is not torn.
     """
 
     skeleton: Skeleton
     router: Router
     watched: Sequence[int]
+    shared: frozenset[int]
     tear_check: TearCheck
 
 
@@ -211,6 +213,8 @@ class Planner:
         )
         checked = self._config.on_divergence != "off" and layout.ranks > 1
         compared = watched(layout) if checked else ()
-        tear_check = TearCheck(layout, slice_plan, skeleton.gated, compared)
-        self._plan = SavePlan(skeleton, Router(slice_plan), compared, tear_check)
+        shared = frozenset(entry for entry in compared if layout.pattern_of(layout.entries[entry]))
+        here = {entry: layout.held_bytes(entry, skeleton.rank) for entry in compared}
+        tear_check = TearCheck(layout, slice_plan, skeleton.gated, here)
+        self._plan = SavePlan(skeleton, Router(slice_plan), compared, shared, tear_check)
         return self._plan

@@ -148,7 +148,7 @@ class Saver:
         area.copy_now(sources, dict(taken.contents))
         fingerprints = None
         if plan.watched:
-            fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step)
+            fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared)
             fingerprints.take_now(sources)
         record |= {
             "slice_bytes": area.nbytes,

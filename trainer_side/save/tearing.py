@@ -65,19 +65,20 @@ class TearCheck:
         layout: The layout.
         slice_plan: This rank's slice of it.
         gated: Per entry, whether it is copied behind the gate.
-        watched: Entries of which fingerprints are made: those must be of the saved instant, whoever sends them.
+        watched: Entry of which a fingerprint is made → its bytes on this rank: they must be of the saved instant,
+            whoever sends them.
     """
 
     def __init__(
-        self, layout: Layout, slice_plan: SlicePlan, gated: Sequence[bool], watched: Collection[int]
+        self, layout: Layout, slice_plan: SlicePlan, gated: Sequence[bool], watched: Mapping[int, int]
     ) -> None:
         sent = {piece.entry for piece in slice_plan.gated}
         self.pieces = [
             *slice_plan.gated,
             *(
-                CopyPiece(-1, entry, 0, layout.entries[entry].nbytes, -1)
-                for entry in watched
-                if gated[entry] and entry not in sent
+                CopyPiece(-1, entry, 0, nbytes, -1)
+                for entry, nbytes in watched.items()
+                if gated[entry] and entry not in sent and nbytes
             ),
         ]
         self.place_of = {piece.offset: place for place, piece in enumerate(self.pieces) if piece.offset >= 0}

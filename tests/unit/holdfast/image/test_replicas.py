@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ProtocolError
-from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.image.layout import REPLICATED, SPLIT, Entry, Layout, TensorInfo
+from holdfast.image.regions import Region, unite
 from holdfast.image.replicas import (
     ROW_BYTES,
     Divergence,
@@ -170,3 +171,41 @@ def test_what_is_said_of_drift_fits_a_manifest() -> None:
     ranks = {str(rank): {"replicas_digest": str(rank)} for rank in range(3000)}
     assert len(drift_of({"ranks": ranks}, 7)) < 300
     assert len(drift_of({"divergence": {"message": "x" * 10_000}}, 7)) <= 4096
+
+
+def _split_layout(*holders: int) -> Layout:
+    """A replicated entry; one split in two parts, held by so many ranks each; one split without replicas."""
+    ranks = sum(holders)
+    upper, lower = Region((0, 0), (6, 10)), Region((6, 0), (4, 10))
+    shared = unite((10, 10), 4, [upper] * holders[0] + [lower] * holders[1])
+    alone = unite((10, 10), 4, [upper, *[None] * (ranks - 2), lower])
+    entries = (
+        Entry("shared", 0, 400, SPLIT, ()),
+        Entry("alone", 500, 400, SPLIT - 1, ()),
+        Entry("whole", 1000, 40, REPLICATED, ()),
+    )
+    tensors = (
+        TensorInfo("model/shared", "float32", (10, 10), 0),
+        TensorInfo("model/alone", "float32", (10, 10), 1),
+        TensorInfo("model/whole", "float32", (10,), 2),
+    )
+    return Layout(CHUNK, CHUNK, ranks, entries, tensors, patterns=(shared, alone))
+
+
+def test_of_split_tensors_those_with_replicas_are_watched_after_the_whole_ones() -> None:
+    assert watched(_split_layout(2, 2)) == (2, 0)
+    assert watched(_split_layout(1, 1)) == (2,)
+
+
+def test_a_region_is_compared_among_its_holders_alone() -> None:
+    layout, replicas = _split_layout(3, 2), Replicas()
+    same = {0: (7, 1), 1: (7, 1), 2: (7, 1), 3: (7, 2), 4: (7, 2)}
+    assert replicas.compare(layout, 5, same) is None, "shards differ, replicas do not"
+    found = replicas.compare(layout, 6, {**same, 1: (7, 9), 4: (7, 3)})
+    assert found is not None
+    assert found.drifted == {1: ["model/shared"]}, "two of three agree"
+    assert found.undecided == {"model/shared": [[3], [4]]}
+    assert replicas.compare(layout, 7, {**same, 3: (8, 2)}) == Divergence(7, {3: ["model/whole"]}, {})
+    assert replicas.suspicion(8).startswith("step 8: replicas have drifted apart at step 7, in model/whole,")
+    assert replicas.compare(layout, 8, same) is None
+    assert not replicas.suspicion(8), "all of it was looked at again"

@@ -167,6 +167,9 @@ class FakeFingerprints:
     def text(self) -> str:
         return "AAAAAA=="
 
+    def digest(self) -> str:
+        return "0123456789abcdef"
+
 
 @pytest.mark.parametrize("lives", [False, True])
 def test_ranks_compare_their_replicas_themselves_where_no_stager_does(lives: bool) -> None:

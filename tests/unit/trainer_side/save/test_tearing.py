@@ -222,7 +222,7 @@ def test_words_on_a_device_are_compared_with_the_copy() -> None:
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
     skeleton = make_plan(state)
     pieces = SlicePlan.of(skeleton.layout, 0, skeleton.gated)
-    check = TearCheck(skeleton.layout, pieces, skeleton.gated, ())
+    check = TearCheck(skeleton.layout, pieces, skeleton.gated, {})
     captured = taken(state, skeleton)
     assert check.take(captured, 1) is not None
     sources = [captured.sources[piece.entry] for piece in check.pieces]
