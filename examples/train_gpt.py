@@ -167,8 +167,8 @@ def train(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def parse(description: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument(
         "--steps", type=int, default=1000, help="steps of the whole training (default %(default)s)"
     )
@@ -184,8 +184,8 @@ def main() -> None:
     )
     parser.add_argument("--final", type=Path, help="rank 0 saves the final state here with torch.save")
     parser.add_argument("--progress", type=Path, help="rank 0 appends a JSON line for each step to this file")
-    train(parser.parse_args())
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    train(parse())

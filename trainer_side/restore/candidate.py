@@ -193,12 +193,13 @@ class Trial:
         assert job.store is not None
         origins = {STORE: StoredFile(job.store, manifest)}
         units = store_units(manifest, self._peers.ranks, self._deal.unshared)
-        fill = functools.partial(read, manifest, threads=job.threads, seconds_max=job.seconds_max)
-        self._reading = fill(units, origins, shared, self._peers)
+        fill = functools.partial(read, manifest, threads=job.threads)
+        self._reading = fill(units, origins, shared, self._peers, seconds_max=job.seconds_max)
         problem = agree(self._peers, self._reading.error)
         if problem is None and own:
             # Each rank by itself, and whole chunks: there is no other CRC.
-            alone = fill(region_units(manifest, own), origins, own, LonePeers())
+            left = job.seconds_max - self._reading.seconds["read"]
+            alone = fill(region_units(manifest, own), origins, own, LonePeers(), seconds_max=left)
             self._reading.add(alone)
             problem = agree(self._peers, alone.error)
         self._seconds.update(self._reading.seconds)
