@@ -68,7 +68,10 @@ def play_cut(cell: CutCell, place: S3Place, directory: Path) -> None:
         ):
             for step in STEPS:
                 stager.save(ours[0], step)
-            wait_until(link.hits, lambda: f"{cell.operation} of {cell.key} never came: {_changes(link, 0)}")
+            wait_until(
+                lambda: bool(link.hits()),
+                lambda: f"{cell.operation} of {cell.key} never came: {_changes(link, 0)}",
+            )
             link.add(Rule(Fault.RESET_BEFORE, times=None))
             take_over(directory, url, ours[1])
             with contextlib.closing(opened(url)) as closing:
