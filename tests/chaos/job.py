@@ -58,7 +58,9 @@ def main() -> None:
         "data": sampler,
         "rng": PerRank(RngState()),
     }
-    tear = Tear(model[0].weight, os.environ.get("CHAOS_TORN", "-1:"))
+    weight = model[0].weight
+    assert isinstance(weight, torch.Tensor)
+    tear = Tear(weight, os.environ.get("CHAOS_TORN", "-1:"))
     with Checkpointer(state, every=every) as checkpointer, (out / f"losses-{rank}").open("a") as losses:
         start = checkpointer.restore()
         if rank == 0:

@@ -84,11 +84,11 @@ class Grid(NamedTuple):
         """Its first line."""
         return self.head.partition("\n")[0]
 
-    def render(self, results: Sequence[Result]) -> str:
-        """The part; empty if nothing of it was run."""
+    def render(self, results: Sequence[Result], before: str) -> str:
+        """The part; as it was `before`, if nothing of it was run."""
         counts = _Counts.of(results, self.cells.values())
-        if not counts.runs:
-            return ""
+        if before and not counts.runs:
+            return before
         columns = list(dict.fromkeys(column for _, column in self.cells))
         lines = [
             self.head,
@@ -121,9 +121,9 @@ class _Counts(NamedTuple):
         sessions = len({result.session for result in self.runs})
         commits = sorted({result.commit for result in self.runs if result.commit})
         at = f" at {' and '.join(f'`{commit}`' for commit in commits)}" if commits else ""
+        held = sum(self.held.values())
         return [
-            f"{cells} cells; {len(self.runs)} runs in {sessions} sessions{at}, of which "
-            f"{sum(self.held.values())} held.",
+            f"{cells} cells; {len(self.runs)} runs in {sessions} sessions{at}, of which {held} held.",
             f"A run took {seconds / max(1, len(self.runs)):.1f} s on the average, on {os.cpu_count()} cores",
             f"({platform.machine()}) and {_memory_gib():.0f} GiB of memory.",
             "",
@@ -149,16 +149,20 @@ def render(results: Iterable[Result], before: str = "") -> str:
         before: The page so far, for the parts of which nothing was run.
     """
     results = list(results)
-    kept = {part.partition("\n")[0]: part.rstrip("\n") + "\n" for part in before.split("\n\n## ")[1:]}
-    matrix = _matrix(results) or before.partition("\n\n## ")[0].rstrip("\n") + "\n"
-    parts = [grid.render(results) or "## " + kept.get(grid.heading[3:], "") for grid in GRIDS]
-    return "\n".join([matrix, *(part for part in parts if part != "## ")])
+    first, *parts = before.split("\n\n## ")
+    kept = {"## " + part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in parts}
+    return "\n".join(
+        [
+            _matrix(results, f"{first.rstrip()}\n" if first else ""),
+            *(grid.render(results, kept.get(grid.heading, "")) for grid in GRIDS),
+        ]
+    )
 
 
-def _matrix(results: Sequence[Result]) -> str:
+def _matrix(results: Sequence[Result], before: str) -> str:
     counts = _Counts.of(results, (cell.name for cell in CELLS))
-    if not counts.runs:
-        return ""
+    if before and not counts.runs:
+        return before
     lines = [_HEAD]
     lines += _table("stage", STAGES, counts)
     lines += ["", "Killed at further points, by who reaches them and by everything at once:", ""]
