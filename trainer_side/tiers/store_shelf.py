@@ -180,9 +180,9 @@ class SliceShelf:
 
     def _digest_of(self, found: SliceSet, names: set[SliceName]) -> str:
         """The layout digest of a slice set; empty if none of this rank's seals can be read."""
-        for name in sorted(names):
+        for name in sorted(name for name in names if name.rank in found.seals):
             try:
-                return read_seal(self._store, name, found.seals[name.rank]).layout_digest
-            except (KeyError, StoreMissing, DamageError):
+                return read_seal(self._store, name).layout_digest
+            except (StoreMissing, DamageError):
                 continue
         return ""

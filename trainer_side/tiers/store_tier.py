@@ -172,7 +172,7 @@ class StoreTier:
             close()
 
     def _kept(self, found: SliceSet, name: SliceName, layout_of: Any) -> Kept:
-        seal = read_seal(self._store, name, found.seals[name.rank])
+        seal = read_seal(self._store, name)
         place = f"{self._store.url}/{name.slice}"
         if seal.run != self._run:
             raise DamageError(
