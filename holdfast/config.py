@@ -237,7 +237,8 @@ class TrainerConfig(_RoleConfig):
             store may hold a newer one.
         restore_set_aside: Checkpoints that restore passes over, each as STEP-aATTEMPT such as 1200-a3, and with it what
             the same attempt saved after it. Separated by commas in the environment. Must be the same on every rank.
-            `holdfast run` adds those after whose restore the job crashed again and again. Empty: none.
+            `holdfast run` adds to the environment variable those after whose restore the job crashed repeatedly.
+            Empty: none.
     """
 
     role: ClassVar[str] = "trainer"

@@ -31,13 +31,18 @@ def json_price(raw: bytes) -> int:
     return len(raw) + _CONTAINER_BYTES * containers + _ITEM_BYTES * items + _TEXT_BYTES * raw.count(b'"') // 2
 
 
+def allowed_price(received_bytes: int, factor: int) -> int:
+    """What such input may cost: `factor` for each byte received, and a fixed allowance."""
+    return _ALLOWANCE_BYTES + factor * received_bytes
+
+
 def check_price(price: int, received_bytes: int, factor: int) -> None:
     """Refuse what costs more than `factor` for each byte received, and a fixed allowance.
 
     Raises:
         TooDearError: It does.
     """
-    allowed = _ALLOWANCE_BYTES + factor * received_bytes
+    allowed = allowed_price(received_bytes, factor)
     if price > allowed:
         raise TooDearError(
             f"{received_bytes} bytes received would take {price} bytes or more to parse, expected at most {allowed}"

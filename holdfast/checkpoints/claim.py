@@ -413,11 +413,13 @@ def _read(store: Store, attempt: int) -> _ClaimRecord | None:
     name = _name(attempt)
     reason = "its CRC-32 does not hold"
     try:
-        data = store.read(name)
-        body = unseal(data, _CRC_FIELD) if len(data) <= _CLAIM_BYTES_MAX else None
+        body = unseal(store.read(name, _CLAIM_BYTES_MAX), _CRC_FIELD)
         record = None if body is None else _ClaimRecord.model_validate_json(body)
     except StoreMissing:
         return None
+    except DamageError as error:
+        reason = str(error)
+        record = None
     except ValidationError as error:
         reason = error.errors(include_url=False, include_input=False)[0]["msg"]
         record = None

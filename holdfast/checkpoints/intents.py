@@ -132,9 +132,6 @@ def clear_intents(store: Store, before_attempt: int, is_wanted: Callable[[str], 
         match = _NAME.fullmatch(info.name)
         if match is None or is_wanted(match[1]) or writer_attempt(match[1]) >= before_attempt:
             continue
-        if info.nbytes > _BYTES_MAX:
-            _log.warning("%s/%s: %d bytes, is no intent; left as it is", store.url, info.name, info.nbytes)
-            continue
         file = take_back(store, match[1])
         removed += [file] if file else []
     return removed
@@ -162,9 +159,12 @@ def take_back(store: Store, write_id: str) -> str:
 def _read(store: Store, name: str) -> Intent | None:
     """The intent of this name; None if it is gone, or says nothing that can be believed: then it stays, too."""
     try:
-        body = unseal(store.read(name), _CRC_FIELD)
+        body = unseal(store.read(name, _BYTES_MAX), _CRC_FIELD)
         intent = None if body is None else Intent.model_validate_json(body)
     except StoreMissing:
+        return None
+    except DamageError as error:
+        _log.warning("no intent of holdfast, left as it is: %s", error)
         return None
     except (ValidationError, RecursionError):
         intent = None

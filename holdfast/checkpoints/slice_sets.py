@@ -168,13 +168,12 @@ def find_sets(objects: Iterable[ObjectInfo]) -> list[SliceSet]:
     return sorted(found.values(), key=lambda one: (one.order, one.ranks), reverse=True)
 
 
-def read_seal(store: Store, name: SliceName, nbytes: int) -> SliceSeal:
+def read_seal(store: Store, name: SliceName) -> SliceSeal:
     """The seal of one slice.
 
     Args:
         store: The run.
         name: Whose.
-        nbytes: Its size, from a listing.
 
     Raises:
         StoreMissing: It is gone.
@@ -182,11 +181,7 @@ def read_seal(store: Store, name: SliceName, nbytes: int) -> SliceSeal:
         StoreError: The store failed.
     """
     source = f"{store.url}/{name.seal}"
-    if nbytes > SEAL_BYTES_MAX:
-        raise DamageError(
-            f"{source}: expected a seal of at most {SEAL_BYTES_MAX} bytes, got {nbytes} bytes; it is not read"
-        )
-    seal = SliceSeal.from_bytes(store.read(name.seal), source=source)
+    seal = SliceSeal.from_bytes(store.read(name.seal, SEAL_BYTES_MAX), source=source)
     if (seal.attempt, seal.step, seal.rank, seal.ranks) != name:
         raise DamageError(
             f"{source}: the file is the seal of step {seal.step}, attempt {seal.attempt}, rank {seal.rank} of "
@@ -205,13 +200,8 @@ def read_layout(store: Store, attempt: int, digest: str) -> Layout:
     """
     name = layout_name(attempt, digest)
     source = f"{store.url}/{name}"
-    nbytes = store.size(name)
-    if nbytes > LAYOUT_BYTES_MAX:
-        raise DamageError(
-            f"{source}: expected a layout of at most {LAYOUT_BYTES_MAX} bytes, got {nbytes} bytes; it is not read"
-        )
     try:
-        layout = Layout.from_bytes(store.read(name))
+        layout = Layout.from_bytes(store.read(name, LAYOUT_BYTES_MAX))
     except ProtocolError as error:
         raise DamageError(f"{source}: {error}") from error
     if layout.digest != digest:
@@ -235,7 +225,7 @@ def load_set(store: Store, found: SliceSet) -> LoadedSet:
     names = [found.name(rank) for rank in sorted(found.seals)]
     try:
         with ThreadPoolExecutor(_READERS, thread_name_prefix="seals") as readers:
-            seals = tuple(readers.map(lambda name: read_seal(store, name, found.seals[name.rank]), names))
+            seals = tuple(readers.map(lambda name: read_seal(store, name), names))
         for name, seal in zip(names, seals, strict=True):
             if seal.layout_digest != seals[0].layout_digest:
                 raise DamageError(

@@ -20,7 +20,11 @@ import builtins  # `list` is a method of the classes below
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from holdfast.errors import DamageError
 from holdfast.store.names import Keep
+
+SMALL_BYTES_MAX = 1 << 28
+"""No object that is read whole is larger: manifests and layouts of over a million tensors are not."""
 
 
 class ObjectInfo(NamedTuple):
@@ -114,8 +118,10 @@ class Store(Protocol):
         """Size in bytes. Raises `StoreMissing`."""
         ...
 
-    def read(self, name: str) -> bytes:
-        """The whole of a small object. Raises `StoreMissing`."""
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+        """The whole of a small object. Raises `StoreMissing`, and `DamageError` if it is above `bytes_max`: anybody
+        may have put it there, so it takes no memory.
+        """
         ...
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
@@ -193,3 +199,16 @@ class Store(Protocol):
         (`holdfast.checkpoints.slice_sets.is_slice_upload`) until their job is over. Returns what was removed, in words.
         """
         ...
+
+
+def refuse_large(what: str, nbytes: int, bytes_max: int) -> None:
+    """Refuse an object that is to be read whole, by the size that its store tells.
+
+    Raises:
+        DamageError: It is above `bytes_max`.
+    """
+    if nbytes > bytes_max:
+        raise DamageError(
+            f"{what}: {nbytes} bytes, expected at most {bytes_max}; not read, since holdfast writes no such file: "
+            "find out who did, and move it away"
+        )

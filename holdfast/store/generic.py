@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping
 
 from holdfast.errors import DamageError
-from holdfast.store.base import ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo
 from holdfast.store.generic_folder import GenericFolder
 from holdfast.store.generic_upload import GenericUpload
 from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
@@ -56,7 +56,7 @@ class GenericStore:
         path = self._folder.path(f"{TEMPORARY}{self._check_name}-{threading.get_ident()}")
         data = b"holdfast check\n"
         self._folder.put(path, data)
-        back = self._folder.get(path)
+        back = self._folder.get(path, SMALL_BYTES_MAX)
         self._folder.remove(path)
         if back != data:
             raise DamageError(
@@ -70,8 +70,8 @@ class GenericStore:
     def size(self, name: str) -> int:
         return self._folder.size_of(self._path(name))
 
-    def read(self, name: str) -> bytes:
-        return self._folder.get(self._path(name))
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+        return self._folder.get(self._path(name), bytes_max)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         self._folder.get_into(self._path(name), offset, buffer.cast("B"))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from holdfast.errors import ConfigError, DamageError, StoreError, StoreMissing
+from holdfast.store.base import refuse_large
 
 
 class GenericFolder:
@@ -66,7 +67,9 @@ class GenericFolder:
         except StoreMissing:
             return None
 
-    def get(self, path: str) -> bytes:
+    def get(self, path: str, bytes_max: int) -> bytes:
+        """The whole of an object; raises `DamageError` if it is larger."""
+        refuse_large(f"{path} in {self.url}", self.size_of(path), bytes_max)
         with self._translated("read", path):
             return bytes(self._fs.cat_file(path))
 
@@ -112,14 +115,17 @@ class GenericFolder:
         """Write only if nothing is there, as exclusively as the file system can; what is read back decides."""
         with self._translated("create", path):
             if self._fs.exists(path):
-                return bool(self._fs.cat_file(path) == data)
+                return self._holds(path, data)
             self._make_parent(path)
             try:
                 self._fs.pipe_file(path, data, mode="create")
             except (FileExistsError, NotImplementedError, ValueError) as error:
                 if not isinstance(error, FileExistsError):
                     self._fs.pipe_file(path, data)  # no exclusive mode there
-            return bool(self._fs.cat_file(path) == data)
+            return self._holds(path, data)
+
+    def _holds(self, path: str, data: bytes) -> bool:
+        return self.size_of(path) == len(data) and self.get(path, len(data)) == data
 
     def _make_parent(self, path: str) -> None:
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)

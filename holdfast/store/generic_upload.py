@@ -18,6 +18,7 @@ from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.store.generic_folder import GenericFolder
 from holdfast.store.parts import PartLedger
 
+_MARKER_BYTES_MAX = 1 << 12
 _TOKEN_NEW = re.compile(r"new-[0-9a-f]{16}")
 
 
@@ -146,9 +147,10 @@ class GenericUpload:
 
     def _is_there(self, index: int, crc32: int | None) -> bool:
         part = self._part(index)
-        if self._folder.size_or_none(part) != self._ledger.place(index).nbytes:
+        nbytes = self._ledger.place(index).nbytes
+        if self._folder.size_or_none(part) != nbytes:
             return False
-        return crc32 is None or crc32_of(self._folder.get(part)) == crc32
+        return crc32 is None or crc32_of(self._folder.get(part, nbytes)) == crc32
 
     def _mark(self, *, joined: bool) -> None:
         self._folder.put(self._marker, json.dumps({"token": self._token, "joined": joined}).encode())
@@ -156,10 +158,10 @@ class GenericUpload:
     def _read_marker(self) -> dict[str, object] | None:
         """What the marker says; None if there is none, empty if it is not readable."""
         try:
-            marker = json.loads(self._folder.get(self._marker))
+            marker = json.loads(self._folder.get(self._marker, _MARKER_BYTES_MAX))
         except StoreMissing:
             return None
-        except (ValueError, RecursionError):
+        except (DamageError, ValueError, RecursionError):
             return {}
         return marker if isinstance(marker, dict) else {}
 

@@ -13,7 +13,7 @@ import builtins
 from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.faultpoint import Point, reach
-from holdfast.store.base import ObjectInfo, Store, Upload
+from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, Store, Upload
 from holdfast.store.names import Keep
 from holdfast.store.retrying import Retrying
 
@@ -66,9 +66,9 @@ class GuardedStore:
         """As the store's."""
         return self._inner.size(name)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         """As the store's."""
-        return self._inner.read(name)
+        return self._inner.read(name, bytes_max)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """As the store's."""

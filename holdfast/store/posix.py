@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.errors import DamageError, StoreError
-from holdfast.store.base import ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, refuse_large
 from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
 from holdfast.store.posix_errors import is_full, translated
 from holdfast.store.posix_io import (
@@ -123,11 +123,17 @@ class PosixStore:
             )
         return status.st_size
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         """The whole of a small file."""
         path = self._path(name)
         with translated("read", path), open(open_regular(path, 0), "rb") as file:  # noqa: PTH123 (a descriptor)
-            return file.read()
+            nbytes = os.fstat(file.fileno()).st_size
+            refuse_large(str(path), nbytes, bytes_max)
+            data = file.read(nbytes + 1)
+            if len(data) > nbytes:  # it grows meanwhile
+                data += file.read(bytes_max + 1)
+        refuse_large(str(path), len(data), bytes_max)
+        return data
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset`; page-aligned ones go past the page cache."""

@@ -20,7 +20,7 @@ from typing import TypeVar
 import tenacity
 
 from holdfast.errors import StoreError
-from holdfast.store.base import ObjectInfo, Store, Upload
+from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, Store, Upload
 from holdfast.store.names import Keep
 
 _log = logging.getLogger("holdfast.storage.retrying")
@@ -181,9 +181,9 @@ class Retrying:
         """As the store's."""
         return self._call("size", lambda: self._inner.size(name))
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         """As the store's."""
-        return self._call("read", lambda: self._inner.read(name))
+        return self._call("read", lambda: self._inner.read(name, bytes_max))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """As the store's."""

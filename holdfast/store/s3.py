@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping
 
 from holdfast.errors import DamageError, StoreMissing
-from holdfast.store.base import ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo
 from holdfast.store.names import TEMPORARY, Keep, check_name, check_write_id, is_kept
 from holdfast.store.s3_bucket import S3Bucket
 from holdfast.store.s3_upload import BegunUpload, S3Upload, part_bytes_for
@@ -27,6 +27,7 @@ _log = logging.getLogger("holdfast.storage.s3")
 _REQUEST_BYTES = 16 << 20  # a request costs money and a round trip
 
 _RECORD = f"{TEMPORARY}upload-"
+_RECORD_BYTES_MAX = 1 << 16
 
 
 class S3Store:
@@ -64,7 +65,7 @@ class S3Store:
         )
         self.bucket.put(key, data)
         try:
-            back = self.bucket.get(key)
+            back = self.bucket.get(key, _RECORD_BYTES_MAX)
         finally:
             self.bucket.delete(key)
         if back != data:
@@ -83,8 +84,8 @@ class S3Store:
     def size(self, name: str) -> int:
         return int(self.bucket.head(self._key(name))["ContentLength"])
 
-    def read(self, name: str) -> bytes:
-        return self.bucket.get(self._key(name))
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+        return self.bucket.get(self._key(name), bytes_max)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         key = self._key(name)
@@ -161,10 +162,10 @@ class S3Store:
     def _recorded_key(self, record: str) -> str | None:
         """The key that a record names, if it can be read and lies in this run."""
         try:
-            key = json.loads(self.bucket.get(record))["key"]
+            key = json.loads(self.bucket.get(record, _RECORD_BYTES_MAX))["key"]
             return (
                 self._key(str(key).removeprefix(self._prefix)) if str(key).startswith(self._prefix) else None
             )
-        except (ValueError, KeyError, TypeError, RecursionError, StoreMissing) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, StoreMissing, DamageError) as error:
             _log.warning("the record %s of an upload cannot be read: %s", record, error)
             return None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError, StoreMissing
+from holdfast.store.base import refuse_large
 from holdfast.store.s3_client import crc_header, make_client
 from holdfast.store.s3_errors import code_of, status_of, translated
 
@@ -71,12 +72,17 @@ class S3Bucket:
         with translated("read", self.url(key)):
             return dict(self.client.head_object(Bucket=self.name, Key=key))
 
-    def get(self, key: str) -> bytes:
-        with (
-            translated("read", self.url(key)),
-            self.client.get_object(Bucket=self.name, Key=key)["Body"] as body,
-        ):
-            return bytes(body.read())
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """The whole of an object; raises `DamageError` if it is larger."""
+        with translated("read", self.url(key)):
+            answer = self.client.get_object(Bucket=self.name, Key=key)
+            with answer["Body"] as body:
+                refuse_large(self.url(key), int(answer.get("ContentLength", 0)), bytes_max)
+                data = bytearray()
+                while piece := body.read(_READ_BYTES):  # to its end, where checksum and length are compared
+                    data += piece
+                    refuse_large(self.url(key), len(data), bytes_max)
+                return bytes(data)
 
     def get_into(self, key: str, offset: int, view: memoryview) -> None:
         """Fill `view` with an object's bytes from `offset`, by one ranged GET."""
@@ -131,7 +137,7 @@ class S3Bucket:
                 if status_of(error) not in (409, 412):
                     raise
         try:
-            return self.get(key) == data
+            return self._holds(key, data)
         except StoreMissing as error:
             raise StoreError(
                 f"cannot create {self.url(key)}: it was refused or deleted at the same moment",
@@ -200,12 +206,18 @@ class S3Bucket:
             upload["UploadId"] for page in pages for upload in page.get("Uploads", []) if upload["Key"] == key
         ]
 
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self.get(key, len(data)) == data
+        except DamageError:
+            return False
+
     def _create_unconditionally(self, key: str, data: bytes) -> bool:
         try:
             self.head(key)
         except StoreMissing:
             self.put(key, data)
-        return self.get(key) == data
+        return self._holds(key, data)
 
     def _put(self, key: str, data: bytes, **condition: Any) -> None:
         self.client.put_object(

@@ -98,8 +98,8 @@ _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 2.0, 60.0
     type=click.IntRange(1),
     default=2,
     show_default=True,
-    help="Give up after this many equal crashes in a row without a newer checkpoint. If all of them came after the "
-    "restore of the same checkpoint, that one is set aside first.",
+    help="Give up after this many equal crashes in a row without a newer checkpoint. As many crashes after the restore "
+    "of one checkpoint set that checkpoint aside first (--set-aside-max).",
 )
 @click.option(
     "--set-aside-max",
@@ -156,8 +156,8 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     Start the command on the stager's machine, which must not be a spot machine. When ranks or their hosts are lost, the
     job is restarted on the hosts that are left, and resumes from the newest checkpoint. The same crash --crashes-max
     times in a row without a newer checkpoint counts as a bug: the command then ends and shows the end of the log of the
-    rank that crashed. If these crashes came after the restore of the same checkpoint, the checkpoint is set aside
-    before, and the job goes back to the one before it, at most --set-aside-max times in a row.
+    rank that crashed. As many crashes after the restore of one checkpoint set that checkpoint aside first: the job then
+    resumes from the checkpoint before it. This happens at most --set-aside-max times in a row.
 
     Exit codes: 0 the job is done; 9 hosts or ranks were lost too often; 130 the command was ended by SIGTERM or Ctrl-C;
     otherwise the exit code of the process that crashed.

@@ -290,11 +290,10 @@ class Core:
         where = "on this machine" if names is None else "on " + ", ".join(names)
         newest = f"newest step {self.newest_step}" if self.newest_step >= 0 else "no checkpoint yet"
         message = f"attempt {self._attempt.number}: starting {ranks} ranks {where}, {newest}"
-        return [Note("launched", message, fields), self._start(placed)]
-
-    def _start(self, placed: tuple[Host, ...] | None) -> Launch:
-        assert self._attempt is not None
-        return Launch(self._attempt.number, self._attempt.ranks, placed, self._suspicion.set_aside)
+        return [
+            Note("launched", message, fields),
+            Launch(self._attempt.number, ranks, placed, self._suspicion.set_aside),
+        ]
 
     def _too_few(self, when: str) -> Verdict:
         message = f"no hosts for {self._limits.ranks_min} ranks were found {when}"
@@ -337,8 +336,8 @@ class Core:
         self._suspicion.take(found, verdict.mark)
         self.newest_step = before.step  # a step beyond it is progress again
         message = (
-            f"{key} is set aside, and stays in the store: {crashes} attempts that were restored from it crashed the "
-            f"same way ({verdict.message}); the next attempt goes back to {before}"
+            f"{key} is set aside: {crashes} attempts that were restored from it crashed the same way "
+            f"({verdict.message}); the next attempt goes back to {before}"
         )
         fields = {
             "attempt": number,

@@ -1,4 +1,4 @@
-"""Whether crashes are laid to the checkpoint that they came after: the one before it is then restored. Pure.
+"""Whether a checkpoint is to blame for the crashes after its restore: the one before it is then restored. Pure.
 
     restored from C, crashed    --crashes-max times, the same way, nothing newer staged    C is set aside
     restored from B, …                                                                     B is set aside

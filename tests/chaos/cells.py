@@ -23,6 +23,7 @@ __all__ = [
     "SAVES",
     "STAGES",
     "STEPS",
+    "TORN_CELLS",
     "VICTIMS",
     "Cell",
     "Stage",
@@ -48,6 +49,7 @@ class Stage(NamedTuple):
         seeded: How many saves an earlier job has left in the store.
         then: Another fault, for whoever comes after the dead.
         ring: Size of the ring, where it is not the place's own.
+        torn: Whether rank 0 finds its copy of the second checkpoint torn when the point is reached.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Stage(NamedTuple):
     seeded: int = 0
     then: str = ""
     ring: str = ""
+    torn: bool = False
 
     @property
     def reacher(self) -> str:
@@ -129,6 +132,9 @@ MOMENTS = (
     ),
     Stage("mid-part, ring smaller than image", "flusher@part_written", _MID_IMAGE, staged=1, ring="1MiB"),
 )
+
+# Rank 1 has handed over its slice, and ends; the copy of rank 0 is torn.
+TORN = Stage("torn on another rank", "rank:1@slice_sent", staged=1, staged_max=1, torn=True)
 _BY_NAME = {victims.name: victims for victims in VICTIMS}
 _OF_REACHER = {"rank:1": "a rank", "stager": "stager", "flusher": "flusher"}
 _DEPENDS_ON_ULFM = ("a rank", "all ranks", "mpirun", "stager")
@@ -143,6 +149,7 @@ _REGULAR = frozenset(
         "between file and manifest x the machine",
         "mid-retention x flusher",
         "killed again in recovery x flusher",
+        "torn on another rank x a rank",
     }
 )
 _ON_S3 = (
@@ -216,3 +223,4 @@ def _cells() -> tuple[Cell, ...]:
 
 
 CELLS = _cells()
+TORN_CELLS = (Cell(TORN, _BY_NAME["a rank"]), Cell(TORN, _BY_NAME["everything"]))

@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.cells import Cell
+from tests.chaos.cut_off import CutCell
+from tests.chaos.freezing import FreezeCell
 from tests.chaos.place import BucketPlace, DirectoryPlace
-from tests.chaos.results import RESULTS, Result, append
+from tests.chaos.results import RESULTS, Result, append, commit_here
 from tests.chaos.scenario import uninterrupted
 from tests.chaos.slots import Machine
 from tests.support.once import made_once
 
 _SESSION = time.strftime("%Y-%m-%dT%H:%M:%S")
+_COMMIT = commit_here()
 _ran: list[Result] = []
 
 
@@ -54,7 +57,7 @@ def pytest_runtest_makereport(
     report = yield
     cell = _cell(item)
     if cell is not None and (report.when == "call" or report.failed) and not report.skipped:
-        result = Result(cell.name, report.passed, round(call.duration, 1), _SESSION, _why(report))
+        result = Result(cell.name, report.passed, round(call.duration, 1), _SESSION, _why(report), _COMMIT)
         append(result)
         _ran.append(result)
     return report
@@ -70,10 +73,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
-def _cell(item: pytest.Item) -> Cell | None:
+def _cell(item: pytest.Item) -> Cell | FreezeCell | CutCell | None:
     callspec = getattr(item, "callspec", None)
     found = None if callspec is None else callspec.params.get("cell")
-    return found if isinstance(found, Cell) else None
+    return found if isinstance(found, (Cell, FreezeCell, CutCell)) else None
 
 
 def _why(report: pytest.TestReport) -> str:

@@ -4,7 +4,8 @@
     host B:                             takes the run over, saves the same steps, reads them back, ends
     host A:                                                                                        SIGCONT ─► fenced
 
-Whatever A still does, each object of B's attempt is what it was, byte by byte, and restore takes B's newest.
+Whatever A still does, each object of B's attempt is what it was, byte by byte, and restore takes B's newest. In some
+cells a rank of A finds a fourth step torn meanwhile: A's stager withdraws it, and nothing of it is ever published.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import pytest
 
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.verification import verify_file
 from holdfast.faultpoint import FIRED_VARIABLE, VARIABLE
 from holdfast.image.manifest import State, manifest_name
+from holdfast.ring.journal import SlotState
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from tests.faults.flushing import FaultedFlusher, image_of, wait_until
@@ -30,7 +33,19 @@ from tests.support.images import Image
 from tests.support.job import REPOSITORY
 from tests.support.stager_client import StagerClient
 
-__all__ = ["ACTS", "FreezeCell", "play_freeze"]
+__all__ = [
+    "FREEZE_CELLS",
+    "STEPS",
+    "FreezeCell",
+    "check_winner",
+    "clear_away",
+    "freeze_parameters",
+    "host",
+    "objects",
+    "opened",
+    "play_freeze",
+    "take_over",
+]
 
 CHUNK_BYTES, IMAGE_BYTES = 64 << 10, 200_000
 STEPS = (5, 6, 7)
@@ -39,56 +54,107 @@ ACTS = 11
 one that is not kept the manifest and the file go; the order of the last ones depends on who is faster."""
 
 
+TORN_STEP = 8
+
+
 class FreezeCell(NamedTuple):
-    """One run. `number`: at which act A stands still."""
+    """One run. `number`: at which act A stands still. `torn`: whether a step is withdrawn meanwhile, half received."""
 
     store: str
     number: int
+    torn: bool = False
+
+    @property
+    def act(self) -> str:
+        """Its row in the table."""
+        return f"act {self.number}" + (", a torn step withdrawn meanwhile" if self.torn else "")
 
     @property
     def name(self) -> str:
-        """In test ids."""
-        return f"act {self.number} on {self.store}"
+        """In test ids and results."""
+        return f"{self.act} on {self.store}"
+
+    @property
+    def regular(self) -> bool:
+        """Whether `make check` runs it: before a file's name, a manifest, a removal."""
+        return (self.store, self.number, self.torn) in _REGULAR
 
 
-def play_freeze(cell: FreezeCell, url: str, directory: Path) -> None:
+_REGULAR = {
+    ("directory", 1, False),
+    ("directory", 2, False),
+    ("directory", 10, False),
+    ("directory", 2, True),
+    ("S3", 4, False),
+}
+FREEZE_CELLS = (
+    *(FreezeCell(store, number) for number in range(1, ACTS + 1) for store in ("directory", "S3")),
+    *(FreezeCell(store, number, torn=True) for number in (2, 7) for store in ("directory", "S3")),
+)
+
+
+def freeze_parameters(cells: Iterable[FreezeCell]) -> list[object]:
+    """Cells for pytest.mark.parametrize."""
+    return [
+        pytest.param(cell, id=cell.name, marks=[pytest.mark.s3] if cell.store == "S3" else [])
+        for cell in cells
+    ]
+
+
+def play_freeze(cell: FreezeCell, request: pytest.FixtureRequest, directory: Path) -> None:
     """Play one cell at a fresh run."""
+    on_s3 = cell.store == "S3"
+    url = request.getfixturevalue("swift_s3").url() if on_s3 else str(directory / "store" / "run")
     ours = [image_of(directory, seed, nbytes=IMAGE_BYTES, chunk_bytes=CHUNK_BYTES) for seed in (1, 2)]
     fired = directory / "fired"
     fired.mkdir()
     fault = f"flusher@claim_seen#{cell.number}"
     with (
-        _host(directory, "a", url, fault=f"{fault}=stop", fired=fired) as frozen,
+        host(directory, "a", url, fault=f"{fault}=stop", fired=fired) as frozen,
         contextlib.closing(StagerClient(frozen.directory)) as stager,
     ):
         for step in STEPS:
             stager.save(ours[0], step)
+        if cell.torn:  # half of it has come, with the CRCs that its sender made of what it had copied
+            torn = image_of(directory, 3, nbytes=IMAGE_BYTES, chunk_bytes=CHUNK_BYTES)
+            stager.begin(torn, TORN_STEP)
+            stager.send(torn, TORN_STEP, range(torn.layout.chunks // 2))
         process = psutil.Process(frozen.process.pid)
         wait_until(
             lambda: (fired / fault).exists() and process.status() == psutil.STATUS_STOPPED,
             lambda: f"{fault} was never reached: {frozen.log.read_text()[-3000:]}",
         )
-        _take_over(directory, url, ours[1])
-        with contextlib.closing(_opened(url)) as closing:
-            before = _objects(closing.store, "-a002")
+        if cell.torn:
+            stager.abort(TORN_STEP, "rank 1: torn: a tensor was changed while it was copied")
+        take_over(directory, url, ours[1])
+        with contextlib.closing(opened(url)) as closing:
+            before = objects(closing.store, "-a002")
             os.kill(frozen.process.pid, signal.SIGCONT)
             assert frozen.process.wait(90) == 8, frozen.log.read_text()[-3000:]
-            _check(closing.store, before)
-    # A third one clears away what the first has left half done, and nothing else.
-    with _host(directory, "a", url) as third:
+            check_winner(closing.store, before)
+    clear_away(directory, url, before)
+
+
+def clear_away(directory: Path, url: str, before: dict[str, bytes]) -> None:
+    """A third flusher clears away what the first has left half done, and nothing else; its ring is empty, and goes."""
+    with host(directory, "a", url) as third:
         with contextlib.closing(StagerClient(third.directory)) as stager:
+            assert {stager.ring.state(slot) for slot in range(stager.ring.ring_chunks)} == {SlotState.FREE}
             stager.finish()
         assert third.process.wait(90) == 0
-    with contextlib.closing(_opened(url)) as closing:
-        _check(closing.store, before)
-        listed = {item.manifest.file for item in Catalog(closing.store).list() if item.manifest}
+        assert not third.directory.exists()
+    with contextlib.closing(opened(url)) as closing:
+        check_winner(closing.store, before)
+        items = [item.manifest for item in Catalog(closing.store).list() if item.manifest]
+        assert {manifest.step for manifest in items} <= set(STEPS), "a torn step was published"
+        listed = {manifest.file for manifest in items}
         names = {info.name for info in closing.store.list() if not info.name.startswith(".holdfast/writer-")}
         expected = listed | {manifest_name(file) for file in listed}
         assert names == expected, sorted(names ^ expected)
 
 
-def _take_over(directory: Path, url: str, image: Image) -> None:
-    with _host(directory, "b", url, "--keep-last", "0") as winner:
+def take_over(directory: Path, url: str, image: Image) -> None:
+    with host(directory, "b", url, "--keep-last", "0") as winner:
         assert winner.said["attempt"] == 2
         with contextlib.closing(StagerClient(winner.directory)) as stager:
             for step in STEPS:
@@ -99,14 +165,20 @@ def _take_over(directory: Path, url: str, image: Image) -> None:
 
 
 @contextlib.contextmanager
-def _host(
-    directory: Path, host: str, url: str, *options: str, fault: str = "", fired: Path | None = None
+def host(
+    directory: Path,
+    name: str,
+    url: str,
+    *options: str,
+    fault: str = "",
+    fired: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[FaultedFlusher]:
     """A flusher on a host of this name, with a memory of its own."""
-    base = directory / host
+    base = directory / name
     base.mkdir(exist_ok=True)
     site = Path(other_host_site.__path__[0])
-    env = {"PYTHONPATH": f"{site}:{REPOSITORY}", "TEST_HOST": host, VARIABLE: fault}
+    env = {"PYTHONPATH": f"{site}:{REPOSITORY}", "TEST_HOST": name, VARIABLE: fault, **(env or {})}
     if fired is not None:
         env[FIRED_VARIABLE] = str(fired)
     options = (*("--keep-last", "2"), *options, "--heartbeat-seconds", "0.5")
@@ -126,18 +198,18 @@ class _Opened(NamedTuple):
     close: Callable[[], None]
 
 
-def _opened(url: str) -> _Opened:
+def opened(url: str) -> _Opened:
     store = open_store(url)
     return _Opened(store, getattr(store, "close", lambda: None))
 
 
-def _objects(store: Store, attempt: str) -> dict[str, bytes]:
+def objects(store: Store, attempt: str) -> dict[str, bytes]:
     return {info.name: store.read(info.name) for info in store.list() if attempt in info.name}
 
 
-def _check(store: Store, before: dict[str, bytes]) -> None:
+def check_winner(store: Store, before: dict[str, bytes]) -> None:
     assert len(before) == 2 * len(STEPS)
-    assert _objects(store, "-a002") == before
+    assert objects(store, "-a002") == before
     newest = Catalog(store).get()
     assert (newest.attempt, newest.step, newest.state) == (2, STEPS[-1], State.VERIFIED)
     for item in Catalog(store).list():

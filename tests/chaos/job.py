@@ -1,7 +1,8 @@
 """The training job that is killed: dropout, BatchNorm, AdamW, a scheduler, data order, RNG; a second from start to end.
 
 `python job.py OUT STEPS EVERY`: as tests/integration/jobs/train.py, with gradients averaged by hand. CHAOS_WIDTH in the
-environment is the size of the state: 420 bytes for each unit.
+environment is the size of the state: 420 bytes for each unit. CHAOS_TORN is `STEP:FILE`: when that file is there, and
+before the copy of that step has begun, rank 0 changes a weight, and takes that back when the copy is over.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from trainer_side import Checkpointer, PerRank, ResumableSampler, RngState, init
 
 SAMPLES, FEATURES, BATCH = 96, 16, 4
 STAGED_SECONDS_MAX = 60.0
+TEAR_SECONDS_MAX = 60.0
 
 
 def main() -> None:
@@ -55,8 +58,13 @@ def main() -> None:
         "data": sampler,
         "rng": PerRank(RngState()),
     }
+    weight = model[0].weight
+    assert isinstance(weight, torch.Tensor)
+    tear = Tear(weight, os.environ.get("CHAOS_TORN", "-1:"))
     with Checkpointer(state, every=every) as checkpointer, (out / f"losses-{rank}").open("a") as losses:
         start = checkpointer.restore()
+        if rank == 0:
+            tear.hold_back(checkpointer)
         batches = sampler.batches(BATCH)
         for step in range(start, steps):
             indices = next(batches)
@@ -79,8 +87,43 @@ def main() -> None:
             if (step + 1) % every == 0:
                 _wait_for_the_one_before(checkpointer)
             checkpointer.step(step)
+            if step == tear.step and rank == 0:
+                tear.strike(checkpointer, out / f"torn-{rank}")
     torch.save({**_flat(state), "start": start}, out / f"final-{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+class Tear:
+    """A change of a weight while it is copied, and not in a step of its optimizer."""
+
+    def __init__(self, weight: torch.Tensor, spec: str) -> None:
+        self._weight, self._struck = weight, threading.Event()
+        step, _, self._when = spec.partition(":")
+        self.step = int(step)
+
+    def hold_back(self, checkpointer: Checkpointer) -> None:
+        """No copy of the step begins before the change."""
+        copier = checkpointer._copier
+        copy = copier._copy
+
+        def copy_later(job: Any) -> None:
+            if job.transfer.step == self.step:
+                assert self._struck.wait(TEAR_SECONDS_MAX)
+            copy(job)
+
+        copier._copy = copy_later  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    def strike(self, checkpointer: Checkpointer, marker: Path) -> None:
+        """The step was saved: its copy is torn, and a power of two and back leaves training as it was."""
+        deadline = time.monotonic() + TEAR_SECONDS_MAX
+        while not Path(self._when).exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._weight *= 2
+        self._struck.set()
+        checkpointer.wait_copied()
+        self._weight /= 2
+        marker.write_text("torn")
 
 
 def _wait_for_the_one_before(checkpointer: Checkpointer) -> None:

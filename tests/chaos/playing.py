@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.faultpoint import Point
 from holdfast.store.posix_reuse import writes_in_place
-from tests.chaos.cells import Cell
+from tests.chaos.cells import SAVES, Cell
 from tests.chaos.place import BucketPlace, DirectoryPlace, Place
 from tests.chaos.scenario import Scenario
 
@@ -51,6 +51,9 @@ def play(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
             then=stage.then,
             staged=stage.staged,
             durable=stage.durable,
+            torn=SAVES[1] if stage.torn else -1,
         )
         assert len(scenario.staged_at_kill) <= stage.staged_max, "the kill came too late to show anything"
+        if stage.torn and victims.name == "a rank":
+            scenario.check_torn(SAVES[1])
         scenario.relaunch(elsewhere=cell.elsewhere).check()

@@ -1,18 +1,19 @@
 """What was run: one JSON line for each cell and run, appended, so that several sessions add up.
 
-{"cell": "mid-part x flusher (S3)", "passed": true, "seconds": 8.1, "session": "2026-11-21T14:20:00"}
+{"cell": "mid-part x flusher (S3)", "passed": true, "seconds": 8.1, "session": "2026-11-21T14:20:00", …}
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.job import REPOSITORY
 
-__all__ = ["RESULTS", "Result", "append", "read"]
+__all__ = ["RESULTS", "Result", "append", "commit_here", "read"]
 
 RESULTS = REPOSITORY / "build" / "chaos" / "results.jsonl"
 
@@ -25,6 +26,19 @@ class Result(NamedTuple):
     seconds: float
     session: str
     why: str = ""
+    commit: str = ""
+
+
+def commit_here() -> str:
+    """The commit that is run here, with a plus where files differ from it; empty where git does not say."""
+    said = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=7", "--dirty=+", "--exclude=*"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return said.stdout.strip()
 
 
 def append(result: Result, path: Path = RESULTS) -> None:

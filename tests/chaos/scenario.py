@@ -100,6 +100,7 @@ class Scenario:
         then: str = "",
         staged: int = 0,
         durable: int = 0,
+        torn: int = -1,
     ) -> Scenario:
         """Train until `at`, kill the victims there, and wait until what they left behind has ended.
 
@@ -110,15 +111,18 @@ class Scenario:
             machine: The memory of the machine is lost with them: nothing that was only staged is left.
             then: Another fault, armed for whoever comes after the dead: `flusher@recovering=kill`.
             staged: How many of the saves are staged at that point although no event may say so yet, and `durable`.
+            torn: Rank 0 finds its copy of this step torn when the point is reached; -1: none.
         """
         self._then = then
         who, _, point = at.rpartition("@")
         who = who or victims[0]
         alone = victims == (who,)
         fault = f"{who}@{point}#{n}={'kill' if alone else 'stop'}"
-        with self._start(fault + (f", {then}" if then else "")) as job:
+        marker = self._markers / fault.partition("=")[0]
+        tears = {"CHAOS_TORN": f"{torn}:{marker}"} if torn >= 0 else {}
+        with self._start(fault + (f", {then}" if then else ""), **tears) as job:
             number = self._jobs
-            stands = self._wait_for(job, self._markers / fault.partition("=")[0])
+            stands = self._wait_for(job, marker)
             self.staged_at_kill = self._events("staged", "stager")
             if not alone:
                 _wait_until_stopped(stands)
@@ -134,7 +138,22 @@ class Scenario:
         all_durable = self._events("durable", "flusher") | set(SAVES[:durable])
         self._promised = all_durable if machine else all_staged
         self._check_listed(all_staged)
+        if torn >= 0:
+            assert torn not in all_staged | all_durable, (
+                f"step {torn} was torn, and staged:\n{self._all_said()}"
+            )
         return self
+
+    def check_torn(self, step: int) -> None:
+        """The copy of this step was torn before it was done, and what lived withdrew it by that name."""
+        assert (self._out(1) / "torn-0").exists(), "nothing was torn"
+        assert f"gives up step {step}: torn: " in self._all_said()
+        declined = [
+            said
+            for said in read_events(self._event_log(1))
+            if said["role"] == "stager" and said["event"] in {"declined", "failed"} and said["step"] == step
+        ]
+        assert [said.get("cause") for said in declined] == ["torn"], declined
 
     def relaunch(self, *, elsewhere: bool = False) -> Scenario:
         """Start the same job again and let it end: on this machine at once, or `elsewhere` after the flusher's end."""
@@ -181,10 +200,10 @@ class Scenario:
 
     # -- the job -------------------------------------------------------------------------------------------------
 
-    def _start(self, faults: str) -> Job:
+    def _start(self, faults: str, **more: str) -> Job:
         self._jobs += 1
         out = self._out(self._jobs)
-        env = {**self._place.env, FIRED_VARIABLE: str(self._markers)}
+        env = {**self._place.env, **more, FIRED_VARIABLE: str(self._markers)}
         env["HOLDFAST_EVENTS"] = str(self._event_log(self._jobs))
         if faults:
             env[VARIABLE] = faults

@@ -1,6 +1,8 @@
 """Makes docs/kill-matrix.md of what tests/chaos/results.py has written down: `python -m tests.chaos.table`.
 
-Rows are stages, columns victims; a cell says how often each of its variants was run, and how often it held.
+Rows are stages, columns victims; a cell says how often each of its variants was run, and how often it held. The page
+has parts, each with the commit that was run and the machine. A part of which these results have no run stays as it is
+on the page: it says of which commit and machine it is.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from tests.chaos.cells import CELLS, MOMENTS, STAGES, VICTIMS, Cell, Stage
+from tests.chaos.cells import CELLS, MOMENTS, STAGES, TORN_CELLS, VICTIMS, Stage
+from tests.chaos.cut_off import CUT_CELLS
+from tests.chaos.freezing import FREEZE_CELLS
 from tests.chaos.results import RESULTS, Result, read
 from tests.support.job import REPOSITORY
 
-__all__ = ["PAGE", "named_cells", "render"]
+__all__ = ["GRIDS", "PAGE", "named_cells", "render"]
 
 PAGE = REPOSITORY / "docs" / "kill-matrix.md"
 _PLAIN = "ULFM"  # how a cell that says nothing else is run
-_ENTRY = re.compile(r"(ULFM|S3|without ULFM|elsewhere) (\d+)/(\d+)")
+_ENTRY = re.compile(r"(?:(ULFM|S3|without ULFM|elsewhere) )?(\d+)/(\d+)")
 
 _HEAD = """\
 # The kill matrix
@@ -45,19 +50,123 @@ without ULFM are made for the victims whose death mpirun then answers by ending 
 that this page was made of.
 """
 
+_TORN_HEAD = """\
+## Torn copies
 
-def render(results: Iterable[Result], cells: Sequence[Cell] = CELLS) -> str:
-    """The page."""
-    known = {cell.name for cell in cells}
-    runs = [result for result in results if result.cell in known]
-    ran = Counter(result.cell for result in runs)
-    held = Counter(result.cell for result in runs if result.passed)
-    seconds = sum(result.seconds for result in runs)
-    sessions = len({result.session for result in runs})
+The copy of rank 0 is torn: something else than its optimizer changes a tensor that is still to be copied, in the second
+of three checkpoints, when rank 1 has handed over its whole slice and gets SIGKILL. The step is withdrawn by that name,
+never staged, and saved by the relaunched job; all that the matrix looks at holds.
+"""
+
+_REPLACED_HEAD = """\
+## Writers that are replaced
+
+A flusher stands still (SIGSTOP) between its look at the claim and its n-th act that others can see, or is cut off from
+the S3 server right at an act. Another host takes the run over, saves the same steps and reads them back. Then the first
+one wakes, or has its link again. It ends as one that was replaced, every object of the other attempt is what it was,
+byte by byte, and a third flusher finds an empty ring and clears away what the first had left half done, nothing else.
+
+Acts are numbered in the order in which the flusher comes to them: of three steps the file, the manifest and the
+verdict, and of the one that is not kept the manifest and the file go. *A torn step withdrawn meanwhile*: half of a
+fourth step has come when a rank finds its copy torn; nothing of it is ever published.
+"""
+
+
+class Grid(NamedTuple):
+    """A part of the page beside the matrix: what is said of it, and the name of the cell at each row and column."""
+
+    head: str
+    corner: str
+    cells: dict[tuple[str, str], str]
+
+    @property
+    def heading(self) -> str:
+        """Its first line."""
+        return self.head.partition("\n")[0]
+
+    def render(self, results: Sequence[Result], before: str) -> str:
+        """The part; as it was `before`, if nothing of it was run."""
+        counts = _Counts.of(results, self.cells.values())
+        if before and not counts.runs:
+            return before
+        columns = list(dict.fromkeys(column for _, column in self.cells))
+        lines = [
+            self.head,
+            f"| {self.corner} | {' | '.join(columns)} |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
+        for row in dict.fromkeys(row for row, _ in self.cells):
+            names = [self.cells.get((row, column)) for column in columns]
+            lines.append(f"| {row} | {' | '.join(counts.entry(name) if name else '' for name in names)} |")
+        return "\n".join([*lines, "", *counts.footer(len(self.cells))])
+
+
+class _Counts(NamedTuple):
+    runs: list[Result]
+    ran: Counter[str]
+    held: Counter[str]
+
+    @classmethod
+    def of(cls, results: Iterable[Result], names: Iterable[str]) -> _Counts:
+        known = set(names)
+        runs = [result for result in results if result.cell in known]
+        held = Counter(result.cell for result in runs if result.passed)
+        return cls(runs, Counter(result.cell for result in runs), held)
+
+    def entry(self, name: str) -> str:
+        return f"{self.held[name]}/{self.ran[name]}"
+
+    def footer(self, cells: int) -> list[str]:
+        seconds = sum(result.seconds for result in self.runs)
+        sessions = len({result.session for result in self.runs})
+        commits = sorted({result.commit for result in self.runs if result.commit})
+        at = f" at {' and '.join(f'`{commit}`' for commit in commits)}" if commits else ""
+        held = sum(self.held.values())
+        return [
+            f"{cells} cells; {len(self.runs)} runs in {sessions} sessions{at}, of which {held} held.",
+            f"A run took {seconds / max(1, len(self.runs)):.1f} s on the average, on {os.cpu_count()} cores",
+            f"({platform.machine()}) and {_memory_gib():.0f} GiB of memory.",
+            "",
+        ]
+
+
+GRIDS = (
+    Grid(_TORN_HEAD, "moment", {(cell.stage.name, cell.victims.name): cell.name for cell in TORN_CELLS}),
+    Grid(
+        _REPLACED_HEAD,
+        "act",
+        {(cell.act, cell.store): cell.name for cell in FREEZE_CELLS}
+        | {(cell.act, cell.store): cell.name for cell in CUT_CELLS},
+    ),
+)
+
+
+def render(results: Iterable[Result], before: str = "") -> str:
+    """The page.
+
+    Args:
+        results: What was run.
+        before: The page so far, for the parts of which nothing was run.
+    """
+    results = list(results)
+    first, *parts = before.split("\n\n## ")
+    kept = {"## " + part.partition("\n")[0]: f"## {part.rstrip()}\n" for part in parts}
+    return "\n".join(
+        [
+            _matrix(results, f"{first.rstrip()}\n" if first else ""),
+            *(grid.render(results, kept.get(grid.heading, "")) for grid in GRIDS),
+        ]
+    )
+
+
+def _matrix(results: Sequence[Result], before: str) -> str:
+    counts = _Counts.of(results, (cell.name for cell in CELLS))
+    if before and not counts.runs:
+        return before
     lines = [_HEAD]
-    lines += _table("stage", STAGES, cells, ran, held)
+    lines += _table("stage", STAGES, counts)
     lines += ["", "Killed at further points, by who reaches them and by everything at once:", ""]
-    lines += _table("moment", MOMENTS, cells, ran, held)
+    lines += _table("moment", MOMENTS, counts)
     lines += [
         "",
         "Who comes to which point, of which `holdfast/faultpoint.py` says what it means. The kill strikes in the",
@@ -67,10 +176,7 @@ def render(results: Iterable[Result], cells: Sequence[Cell] = CELLS) -> str:
         "|---|---|",
         *(f"| {stage.name} | `{stage.where}` |" for stage in (*STAGES, *MOMENTS)),
         "",
-        f"{len(cells)} cells; {sum(ran.values())} runs in {sessions} sessions, of which {sum(held.values())} held.",
-        f"A run took {seconds / max(1, len(runs)):.1f} s on the average, on {os.cpu_count()} cores",
-        f"({platform.machine()}) and {_memory_gib():.0f} GiB of memory.",
-        "",
+        *counts.footer(len(CELLS)),
     ]
     return "\n".join(lines)
 
@@ -81,7 +187,7 @@ def named_cells(page: str) -> dict[tuple[str, str, str], tuple[int, int]]:
     columns: list[str] = []
     for line in page.splitlines():
         parts = [part.strip() for part in line.strip("|").split("|")]
-        if line.startswith(("| stage |", "| moment |")):
+        if line.startswith(("| stage |", "| moment |", "| act |")):
             columns = parts[1:]
         elif line.startswith("| ") and len(parts) == len(columns) + 1:
             for victims, entry in zip(columns, parts[1:], strict=True):
@@ -90,17 +196,15 @@ def named_cells(page: str) -> dict[tuple[str, str, str], tuple[int, int]]:
     return found
 
 
-def _table(
-    corner: str, stages: Sequence[Stage], cells: Sequence[Cell], ran: Counter[str], held: Counter[str]
-) -> list[str]:
+def _table(corner: str, stages: Sequence[Stage], counts: _Counts) -> list[str]:
     names = {stage.name for stage in stages}
-    columns = [v.name for v in VICTIMS if any(c.stage.name in names and c.victims is v for c in cells)]
+    columns = [v.name for v in VICTIMS if any(c.stage.name in names and c.victims is v for c in CELLS)]
     lines = [f"| {corner} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for stage in stages:
         entries = [
             "<br>".join(
-                f"{cell.how or _PLAIN} {held[cell.name]}/{ran[cell.name]}"
-                for cell in cells
+                f"{cell.how or _PLAIN} {counts.entry(cell.name)}"
+                for cell in CELLS
                 if cell.stage is stage and cell.victims.name == column
             )
             for column in columns
@@ -118,7 +222,8 @@ def _main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args()
-    arguments.page.write_text(render(read(arguments.results)))
+    before = arguments.page.read_text() if arguments.page.exists() else ""
+    arguments.page.write_text(render(read(arguments.results), before))
     print(arguments.page)
 
 

@@ -23,7 +23,7 @@ from holdfast.errors import DamageError, HoldfastError, ProtocolError
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal
-from holdfast.store.base import ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo
 from holdfast.wire.frames import Frame, Kind, Proposal, Welcome, decode, to_json
 from tests.fuzz.seeds import SEEDS
 from tests.fuzz.targets import TARGETS, within_our_errors
@@ -243,5 +243,5 @@ class _Huge(MemoryStore):
     def list(self) -> list[ObjectInfo]:
         return [ObjectInfo("step-000000007.json", 1 << 40)]
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         raise AssertionError("it was read")

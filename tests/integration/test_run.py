@@ -254,10 +254,7 @@ def test_a_checkpoint_that_the_job_crashes_on_is_set_aside_and_the_run_ends_well
         "crashes": 2,
     }
     said = run.said()
-    assert (
-        "step 5 (attempt 1) is set aside, and stays in the store: 2 attempts that were restored from it"
-        in said
-    )
+    assert "step 5 (attempt 1) is set aside: 2 attempts that were restored from it" in said
     passed = (
         "step 5 (attempt 1) is set aside by the setting restore_set_aside; trying step 3 (attempt 1) instead"
     )

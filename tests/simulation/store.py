@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.store.base import ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, refuse_large
 from holdfast.store.names import Keep, is_kept
 from tests.simulation.scheduler import Process
 
@@ -118,8 +118,13 @@ class StoreClient:
     def size(self, name: str) -> int:
         return self.act("size", name, lambda: len(self._get(name)))
 
-    def read(self, name: str) -> bytes:
-        return self.act("read", name, lambda: self._get(name))
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+        def get() -> bytes:
+            data = self._get(name)
+            refuse_large(f"{URL}/{name}", len(data), bytes_max)
+            return data
+
+        return self.act("read", name, get)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         def fill() -> None:
@@ -314,7 +319,7 @@ class _Reader:
     def size(self, name: str) -> int:
         return len(self.read(name))
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         if name not in self._state.objects:
             raise StoreMissing(f"{URL}/{name}: not there")
         return self._state.objects[name]

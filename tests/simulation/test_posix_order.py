@@ -16,7 +16,7 @@ from holdfast.image.manifest import EntryRecord, Manifest, manifest_name, step_f
 from holdfast.store import posix as posix_module
 from holdfast.store import posix_io, posix_upload
 from holdfast.store import posix_reuse as posix_room
-from holdfast.store.base import ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo
 from holdfast.store.names import TEMPORARY
 from holdfast.store.posix import PosixStore
 from tests.simulation.disk import Call, Disk, PowerCut
@@ -102,7 +102,8 @@ class _Left:
     def list(self) -> list[ObjectInfo]:
         return [ObjectInfo(name, len(data)) for name, data in sorted(self.files.items())]
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+        assert len(self.files[name]) <= bytes_max
         return self.files[name]
 
 

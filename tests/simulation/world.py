@@ -36,6 +36,7 @@ from holdfast.image.manifest import Key, manifest_name
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
+from holdfast.store.base import SMALL_BYTES_MAX
 from holdfast.store.retrying import RetryBudget, Retrying
 from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
@@ -841,8 +842,8 @@ def pristine_writer(state: StoreState) -> Any:
         def list(self) -> Any:
             return pristine(state).list()
 
-        def read(self, name: str) -> bytes:
-            return bytes(pristine(state).read(name))
+        def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+            return bytes(pristine(state).read(name, bytes_max))
 
         def create(self, name: str, data: bytes) -> bool:
             state.version += 1

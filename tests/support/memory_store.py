@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.store.base import ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, refuse_large
 from holdfast.store.names import Keep, is_kept
 
 
@@ -51,9 +51,14 @@ class MemoryStore:
             return [ObjectInfo(name, len(data)) for name, data in sorted(self.objects.items())]
 
     def size(self, name: str) -> int:
-        return len(self.read(name))
+        return len(self._get(name))
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+        data = self._get(name)
+        refuse_large(f"{self.url}/{name}", len(data), bytes_max)
+        return data
+
+    def _get(self, name: str) -> bytes:
         with self.lock:
             if name not in self.objects:
                 raise StoreMissing(f"{self.url}/{name}: not there")
@@ -61,7 +66,7 @@ class MemoryStore:
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         self.before("read_into", name)
-        data = self.read(name)[offset : offset + len(buffer)]
+        data = self._get(name)[offset : offset + len(buffer)]
         if len(data) < len(buffer):
             raise DamageError(f"{self.url}/{name}: ends early")
         buffer[:] = data

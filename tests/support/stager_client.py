@@ -152,6 +152,10 @@ class StagerClient:
         self.ring.write_checkpoint(self.attempt, step, "staged", image.layout.digest, record)
         self._tell("staged", attempt=self.attempt, step=step)
 
+    def abort(self, step: int, reason: str) -> None:
+        """A checkpoint that has begun is withdrawn: the flusher has the slots of what has come."""
+        self._tell("abort", attempt=self.attempt, step=step, reason=reason)
+
     def save(
         self, image: Image, step: int, *, flip: tuple[int, int] | None = None, shuffled: bool = True
     ) -> None:

@@ -9,8 +9,6 @@ tree ─► names: under, renamed, dropped ─► can it be saved? ─► Import
 from __future__ import annotations
 
 import pickle
-import struct
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from holdfast.image.manifest import Key
 from trainer_side.doors.dcp_in import read_dcp
 from trainer_side.doors.publishing import StateImage, plan_state
 from trainer_side.doors.safetensors_in import read_safetensors
-from trainer_side.state.nesting import refuse_deep_tuples
+from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, refuse_packed
 from trainer_side.state.tree import tensor_paths
 
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -107,10 +105,10 @@ def _read(path: Path) -> tuple[str, Any, str | None]:
 
 
 def _read_torch(path: Path) -> Any:
-    _refuse_unpacking(path)
     try:
         with path.open("rb") as file:
-            refuse_deep_tuples(file, str(path))
+            refuse_packed(file, str(path))
+            refuse_costly_pickle(file, str(path))
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         cause = str(error).rsplit("WeightsUnpickler error:", 1)[-1].strip().split("\n", 1)[0]
@@ -118,32 +116,10 @@ def _read_torch(path: Path) -> Any:
             f"{path}: torch.load(weights_only=True) refuses the file ({cause}); if you trust the file, load it with "
             "weights_only=False, and save its state_dict()s, tensors and plain values in a new file"
         ) from error
-    except (RuntimeError, ValueError, EOFError, KeyError, AttributeError, TypeError) as error:
+    except OSError:
+        raise
+    except NOT_READABLE as error:
         raise DamageError(f"{path}: not a file that torch reads: {error}") from error
-
-
-def _refuse_unpacking(path: Path) -> None:
-    """Torch stores what it writes as it is. A compressed entry unpacks to a thousand times its size, and several that
-    share their bytes to any multiple of it.
-    """
-    file_bytes = path.stat().st_size
-    try:
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
-        raise DamageError(f"{path}: not a file that torch reads: {error}") from error
-    packed = next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None)
-    if packed is not None:
-        raise DamageError(
-            f"{path}: {packed.filename!r:.200} is compressed, which torch.save never does; its "
-            f"{packed.compress_size} bytes would take {packed.file_size}; "
-            "find out who wrote it, or torch.load and torch.save it once more"
-        )
-    stated_bytes = sum(entry.file_size for entry in entries)
-    if stated_bytes > file_bytes:
-        raise DamageError(
-            f"{path}: has {file_bytes} bytes, its entries say {stated_bytes}; find out who wrote it"
-        )
 
 
 def _named(tree: Any, what: str, renamed: Mapping[str, str], dropped: Sequence[str]) -> dict[str, Any]:

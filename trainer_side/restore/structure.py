@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -28,7 +27,7 @@ from holdfast.image.manifest import Manifest
 from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
 from trainer_side.restore.image_map import Described, ends_of, is_storage
-from trainer_side.state.nesting import refuse_deep_tuples
+from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle
 from trainer_side.state.tree import Named, refusal, tensor_paths
 
 if TYPE_CHECKING:
@@ -38,22 +37,6 @@ if TYPE_CHECKING:
 # What a zip file begins with. Anything else torch takes for one of its older formats, which are not ours.
 _ZIP_MAGIC = b"PK\x03\x04"
 _SCRATCH_BYTES = 1024 * 1024
-# What torch's reader and unpickler raise on bytes from outside, beside their own UnpicklingError.
-_NOT_READABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
-
 _Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 
 
@@ -140,7 +123,7 @@ class Structure:
             )
         stream = _StructureFile(file, image, data, store)
         try:
-            refuse_deep_tuples(cast(IO[bytes], stream), self._what)
+            refuse_costly_pickle(cast(IO[bytes], stream), self._what)
             with torch.serialization.skip_data():
                 self.tree: Any = torch.load(cast(IO[bytes], stream), map_location=note, weights_only=True)
         except pickle.UnpicklingError as error:
@@ -148,7 +131,7 @@ class Structure:
                 f"{self._what}: torch.load(weights_only=True) refuses a type in the file, although the bytes are "
                 f"those that were written; allow the type with torch.serialization.add_safe_globals: {error}"
             ) from error
-        except _NOT_READABLE as error:
+        except NOT_READABLE as error:
             if stream.failure is not None:
                 raise stream.failure from error
             raise DamageError(f"{self._what}: not a file that torch reads: {error}") from error

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from holdfast.errors import DamageError, StateError
-from trainer_side.state.nesting import refuse_deep_tuples
+from trainer_side.state.pickle_bounds import refuse_costly_pickle, refuse_packed
 
 _LENGTH = struct.Struct("<Q")
 _UNIT_BYTES = 4096
@@ -107,7 +107,8 @@ def decode(blob: torch.Tensor | bytes | bytearray | memoryview, *, name: str = "
         )
     file = io.BytesIO(raw[_LENGTH.size : _LENGTH.size + length])
     try:
-        refuse_deep_tuples(file, name)
+        refuse_packed(file, name)
+        refuse_costly_pickle(file, name)
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may make the unpickler raise anything
         raise DamageError(

@@ -31,21 +31,21 @@ _log = logging.getLogger("holdfast.trainer.council")
 
 
 def farthest(tiers: Sequence[Tier]) -> int:
-    """The number of the tier that outlives most: the store, if it is one of them; else a file, and so on."""
+    """The number of the tier that outlives most: the store if there is one, else a file, and so on down `Nearness`."""
     order = list(Nearness)
     return max(range(len(tiers)), key=lambda number: order.index(tiers[number].nearness))
 
 
 class Chair:
-    """See the module. The council's thread of rank 0, but for `began`.
+    """See the module. Its methods belong to the council's thread of rank 0, `began` to the training thread.
 
-    Its methods return the bodies of messages to all ranks, this one included, in their order.
+    They return the bodies of messages to all ranks, this one included, in their order.
 
     Args:
-        ranks: Training ranks.
+        ranks: Number of training ranks.
         tier: Number of the farthest tier.
-        safe: What a checkpoint is once it is complete there, for people.
-        attempt: Of this job.
+        safe: Words for a checkpoint that is complete in that tier.
+        attempt: Attempt of this job.
         fraction: Gives the share of a step that this rank has written to that tier, 0 to 1.
         events: Event log of this rank.
         clock: Seconds that only go forward.
@@ -71,7 +71,7 @@ class Chair:
         self._emergency = Emergency(ranks, self._in_flight, safe=safe)
 
     def began(self, tier: int, order: Order, image_bytes: int) -> None:
-        """This rank has taken a slot for a step. Training thread."""
+        """This rank has taken a slot for a step."""
         if tier == self._tier:
             with self._guard:
                 self._begun[order] = self._clock(), image_bytes

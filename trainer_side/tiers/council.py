@@ -35,7 +35,7 @@ _SLACK_SECONDS = 10.0  # for an answer that itself has a deadline at rank 0
 
 
 class Council:
-    """What this rank says and asks. Any thread.
+    """One rank's part in the council: `RankCouncil`, and the verdicts on slices. Any thread.
 
     Args:
         port: To the other ranks.
@@ -74,12 +74,10 @@ class Council:
 
     @property
     def undecided(self) -> int:
-        """How many slices that this rank has sealed have no verdict yet."""
         return self._member.undecided
 
     @property
     def new_pickle_reserve_bytes(self) -> int:
-        """Room that rank 0's pickle was given after it had outgrown its reserve; 0 before."""
         return self._member.new_pickle_reserve_bytes
 
     def sealed(self, tier: int, order: Order, layout: str) -> None:
@@ -96,23 +94,11 @@ class Council:
         self._thread.say(fingerprints_frame(order, layout_digest, fingerprints))
 
     def agree(self, proposal: Proposal) -> Agreement:
-        """Compare this rank's tensors with those of the others. Collective; waits for the slowest rank.
-
-        Raises:
-            StateError: The ranks hold different tensors: which rank, which tensor, expected, got.
-            PeerLost: A rank did not answer in time.
-        """
         answer = self._ask(proposal.to_frame(0), "compare the layouts of all ranks")
         assert answer is not None
         return answer
 
     def concur(self, error: HoldfastError | None) -> None:
-        """Say that this rank has prepared for the first layout, or why not. Collective; waits for the slowest rank.
-
-        Raises:
-            HoldfastError: `error`, or that of another rank, which it names.
-            PeerLost: A rank did not answer in time.
-        """
         body = wire.to_json({}) if error is None else wire.error_body(error)
         try:
             self._ask(wire.encode(Kind.READY, body=body), "hear whether all ranks are ready")
@@ -121,12 +107,10 @@ class Council:
         assert error is None
 
     def make_room(self, needed_bytes: int) -> None:
-        """Tell all ranks how much room rank 0's pickle gets, which has outgrown its reserve. Rank 0 only."""
         assert self._rank == ROOT
         self._thread.say(wire.encode(Kind.ROOM, arg=pickle_reserve_bytes(needed_bytes)))
 
     def notice(self, notice: Notice) -> None:
-        """Tell rank 0 that this rank's machine will be taken away, so that all ranks save one step."""
         if self.problem is not None:
             _log.error(
                 "rank %d: %s; the ranks no longer agree on anything, so no extra checkpoint is taken",

@@ -73,7 +73,7 @@ class CouncilMember:
         self._undecided[tier, order] = now
 
     def asks(self) -> PeerQuestion:
-        """Expect an answer; the one open question is this one from now on."""
+        """Expect an answer; this question replaces any that was open."""
         self._question = PeerQuestion()
         return self._question
 

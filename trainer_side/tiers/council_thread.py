@@ -28,7 +28,7 @@ _FLUSH_SECONDS_MAX = 10.0
 
 
 class CouncilPort(Protocol):
-    """Messages among the ranks (`trainer_side.ranks.mpi.MpiCouncilPort`). The council's thread only.
+    """Messages among the ranks (`trainer_side.ranks.mpi.MpiCouncilPort`). For the council's thread alone.
 
     Attributes:
         rank: This training rank.

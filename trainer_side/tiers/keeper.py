@@ -36,7 +36,7 @@ _IN_MEMORY = frozenset({Nearness.MEMORY, Nearness.PM})
 
 
 class Keeper:
-    """The tiers of a rank that has some. As `trainer_side.tiers.tier_set.TierSet`.
+    """The tiers of a rank that has some: a `trainer_side.tiers.tier_set.TierSet`.
 
     Args:
         tiers: The tiers of this rank as they are set, nearest first; opened.
@@ -85,41 +85,34 @@ class Keeper:
 
     @property
     def names(self) -> str:
-        """The tiers, for people."""
         return ", ".join(tier.name for tier in self.tiers)
 
     @property
     def council(self) -> Council:
-        """How the ranks agree."""
         return self._outcomes.council
 
     @property
     def takes_steps(self) -> bool:
-        """Always: a step that the stager does not take can be kept here."""
         return True
 
     @property
     def is_direct(self) -> bool:
-        """Whether slots of the first tier are the staging areas."""
         return self.tiers[0].nearness in _IN_MEMORY
 
     @property
     def is_prepared(self) -> bool:
-        """Whether there is room for slices of some layout."""
         return self._room.layout is not None
 
     @property
     def complete_step(self) -> int:
-        """Newest step of this job that every rank has sealed in some tier; -1 before the first. Any thread."""
         return self._outcomes.complete_step
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is on its way into a tier, and every sealed slice has its verdict. Any thread."""
         return self._outcomes.is_idle
 
     def restored(self, order: Order, whole_in: Collection[str] = ()) -> None:
-        """The state is that of this checkpoint: newer ones that were found are of no more use.
+        """The state is that of this checkpoint; newer steps that were found are dropped.
 
         Args:
             order: The checkpoint.
@@ -130,7 +123,7 @@ class Keeper:
         self._found.restored(order, whole_in)
 
     def prepare(self, layout: Layout) -> None:
-        """Make room for slices of this layout. See `TierRoom.prepare`."""
+        """See `TierRoom.prepare`."""
         self._room.prepare(layout)
         self._outcomes.laid_out(layout)
 
@@ -143,35 +136,30 @@ class Keeper:
             step: The step.
             record: Its times and bytes.
             stager_lives: Whether the store as a tier rests.
-            wait_until: Until when (`time.monotonic`) a slot is waited for where one can still become free.
+            wait_until: How long (`time.monotonic`) to wait for a slot that may still become free.
         """
         return self._slots.begin(step, record, stager_lives=stager_lives, wait_until=wait_until)
 
     def keep(self, keeping: Keeping, area: SliceSource | None) -> None:
-        """Write the step, as its frames get ready in `area`."""
         keeping.area = area
         for number in keeping.writers:
             self._outcomes.lanes[number].keep(keeping)
 
     def drop(self, keeping: Keeping, reason: Reason) -> None:
-        """Give back the slots of a step that is not copied after all."""
         keeping.cancel(reason)
         keeping.link_released.set()
         self.keep(keeping, None)
 
     def skip(self, step: int, reason: Reason) -> None:
-        """This rank takes no checkpoint of `step`; the others need not wait for it."""
         self._slots.skip(step, reason)
 
     def let_go(self, keeping: Keeping) -> None:
-        """Nothing may read its area any more, whatever a tier still does with it."""
         for number in keeping.writers:
             self._outcomes.lanes[number].let_go(
                 keeping, DeclineCause.HANGS.because("the tier has not let go of what it was given")
             )
 
     def close(self, seconds_max: float) -> None:
-        """Wait until every step on its way is sealed and judged, then let go of the tiers. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self._outcomes.close(seconds_max)

@@ -25,8 +25,8 @@ class TierPart:
     """One tier's share of a keeping. The lane's lock guards it.
 
     Attributes:
-        keeping: The whole.
-        writer: The slot.
+        keeping: The step that it is a part of.
+        writer: Writes to its slot.
         unwritten: Frames that no thread has taken yet, in their order.
         busy: Number of threads at work on it.
         given_up: Why it is not sealed; None while it may be.
@@ -57,7 +57,7 @@ class Keeping:
         area: The memory that holds them; None before `keep`, and when nobody reads it any more.
         record: Times and bytes, like those of the transfer.
         writers: Tier → slot.
-        layout_digest: Of the layout that the frames are of.
+        layout_digest: Digest of the layout of the frames.
         job: Name of the job, for the seal.
         source_is_slot: The tier whose slot is the area; -1: none.
         link_released: Set when the link reads the area no more, and where there is no link.

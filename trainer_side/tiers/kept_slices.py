@@ -28,7 +28,7 @@ _SECONDS_MAX = 60.0
 
 @dataclass(frozen=True)
 class Inventory:
-    """The same on every rank.
+    """The steps in the tiers of all ranks; equal on every rank.
 
     Attributes:
         newest_attempt: The newest attempt of any slice in any tier; 0 if there is no slice.

@@ -95,7 +95,7 @@ class Lane:
             return self.calls.hangs is not None or not (self._parts or self._verdicts.is_pending)
 
     def fraction(self, order: Order) -> float:
-        """How much of this step has been written here, 0 to 1; 1 where nothing of it is on its way."""
+        """The share of this step that has been written here, 0 to 1; 1 if none of it is on its way."""
         with self._changed:
             part = next((part for part in self._parts if part.keeping.order == order), None)
             if part is None:
@@ -103,7 +103,7 @@ class Lane:
             return part.written_bytes / max(1, sum(frame.padded_bytes for frame in part.keeping.frames))
 
     def look(self) -> None:
-        """See whether a call of the tier has been away for too long; to be called again and again."""
+        """See whether a call of the tier has been away for too long. Called repeatedly."""
         hangs = self.calls.look()
         if hangs is not None:
             self._give_up(None, hangs)

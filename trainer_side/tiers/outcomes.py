@@ -37,7 +37,7 @@ class Outcomes:
         port: To the other ranks.
         limits: How long the slowest rank is waited for; one call of a tier may take as long as a slice of that rank.
         report: Told what becomes of each step.
-        attempt: Of this job.
+        attempt: Attempt of this job.
         refuses: Whether a step of which the replicas differ is kept nowhere; rank 0's word counts.
         appointments: At which step this rank acts on a notice; only in a job without a stager.
 
@@ -91,7 +91,6 @@ class Outcomes:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is on its way into a tier, and every sealed slice has its verdict."""
         return all(self.is_idle_in(number) for number in range(len(self.lanes)))
 
     def is_idle_in(self, number: int) -> bool:
@@ -113,7 +112,7 @@ class Outcomes:
             self._chair.began(number, order, image_bytes)
 
     def skipped(self, number: int, order: Order, reason: Reason, *, counted: bool = True) -> None:
-        """A tier will not keep a step. `counted`: False where this rank did not save the step at all."""
+        """A tier does not keep a step. `counted`: False if this rank did not save the step at all."""
         self._report.skipped(self.lanes[number].tier, order, reason, counted=counted)
         # Also where the council itself has called it void: rank 0 remembers it until every rank has spoken.
         self.council.skipped(number, order, reason)

@@ -123,7 +123,6 @@ class Superblock:
         return self.slot_offset(slot) + self.area_bytes
 
     def to_bytes(self) -> bytes:
-        """One page."""
         name = self.run.encode()
         packed = _SUPER.pack(
             *(_SUPER_MAGIC, VERSION, self.rank, self.ranks, self.slots, self.writers),
@@ -201,7 +200,6 @@ class CommitSector:
     slots: tuple[Commitment | None, ...]
 
     def to_bytes(self) -> bytes:
-        """One page."""
         packed = _SECTOR.pack(_SECTOR_MAGIC, self.sequence, len(self.slots))
         for slot in self.slots:
             if slot is None:

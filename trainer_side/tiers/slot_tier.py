@@ -30,7 +30,7 @@ _log = logging.getLogger("holdfast.trainer")
 
 
 class SlotTier:
-    """As `trainer_side.tiers.tier.Tier`.
+    """A `trainer_side.tiers.tier.Tier` of slot files.
 
     Args:
         name: The tier as it is set.

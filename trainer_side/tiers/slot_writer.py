@@ -85,7 +85,6 @@ class OpenSlots:
         return news
 
     def void(self, order: Order) -> None:
-        """Some rank will never seal this step."""
         with self._core:
             self._slots.void(order)
 
@@ -97,7 +96,6 @@ class OpenSlots:
                 reach(Point.SLOT_UNSEALED)
 
     def is_wanted(self, slot: int) -> bool:
-        """Whether the slice that is being written to this slot is still of use."""
         with self._core:
             return self._slots.is_wanted(slot)
 

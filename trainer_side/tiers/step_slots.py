@@ -23,7 +23,7 @@ _LOOK_SECONDS = 2e-3
 
 
 class TierJob(NamedTuple):
-    """Which job writes. `name`: unlike that of any other job, so that two of the same attempt are never mixed."""
+    """The job that writes. `name` is unlike that of any other job, so that two of the same attempt are never mixed."""
 
     attempt: int
     name: str

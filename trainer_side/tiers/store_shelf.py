@@ -75,7 +75,7 @@ class SliceShelf:
             return True
 
     def is_late(self, key: Key) -> bool:
-        """Whether this step is of no more use: it is void, or a newer step is complete."""
+        """Whether this step is no longer of use: it is void, or a newer step is complete."""
         with self._lock:
             return key in self._void or (self._complete is not None and key < self._complete)
 
@@ -162,11 +162,11 @@ class SliceShelf:
             self._digests.pop(key, None)
 
     def _going(self) -> set[Key]:
-        """The steps that go for those that are being written. The caller holds the lock."""
+        """The steps whose slices are removed for those that are being written. The caller holds the lock."""
         return {old for going in self._writing.values() for old in going}
 
     def _spare(self, key: Key) -> list[Key]:
-        """The steps that may go, the first to go first. The caller holds the lock."""
+        """The steps that may be removed, the first to go first. The caller holds the lock."""
         newest = self._complete
         going = self._going()
         others = [old for old in sorted(self._sealed) if old not in (newest, key) and old not in going]
@@ -180,9 +180,9 @@ class SliceShelf:
 
     def _digest_of(self, found: SliceSet, names: set[SliceName]) -> str:
         """The layout digest of a slice set; empty if none of this rank's seals can be read."""
-        for name in sorted(names):
+        for name in sorted(name for name in names if name.rank in found.seals):
             try:
-                return read_seal(self._store, name, found.seals[name.rank]).layout_digest
-            except (KeyError, StoreMissing, DamageError):
+                return read_seal(self._store, name).layout_digest
+            except (StoreMissing, DamageError):
                 continue
         return ""

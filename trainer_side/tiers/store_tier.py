@@ -118,11 +118,9 @@ class StoreTier:
         )
 
     def complete(self, attempt: int, step: int) -> None:
-        """Every rank has sealed this step: remove this rank's slices of other layouts. A failure is logged."""
         self._shelf.complete(Key(attempt, step))
 
     def void(self, attempt: int, step: int) -> None:
-        """Not every rank will seal this step: this rank's slice goes, now or when it would be sealed."""
         self._shelf.void(Key(attempt, step))
 
     def kept(self) -> list[Kept]:
@@ -174,7 +172,7 @@ class StoreTier:
             close()
 
     def _kept(self, found: SliceSet, name: SliceName, layout_of: Any) -> Kept:
-        seal = read_seal(self._store, name, found.seals[name.rank])
+        seal = read_seal(self._store, name)
         place = f"{self._store.url}/{name.slice}"
         if seal.run != self._run:
             raise DamageError(

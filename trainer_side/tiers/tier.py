@@ -184,7 +184,7 @@ class Keeps(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name of the place, for people."""
         ...
 
     @property

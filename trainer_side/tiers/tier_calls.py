@@ -49,7 +49,7 @@ class TierCalls:
 
     @contextlib.contextmanager
     def noted(self, what: str, seconds_max: float | None = None) -> Iterator[None]:
-        """Within it this thread calls the tier."""
+        """Within this context the thread calls the tier."""
         begun, me = time.monotonic(), threading.get_ident()
         limit = self._seconds_max if seconds_max is None else seconds_max
         with self._guard:
@@ -63,7 +63,7 @@ class TierCalls:
     def ask(
         self, what: str, call: Callable[[], _T], *, seconds_max: float, late: Callable[[_T], object]
     ) -> _T:
-        """Make a call in another thread, and wait for it no longer than that.
+        """Make a call in another thread, and wait `seconds_max` for it.
 
         Args:
             what: The purpose of the call, for messages.

@@ -53,7 +53,7 @@ class TierReport:
         )
 
     def skipped(self, tier: Tier, order: Order, reason: Reason, *, counted: bool = True) -> None:
-        """A step is not kept. `counted`: False where this rank did not save the step at all."""
+        """A step is not kept. `counted`: False if this rank did not save the step at all."""
         cause, step = reason.cause, order[1]
         if cause == DeclineCause.RESTS:
             return

@@ -7,7 +7,7 @@ from trainer_side.tiers.tally import StepVerdict
 
 
 class VerdictQueue:
-    """Not thread-safe: the lane's lock guards it.
+    """See the module. Not thread-safe: the lane's lock guards it.
 
     Args:
         tier: Number of the tier.
@@ -23,12 +23,12 @@ class VerdictQueue:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a verdict has yet to be taken."""
+        """Whether a verdict has not been taken yet."""
         return bool(self._waiting)
 
     @property
     def is_pending(self) -> bool:
-        """Whether a verdict has yet to be taken or delivered."""
+        """Whether a verdict has not been delivered yet."""
         return bool(self._waiting or self._delivering)
 
     def reads(self, keeping: Keeping) -> None:
@@ -36,7 +36,7 @@ class VerdictQueue:
         self._read.append(keeping)
 
     def add(self, verdict: StepVerdict) -> None:
-        """Deliver it, as soon as nobody reads the slots that it is about."""
+        """Deliver a verdict, as soon as nobody reads the slots that it is about."""
         self._waiting.append(verdict)
 
     def take(self) -> list[StepVerdict]:

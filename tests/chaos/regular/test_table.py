@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tests.chaos.cells import CELLS, VICTIMS
 from tests.chaos.results import Result
-from tests.chaos.table import PAGE, named_cells, render
+from tests.chaos.table import GRIDS, PAGE, named_cells, render
 
 
 def test_the_page_names_every_cell_and_no_other() -> None:
     said = named_cells(PAGE.read_text())
-    assert set(said) == {(cell.stage.name, cell.victims.name, cell.how) for cell in CELLS}, (
-        "run `make chaos`, then `python -m tests.chaos.table`"
-    )
+    expected = {(cell.stage.name, cell.victims.name, cell.how) for cell in CELLS}
+    expected |= {(*place, "") for grid in GRIDS for place in grid.cells}
+    assert set(said) == expected, "run `make chaos`, then `python -m tests.chaos.table`"
     assert all(held == ran for held, ran in said.values()), "a run that failed is not published, it is mended"
 
 
@@ -31,3 +31,17 @@ def test_a_run_that_failed_is_shown_as_failed() -> None:
     page = render([Result(cell.name, True, 1.0, "a"), Result(cell.name, False, 1.0, "b")])
     assert named_cells(page)[cell.stage.name, cell.victims.name, cell.how] == (1, 2)
     assert named_cells(page)[CELLS[1].stage.name, CELLS[1].victims.name, CELLS[1].how] == (0, 0)
+
+
+def test_a_part_of_which_nothing_was_run_stays_as_it_was() -> None:
+    runs = [Result(name, True, 1.0, "a", commit="1a2b3c4") for grid in GRIDS for name in grid.cells.values()]
+    page = render([Result(CELLS[0].name, True, 1.0, "a"), *runs])
+    assert "1 sessions at `1a2b3c4`" in page
+    assert render([], page) == page
+    again = render([Result(next(iter(GRIDS[-1].cells.values())), True, 1.0, "b", commit="5d6e7f8")], page)
+    assert again != page
+    assert again.split("\n## ")[:-1] == page.split("\n## ")[:-1]
+    assert again.count("5d6e7f8") == 1
+    assert all(f"| {row} |" in render([]) for grid in GRIDS for row, _ in grid.cells), (
+        "0/0 of what nobody has run"
+    )

@@ -9,6 +9,7 @@ import pytest
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import State
+from holdfast.store.base import SMALL_BYTES_MAX
 from tests.support.checkpoints import SMALL_TENSORS, add, add_small, manifest_of, small_image
 from tests.support.memory_store import MemoryStore
 
@@ -140,10 +141,10 @@ def test_nor_is_one_under_the_name_of_another_attempt_of_its_step() -> None:
 class Vanishing(MemoryStore):
     """Retention removes a manifest between listing and reading."""
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         if name == "step-000000001.json":
             self.objects.pop(name, None)
-        return super().read(name)
+        return super().read(name, bytes_max)
 
 
 def test_a_manifest_pruned_meanwhile_is_simply_gone() -> None:

@@ -46,6 +46,7 @@ def test_no_driver_error_leaves_the_package(
     def fail(*_: Any, **__: Any) -> bytes:
         raise error
 
+    store.write("name", b"some")
     monkeypatch.setattr(store._folder._fs, "cat_file", fail)
     with pytest.raises(kind, match=r"memory://") as caught:
         store.read("name")

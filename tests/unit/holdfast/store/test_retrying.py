@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
+from holdfast.store.base import SMALL_BYTES_MAX
 from holdfast.store.posix import PosixStore
 from holdfast.store.retrying import RetryBudget, Retrying
 
@@ -20,11 +21,11 @@ class _Failing(PosixStore):
         self.failures = failures
         self.calls = 0
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
         self.calls += 1
         if self.failures:
             raise self.failures.pop(0)
-        return super().read(name)
+        return super().read(name, bytes_max)
 
 
 def _store(

@@ -374,9 +374,7 @@ def test_a_log_of_a_version_that_stated_no_cause_is_counted_by_its_sentence(tmp_
 
 
 def test_a_checkpoint_that_was_set_aside_is_told(tmp_path: Path) -> None:
-    message = (
-        "step 10 (attempt 4) is set aside, and stays in the store: 2 attempts …; the next goes back to step 5"
-    )
+    message = "step 10 (attempt 4) is set aside: 2 attempts …; the next goes back to step 5"
     line: Line = (
         310.5,
         "supervisor",

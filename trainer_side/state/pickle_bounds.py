@@ -1,0 +1,103 @@
+"""Refuses a pickle that would cost more than it is worth, or end the process, before torch's unpickler sees it.
+
+CRCs stop accidents, not somebody who may write to the store.
+
+    file in torch's zip format ─► nothing is packed ─► price of data.pkl (holdfast.pickle_price) ─► torch.load
+
+Torch stores what it writes as it is. A packed entry unpacks to a thousand times its size, and several that share their
+bytes to any multiple of it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from typing import IO
+
+import torch
+
+from holdfast.errors import DamageError, StateError
+from holdfast.pickle_price import check_pickle
+from holdfast.price import TooDearError
+
+_DEPTH_MAX = 1000  # as `tensor_paths`; Python's own pickle goes no deeper either
+_RECORD = "data.pkl"
+
+NOT_READABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""What torch's reader and unpickler raise on bytes from outside, beside their own UnpicklingError."""
+
+
+def refuse_costly_pickle(file: IO[bytes], what: str) -> None:
+    """Look at the pickle of a file in torch's zip format, by torch's own reader of it. Leaves the file at its begin.
+
+    Args:
+        file: The file.
+        what: Its name, for the message.
+
+    Raises:
+        StateError: A tuple in it is nested deeper than 1000 levels.
+        DamageError: It claims more than the file has, or makes more than it is worth.
+        RuntimeError: torch does not read it; neither will `torch.load`.
+    """
+    file.seek(0)
+    reader = torch._C.PyTorchFileReader(file)
+    # Only newer versions of torch tell the size. There the rest of the directory, which may be long, is not needed.
+    size_of = getattr(reader, "get_record_size", None)
+    if size_of is None:
+        refuse_packed(file, what)
+    else:
+        _refuse_unpacked(what, file.seek(0, os.SEEK_END), size_of(_RECORD))
+    try:
+        depth = check_pickle(reader.get_record(_RECORD), _DEPTH_MAX)
+    except TooDearError as error:
+        raise DamageError(f"{what}: {_RECORD}: {error}; find out which program wrote the file") from error
+    if depth > _DEPTH_MAX:
+        raise StateError(
+            f"{what}: holds a tuple that is nested deeper than {_DEPTH_MAX} levels; holdfast never saves such a state, "
+            "so find out which program wrote the file"
+        )
+    file.seek(0)
+
+
+def refuse_packed(file: IO[bytes], what: str) -> None:
+    """See that a file in torch's zip format has all the bytes that its entries say. Leaves the file at its begin.
+
+    Raises:
+        DamageError: An entry is packed, or they share bytes; or it is no such file.
+    """
+    file_bytes = file.seek(0, os.SEEK_END)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+        raise DamageError(f"{what}: not a file that torch reads: {error}") from error
+    packed = next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None)
+    if packed is not None:
+        raise DamageError(
+            f"{what}: {packed.filename!r:.200} is packed, which torch.save never does; its {packed.compress_size} "
+            f"bytes would take {packed.file_size}; find out who wrote it, or torch.load and torch.save it once more"
+        )
+    _refuse_unpacked(what, file_bytes, sum(entry.file_size for entry in entries))
+    file.seek(0)
+
+
+def _refuse_unpacked(what: str, file_bytes: int, stated_bytes: int) -> None:
+    if stated_bytes > file_bytes:
+        raise DamageError(
+            f"{what}: has {file_bytes} bytes, its entries say {stated_bytes}; torch.save packs nothing, and no bytes "
+            "are of two entries, so find out who wrote it"
+        )
