@@ -343,6 +343,34 @@ class ShardedInBackward(_Sharded, InBackward):
     pass
 
 
+class FullySharded(Training):
+    """FSDP2 as it is. A forward pass without a backward one leaves whole parameters in the modules."""
+
+    def make(self) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(TENSORS // 2)))
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in self.model:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(self.model, mesh=mesh, reshard_after_forward=False)
+        return torch.optim.AdamW(self.parameters, lr=0.01)
+
+    def gradients(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        (self._out() - step).square().sum().backward()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def saved(self, step: int) -> None:
+        self._out()
+        assert all(type(one) is torch.nn.Parameter for one in self.parameters), "they were sharded again"
+
+    def _out(self) -> torch.Tensor:
+        out: torch.Tensor = self.model(torch.ones(8, 64))
+        return out
+
+
 class ShardedSharpness(_Sharded, Sharpness):
     """torch counts these changes in the DTensors."""
 
@@ -393,7 +421,13 @@ TEARING: tuple[type[Training], ...] = (
     Clipped,
     Renormed,
 )
-SHARDED_WAITING: tuple[type[Training], ...] = (Sharded, ShardedMomentum, ShardedFused, ShardedInBackward)
+SHARDED_WAITING: tuple[type[Training], ...] = (
+    Sharded,
+    FullySharded,
+    ShardedMomentum,
+    ShardedFused,
+    ShardedInBackward,
+)
 SHARDED_TEARING: tuple[type[Training], ...] = (ShardedSharpness, ShardedBest, ShardedAverage, ShardedMoments)
 PACKAGES: dict[str, type[Training]] = {
     "schedulefree": _ScheduleFreePackage,

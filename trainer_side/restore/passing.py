@@ -4,15 +4,18 @@
     others                                    a window ◄──┘ ─► CRC-32, to be compared ─► their own parts
 
 Nobody has memory for a whole split tensor, so what is shared goes from window to window. A window holds what is passed
-on of one chunk, each byte where the chunk has it. There are only so many: they are used again when what is in them
-has arrived everywhere (`Peers.finish`), and a reader that is ahead waits for that.
+on of one unit, back to back: one message, whatever number of runs it is made of. There are only so many windows: they
+are used again when what is in them has arrived everywhere (`Peers.finish`), and a reader that is ahead waits for that.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import itertools
 import threading
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from trainer_side.restore.choice import Unit
 from trainer_side.restore.image_map import Mapped
@@ -22,6 +25,37 @@ from trainer_side.restore.windows import ChunkWindows, EntryPart
 _BATCH = 2  # units that are under way at once
 _AHEAD = _BATCH + 2  # units that this rank has read and not yet given away
 _WAIT_SECONDS = 0.1
+
+
+_Key = tuple[int, int, int, int]
+
+
+def _key(unit: Unit) -> _Key:
+    """Names a unit of one reading, without its extents: there may be thousands."""
+    return unit.reader, unit.number, unit.chunk, unit.frame
+
+
+class _Packed(NamedTuple):
+    """The parts of a unit that are passed on, and where each begins in a window."""
+
+    parts: list[EntryPart]
+    places: list[int]
+    nbytes: int
+
+    @classmethod
+    def of(cls, parts: Iterable[EntryPart]) -> _Packed:
+        packed = [*parts]
+        ends = [*itertools.accumulate((part.nbytes for part in packed), initial=0)]
+        return cls(packed, ends[:-1], ends[-1])
+
+    def place(self, offset: int) -> int:
+        """Where a byte of the image is in the window."""
+        number = bisect.bisect_right(self.parts, offset, key=_offset) - 1
+        return self.places[number] + offset - self.parts[number].offset
+
+
+def _offset(part: EntryPart) -> int:
+    return part.offset
 
 
 class Passing:
@@ -42,11 +76,11 @@ class Passing:
     ) -> None:
         self._windows, self._targets = windows, targets
         self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)
-        self._spread = image.chunk_bytes
-        self._turns: dict[Unit, int] = {}
+        self._turns: dict[_Key, int] = {}
         if any(not isinstance(target, EntryTarget) for target in targets.values()):
             passed = (unit for unit in own if any(map(self.passes, windows.parts(unit.extents))))
-            self._turns = {unit: turn for turn, unit in enumerate(passed)}
+            self._turns = {_key(unit): turn for turn, unit in enumerate(passed)}
+        self._packed: dict[_Key, _Packed] = {}  # of the units that are being read, or are under way
         self._ahead: dict[int, ReadWindow] = {}
         self._coming: dict[int, ReadWindow] = {}
         self._batch: list[Unit] = []
@@ -60,7 +94,7 @@ class Passing:
 
     def wait(self, unit: Unit, stopped: threading.Event) -> None:
         """Wait until there is a window for a unit that this rank reads. Any thread."""
-        turn = self._turns.get(unit)
+        turn = self._turns.get(_key(unit))
         if turn is None:
             return
         with self._changed:
@@ -69,23 +103,23 @@ class Passing:
 
     def keep(self, unit: Unit, part: EntryPart, address: int) -> None:
         """Keep bytes of a unit until they are given away. Any thread."""
-        ctypes.memmove(self._address(self._window(unit), part), address, part.nbytes)
+        window, packed = self._window(unit)
+        ctypes.memmove(window.address + packed.place(part.offset), address, part.nbytes)
 
     def pieces(self, unit: Unit) -> list[tuple[int, int]]:
         """`(address, nbytes)` of a unit's bytes for `Peers.share`, in order."""
-        parts = self._windows.parts(unit.extents)
-        window = None
-        if any(map(self.passes, parts)):
-            self._batch.append(unit)
-            window = self._window(unit)
         pieces = []
-        for part in parts:
+        passed = False
+        for part in self._windows.parts(unit.extents):
             target = self._targets[part.entry]
             if isinstance(target, EntryTarget):
                 pieces.append((target.address + part.inside, part.nbytes))
             else:
-                assert window is not None
-                pieces.append((self._address(window, part), part.nbytes))
+                passed = True
+        if passed:
+            self._batch.append(unit)
+            window, packed = self._window(unit)
+            pieces.append((window.address, packed.nbytes))
         return pieces
 
     @property
@@ -97,12 +131,13 @@ class Passing:
         """Take what has arrived, after `Peers.finish`."""
         given = 0
         for place, unit in enumerate(self._batch):
-            if unit in self._turns:
+            with self._changed:
+                packed = self._packed.pop(_key(unit))
+            if _key(unit) in self._turns:
                 given += 1
                 continue
             window = self._coming[place]
-            for part in filter(self.passes, self._windows.parts(unit.extents)):
-                begin = part.offset % self._spread
+            for part, begin in zip(packed.parts, packed.places, strict=True):
                 view = window.memory[begin : begin + part.nbytes]
                 self.received[part.offset] = Sum.of(view)
                 self._targets[part.entry].put(part.inside, window.address + begin, view)
@@ -111,14 +146,14 @@ class Passing:
             self._given += given
             self._changed.notify_all()
 
-    def _window(self, unit: Unit) -> ReadWindow:
-        turn = self._turns.get(unit)
+    def _window(self, unit: Unit) -> tuple[ReadWindow, _Packed]:
+        turn = self._turns.get(_key(unit))
         windows = self._coming if turn is None else self._ahead
         place = len(self._batch) - 1 if turn is None else turn % _AHEAD
         with self._changed:
             if place not in windows:
                 windows[place] = ReadWindow.of_size(self._chunk_bytes)
-            return windows[place]
-
-    def _address(self, window: ReadWindow, part: EntryPart) -> int:
-        return window.address + part.offset % self._spread
+            if _key(unit) not in self._packed:
+                parts = self._windows.parts(unit.extents)
+                self._packed[_key(unit)] = _Packed.of(part for part in parts if self.passes(part))
+            return windows[place], self._packed[_key(unit)]

@@ -1,12 +1,14 @@
 """A training job whose every tensor says which step it belongs to: a checkpoint that mixes two steps is seen at once.
 
-`python fingerprint.py SAVES [--no-gate] [--layers]`: train as fast as the machine can, save after every step, until
-SAVES are staged. As in any data-parallel training, the ranks meet once per step. `--layers`: with an optimizer that
-updates layer by layer while the rest is still being copied.
+`python fingerprint.py SAVES [--no-gate] [--layers] [--sharded]`: train as fast as the machine can, save after every
+step, until SAVES are staged. As in any data-parallel training, the ranks meet once per step. `--layers`: with an
+optimizer that updates layer by layer while the rest is still being copied. `--sharded`: each rank has a part of each
+tensor.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +44,18 @@ class Stamp(torch.optim.Optimizer):
 def main() -> None:
     saves, gated = int(sys.argv[1]), "--no-gate" not in sys.argv
     torch.set_num_threads(1)
-    model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(NUMEL)) for _ in range(TENSORS))
+    rank, ranks = init_torch_distributed("gloo")
+    zeros: Callable[[], torch.Tensor] = functools.partial(torch.zeros, NUMEL)
+    if "--sharded" in sys.argv:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor import zeros as zeros_on
+
+        mesh = init_device_mesh("cpu", (ranks,))
+        zeros = functools.partial(zeros_on, NUMEL, device_mesh=mesh, placements=[Shard(0)])
+    else:
+        do_without_compiler()
+    model = torch.nn.ParameterList(torch.nn.Parameter(zeros()) for _ in range(TENSORS))
     model.register_buffer("seen", torch.zeros(1))
     seen = model.get_buffer("seen")
     optimizer: torch.optim.Optimizer = Stamp(list(model))
@@ -51,8 +64,6 @@ def main() -> None:
         for parameter in model:
             parameter.grad = torch.full_like(parameter, -1.0)
     progress = {"updates": 0}
-    rank, _ = init_torch_distributed("gloo")
-    do_without_compiler()
     checkpointer = Checkpointer({"model": model, "optimizer": optimizer, "progress": progress})
     if not gated:
         see_nothing()  # else a torn copy is withdrawn
