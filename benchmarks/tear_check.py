@@ -49,7 +49,7 @@ def main() -> None:
         per_rank_reserve_bytes={},
     )
     pieces = SlicePlan.of(skeleton.layout, 0, skeleton.gated)
-    check, router = TearCheck(skeleton.layout, pieces, skeleton.gated, ()), Router(pieces)
+    check, router = TearCheck(skeleton.layout, pieces, skeleton.gated, {}), Router(pieces)
     area = Staging(skeleton, pieces, CopyEngine(), pinned=False)
 
     def save() -> Any:

@@ -38,7 +38,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = nn.functional.gelu(self.up(self.norm(x)))
-        return x + nn.functional.dropout(self.down(hidden), 0.1, training=self.training)  # type: ignore[no-any-return]
+        return x + nn.functional.dropout(self.down(hidden), 0.1, training=self.training)
 
 
 class Net(nn.Module):
@@ -50,6 +50,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(3))
         self.two = nn.Parameter(torch.ones(2, 5))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +15,11 @@ from hypothesis import strategies as st
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, ProtocolError
 from holdfast.image import regions
-from holdfast.image.chunks import verify_chunk
+from holdfast.image.chunks import Source, verify_chunk
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import REPLICATED, SPLIT, Entry, Layout
 from holdfast.image.manifest import Key
 from holdfast.image.regions import Pattern, Region, unite
-from holdfast.ring.journal import Source
 
 CHUNK_BYTES = 4096
 Bytes = npt.NDArray[np.uint8]
@@ -135,7 +135,8 @@ def test_a_layout_with_patterns_comes_back_from_its_bytes(layout: Layout) -> Non
     assert Layout.from_bytes(layout.to_bytes()) == layout
 
 
-class Job(NamedTuple):
+@dataclass(frozen=True)
+class Job:
     """As the flusher has it."""
 
     key: Key
