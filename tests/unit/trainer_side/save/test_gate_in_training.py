@@ -142,7 +142,7 @@ def data_parallel(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Cop
 
 
 def sharded(model: torch.nn.Module, begin: Callable[[list[Optimizer]], Copies], **options: Any) -> None:
-    """FSDP2: parameters and moments are DTensors. On several ranks: tests/integration/test_split_steps.py."""
+    """FSDP2: parameters and moments are DTensors. On several ranks: tests/integration/test_sharded_steps.py."""
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.children():
         fully_shard(layer, mesh=mesh)
