@@ -39,10 +39,9 @@ from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.ring.ring import Ring
 from holdfast.ring.set_aside import read_set_aside
-from holdfast.store import open_store, parts_at_once
+from holdfast.store import open_store, parts_at_once, refuse_missing_parent
 from holdfast.store.base import Store
 from holdfast.store.guarded import guarded
-from holdfast.store.missing_parent import refuse_missing_parent
 from holdfast.store.names import is_kept
 from holdfast.telemetry.board import Board
 from holdfast.telemetry.events import EventLog

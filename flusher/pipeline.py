@@ -84,10 +84,6 @@ class Pipeline:
             if flights[key].parts_sent
         ]
 
-    def staged(self) -> list[Key]:
-        """Checkpoints that are staged and not yet durable, oldest first."""
-        return sorted(f.key for f in self._flights.values() if f.staged and f.error is None)
-
     def knows(self, key: Key) -> bool:
         """Whether this checkpoint is under way, or being given up."""
         return key in self._flights

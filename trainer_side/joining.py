@@ -21,9 +21,8 @@ from holdfast.checkpoints.slice_sets import sweep_uploads
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
 from holdfast.faultpoint import identify
-from holdfast.store import open_store
+from holdfast.store import open_store, refuse_missing_parent
 from holdfast.store.base import Store
-from holdfast.store.missing_parent import refuse_missing_parent
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind, Welcome

@@ -67,11 +67,6 @@ def _cannot(cost: Cost, overhead_max: float, every_max: int, wanted: float) -> C
     )
 
 
-def young_seconds(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Work between two checkpoints by Young's first-order formula, sqrt(2 δ M)."""
-    return math.sqrt(2 * stall_seconds * mtbf_seconds)
-
-
 def slowdown(cost: Cost, every: int, mtbf_seconds: float) -> float:
     """How many times as long work takes with checkpoints and losses as without. Restarts are left out."""
     work = every * cost.iteration_seconds

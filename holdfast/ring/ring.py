@@ -329,11 +329,6 @@ class Ring:
         """
         return checkpoint_names(self.directory)
 
-    def checkpoints(self) -> list[CheckpointRecord]:
-        """All checkpoints, oldest first. Raises `ProtocolError` at the first damaged file."""
-        found = (self.checkpoint(attempt, step) for attempt, step in self.checkpoint_names())
-        return [checkpoint for checkpoint in found if checkpoint is not None]
-
     def has_progress(self, attempt: int, step: int) -> bool:
         """Whether the flusher keeps a record of what the store has of this checkpoint."""
         return (self.directory / f"flush-{attempt}-{step}").exists()

@@ -64,7 +64,6 @@ class GenericUpload:
 
     @property
     def part_bytes(self) -> int:
-        """Size of every part but the last."""
         return self._ledger.part_bytes
 
     @property
@@ -114,7 +113,6 @@ class GenericUpload:
         self._remove_parts()
 
     def abort(self) -> None:
-        """Remove parts and temporary object."""
         if self._published:
             return
         self._folder.remove(self._temporary)

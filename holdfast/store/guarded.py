@@ -40,38 +40,30 @@ class GuardedStore:
 
     @property
     def url(self) -> str:
-        """URL of the store."""
         return self._inner.url
 
     @property
     def request_bytes(self) -> int:
-        """As the store's."""
         return self._inner.request_bytes
 
     def close(self) -> None:
-        """Give up the connections, if the store keeps any."""
         close = getattr(self._inner, "close", None)
         if close is not None:
             close()
 
     def check(self, *, write: bool) -> None:
-        """As the store's."""
         self._inner.check(write=write)
 
     def list(self) -> list[ObjectInfo]:
-        """As the store's."""
         return self._inner.list()
 
     def size(self, name: str) -> int:
-        """As the store's."""
         return self._inner.size(name)
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
-        """As the store's."""
         return self._inner.read(name, bytes_max)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """As the store's."""
         self._inner.read_into(name, offset, buffer)
 
     def write(self, name: str, data: bytes) -> None:
@@ -111,7 +103,6 @@ class GuardedStore:
         token: str,
         crc32s: Mapping[int, int] | None = None,
     ) -> GuardedUpload:
-        """As the store's."""
         upload = self._inner.resume(
             name,
             nbytes=nbytes,
@@ -142,25 +133,20 @@ class GuardedUpload:
 
     @property
     def part_bytes(self) -> int:
-        """As the upload's."""
         return self._inner.part_bytes
 
     @property
     def token(self) -> str | None:
-        """As the upload's."""
         return self._inner.token
 
     @property
     def published(self) -> bool:
-        """As the upload's."""
         return self._inner.published
 
     def written(self) -> frozenset[int]:
-        """As the upload's."""
         return self._inner.written()
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
-        """As the upload's."""
         self._inner.write_part(index, buffers, crc32)
 
     def publish(self) -> None:

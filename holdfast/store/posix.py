@@ -55,7 +55,6 @@ class PosixStore:
 
     @property
     def url(self) -> str:
-        """The absolute path."""
         return str(self._root)
 
     @property
@@ -87,7 +86,6 @@ class PosixStore:
             )
 
     def list(self) -> list[ObjectInfo]:
-        """All visible files, sorted by name."""
         found: list[ObjectInfo] = []
 
         def stop(error: OSError) -> None:
@@ -113,7 +111,6 @@ class PosixStore:
         return sorted(found)
 
     def size(self, name: str) -> int:
-        """Size of a file in bytes."""
         path = self._path(name)
         with translated("read", path):
             status = path.lstat()
@@ -124,7 +121,6 @@ class PosixStore:
         return status.st_size
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
-        """The whole of a small file."""
         path = self._path(name)
         with translated("read", path), open(open_regular(path, 0), "rb") as file:  # noqa: PTH123 (a descriptor)
             nbytes = os.fstat(file.fileno()).st_size
@@ -177,7 +173,6 @@ class PosixStore:
         return created
 
     def delete(self, name: str) -> None:
-        """Remove a file, durably."""
         path = self._path(name)
         with translated("delete", path):
             try:
@@ -226,7 +221,6 @@ class PosixStore:
         )
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
-        """Remove temporary files."""
         removed = []
         directory = self._root / TEMPORARY
         with translated("sweep", directory):

@@ -87,7 +87,6 @@ class PosixUpload:
 
     @property
     def part_bytes(self) -> int:
-        """Size of every part but the last."""
         return self._ledger.part_bytes
 
     @property
@@ -164,7 +163,6 @@ class PosixUpload:
         self._finish()
 
     def abort(self) -> None:
-        """Remove the temporary file."""
         if self._published:
             return
         self._finish()

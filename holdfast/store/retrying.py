@@ -124,7 +124,7 @@ def _after(first: StoreError, call: Callable[[], _Result]) -> Callable[[], _Resu
 
 
 class Retrying:
-    """A store whose calls are tried again. Same interface, same threads.
+    """A store whose calls are tried again, those of its uploads as well.
 
     Args:
         inner: The store.
@@ -150,21 +150,17 @@ class Retrying:
 
     @property
     def inner(self) -> Store:
-        """The store itself."""
         return self._inner
 
     @property
     def url(self) -> str:
-        """URL of the store."""
         return self._inner.url
 
     @property
     def request_bytes(self) -> int:
-        """As the store's."""
         return self._inner.request_bytes
 
     def close(self) -> None:
-        """Give up the connections, if the store keeps any."""
         close = getattr(self._inner, "close", None)
         if close is not None:
             close()
@@ -174,39 +170,30 @@ class Retrying:
         self._call("check", lambda: self._inner.check(write=write), _CHECK_BUDGET)
 
     def list(self) -> list[ObjectInfo]:
-        """As the store's."""
         return self._call("list", self._inner.list)
 
     def size(self, name: str) -> int:
-        """As the store's."""
         return self._call("size", lambda: self._inner.size(name))
 
     def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
-        """As the store's."""
         return self._call("read", lambda: self._inner.read(name, bytes_max))
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """As the store's."""
         self._call("read_into", lambda: self._inner.read_into(name, offset, buffer))
 
     def write(self, name: str, data: bytes) -> None:
-        """As the store's."""
         self._call("write", lambda: self._inner.write(name, data))
 
     def create(self, name: str, data: bytes) -> bool:
-        """As the store's."""
         return self._call("create", lambda: self._inner.create(name, data))
 
     def delete(self, name: str) -> None:
-        """As the store's."""
         self._call("delete", lambda: self._inner.delete(name))
 
     def retire(self, name: str) -> None:
-        """As the store's."""
         self._call("retire", lambda: self._inner.retire(name))
 
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> RetryingUpload:
-        """As the store's; the upload's calls are tried again too."""
         upload = self._call(
             "begin",
             lambda: self._inner.begin(name, nbytes=nbytes, chunk_bytes=chunk_bytes, write_id=write_id),
@@ -224,7 +211,6 @@ class Retrying:
         token: str,
         crc32s: Mapping[int, int] | None = None,
     ) -> RetryingUpload:
-        """As the store's; the upload's calls are tried again too."""
         upload = self._call(
             "resume",
             lambda: self._inner.resume(
@@ -240,7 +226,6 @@ class Retrying:
         return RetryingUpload(upload, self._call)
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
-        """As the store's."""
         return self._call("sweep", lambda: self._inner.sweep(keep))
 
 
@@ -252,33 +237,26 @@ class RetryingUpload:
 
     @property
     def part_bytes(self) -> int:
-        """As the upload's."""
         return self._inner.part_bytes
 
     @property
     def token(self) -> str | None:
-        """As the upload's."""
         return self._inner.token
 
     @property
     def published(self) -> bool:
-        """As the upload's."""
         return self._inner.published
 
     def written(self) -> frozenset[int]:
-        """As the upload's."""
         return self._inner.written()
 
     def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
-        """As the upload's."""
         self._call("write_part", lambda: self._inner.write_part(index, buffers, crc32))
 
     def publish(self) -> None:
-        """As the upload's."""
         self._call("publish", self._inner.publish)
 
     def abort(self) -> None:
-        """As the upload's."""
         self._call("abort", self._inner.abort)
 
 

@@ -112,7 +112,6 @@ class S3Upload:
 
     @property
     def part_bytes(self) -> int:
-        """Size of every part but the last."""
         return self._ledger.part_bytes
 
     @property

@@ -164,7 +164,7 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     """
     from holdfast.config import StagerConfig
     from holdfast.ring.directory import runtime_directory
-    from holdfast.store.missing_parent import refuse_missing_parent
+    from holdfast.store import refuse_missing_parent
     from operator_side.supervise.core import Core
     from operator_side.supervise.job_processes import JobProcesses, RunFiles
     from operator_side.supervise.limits import Limits

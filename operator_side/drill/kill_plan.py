@@ -117,11 +117,6 @@ class Sequence:
         self._told_at: float | None = None
         self._answered = False
 
-    @property
-    def left(self) -> list[Kill]:
-        """The kills that have not come yet."""
-        return list(self._left)
-
     def trains(self) -> None:
         """Note that every rank of an attempt has done its first step."""
         self._trains = True

@@ -51,7 +51,7 @@ _EXIT_SECONDS_MAX = 10.0
 
 
 class Link:
-    """See the module. Its methods belong to the training thread unless they say otherwise.
+    """See the module; a `ToStager`. Its methods belong to the training thread unless they say otherwise.
 
     Attributes:
         rank: This training rank. `ranks`: how many there are.
@@ -96,27 +96,22 @@ class Link:
 
     @property
     def attempt(self) -> int:
-        """Attempt of this job."""
         return self.welcome.attempt
 
     @property
     def lives(self) -> bool:
-        """Whether the stager takes steps now. Any thread."""
         return self.problem is None
 
     @property
     def store_url(self) -> str:
-        """URL of the run."""
         return self.welcome.store_url
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a chunk."""
         return self.welcome.chunk_bytes
 
     @property
     def peers(self) -> MpiPeers:
-        """The other ranks; before the first step only."""
         if self._peers is None:
             raise ConfigError(
                 "this link to the stager was made without peers, so it cannot reach the other ranks"
@@ -125,38 +120,31 @@ class Link:
 
     @property
     def staged_step(self) -> int:
-        """Newest step that is staged; -1 before the first. Any thread."""
         return self._outbox.staged_step
 
     @property
     def durable_step(self) -> int:
-        """Newest step that is durable; -1 before the first. Any thread."""
         return self._outbox.durable_step
 
     @property
     def new_pickle_reserve_bytes(self) -> int:
-        """Room that rank 0's pickle was given after it had outgrown its reserve; 0 before."""
         return self._outbox.new_pickle_reserve_bytes
 
     # -- what the training thread asks for -----------------------------------------------------------------------
 
     def beside(self, tiers: TierSet) -> None:
-        """The rank's local tiers, in which checkpoints go on when the stager is lost."""
         self._goes_on_in = tiers.names
 
     def auto_interval(self) -> tuple[Schedule, Callable[[Wish], None] | None]:
-        """For `every="auto"`: when this rank saves, and on rank 0 how to ask the stager for another interval."""
         self.schedule.choose(auto=True)
         return self.schedule, self.wish if self.rank == 0 else None
 
     def agree(self, proposal: Proposal) -> Agreement:
-        """See `Questions.agree`."""
         return self._questions.agree(proposal)
 
     def fetch(
         self, asked: Asked, *, attempt: int = 0, step: int = 0, chunk: int = 0, body: bytes = b""
     ) -> bytes | None:
-        """See `Questions.fetch`. Any thread."""
         return self._questions.fetch(asked, attempt=attempt, step=step, chunk=chunk, body=body)
 
     def announce(self, layout: Layout) -> None:
@@ -197,12 +185,11 @@ class Link:
         return transfer
 
     def answer(self, step: int) -> Reason | None:
-        """Why `step`, which this rank has not offered yet, is not taken; None as far as is known. Any thread."""
         verdict = self._outbox.verdicts.of(step)
         return None if verdict is None else Reason.of_body(wire.json_body(verdict))
 
     def decline(self, step: int, reason: Reason, *, needed_pickle_bytes: int = 0) -> None:
-        """Tell the stager, and through it all ranks, that this rank takes no checkpoint of `step`. Any thread.
+        """See `ToStager.decline`.
 
         Args:
             step: A new step, or one that was offered and cannot go on.
@@ -222,8 +209,6 @@ class Link:
             self._command(lambda: self._outbox.decline(step, message, told))
 
     def notice(self, notice: Notice) -> None:
-        """Tell the stager that this rank's machine will be taken away. Any thread."""
-
         def tell() -> None:
             body = wire.to_json(notice.to_json())
             self._port.send(wire.encode(Kind.NOTICE, attempt=self.welcome.attempt, body=body))

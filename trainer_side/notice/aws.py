@@ -50,7 +50,6 @@ class Aws:
         self._token, self._token_ends = "", 0.0
 
     def look(self) -> list[Notice]:
-        """See `Source.look`."""
         notices = []
         action = self._get(_ACTION_PATH)
         if action is not None:

@@ -41,7 +41,6 @@ class Azure:
         self._started: dict[str, float] = {}  # event → when it was first seen to have started
 
     def look(self) -> list[Notice]:
-        """See `Source.look`."""
         answer = self._server.ask(_EVENTS, headers=_HEADERS)
         if answer.status != 200:
             raise SourceError(f"{self._server.url}{_EVENTS}: answered {answer.status}, expected 200")

@@ -40,7 +40,6 @@ class Gcp:
         self._seen_at: float | None = None
 
     def look(self) -> list[Notice]:
-        """See `Source.look`."""
         answer = self._server.ask(_PREEMPTED, headers=_HEADERS)
         said = answer.body.strip()
         if answer.status != 200 or said not in {"TRUE", "FALSE"}:

@@ -47,7 +47,6 @@ class Signal:
         self._before: Any = signal.signal(number, self._hear)
 
     def look(self) -> list[Notice]:
-        """See `Source.look`."""
         if self._heard_at is None:
             return []
         deadline_unix = self._heard_at + self._grace_seconds

@@ -109,11 +109,6 @@ class StepProfile:
         return bool(self._on_way)
 
     @property
-    def iterations(self) -> int:
-        """How many were measured, of those that count now."""
-        return len(self._iterations)
-
-    @property
     def complete(self) -> bool:
         """Whether a cost can be told: some iterations, and a checkpoint after the first one."""
         return len(self._iterations) >= _ITERATIONS_MIN and bool(

@@ -166,7 +166,6 @@ class StoreTier:
         self._store.read_into(SliceName(seal.attempt, seal.step, seal.rank, seal.ranks).slice, offset, view)
 
     def close(self) -> None:
-        """Close the store, if it is this tier's own."""
         close = getattr(self._store, "close", None)
         if self._closes and close is not None:
             close()

@@ -107,18 +107,30 @@ class SliceWriter(Protocol):
         ...
 
 
-class Tier(Protocol):
-    """One tier of one rank. `begin`, `complete`, `void` and `kept` may come from different threads."""
+class Keeps(Protocol):
+    """A place that keeps slices: a tier of this rank, or the stager's ring."""
 
     @property
     def name(self) -> str:
-        """The tier as it is set, such as `nvme:/mnt/nvme0`."""
+        """The name of the place, for people; that of a tier as it is set, such as `nvme:/mnt/nvme0`."""
         ...
 
     @property
     def nearness(self) -> Nearness:
         """What it is made of."""
         ...
+
+    def kept(self) -> list[Kept]:
+        """All slices in this place."""
+        ...
+
+    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
+        """Fill `view` with the slice's bytes from `offset` on. Any thread."""
+        ...
+
+
+class Tier(Keeps, Protocol):
+    """One tier of one rank. `begin`, `complete`, `void` and `kept` may come from different threads."""
 
     @property
     def how(self) -> str:
@@ -176,28 +188,6 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Let go of files and memory. Sealed slices stay."""
-        ...
-
-
-class Keeps(Protocol):
-    """A place that keeps slices: a tier of this rank, or the stager's ring."""
-
-    @property
-    def name(self) -> str:
-        """The name of the place, for people."""
-        ...
-
-    @property
-    def nearness(self) -> Nearness:
-        """What it is made of."""
-        ...
-
-    def kept(self) -> list[Kept]:
-        """All slices in this place."""
-        ...
-
-    def read_into(self, kept: Kept, offset: int, view: memoryview) -> None:
-        """Fill `view` with the slice's bytes from `offset` on. Any thread."""
         ...
 
 

@@ -179,7 +179,7 @@ def test_what_may_help_is_tried_again_and_the_checkpoint_kept_until_it_does(
     assert rig.happened(tmp_path, "flush_held") >= 1
     assert rig.happened(tmp_path, "flush_held") == rig.happened(tmp_path, "flush_resumed")
     assert rig.all_free()
-    assert rig.ring.checkpoints() == []
+    assert rig.ring.checkpoint_names() == []
 
 
 @pytest.mark.parametrize("act", ["begin", "write_part", "publish", "create"])
@@ -447,7 +447,7 @@ def test_recovery_publishes_what_is_whole_and_gives_up_the_rest_by_name(rig: Rig
     assert "1 of" in str(rig.heard.failures[Key(1, 6)])
     assert "the stager ended" in str(rig.heard.failures[Key(1, 7)])
     assert rig.all_free()
-    assert rig.ring.checkpoints() == []
+    assert rig.ring.checkpoint_names() == []
     assert rig.store.open_uploads == []
 
 

@@ -63,13 +63,14 @@ def test_another_process_sees_bytes_records_checkpoint_and_layout(ring: Ring, di
     assert ring.record(0).sources == ()
     assert [record.state for record in ring.records()].count(SlotState.FREE) == 2
     assert bytes(ring.slot_memory(2)[:6]) == b"hello\0"
-    (checkpoint,) = ring.checkpoints()
+    checkpoint = ring.checkpoint(7, 12)
+    assert checkpoint is not None
     assert (checkpoint.attempt, checkpoint.step, checkpoint.state) == (7, 12, "staged")
     assert checkpoint.record["ranks"]["0"]["saved_at_unix"] == 1.5
     assert ring.layout(checkpoint.layout_digest) == layout()
     ring.remove_checkpoint(7, 12)
     ring.remove_checkpoint(7, 12)
-    assert ring.checkpoints() == []
+    assert ring.checkpoint_names() == []
 
 
 def test_slots_are_page_aligned_and_do_not_overlap(ring: Ring) -> None:
@@ -275,7 +276,7 @@ def test_memory_that_runs_out_while_it_is_taken_leaves_no_ring(
 def test_damaged_checkpoint_file_is_our_error(ring: Ring, directory: Path, text: str) -> None:
     (directory / "checkpoint-7-12.json").write_text(text)
     with pytest.raises(ProtocolError, match=r"checkpoint-7-12\.json"):
-        ring.checkpoints()
+        ring.checkpoint(7, 12)
 
 
 def test_layouts_are_checked_against_name_and_ring(ring: Ring, directory: Path) -> None:

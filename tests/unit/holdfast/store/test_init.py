@@ -1,4 +1,4 @@
-"""Which URL opens which store, and how it is spelled."""
+"""Which URL opens which store, how it is spelled, and where a run in a directory has no place to be."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import ConfigError
-from holdfast.store import normalise_url, open_store, parts_at_once
+from holdfast.errors import ConfigError, StoreError
+from holdfast.store import normalise_url, open_store, parts_at_once, refuse_missing_parent
 from holdfast.store.generic import GenericStore
 from holdfast.store.posix import PosixStore
 from holdfast.store.retrying import Retrying
@@ -114,3 +114,33 @@ def test_object_stores_are_sent_more_parts_at_once_than_a_disk() -> None:
     disk, s3, other = (parts_at_once(url) for url in ("/mnt/nfs/run", "s3://bucket/run", "gs://bucket/run"))
     assert parts_at_once("file:///mnt/nfs/run") == disk
     assert 1 < disk < other < s3
+
+
+def test_a_file_system_that_is_not_mounted_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "nfs" / "team" / "run"
+    with pytest.raises(StoreError) as caught:
+        refuse_missing_parent(str(run), create=False)
+    for words in (str(run), f"no directory {run.parent}", f"exists is {tmp_path}", "mounted", "--create"):
+        assert words in str(caught.value)
+    assert not caught.value.retriable
+    assert not (tmp_path / "nfs").exists()
+
+
+def test_a_new_run_beside_others_and_an_old_one_are_fine(tmp_path: Path) -> None:
+    refuse_missing_parent(str(tmp_path / "run"), create=False)
+    refuse_missing_parent(f"file://{tmp_path}/run", create=False)
+    refuse_missing_parent(str(tmp_path), create=False)
+
+
+def test_whoever_asks_for_it_gets_it(tmp_path: Path) -> None:
+    refuse_missing_parent(str(tmp_path / "a" / "b" / "run"), create=True)
+
+
+def test_only_paths_are_looked_at() -> None:
+    refuse_missing_parent("s3://no-such-bucket/a/run", create=False)
+    refuse_missing_parent("memory://a/b/run", create=False)
+
+
+def test_a_file_in_the_way_is_left_to_the_stores_own_check(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refuse_missing_parent(str(tmp_path / "file" / "a" / "run"), create=False)

@@ -47,7 +47,7 @@ def test_a_kill_waits_for_its_step_and_for_all_ranks() -> None:
     assert sequence.tick(12.9) is None, "half a step is one second"
     assert sequence.tick(13.0) == Strike(kill)
     assert sequence.tick(14.0) is None
-    assert not sequence.left
+    assert not sequence._left
 
 
 @pytest.mark.parametrize("answered", [True, False])

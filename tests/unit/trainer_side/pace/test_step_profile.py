@@ -90,7 +90,7 @@ def test_nothing_measured_is_said(profile: StepProfile, clock: Clock) -> None:
     train(profile, clock, 1.0)
     profile.declined()
     train(profile, clock, 1.0)
-    assert profile.iterations == 0, "an iteration in which a save was declined has its stall as well"
+    assert not profile._iterations, "an iteration in which a save was declined has its stall as well"
 
 
 def test_the_table_has_every_figure(profile: StepProfile, clock: Clock) -> None:
