@@ -22,8 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from trainer_side import Checkpointer, PerRank, RngState, init_torch_distributed
-from trainer_side.state.held import Split
+from trainer_side import Checkpointer, PerRank, RngState, Split, init_torch_distributed
 
 WIDTH, WORDS, LAYERS, EXPERTS = 48, 131, 2, 6
 
