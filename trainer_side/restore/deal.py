@@ -15,7 +15,7 @@ from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.region_targets import ScatterTarget, settle, whole_entry
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure
-from trainer_side.restore.targets import EntryTarget, Target
+from trainer_side.restore.targets import EntryTaker, EntryTarget
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Deal:
     mixed: dict[int, ScatterTarget] = field(default_factory=dict)
 
     @property
-    def targets(self) -> Mapping[int, Target]:
+    def targets(self) -> Mapping[int, EntryTaker]:
         """Of all entries of which anybody takes something."""
         return {**self.shared, **self.own}
 

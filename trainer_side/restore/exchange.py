@@ -18,7 +18,7 @@ from trainer_side.ranks.deadlines import start
 from trainer_side.ranks.peers import Peers, gather
 from trainer_side.restore.choice import Unit
 from trainer_side.restore.image_map import Mapped
-from trainer_side.restore.targets import EntryTarget, Sum, Target
+from trainer_side.restore.targets import EntryTaker, EntryTarget, Sum
 from trainer_side.restore.windows import ChunkWindows, EntryPart
 
 
@@ -70,7 +70,7 @@ def check_received(
 def tell(
     image: Mapped,
     units: Sequence[Unit],
-    entries: Mapping[int, Target],
+    entries: Mapping[int, EntryTaker],
     sums: Mapping[int, Sum],
     peers: Peers,
 ) -> dict[int, tuple[EntryPart, Sum]]:
@@ -109,7 +109,7 @@ def tell(
 def check_told(
     image: Mapped,
     told: Mapping[int, tuple[EntryPart, Sum]],
-    targets: Mapping[int, Target],
+    targets: Mapping[int, EntryTaker],
     sums: Mapping[int, Sum],
     *,
     received: Mapping[int, Sum],

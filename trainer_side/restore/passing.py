@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from trainer_side.restore.choice import Unit
 from trainer_side.restore.image_map import Mapped
-from trainer_side.restore.targets import EntryTarget, ReadWindow, Sum, Target
+from trainer_side.restore.targets import EntryTaker, EntryTarget, ReadWindow, Sum
 from trainer_side.restore.windows import ChunkWindows, EntryPart
 
 _BATCH = 2  # units that are under way at once
@@ -72,7 +72,7 @@ class Passing:
     """
 
     def __init__(
-        self, image: Mapped, windows: ChunkWindows, targets: Mapping[int, Target], own: Iterable[Unit]
+        self, image: Mapped, windows: ChunkWindows, targets: Mapping[int, EntryTaker], own: Iterable[Unit]
     ) -> None:
         self._windows, self._targets = windows, targets
         self._chunk_bytes = min(image.chunk_bytes, image.image_bytes)

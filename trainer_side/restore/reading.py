@@ -37,7 +37,7 @@ from trainer_side.restore.choice import STORE, Unit
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.origins import Origin
 from trainer_side.restore.passing import Passing
-from trainer_side.restore.targets import ReadWindow, Sum, Target
+from trainer_side.restore.targets import EntryTaker, ReadWindow, Sum
 from trainer_side.restore.windows import ChunkWindows, ReadRun
 
 _log = logging.getLogger("holdfast.restore")
@@ -123,7 +123,7 @@ def read(
     image: Mapped,
     units: Sequence[Unit],
     origins: Mapping[int, Origin],
-    targets: Mapping[int, Target],
+    targets: Mapping[int, EntryTaker],
     peers: Peers,
     *,
     threads: int,
@@ -244,7 +244,7 @@ class _Crew:
         self,
         image: Mapped,
         origins: Mapping[int, Origin],
-        targets: Mapping[int, Target],
+        targets: Mapping[int, EntryTaker],
         windows: ChunkWindows,
         passing: Passing | None,
         seconds_max: float,

@@ -12,6 +12,7 @@
    raised: a store that does not answer or a state of other shapes is not mended by going back in time.
 3. Live tensors are read into directly (`Structure.adopt`), so after an error they may hold bytes of any checkpoint:
    after an exception, do not train on with this state.
+4. Of tensors that are split among the ranks each rank fills its own parts (`split_parts.py`, `deal.py`, `passing.py`).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from trainer_side.restore.exchange import check_entries, check_told, tell
 from trainer_side.restore.image_map import ImageEnds, Mapped, ends_of
 from trainer_side.restore.origins import Origin
 from trainer_side.restore.reading import Failure, Reading, read
-from trainer_side.restore.targets import EntryTarget, Target
+from trainer_side.restore.targets import EntryTaker, EntryTarget
 
 
 @dataclass
@@ -101,13 +101,13 @@ class Rounds:
         ends = ImageEnds(self.layout.image_bytes, self.layout.chunk_bytes, head_bytes, tail_offset)
         data = torch.empty(ends.nbytes, dtype=torch.uint8)
         memory, address = data.numpy().data, data.data_ptr()
-        targets: dict[int, Target] = {0: EntryTarget(address, memory[:head_bytes])}
+        targets: dict[int, EntryTaker] = {0: EntryTarget(address, memory[:head_bytes])}
         targets[1] = EntryTarget(address + head_bytes, memory[head_bytes:])
         within = [Extent(entry.offset, entry.nbytes) for entry in ends.entries]
         problem = self._read(ends, pieces_of(self.layout, within), targets)[1]
         return bytes(memory), problem
 
-    def read(self, targets: Mapping[int, Target]) -> str | None:
+    def read(self, targets: Mapping[int, EntryTaker]) -> str | None:
         """Fill every target on every rank.
 
         Returns:
@@ -124,7 +124,7 @@ class Rounds:
         return problem
 
     def _read(
-        self, image: Mapped, pieces: dict[int, FramePiece], targets: Mapping[int, Target]
+        self, image: Mapped, pieces: dict[int, FramePiece], targets: Mapping[int, EntryTaker]
     ) -> tuple[dict[int, Any], str | None]:
         self.reading = Reading()
         done: list[Unit] = []

@@ -23,7 +23,7 @@ class Sum(NamedTuple):
         return cls(crc32(view), view.nbytes)
 
 
-class Target(Protocol):
+class EntryTaker(Protocol):
     """Whoever takes bytes of one entry as they are read: all of them, or the parts that a rank holds."""
 
     def put(self, inside: int, address: int, view: memoryview) -> None:
