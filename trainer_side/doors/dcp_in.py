@@ -119,7 +119,6 @@ class _DcpReader(FileSystemReader):
         self._read = metadata
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """The metadata."""
         return self._read
 
 
