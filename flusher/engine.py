@@ -121,7 +121,7 @@ class Engine:
         return progress.resume(layout.chunk_bytes)
 
     def ask(self, key: Key) -> None:
-        """Say again what became of a checkpoint that the ring no longer knows: it ended while nobody listened."""
+        """Repeat the end of a checkpoint that the ring no longer knows: it ended while no stager listened."""
         self._ends.ask(key)
 
     def chunk(self, record: SlotRecord) -> None:

@@ -116,7 +116,7 @@ class Later:
         return max(0.0, self._waiting[0][0] - self._clock()) if self._waiting else None
 
     def put(self, key: Key, seconds: float, act: Callable[[], None]) -> None:
-        """Do `act`, which is of checkpoint `key`, in so many seconds."""
+        """Do `act`, which is for checkpoint `key`, after a number of seconds."""
         heapq.heappush(self._waiting, (self._clock() + seconds, next(self._order), key, act))
 
     def at_once(self, key: Key | None = None) -> None:

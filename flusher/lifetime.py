@@ -238,7 +238,7 @@ def _publish_leftovers(ring: Ring, config: FlusherConfig, context: FlusherContex
 
 
 class _Quiet:
-    """Nobody is there to be told; the event log says it all."""
+    """A listener for a flusher without a stager; the event log has everything."""
 
     def began(self, key: Key, part_chunks: int) -> None:
         pass

@@ -17,7 +17,7 @@ class FlushListener(Protocol):
     """The interface of a listener; its methods are called in the loop's thread."""
 
     def began(self, key: Key, part_chunks: int) -> None:
-        """The upload takes parts of so many chunks: the ring must keep that many slots for the lowest one."""
+        """The upload takes parts of this many chunks: the ring must keep that many slots for the lowest one."""
         ...
 
     def freed(self, slots: tuple[int, ...]) -> None:

@@ -75,7 +75,7 @@ class Pipeline:
         return len(self.receiving()) == len(self._flights)
 
     def stranded(self) -> list[Key]:
-        """Those of `receiving` that nobody else could go on with: what was written of them dies with this process."""
+        """Those of `receiving` that no other process could go on with, although parts of them were written."""
         flights = self._flights
         return [
             key
@@ -101,7 +101,7 @@ class Pipeline:
     def chunks_together(self, key: Key) -> int:
         """How many chunks must be in the ring together before any slot of this checkpoint is freed; 0 if unknown.
 
-        The stager keeps so many slots free of newer checkpoints.
+        The stager keeps this many slots free of newer checkpoints.
         """
         flight = self._flights.get(key)
         if flight is None:

@@ -39,7 +39,7 @@ def settle(engine: Engine, ring: Ring, why: str) -> None:
 
     Args:
         engine: The engine on this ring.
-        ring: The ring; nobody else changes it any more.
+        ring: The ring; no other process changes it any more.
         why: What became of the stager, for the checkpoints that are given up.
     """
     for record in _full_slots(ring):

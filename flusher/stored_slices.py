@@ -108,7 +108,7 @@ class Slices:
         self._cleared_attempt = manifest.attempt
 
     def ended(self, good: Callable[[Key], bool]) -> None:
-        """Nobody is attached any more: remove the slices that this flusher has made into good files.
+        """No stager is attached any more: remove the slices that this flusher has made into good files.
 
         Raises:
             FencedError, StoreError: As `assemble_newest`.

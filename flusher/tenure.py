@@ -64,7 +64,7 @@ class Tenure:
 
         Raises:
             FencedError: It was taken back, and the run is another's.
-            DamageError: It was taken back, and somebody removed the file.
+            DamageError: The manifest was taken back, because its file is gone.
             StoreError: The store failed.
         """
         store, name = self._store, manifest_name(manifest.file)

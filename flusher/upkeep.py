@@ -163,7 +163,7 @@ class Upkeep:
         self._workers.submit((0,), lambda: self._look_after(key, known))
 
     def catch_up(self) -> None:
-        """Do what nobody lived to do: make a file of slices, and read back the newest ones that were not."""
+        """Do what an earlier flusher left undone: make a file of slices, and read the newest files back."""
         self._submit(self._assemble)
         self._submit(self._look_for_unread)
 
@@ -182,7 +182,7 @@ class Upkeep:
         self._guarded(lambda: self._slices.ended(is_good), "slices not removed")
 
     def _submit(self, call: Callable[[], object]) -> None:
-        """Have the thread do something that nobody waits for."""
+        """Have the thread do something; nothing waits for it."""
         if self._stopped:
             return
 

@@ -46,7 +46,7 @@ class Inbox:
                 return items
 
     def wait(self, seconds: float | None) -> None:
-        """Sleep until something is said, at most so long; None: as long as it takes."""
+        """Sleep until a message comes, at most this long; None: without a limit."""
         select.select([self._eventfd], [], [], seconds)
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class Actions:
 
         Args:
             event: What happened.
-            blame: Told when whoever caused the event broke the protocol.
+            blame: Called if the sender of the event broke the protocol.
 
         Raises:
             ProtocolError: It did, and there is no `blame`.

@@ -53,7 +53,7 @@ class Fetches:
         """A rank asks.
 
         Raises:
-            ProtocolError: It asks what nobody would.
+            ProtocolError: The question makes no sense.
         """
         if frame.flags not in set(Asked):
             raise ProtocolError(

@@ -81,7 +81,7 @@ class IntervalAgreement:
         return self.doubtful(f"rank {rank}: {reason}") if number == self._appointed else []
 
     def doubtful(self, reason: str) -> list[Effect]:
-        """Nobody knows what a rank has heard: it is silent, dead or dropped, or has given up its promise."""
+        """It is not known what a rank has heard: it is silent, dead or dropped, or has given up its promise."""
         return [*self._give_up(reason), *self._loosen(reason)]
 
     def left(self, reason: str, *, lost: bool) -> list[Effect]:
@@ -172,7 +172,7 @@ class IntervalDesk:
             self._do(self._agreement.answered(rank, answer, self._clock()))
 
     def silent(self, reason: str) -> None:
-        """Nobody knows what a rank has heard, for now."""
+        """It is not known what a rank has heard, for now."""
         self._do(self._agreement.doubtful(reason))
 
     def left(self, reason: str, *, lost: bool) -> None:

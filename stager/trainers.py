@@ -30,7 +30,7 @@ _UNKNOWN = "unknown"
 
 
 class SilentRank(NamedTuple):
-    """A rank has been silent for so many seconds."""
+    """A rank that has been silent, and for how many seconds."""
 
     rank: int
     seconds: float
@@ -76,7 +76,6 @@ class Trainers:
         self._listened_seconds = 0.0
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send to one rank."""
         self._port.send(rank, message)
 
     def send_all(self, message: bytes) -> None:

@@ -18,8 +18,6 @@ from holdfast.telemetry.causes import Reason
 
 
 class TransferState(Enum):
-    """State of a transfer."""
-
     OFFERED = "offered"
     SENDING = "sending"
     SENT = "sent"
@@ -83,7 +81,7 @@ class Transfer:
         return transfer
 
     def reach(self, state: TransferState, reason: Reason | None = None) -> None:
-        """Note that it is in `state` now. The link's thread (or whoever made it, before it was handed over)."""
+        """Note that it is in `state` now. Called by the link's thread, or before the transfer is handed over."""
         if self.state.final:
             return
         self.reason = reason

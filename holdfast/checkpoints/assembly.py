@@ -234,7 +234,6 @@ class Assembler:
                 at += extent.nbytes
 
     def senders(self, chunk: int) -> tuple[int, ...]:
-        """The ranks that have something of a chunk."""
         return self.layout.senders(chunk)
 
     def finish_chunk(self, memory: memoryview) -> int:
@@ -247,7 +246,6 @@ class Assembler:
         return self._finisher.finish(memory, sources)
 
     def finished(self) -> Finished:
-        """What the manifest says, after the last chunk."""
         return self._finisher.finished()
 
 

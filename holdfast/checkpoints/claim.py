@@ -254,7 +254,7 @@ class Claim:
 
         Raises:
             FencedError: A higher attempt exists, or our claim is another's or gone.
-            StoreError: The store failed, so nobody can say.
+            StoreError: The store failed, so it is not known.
         """
         store, url, attempt = self._at_once if at_once else self._store, self._store.url, self.attempt
         attempts = _attempts(store)

@@ -43,7 +43,7 @@ class ManifestFacts:
     Attributes:
         times: When it was staged and durable.
         record: Times and bytes of the ranks and the stager, for people.
-        writer: Key in the record under which the times of whoever wrote the file stand.
+        writer: Key in the record with the times of the process that wrote the file.
     """
 
     times: Times

@@ -298,7 +298,7 @@ def connect(path: Path, *, wait_seconds: float = 0.0) -> Channel:
         wait_seconds: How long to wait for the socket to appear.
 
     Raises:
-        PeerLost: Nobody listens there.
+        PeerLost: No process listens there.
         ProtocolError: The listener is another user's process.
     """
     deadline = time.monotonic() + wait_seconds

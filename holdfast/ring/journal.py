@@ -48,8 +48,6 @@ assert (RECORD_BYTES - _PAIRS_OFFSET) // _PAIR.size >= SOURCES_MAX  # the record
 
 
 class SlotState(IntEnum):
-    """State of a slot."""
-
     FREE = 0
     FILLING = 1
     FULL = 2

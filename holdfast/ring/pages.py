@@ -41,7 +41,7 @@ def use_huge_pages(descriptor: int, nbytes: int, stopped: Callable[[], bool]) ->
     """Move a file in shared memory into huge pages, as far as the kernel has them. Its bytes stay; it may be in use.
 
     Shared memory mostly gets none by itself (`shmem_enabled`); here they are asked for, two MiB after two MiB, which
-    takes some seconds for each GiB. Whoever maps the file, wherever, then has its bytes in few pieces. Any thread.
+    takes some seconds for each GiB. Every process that maps the file then has its bytes in few pieces. Any thread.
 
     Args:
         descriptor: Open for reading and writing; the file has all its pages.

@@ -57,7 +57,7 @@ class RingKeeper:
 
 
 def is_kept(directory: Path) -> bool:
-    """Whether somebody keeps the ring of this runtime directory. What a dead keeper left is taken away."""
+    """Whether a living process keeps the ring of this runtime directory. The file of a dead one is removed."""
     path = directory / _NAME
     try:
         fd = open_private_file(path, os.O_RDWR)

@@ -129,7 +129,7 @@ class Retrying:
     Args:
         inner: The store.
         budget: How long one call may be tried.
-        sleep: Waits so many seconds; handed in by tests.
+        sleep: Waits a number of seconds; tests hand in their own.
     """
 
     def __init__(

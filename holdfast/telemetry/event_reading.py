@@ -44,7 +44,7 @@ class Log:
         events: In the order of their times.
         files: Where they come from.
         unreadable: Lines that are no event, such as one that a full disk has cut.
-        running: Files whose last line has no end: somebody was still writing, or was killed in the middle of it.
+        running: Files whose last line has no end: a process was still writing, or was killed in that line.
     """
 
     events: list[LoggedEvent] = field(default_factory=list)

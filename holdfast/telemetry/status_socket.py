@@ -170,7 +170,7 @@ def fit(document: dict[str, Any], bytes_max: int = _DOCUMENT_BYTES_MAX) -> dict[
 
 
 def ask(path: Path, *, seconds_max: float) -> StatusDocument | None:
-    """What the process that answers at `path` says; None if nobody is there.
+    """The document of the process that answers at `path`; None if there is none.
 
     Raises:
         PeerLost: It does not answer in time.

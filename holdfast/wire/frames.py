@@ -136,7 +136,7 @@ def data_tag(slot: int) -> int:
 
 
 def payload_messages(pieces: int) -> int:
-    """In how many messages a frame of so many pieces travels: one for each piece, or one for all if they are many.
+    """The number of messages in which a frame travels: one for each piece, or one for all if there are many pieces.
 
     MPI reads a message that has one place at the receiver out of the sender's memory in one go, where it can; one with
     several places it takes to fragments, each copied twice, and moves them only while both sides ask. Beyond some tens

@@ -42,10 +42,11 @@ _FAILED_EXIT_CODE = 1
 @click.option(
     "--with",
     "ways",
-    type=click.Choice(["notice", "none", "both"]),
+    type=click.Choice(["notice", "none", "both", "wrapper"]),
     default="both",
     show_default=True,
-    help="How the job is killed: after a preemption notice to a rank (SIGTERM), without a notice, or both in turn.",
+    help="How the job is killed: after a preemption notice to a rank (SIGTERM), without a notice, or both in turn; "
+    "wrapper: by SIGKILL of the process that started a rank, as when a container is killed.",
 )
 @click.option(
     "--seed",

@@ -134,6 +134,10 @@ class DrillRun:
                 return self._signal([*stager, *ranks], signal.SIGKILL)
             case KillTarget.MPIRUN:
                 return self._signal(self._mpirun(), signal.SIGKILL)
+            case KillTarget.WRAPPER:
+                return self._signal(
+                    [parent for pid in self._rank(kill.rank) if (parent := _parent(pid)) > 1], signal.SIGKILL
+                )
 
     def last_words(self, lines: int = 25) -> str:
         """The last lines of its output."""
@@ -148,10 +152,9 @@ class DrillRun:
         found = []
         for directory in Path("/proc").iterdir():
             if directory.name.isdigit():
-                with contextlib.suppress(OSError, ValueError, IndexError):
-                    fields = (directory / "stat").read_text().rpartition(")")[2].split()
-                    if int(fields[_PARENT_FIELD]) == self._process.pid:
-                        found.append(int(directory.name))
+                pid = int(directory.name)
+                if _parent(pid) == self._process.pid:
+                    found.append(pid)
         return found
 
     def _stager(self) -> list[int]:
@@ -171,6 +174,14 @@ class DrillRun:
                 os.kill(pid, number)
                 sent = True
         return sent
+
+
+def _parent(pid: int) -> int:
+    """The process that started this one; 0 if there is none any more."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[_PARENT_FIELD])
+    return 0
 
 
 def wait_until(deadline: float) -> None:

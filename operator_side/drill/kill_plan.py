@@ -24,6 +24,10 @@ class KillTarget(StrEnum):
     RANKS = "all ranks"
     STAGER = "stager and ranks"  # a short script ends before it notices the loss of the stager alone
     MPIRUN = "mpirun"
+    WRAPPER = "the process that started one rank"
+
+
+_WITHOUT_NOTICE = [KillTarget.RANK, KillTarget.RANKS, KillTarget.STAGER, KillTarget.MPIRUN]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Kill:
         number: Number of the kill, from 1.
         target: The processes that are killed.
         notice: Whether the rank gets a notice first, and SIGKILL when the notice was answered or its time is over.
-        rank: The rank that is killed, if it is one rank.
+        rank: The rank that is killed, if it is one rank, or the rank whose wrapper is killed.
         after_step: The kill comes after this step.
         part: Share of a step, below 1, by which it comes later.
     """
@@ -48,7 +52,13 @@ class Kill:
 
     @property
     def what(self) -> str:
-        who = f"rank {self.rank}" if self.target is KillTarget.RANK else self.target.value
+        match self.target:
+            case KillTarget.RANK:
+                who = f"rank {self.rank}"
+            case KillTarget.WRAPPER:
+                who = f"the wrapper of rank {self.rank}"
+            case _:
+                who = self.target.value
         return f"notice, then {who}" if self.notice else who
 
 
@@ -58,7 +68,7 @@ def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[in
     Args:
         seed: Seed of the random choice.
         kills: Number of kills.
-        ways: `notice`, `none`, or `both` in turn.
+        ways: `notice`, `none`, or `both` in turn; or `wrapper`.
         ranks: Number of training ranks.
         checkpoints: Steps that the reference run saved.
 
@@ -80,7 +90,8 @@ def plan(seed: int, kills: int, ways: str, *, ranks: int, checkpoints: Listed[in
     for number, gap in enumerate(chosen, 1):
         notice = ways == "notice" or (ways == "both" and (number + turn) % 2 == 0)
         if not notice and not bare:
-            bare = random_.sample(list(KillTarget), len(KillTarget))  # each target once before one repeats
+            targets = [KillTarget.WRAPPER] if ways == "wrapper" else _WITHOUT_NOTICE
+            bare = random_.sample(targets, len(targets))  # each target once before one repeats
         target = KillTarget.RANK if notice else bare.pop()
         first, following = gaps[gap]
         step = random_.randrange(first, max(first + 1, following - 1))

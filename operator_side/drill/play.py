@@ -17,7 +17,7 @@ from holdfast.store import open_store
 from operator_side.drill.compare import Compared, compare, constants
 from operator_side.drill.findings import KillFinding, Samples, Struck, examine, samples, shortened
 from operator_side.drill.job import DrillRun, Setup, wait_until
-from operator_side.drill.kill_plan import GiveNotice, Kill, Sequence, Strike, plan
+from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
 
 _ANSWERS = {"emergency_staged", "emergency_failed"}
 
@@ -79,7 +79,7 @@ def play(
         setup: The job.
         folder: New or empty folder.
         kills: Number of kills.
-        ways: `notice`, `none` or `both`.
+        ways: `notice`, `none`, `both` or `wrapper`.
         seed: Seed of the random choice of kills.
         seconds_max: Seconds that the whole drill may take.
         say: Called with a line of text for each thing that happens.
@@ -155,14 +155,18 @@ def disturb(
                 run.tell(kill)
             case Strike(kill):
                 at = time.time()
-                say(
-                    f"kill {kill.number}: SIGKILL to {kill.target if not kill.notice else f'rank {kill.rank}'}"
-                )
+                say(f"kill {kill.number}: SIGKILL to {_whom(kill)}")
                 if not run.strike(kill) and told_at is None:
                     raise PeerLost(f"kill {kill.number}: no process of {kill.what} was found on this machine")
                 struck.append(Struck(kill, told_at, at))
                 told_at = None
         wait_until(deadline)
+
+
+def _whom(kill: Kill) -> str:
+    if kill.notice:
+        return f"rank {kill.rank}"
+    return kill.what if kill.target is KillTarget.WRAPPER else kill.target.value
 
 
 def _answers(line: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """Attempts of a run: when each began, trained and ended, and why; from `holdfast run`'s lines, or from the stager's.
 
 launched ─► joined ─► restored ─► training ─► lost ─► ended          the supervisor's (status.jsonl)
+                                              rank_lost              the stager's, which may come seconds before
 stager_ready ─────► restore ─────────────────► stager_ended | stager_gone       without it: less is known
 """
 
@@ -87,6 +88,8 @@ def _told(event: LoggedEvent, attempts: list[ReportedAttempt]) -> None:
             attempts[-1].restored_attempt = whole(event.fields.get("attempt"))
         if attempts and not attempts[-1].cause:
             attempts[-1].heard_at_unix = event.time
+            if event.event == "rank_lost" and attempts[-1].lost_at_unix is None:
+                attempts[-1].lost_at_unix = event.time
         return
     if event.event == "launched":
         hosts = event.fields.get("hosts")
@@ -118,8 +121,10 @@ def _mark(event: LoggedEvent, attempt: ReportedAttempt) -> None:
             attempt.phases = {
                 name.removesuffix("_seconds"): value for name, value in said.items() if value is not None
             }
-        case "lost" | "ending" if attempt.lost_at_unix is None:
-            attempt.lost_at_unix, attempt.sign = event.time, text(event.fields.get("message"))
+        case "lost" | "ending" if not attempt.sign:
+            attempt.sign = text(event.fields.get("message"))
+            if attempt.lost_at_unix is None:
+                attempt.lost_at_unix = event.time
         case "ended":
             attempt.ended_at_unix = event.time
             attempt.cause = text(event.fields.get("cause")) or "not known"

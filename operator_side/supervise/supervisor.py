@@ -48,7 +48,7 @@ _TURN_SECONDS = 0.1
 
 
 class FleetWatch(threading.Thread):
-    """Asks the fleet for its hosts, in a thread of its own: every so often, and at once when told to."""
+    """Asks the fleet for its hosts, in a thread of its own: at intervals, and at once when told to."""
 
     def __init__(self, fleet: Fleet, poll_seconds: float) -> None:
         super().__init__(name="fleet", daemon=True)

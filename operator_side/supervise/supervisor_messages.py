@@ -123,13 +123,13 @@ Event = (
 
 
 class LookAtFleet(NamedTuple):
-    """Look at the fleet, now and every so often. `replace`: each time ask it for so many slots more."""
+    """Look at the fleet, now and at intervals. `replace`: number of slots to ask it for each time."""
 
     replace: int = 0
 
 
 class Launch(NamedTuple):
-    """Start mpirun with so many trainers. `set_aside`: checkpoints that they do not restore."""
+    """Start mpirun with this number of trainers. `set_aside`: checkpoints that they do not restore."""
 
     attempt: int
     ranks: int

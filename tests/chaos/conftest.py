@@ -18,6 +18,7 @@ from tests.chaos.place import BucketPlace, DirectoryPlace
 from tests.chaos.results import RESULTS, Result, append, commit_here
 from tests.chaos.scenario import uninterrupted
 from tests.chaos.slots import Machine
+from tests.chaos.wrappers import WrapperCell
 from tests.support.once import made_once
 
 _SESSION = time.strftime("%Y-%m-%dT%H:%M:%S")
@@ -73,10 +74,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
-def _cell(item: pytest.Item) -> Cell | FreezeCell | CutCell | None:
+def _cell(item: pytest.Item) -> Cell | FreezeCell | CutCell | WrapperCell | None:
     callspec = getattr(item, "callspec", None)
     found = None if callspec is None else callspec.params.get("cell")
-    return found if isinstance(found, (Cell, FreezeCell, CutCell)) else None
+    return found if isinstance(found, (Cell, FreezeCell, CutCell, WrapperCell)) else None
 
 
 def _why(report: pytest.TestReport) -> str:

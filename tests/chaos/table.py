@@ -20,6 +20,7 @@ from tests.chaos.cells import CELLS, MOMENTS, STAGES, TORN_CELLS, VICTIMS, Stage
 from tests.chaos.cut_off import CUT_CELLS
 from tests.chaos.freezing import FREEZE_CELLS
 from tests.chaos.results import RESULTS, Result, read
+from tests.chaos.wrappers import WRAPPER_CELLS
 from tests.support.job import REPOSITORY
 
 __all__ = ["GRIDS", "PAGE", "named_cells", "render"]
@@ -56,6 +57,14 @@ _TORN_HEAD = """\
 The copy of rank 0 is torn: something else than its optimizer changes a tensor that is still to be copied, in the second
 of three checkpoints, when rank 1 has handed over its whole slice and gets SIGKILL. The step is withdrawn by that name,
 never staged, and saved by the relaunched job; all that the matrix looks at holds.
+"""
+
+_WRAPPER_HEAD = """\
+## Wrappers that are killed
+
+The process that started a rank gets SIGKILL under `holdfast drill --with wrapper`, as when a container or a pod is
+killed. `holdfast run` counts the attempt as killed, not as a bug, and starts the job again; it resumes to the last bit.
+The report names the death, and counts the work that is lost up to the first sign of it.
 """
 
 _REPLACED_HEAD = """\
@@ -132,6 +141,7 @@ class _Counts(NamedTuple):
 
 GRIDS = (
     Grid(_TORN_HEAD, "moment", {(cell.stage.name, cell.victims.name): cell.name for cell in TORN_CELLS}),
+    Grid(_WRAPPER_HEAD, "wrapper", {(cell.wrapper, "SIGKILL"): cell.name for cell in WRAPPER_CELLS}),
     Grid(
         _REPLACED_HEAD,
         "act",
@@ -187,7 +197,7 @@ def named_cells(page: str) -> dict[tuple[str, str, str], tuple[int, int]]:
     columns: list[str] = []
     for line in page.splitlines():
         parts = [part.strip() for part in line.strip("|").split("|")]
-        if line.startswith(("| stage |", "| moment |", "| act |")):
+        if line.startswith(("| stage |", "| moment |", "| wrapper |", "| act |")):
             columns = parts[1:]
         elif line.startswith("| ") and len(parts) == len(columns) + 1:
             for victims, entry in zip(columns, parts[1:], strict=True):

@@ -5,16 +5,26 @@ many hostile files ─► one process that opens one after the other ─► by h
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.fuzz.files import file_with_pickle
+from tests.fuzz.openers import SMALL
 from tests.support.job import REPOSITORY
 
 _GROWN_BYTES_MAX = 96 << 20
@@ -152,3 +162,158 @@ def _bomb(path: Path) -> Path:
         archive.writestr("archive/version", b"3\n")
     assert path.stat().st_size < 4 << 20
     return path
+
+
+# -- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def _safetensors(header: bytes, data: bytes = b"", *, said_bytes: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if said_bytes is None else said_bytes) + header + data
+
+
+def _many(tensors: int, entry: str) -> bytes:
+    return ("{" + ",".join(f'"{number}":{entry}' for number in range(tensors)) + "}").encode()
+
+
+_HARMLESS = _safetensors(b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', b"abcd")
+SAFETENSORS: dict[str, Callable[[], bytes]] = {
+    "a header of 2^63 bytes": lambda: _safetensors(b"{}", said_bytes=1 << 63),
+    "a header that makes much": lambda: _safetensors(b'{"a":[' + b"[]," * (4 << 20) + b"[]]}"),
+    "values that make much": lambda: _safetensors(
+        b'{"__metadata__":{"holdfast":"[' + b"[]," * (4 << 20) + b'[]]"}}'
+    ),
+    "a shape of a huge product": lambda: _safetensors(
+        b'{"a":{"dtype":"F32","shape":[' + b"9223372036854775807," * 100_000 + b'1],"data_offsets":[0,4]}}',
+        b"abcd",
+    ),
+    "a shape of huge numbers": lambda: _safetensors(
+        b'{"a":{"dtype":"F32","shape":[' + b"9" * 4000 + b'],"data_offsets":[0,4]}}', b"abcd"
+    ),
+    "bytes outside": lambda: _safetensors(
+        b'{"a":{"dtype":"U8","shape":[1099511627776],"data_offsets":[0,1099511627776]}}'
+    ),
+    # Not aligned, so each gets a copy.
+    "the same bytes many times": lambda: _safetensors(
+        _many(2000, '{"dtype":"I16","shape":[1048576],"data_offsets":[1,2097153]}'), bytes((2 << 20) + 2)
+    ),
+}
+
+
+def test_no_safetensors_file_of_somebody_else_costs_more_than_it_is_worth(tmp_path: Path) -> None:
+    paths = [tmp_path / "harmless.safetensors"]
+    paths[0].write_bytes(_HARMLESS)
+    for name, make in SAFETENSORS.items():
+        paths.append(tmp_path / f"{name}.safetensors")
+        paths[-1].write_bytes(make())
+    assert complaints(opened("import", paths), expected=("DamageError",)) == []
+
+
+# -- folders of DCP --------------------------------------------------------------------------------------------------
+
+_HUGE = struct.pack("<Q", 1 << 40)
+METADATA: dict[str, bytes] = {
+    "a place far out in the memo": b"\x80\x02Nr" + struct.pack("<I", 1 << 28) + b".",
+    "an array of a terabyte": b"\x80\x05\x96" + _HUGE + b".",
+    "bytes of a terabyte": b"\x80\x04\x8e" + _HUGE + b".",
+    "a frame of a terabyte": b"\x80\x04\x95" + _HUGE + b"N.",
+    "a number of two gigabytes": b"\x80\x02\x8b" + struct.pack("<I", 2**31 - 1) + b".",
+    "a key of deep tuples": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
+    "copied sizes": b"\x80\x02](("
+    + b"K\x01" * 100_000
+    + b"tq\0ctorch\nSize\nq\1"
+    + b"h\1h\0\x85R" * 2000
+    + b"e.",
+}
+
+
+def _changed(folder: Path, change: Callable[[Any], None]) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def _claims_a_tensor(metadata: Any) -> None:
+    """Of 2 GiB, expanded from four bytes."""
+    record = metadata.state_dict_metadata["model.weight"]
+    record.size = torch.Size([1 << 29])
+    record.chunks[0].sizes = record.size
+
+
+def _claims_a_long_list(metadata: Any) -> None:
+    metadata.planner_data["step"] = ("step", 1 << 28)
+
+
+def _claims_bytes_outside(metadata: Any) -> None:
+    for index, info in list(metadata.storage_data.items()):
+        metadata.storage_data[index] = dataclasses.replace(info, length=1 << 40)
+
+
+def _claims_the_same_bytes(metadata: Any) -> None:
+    (record, (place, info)) = (
+        metadata.state_dict_metadata["model.weight"],
+        next(pair for pair in metadata.storage_data.items() if pair[0].fqn == "model.weight"),
+    )
+    for number in range(2000):
+        metadata.state_dict_metadata[f"copy{number}"] = record
+        metadata.storage_data[dataclasses.replace(place, fqn=f"copy{number}")] = info
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a tensor that is not there": _claims_a_tensor,
+    "a long list": _claims_a_long_list,
+    "bytes behind the end": _claims_bytes_outside,
+    "the same bytes many times": _claims_the_same_bytes,
+}
+
+
+ACTS: dict[str, Callable[[Path], Any]] = {
+    "a file that is missing": Path.unlink,
+    "a file that is short": lambda path: os.truncate(path, 100),
+    "a packed part": _bomb,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_folder_of_dcp_costs_more_than_it_is_worth(tmp_path: Path) -> None:
+    whole = tmp_path / "harmless"
+    save({"model": {"weight": torch.zeros(1 << 18)}, "step": 7}, checkpoint_id=whole, no_dist=True)
+    folders = [whole]
+    for name, pickled in METADATA.items():
+        folders.append(tmp_path / name)
+        shutil.copytree(whole, folders[-1])
+        (folders[-1] / ".metadata").write_bytes(pickled)
+    for name, change in CHANGES.items():
+        folders.append(tmp_path / name)
+        shutil.copytree(whole, folders[-1])
+        _changed(folders[-1], change)
+    for name, act in ACTS.items():
+        folders.append(tmp_path / name)
+        shutil.copytree(whole, folders[-1])
+        (data,) = folders[-1].glob("*.distcp")
+        act(data)
+    _changed(folders[-1], functools.partial(_put_all_in_one, nbytes=data.stat().st_size))
+    folders.append(tmp_path / "huge metadata")
+    shutil.copytree(whole, folders[-1])
+    os.truncate(folders[-1] / ".metadata", 8 << 30)
+    assert complaints(opened("import", folders), expected=("DamageError",)) == []
+
+
+def _put_all_in_one(metadata: Any, nbytes: int) -> None:
+    (index, info) = next(iter(metadata.storage_data.items()))
+    metadata.storage_data = {index: dataclasses.replace(info, offset=0, length=nbytes)}
+
+
+# -- small objects of a run ------------------------------------------------------------------------------------------
+
+
+def test_no_small_object_of_a_run_is_read_whole_because_it_is_there(tmp_path: Path) -> None:
+    runs = [tmp_path / "harmless"]
+    runs[0].mkdir()
+    for kind, name in SMALL.items():
+        runs.append(tmp_path / kind)
+        (runs[-1] / name).parent.mkdir(parents=True)
+        with (runs[-1] / name).open("wb") as file:
+            file.truncate(1 << 30)
+    found = opened("store", runs)
+    assert complaints(found, expected=("bounded",)) == []

@@ -21,7 +21,7 @@ import uuid as real_uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tests.simulation.scheduler import Crashed, Process, Scheduler, Task
+from tests.simulation.scheduler import Crashed, Scheduler, Task
 
 __all__ = ["SIM", "install", "readable"]
 
@@ -483,8 +483,3 @@ def _mend_factories(made: type) -> None:
             object.__setattr__(self, name, factory())
 
     made.__init__ = init  # type: ignore[misc]
-
-
-def held_by(process: Process, close: Callable[[], None]) -> None:
-    """Have the kernel close something when the process dies."""
-    process.held.append(close)

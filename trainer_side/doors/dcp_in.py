@@ -6,8 +6,9 @@ nothing else, and values are read with `weights_only=True`: nothing in the folde
 
 from __future__ import annotations
 
+import io
 import pickle
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,13 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from holdfast.errors import ConfigError, DamageError, HoldfastError, StateError
+from holdfast.pickle_price import check_pickle
+from trainer_side.doors.dcp_claims import check_claims
+from trainer_side.state.pickle_bounds import NOT_READABLE
 
 _METADATA = ".metadata"
+_METADATA_BYTES_MAX = 1 << 28
+_TUPLES_MAX = 16  # a place in the state is a tuple, and a size
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -62,15 +68,9 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise _explained(folder, cause) from error
-    except (
-        pickle.PickleError,
-        RuntimeError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        EOFError,
-    ) as error:
+    except OSError:
+        raise
+    except (pickle.PickleError, *NOT_READABLE) as error:
         raise _explained(folder, error) from error
     _number(state)
     return state
@@ -99,14 +99,20 @@ class _RecordsOnly(pickle.Unpickler):
 
 
 def _metadata_of(folder: Path) -> Metadata:
-    with (folder / _METADATA).open("rb") as file:
-        metadata = _RecordsOnly(file).load()
+    path = folder / _METADATA
+    nbytes = path.stat().st_size
+    if nbytes > _METADATA_BYTES_MAX:
+        raise DamageError(
+            f"{path}: {nbytes} bytes, expected at most {_METADATA_BYTES_MAX}, which is over a million chunks; not "
+            "read: dcp.load it where it was written, and save it with torch.save"
+        )
+    pickled = path.read_bytes()
+    if check_pickle(pickled, _TUPLES_MAX) > _TUPLES_MAX:
+        raise ValueError(f"{_METADATA} holds a tuple that is nested deeper than {_TUPLES_MAX} levels")
+    metadata = _RecordsOnly(io.BytesIO(pickled)).load()
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{_METADATA} holds a {type(metadata).__name__}")
-    for info in metadata.storage_data.values():
-        name = PurePosixPath(info.relative_path)
-        if name.is_absolute() or ".." in name.parts:
-            raise ValueError(f"{_METADATA} leads out of the folder, to {name}")
+    check_claims(folder, metadata, len(pickled))
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
 
@@ -119,7 +125,6 @@ class _DcpReader(FileSystemReader):
         self._read = metadata
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """The metadata."""
         return self._read
 
 

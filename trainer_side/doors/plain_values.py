@@ -105,7 +105,9 @@ def decode(document: Any, tensors: Mapping[str, Any]) -> Any:
         RecursionError,
         binascii.Error,
     ) as error:
-        raise DamageError(f"the JSON of the values that are no tensors cannot be read: {error!r}") from error
+        raise DamageError(
+            f"the JSON of the values that are no tensors cannot be read: {error!r:.200}"
+        ) from error
 
 
 def _decode(value: Any, tensors: Mapping[str, Any]) -> Any:

@@ -58,11 +58,9 @@ class StateImage:
 
     @property
     def layout(self) -> Layout:
-        """Its layout."""
         return self._skeleton.layout
 
     def senders(self, chunk: int) -> tuple[int, ...]:  # noqa: ARG002 - as of an image of several ranks
-        """The one rank."""
         return (_RANK,)
 
     def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:  # noqa: ARG002
@@ -78,11 +76,9 @@ class StateImage:
                 )
 
     def finish_chunk(self, memory: memoryview) -> int:
-        """Fill the CRC fields of the next chunk; its CRC-32."""
         return self._finisher.finish(memory, (Source(_RANK, crc32(memory)),))
 
     def finished(self) -> Finished:
-        """What the manifest says, after the last chunk."""
         return self._finisher.finished()
 
     def _write(self, entry: int, part: Extent, out: memoryview) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import DamageError
+from holdfast.price import PLAIN_FACTOR, check_price, json_price
 from trainer_side.doors.plain_values import decode
 from trainer_side.doors.safetensors_format import (
     DTYPES,
@@ -23,6 +24,9 @@ from trainer_side.doors.safetensors_format import (
     VALUES,
     VALUES_FORMAT,
 )
+
+_DIMENSIONS_MAX = 64  # of torch
+_EXTENT_END = 1 << 63
 
 
 def read_safetensors(path: Path) -> tuple[Any, str | None]:
@@ -40,12 +44,14 @@ def read_safetensors(path: Path) -> tuple[Any, str | None]:
         base = LENGTH_BYTES + header_bytes
         if header_bytes > HEADER_BYTES_MAX or base > len(memory):
             raise DamageError(
-                f"{path}: the file says that its header takes {header_bytes} bytes, but it has only {len(memory)} bytes"
+                f"{path}: the file says that its header takes {header_bytes} bytes, but it has only {len(memory)} "
+                f"bytes, of which a header takes at most {HEADER_BYTES_MAX}; copy it anew, or find out who wrote it"
             )
-        header = json.loads(memory[LENGTH_BYTES:base])
+        header = _json(memory[LENGTH_BYTES:base])
         metadata = header.pop(METADATA, {})
+        _refuse_overlaps(header)
         tensors = {name: _tensor(memory, base, told) for name, told in header.items()}
-        values = json.loads(metadata[VALUES]) if VALUES in metadata else None
+        values = _json(metadata[VALUES].encode()) if VALUES in metadata else None
         if values is None or values["format"] != VALUES_FORMAT:
             return tensors, None
         for name, other in values["tied"].items():
@@ -56,11 +62,29 @@ def read_safetensors(path: Path) -> tuple[Any, str | None]:
     return decode(values["state"], tensors), None if only is None else str(only)
 
 
+def _json(raw: bytes) -> Any:
+    check_price(json_price(raw), len(raw), PLAIN_FACTOR)
+    return json.loads(raw)
+
+
+def _refuse_overlaps(header: dict[str, Any]) -> None:
+    """Each tensor may get memory of its own: together they take no more than the file has."""
+    free = 0
+    for begin, end, name in sorted((*told["data_offsets"], name) for name, told in header.items()):
+        if begin < free and end > begin:
+            raise ValueError(
+                f"the tensor {name!r:.80} at {begin} to {end} begins before {free}, in another one"
+            )
+        free = max(free, end)
+
+
 def _tensor(memory: mmap.mmap, base: int, told: Any) -> torch.Tensor:
     dtype, (begin, end) = DTYPES[told["dtype"]], told["data_offsets"]
+    if len(told["shape"]) > _DIMENSIONS_MAX or any(not 0 <= extent < _EXTENT_END for extent in told["shape"]):
+        raise ValueError(f"a tensor of {len(told['shape'])} dimensions, {told['shape']!r:.80}")
     shape = [int(extent) for extent in told["shape"]]
     count = math.prod(shape)
-    if min(shape, default=0) < 0 or not 0 <= begin <= end <= len(memory) - base:
+    if not 0 <= begin <= end <= len(memory) - base:
         raise ValueError(f"a tensor of {shape} at {begin} to {end}, of {len(memory) - base} bytes")
     if end - begin != count * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes for a tensor of {shape} and {dtype}")

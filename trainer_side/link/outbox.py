@@ -151,7 +151,7 @@ class Outbox:
         return moved
 
     def lose(self, error: HoldfastError) -> None:
-        """The stager is lost: all fail, and nobody reads their memory any more."""
+        """The stager is lost: all transfers fail, and their memory is read no more."""
         self._lost = True
         for active in list(self._active.values()):
             active.forget_sending()

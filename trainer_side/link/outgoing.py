@@ -234,7 +234,7 @@ class Outgoing:
         self.transfer.released.set()
 
     def forget_sending(self) -> None:
-        """Whoever would have read the payloads is gone."""
+        """The reader of the payloads is gone."""
         self._sending.clear()
 
     def _send(self, port: StagerPort, attempt: int, chunk: int, slot: int) -> None:

@@ -155,7 +155,7 @@ class Questions:
     # -- the link's thread ---------------------------------------------------------------------------------------
 
     def agreed(self, answer: Agreement | HoldfastError) -> bool:
-        """The ranks have agreed, or not; False if nobody had asked."""
+        """Take the answer to this rank's proposal. False if none is open."""
         proposed, self._proposed = self._proposed, None
         if proposed is None:
             return False

@@ -78,23 +78,23 @@ class StepProfile:
         self._saved = True
 
     def updated(self, seconds: float) -> None:
-        """The optimizers' steps of an iteration took so long."""
+        """Note how long the optimizers' steps of an iteration took."""
         self._updates.append(seconds)
 
     def copied(self, step: int, nbytes: int, seconds: float, stall_seconds: float) -> None:
-        """So many bytes of this rank were copied for the checkpoint of `step`, which held training up so long (CST)."""
+        """Note the copied bytes of this rank for the checkpoint of `step`, and how long it held training up (CST)."""
         if step != self._first_step:
             self._stalls.append(stall_seconds)
             if nbytes > 0 and seconds > 0:
                 self._copies.append(nbytes / seconds)
 
     def staged(self, step: int, seconds: float) -> None:
-        """The checkpoint of `step` was staged so long after its save (PGT-1)."""
+        """Note the time from the save of `step` until it was staged (PGT-1)."""
         if step != self._first_step:
             self._staged.append(seconds)
 
     def durable(self, step: int, seconds: float) -> None:
-        """That of `step` was durable so long after its save (PGT-2)."""
+        """Note the time from the save of `step` until it was durable (PGT-2)."""
         self._on_way.pop(step, None)
         if step != self._first_step:
             self._durable.append(seconds)

@@ -80,7 +80,7 @@ class Crew(Generic[_T, _R]):
         self.relieve(min(threads, len(self.futures)))
 
     def relieve(self, threads: int) -> None:
-        """Start so many more, for those that do not come back."""
+        """Start this many more threads, for those that do not come back."""
         for _ in range(threads):
             name = f"holdfast-{self._name}-{self._started}"
             self._started += 1

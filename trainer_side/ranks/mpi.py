@@ -221,7 +221,6 @@ class MpiStagerPort:
         return int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")) / (os.cpu_count() or 1)
 
     def send(self, message: bytes) -> None:
-        """Send a control message; the order is kept."""
         try:
             self._sending.append((self._comm.Isend([message, MPI.BYTE], self._stager, CONTROL_TAG), message))
         except MPI.Exception as error:
@@ -249,7 +248,6 @@ class MpiStagerPort:
         return self._next_payload
 
     def sent(self, handle: int) -> bool:
-        """Whether MPI has read a payload to its end."""
         try:
             done = MPI.Request.Testall(self._payloads[handle][0])
         except MPI.Exception as error:
@@ -259,7 +257,6 @@ class MpiStagerPort:
         return done
 
     def poll(self) -> list[bytes]:
-        """All control messages that have come. Never waits."""
         messages: list[bytes] = []
         status = MPI.Status()
         try:
@@ -314,7 +311,6 @@ class MpiCouncilPort:
         self._lost: frozenset[int] = frozenset()
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send to another rank; the order is kept. To a dead one it does nothing."""
         if rank in self._lost:
             return
         try:
@@ -351,7 +347,6 @@ class MpiCouncilPort:
         return found
 
     def lost(self) -> frozenset[int]:
-        """Ranks that MPI knows to be dead."""
         return self._lost
 
     def flush(self, seconds_max: float) -> None:

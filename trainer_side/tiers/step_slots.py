@@ -86,7 +86,6 @@ class StepSlots:
         )
 
     def skip(self, step: int, reason: Reason) -> None:
-        """This rank takes no checkpoint of `step`; the others need not wait for it."""
         if step > self._newest_step:
             self._newest_step = step
             for number in range(len(self._outcomes.lanes)):

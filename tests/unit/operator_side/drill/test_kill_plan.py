@@ -28,8 +28,14 @@ def test_another_seed_draws_other_kills() -> None:
 
 def test_each_kind_comes_once_before_one_comes_again() -> None:
     kills = plan(7, 4, "none", ranks=2, checkpoints=CHECKPOINTS)
-    assert {kill.target for kill in kills} == set(KillTarget)
+    assert {kill.target for kill in kills} == set(KillTarget) - {KillTarget.WRAPPER}
     assert not any(kill.notice for kill in kills)
+
+
+def test_wrappers_are_killed_where_that_is_asked_for() -> None:
+    kills = plan(7, 3, "wrapper", ranks=2, checkpoints=CHECKPOINTS)
+    assert {(kill.target, kill.notice) for kill in kills} == {(KillTarget.WRAPPER, False)}
+    assert {kill.what for kill in kills} <= {"the wrapper of rank 0", "the wrapper of rank 1"}
 
 
 def test_a_run_with_too_few_checkpoints_is_refused() -> None:

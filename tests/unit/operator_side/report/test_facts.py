@@ -118,6 +118,16 @@ def test_the_time_of_a_run_adds_up(tmp_path: Path) -> None:
     assert goodput.share == pytest.approx(239.8 / 500)
 
 
+def test_what_the_stager_saw_first_says_how_many_steps_were_lost(tmp_path: Path) -> None:
+    """A rank that dies with its wrapper: the supervisor hears of it from nobody, and judges when mpirun has ended."""
+    lines = [line for line in supervised() if line[2] != "lost"]
+    lines.insert(7, (300.0, "stager", "rank_lost", {"lost_rank": 1, "reason": "rank 1 is dead"}))
+    (loss,) = facts_of(written(tmp_path / "log", lines)).interruptions
+    assert loss.attempt.stopped_at_unix == T0 + 300.0
+    assert loss.lost is not None
+    assert loss.lost.steps == 10
+
+
 def test_a_job_lost_after_its_only_save_lost_steps_of_the_other_jobs_pace(tmp_path: Path) -> None:
     lines = [line for line in supervised() if not (line[3].get("step") == 5 and line[1] != "supervisor")]
     alone = facts_of(written(tmp_path / "alone", lines)).interruptions[0].lost

@@ -15,7 +15,6 @@ from tests.unit.trainer_side.agreeing import APPOINTED, PROPOSED, NoticeJob, ter
 from trainer_side.notice.appointments import Appointments
 
 _REBALANCE = Notice(NoticeKind.REBALANCE, None, "aws")
-_TERMS = Terms(True, "there is time", _REBALANCE, 4, 100).to_json()
 
 
 def test_a_rank_that_was_not_there_yet_is_asked_again_while_there_is_time() -> None:

@@ -5,7 +5,6 @@ The agreement itself: tests/unit/trainer_side/notice/test_step_agreement.py.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -16,22 +15,7 @@ from holdfast.wire.pace import Wish
 from tests.unit.trainer_side.agreeing import APPOINTED, PROPOSED, IntervalJob, IntervalRank
 from trainer_side.link.schedule import Schedule, SchedulePhase
 
-_USUAL = ("hear", "hear", "answer", "answer", "train", "train", "wish")
-_WRONG = ("give up", "silent", "late", "lose")
 _AHEAD_MAX = 8  # the ranks of a training meet in each step, or nearly so
-
-
-def moves_of(seed: int, *, wrong: float = 0.0) -> list[tuple[str, int, int]]:
-    """What happens, to which rank, and a number: some hundred moves, `wrong` of them of the bad kind."""
-    chance = random.Random(seed)
-    return [
-        (
-            chance.choice(_WRONG if chance.random() < wrong else _USUAL),
-            chance.randrange(4),
-            chance.randint(1, 90),
-        )
-        for _ in range(chance.randint(20, 400))
-    ]
 
 
 def play(job: IntervalJob, moves: Sequence[tuple[str, int, int]]) -> None:
