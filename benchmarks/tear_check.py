@@ -17,6 +17,7 @@ import click
 import torch
 
 from benchmarks import machine
+from holdfast.wire.frames import Agreement
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Batch, Router, SlicePlan
 from trainer_side.save.staging import Staging
@@ -45,8 +46,7 @@ def main() -> None:
         rank=0,
         ranks=1,
         chunk_bytes=8 << 20,
-        pickle_reserve_bytes=2 * proposed.pickle_bytes,
-        per_rank_reserve_bytes={},
+        agreed=Agreement(2 * proposed.pickle_bytes, {}),
     )
     pieces = SlicePlan.of(skeleton.layout, 0, skeleton.gated)
     check, router = TearCheck(skeleton.layout, pieces, skeleton.gated, {}), Router(pieces)

@@ -18,6 +18,7 @@ from benchmarks.workload import Workload
 from holdfast.crc import crc32
 from holdfast.image.layout import Layout
 from holdfast.image.slices import frames_of
+from holdfast.wire.frames import Agreement
 from trainer_side.save.staging import huge_buffer
 from trainer_side.state.skeleton import plan
 from trainer_side.state.tree import classify, collect
@@ -39,8 +40,7 @@ def layout_of(model: str, *, ranks: int, chunk_bytes: int) -> Layout:
         rank=0,
         ranks=ranks,
         chunk_bytes=chunk_bytes,
-        pickle_reserve_bytes=_PICKLE_BYTES,
-        per_rank_reserve_bytes={},
+        agreed=Agreement(_PICKLE_BYTES, {}),
     )
     return skeleton.layout
 

@@ -26,9 +26,9 @@ from trainer_side.data.sampler import ResumableSampler
 from trainer_side.data.seeded import SeededSamples
 from trainer_side.data.stream import ResumableStream
 from trainer_side.ranks.distributed import init_torch_distributed
-from trainer_side.state.held import Split
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.rng import RngState
+from trainer_side.state.split_tensor import Split
 
 __all__ = [
     "Checkpointer",

@@ -66,7 +66,7 @@ class Segment(NamedTuple):
         return self.offset + self.nbytes
 
 
-class Part(NamedTuple):
+class SentPart(NamedTuple):
     """What one rank sends of one segment.
 
     Attributes:
@@ -329,9 +329,9 @@ class Layout:
             return self.entries[segment.entry].owner
         return self.chunk_rank(chunk)
 
-    def parts(self, chunk: int, rank: int) -> list[Part]:
+    def parts(self, chunk: int, rank: int) -> list[SentPart]:
         """What rank `rank` sends into chunk `chunk`, segment by segment: the order of its frame."""
-        found: list[Part] = []
+        found: list[SentPart] = []
         for segment in self.segments(chunk):
             if self.is_split(segment):
                 part = self.part(segment, rank)
@@ -340,10 +340,10 @@ class Layout:
             elif self.sender(chunk, segment) == rank:
                 inside = 0 if segment.entry is None else segment.offset - self.entries[segment.entry].offset
                 extents = (Extent(segment.offset, segment.nbytes),)
-                found.append(Part(segment.entry, inside, segment.nbytes, extents))
+                found.append(SentPart(segment.entry, inside, segment.nbytes, extents))
         return found
 
-    def part(self, segment: Segment, rank: int) -> Part | None:
+    def part(self, segment: Segment, rank: int) -> SentPart | None:
         """What the rank sends of a segment that is split; None for nothing."""
         number, pattern = self._split(segment)
         region = pattern.region_of.get(rank)
@@ -355,7 +355,7 @@ class Layout:
             return None
         start = self.entries[number].offset
         extents = pattern.combs[region].extents(first, end)
-        return Part(
+        return SentPart(
             number,
             first,
             end - first,

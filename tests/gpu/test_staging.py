@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.wire.frames import Agreement
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.staging import Staging
@@ -45,8 +46,7 @@ class OnDevice:
             rank=0,
             ranks=1,
             chunk_bytes=1 << 20,
-            pickle_reserve_bytes=-(-proposed.pickle_bytes // 4096) * 4096,
-            per_rank_reserve_bytes={},
+            agreed=Agreement(-(-proposed.pickle_bytes // 4096) * 4096, {}),
         )
         taken = capture(tree, self.skeleton)
         assert taken is not None

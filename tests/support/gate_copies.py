@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer_side.save.gate import Gate, storage_address
-from trainer_side.state.held import local_of
+from trainer_side.state.split_tensor import local_of
 
 COPY_SECONDS = 0.001  # for each storage; there are some twenty
 SECONDS_MAX = 60.0

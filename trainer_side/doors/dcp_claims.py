@@ -95,12 +95,12 @@ def _check_file(path: Path, places: list[tuple[int, int]]) -> None:
     with path.open("rb") as file:
         for offset, length in places:
             what = f"{path}, {length} bytes at byte {offset}"
-            view = cast(IO[bytes], RangedFile(cast(Store, _Part(file, offset)), what, length))
+            view = cast(IO[bytes], RangedFile(cast(Store, _FilePart(file, offset)), what, length))
             refuse_packed(view, what)
             refuse_costly_pickle(view, what)
 
 
-class _Part:
+class _FilePart:
     """A part of a file: what a `RangedFile` reads."""
 
     def __init__(self, file: IO[bytes], offset: int) -> None:

@@ -16,6 +16,7 @@ from holdfast.image.chunks import Source
 from holdfast.image.layout import CHUNK_BYTES, Layout
 from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
+from holdfast.wire.frames import Agreement
 from trainer_side.doors.contents import bytes_of
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Skeleton, capture, plan
@@ -36,8 +37,7 @@ def plan_state(tree: Mapping[str, Any]) -> Skeleton:
         rank=_RANK,
         ranks=1,
         chunk_bytes=CHUNK_BYTES,
-        pickle_reserve_bytes=table(tree, tree, rank=_RANK, ranks=1).pickle_bytes,
-        per_rank_reserve_bytes={},
+        agreed=Agreement(table(tree, tree, rank=_RANK, ranks=1).pickle_bytes, {}),
     )
 
 

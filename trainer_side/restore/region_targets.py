@@ -21,7 +21,7 @@ from holdfast.errors import StateError
 from holdfast.image.regions import Comb, Extent, Region
 from trainer_side.restore.choice import STORE, Unit
 from trainer_side.restore.image_map import Mapped
-from trainer_side.state.held import Held
+from trainer_side.state.split_tensor import Held
 
 
 @dataclass(frozen=True)

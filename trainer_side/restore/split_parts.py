@@ -18,7 +18,7 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.region_targets import Claims, ScatterTarget
 from trainer_side.restore.structure import Structure, once
-from trainer_side.state.held import Held, Split, held, is_split
+from trainer_side.state.split_tensor import Held, Split, held, is_split
 from trainer_side.state.tree import children, tensor_paths
 
 

@@ -26,7 +26,7 @@ from trainer_side.save.split_step import (
     why_not_split,
     with_gradients,
 )
-from trainer_side.state.held import local_of
+from trainer_side.state.split_tensor import local_of
 
 _log = logging.getLogger("holdfast.trainer.gate")
 

@@ -21,13 +21,14 @@ from holdfast.image.layout import REPLICATED
 from holdfast.image.replicas import watched
 from holdfast.notices.sparing import NOBODY
 from holdfast.telemetry.causes import DeclineCause
+from holdfast.wire.frames import Agreement
 from trainer_side.save.agreeing import RanksAgreeing
 from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.places import NoRoom, Room
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.tearing import TearCheck
-from trainer_side.state.skeleton import NOTHING_SPLIT, Capture, Outgrown, Skeleton, SplitRows, capture, plan
+from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
 
 _CLEAR_SECONDS_MAX = 5.0  # for the areas of other slices; the training waits
@@ -74,9 +75,7 @@ class Planner:
         self._plan: SavePlan | None = None
         self._sparing = NOBODY  # of the plan
         self._agreeing = RanksAgreeing(state, context)
-        self._pickle_reserve_bytes = 0
-        self._per_rank_reserve_bytes: dict[str, int] = {}
-        self._split = NOTHING_SPLIT
+        self._agreed = Agreement(0, {})
 
     def take(self) -> tuple[SavePlan, Capture]:
         """Capture the state, planning first if its tensors are new.
@@ -111,16 +110,16 @@ class Planner:
 
     def _widen(self, tree: Any) -> None:
         """Plan again if rank 0 was given more room. No agreement is needed: every rank was told the same."""
-        before = self._pickle_reserve_bytes
+        before = self._agreed
         wanted = max(self._link.new_pickle_reserve_bytes, self._tiers.council.new_pickle_reserve_bytes)
-        if self._plan is None or wanted <= before:
+        if self._plan is None or wanted <= before.pickle_reserve_bytes:
             return
-        self._pickle_reserve_bytes = wanted
+        self._agreed = replace(before, pickle_reserve_bytes=wanted)
         try:
             self._renew(tree)
         except Outgrown:
             # Rank 0 alone: the others have the new plan by now, so this one must come to it too, at a later step.
-            self._pickle_reserve_bytes = before
+            self._agreed = before
             raise
 
     def _spare(self) -> None:
@@ -159,10 +158,7 @@ class Planner:
         return planned
 
     def _agree(self, tree: Any) -> None:
-        agreement = self._agreeing.agree(tree)
-        self._pickle_reserve_bytes = agreement.pickle_reserve_bytes
-        self._per_rank_reserve_bytes = dict(agreement.per_rank_reserve_bytes)
-        self._split = SplitRows(agreement.patterns, agreement.split_rows)
+        self._agreed = self._agreeing.agree(tree)
 
     def _renew(self, tree: Any) -> SavePlan:
         """Make a plan within the room that was agreed on, and the areas for it."""
@@ -175,9 +171,7 @@ class Planner:
             rank=rank,
             ranks=ranks,
             chunk_bytes=self._link.chunk_bytes,
-            pickle_reserve_bytes=self._pickle_reserve_bytes,
-            per_rank_reserve_bytes=self._per_rank_reserve_bytes,
-            split=self._split,
+            agreed=self._agreed,
         )
         self._sparing = self._link.appointments.sparing
         if self._sparing.ranks:

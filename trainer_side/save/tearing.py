@@ -26,8 +26,8 @@ import torch
 from holdfast.image.layout import Layout
 from holdfast.image.replicas import first_row
 from trainer_side.save.copy_plan import Batch, CopyPiece, SlicePlan
-from trainer_side.state.held import local_of
 from trainer_side.state.skeleton import Capture
+from trainer_side.state.split_tensor import local_of
 from trainer_side.state.survey import StorageSource
 
 _WORD_BYTES = 8

@@ -15,11 +15,11 @@ from holdfast.errors import StateError
 from holdfast.image.layout import SPLIT, TEXT_MAX
 from holdfast.wire.frames import HeldRegions
 from trainer_side.state.checksums import checksums
-from trainer_side.state.held import Held
 from trainer_side.state.per_rank import PerRank, encode, reserve_bytes
 from trainer_side.state.per_rank_places import Blobs
 from trainer_side.state.pickling import REFUSED, Pickling, blame
 from trainer_side.state.shards import Shards
+from trainer_side.state.split_tensor import Held
 from trainer_side.state.survey import Survey, survey
 from trainer_side.state.tree import classify
 

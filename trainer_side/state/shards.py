@@ -19,7 +19,7 @@ import torch
 from holdfast.errors import StateError
 from holdfast.image.layout import SPLIT
 from holdfast.image.regions import Region
-from trainer_side.state.held import Held, Split, held, is_split, local_of
+from trainer_side.state.split_tensor import Held, Split, held, is_split, local_of
 from trainer_side.state.survey import StorageSource
 from trainer_side.state.tree import Ownership, children
 
@@ -42,7 +42,7 @@ class _Mark(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownShard:
     mark: _Mark
     region: Region
     stand_in: torch.Tensor
@@ -67,7 +67,7 @@ class Shards:
     """The stand-ins of one plan. Training thread."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownShard] = {}
         self._path_of: dict[int, str] = {}  # a storage's address → its first path
 
     def __bool__(self) -> bool:
@@ -117,7 +117,7 @@ class Shards:
                 self._path_of[whole.untyped_storage()._cdata] = path
             else:
                 whole = whole.detach()  # tied here, so tied in the file
-            self._known[path] = _Known(_Mark.of(value), part.region, whole)
+            self._known[path] = _KnownShard(_Mark.of(value), part.region, whole)
             return whole
 
         return Expanded(_replaced(tree, replace), found, live)

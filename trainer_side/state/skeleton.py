@@ -25,7 +25,8 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.image.layout import Layout
-from holdfast.image.regions import Extent, Pattern
+from holdfast.image.regions import Extent
+from holdfast.wire.frames import Agreement
 from trainer_side.state.per_rank import PerRank, encode
 from trainer_side.state.per_rank_places import Blobs
 from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure
@@ -36,21 +37,6 @@ from trainer_side.state.sparse_file import Literals, SparseFile
 from trainer_side.state.survey import StorageSource, Survey, survey
 from trainer_side.state.tree import Ownership, tensor_paths
 from trainer_side.state.zip_parts import ZipParts
-
-
-class SplitRows(NamedTuple):
-    """How the ranks have found tensors of the state to be split.
-
-    Attributes:
-        patterns: Of the layout.
-        rows: `(row of the table, number of its pattern)`; the rows are the tensors in their order.
-    """
-
-    patterns: tuple[Pattern, ...]
-    rows: tuple[tuple[int, int], ...]
-
-
-NOTHING_SPLIT = SplitRows((), ())
 
 
 class Outgrown(StateError):
@@ -175,9 +161,7 @@ def plan(
     rank: int,
     ranks: int,
     chunk_bytes: int,
-    pickle_reserve_bytes: int,
-    per_rank_reserve_bytes: Mapping[str, int],
-    split: SplitRows = NOTHING_SPLIT,
+    agreed: Agreement,
 ) -> Skeleton:
     """Lay out the image. The layout and the literals come out the same on every rank that holds the same tensors.
 
@@ -189,15 +173,14 @@ def plan(
         rank: This rank.
         ranks: Number of ranks.
         chunk_bytes: Size of a chunk.
-        pickle_reserve_bytes: Agreed room for data.pkl.
-        per_rank_reserve_bytes: Agreed room for each `PerRank` value.
-        split: How the ranks have found tensors to be split.
+        agreed: The room for data.pkl and for each `PerRank` value, and how tensors are split.
 
     Raises:
         Outgrown: On rank 0, data.pkl does not fit its reserve.
         StateError: Something in the state cannot be saved, or not be loaded again with `weights_only=True`; names its
             path.
     """
+    per_rank_reserve_bytes, pickle_reserve_bytes = agreed.per_rank_reserve_bytes, agreed.pickle_reserve_bytes
     marked = sorted(name for name, value in tree.items() if isinstance(value, PerRank))
     if marked != sorted(per_rank_reserve_bytes):
         raise StateError(
@@ -224,7 +207,7 @@ def plan(
             load_structure(image)
     except REFUSED as error:
         raise blame(full, found, error) from error
-    patterns = {found.slots[row].path: number for row, number in split.rows}
+    patterns = {found.slots[row].path: number for row, number in agreed.split_rows}
     owned = shards.own(blobs.own(classes), expanded, patterns)
     parts = ZipParts.of(image, found, owned)
     blob_entries = blobs.entries(found.numbers, parts.storage_entries)
@@ -237,7 +220,7 @@ def plan(
         pickled=(job, pickled) if rank == 0 else None,
     )
     layout = Layout(
-        image.nbytes, chunk_bytes, ranks, parts.entries, parts.tensors(found), patterns=split.patterns
+        image.nbytes, chunk_bytes, ranks, parts.entries, parts.tensors(found), patterns=agreed.patterns
     )
     crcs = {crc_field: 0 for entry in layout.entries for crc_field in entry.crc_fields}
     return Skeleton(

@@ -3,9 +3,9 @@
     at the start     a module or an optimizer in the state ─► refuse_split_objects ─► StateError, the same on every rank
     at a save        a tensor subclass ─► subclass_refusal ─► told to all ranks with PROPOSE
 
-A DTensor says itself which part of the whole it is, so it is saved (held.py). The others are refused here. Classes are
-known by name, so that nothing is imported for it. What has no class of its own (plain tensors that are shards, stages
-with equal names, experts) is found by its bytes: `holdfast/wire/proof.py`.
+A DTensor says itself which part of the whole it is, so it is saved (split_tensor.py). The others are refused here.
+Classes are known by name, so that nothing is imported for it. What has no class of its own (plain tensors that are
+shards, stages with equal names, experts) is found by its bytes: `holdfast/wire/proof.py`.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 
 from holdfast.errors import StateError
 from holdfast.image.layout import REPLICATED
-from trainer_side.state.held import local_of
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_kinds import is_quantised, subclass_refusal
+from trainer_side.state.split_tensor import local_of
 
 _DEPTH_MAX = 1000  # pickle itself goes no deeper; paths of endless depth would take memory without end
 

@@ -31,7 +31,7 @@ from tests.support.cluster import same
 from tests.support.gate_copies import Copies
 from trainer_side import init_torch_distributed
 from trainer_side.save.gate import Gate
-from trainer_side.state.held import local_of
+from trainer_side.state.split_tensor import local_of
 
 STEPS, WIDTH, LAYERS, TOKENS = 4, 24, 3, 4
 Shape = Callable[[nn.Module], None]

@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.crc import crc32
 from holdfast.image.layout import Layout
+from holdfast.wire.frames import Agreement
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
@@ -33,8 +34,7 @@ def make_plan(
         rank=rank,
         ranks=ranks,
         chunk_bytes=chunk_bytes,
-        pickle_reserve_bytes=reserve or 2 * proposed.pickle_bytes + 4096,
-        per_rank_reserve_bytes=proposed.per_rank_bytes,
+        agreed=Agreement(reserve or 2 * proposed.pickle_bytes + 4096, proposed.per_rank_bytes),
     )
 
 

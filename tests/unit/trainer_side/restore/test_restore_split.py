@@ -26,7 +26,7 @@ from trainer_side.restore import targets
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.passing import _AHEAD, _BATCH
 from trainer_side.restore.restore import restore
-from trainer_side.state.held import Split
+from trainer_side.state.split_tensor import Split
 from trainer_side.tiers.tier import Nearness
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
@@ -379,7 +379,7 @@ from pathlib import Path
 from holdfast.store.posix import PosixStore
 from trainer_side.ranks.peers import LonePeers
 from trainer_side.restore.restore import RestoreOptions, restore
-from trainer_side.state.held import Split
+from trainer_side.state.split_tensor import Split
 
 rows, count, ranks = int(sys.argv[2]), int(sys.argv[3]), 10
 begin, each = 3 * rows // ranks, rows // ranks

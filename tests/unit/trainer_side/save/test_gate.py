@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tests.unit.trainer_side.save.conftest import on_mesh
 from trainer_side.save.gate import Gate
-from trainer_side.state.held import local_of
+from trainer_side.state.split_tensor import local_of
 
 
 def _optimizer() -> tuple[torch.nn.Parameter, torch.optim.SGD]:

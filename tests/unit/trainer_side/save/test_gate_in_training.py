@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from tests.support.gate_copies import Copies
 from trainer_side.save.gate import Gate
-from trainer_side.state.held import local_of
+from trainer_side.state.split_tensor import local_of
 
 STEPS, LAYERS, WIDTH = 6, 6, 48
 

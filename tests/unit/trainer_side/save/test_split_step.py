@@ -23,7 +23,7 @@ from trainer_side.save.split_step import (
     why_not_split,
     with_gradients,
 )
-from trainer_side.state.held import local_of
+from trainer_side.state.split_tensor import local_of
 
 STEPS = 4
 OPTIONS: dict[str, list[dict[str, Any]]] = {

@@ -15,6 +15,7 @@ import torch
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, area_bytes, frames_of
+from holdfast.wire.frames import Agreement
 from tests.support.seeds import each_seed
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Route, Router, SlicePlan
@@ -45,8 +46,7 @@ def _plan(state: dict[str, Any], rank: int) -> tuple[Skeleton, Capture]:
         rank=rank,
         ranks=RANKS,
         chunk_bytes=CHUNK_BYTES,
-        pickle_reserve_bytes=-(-proposed.pickle_bytes // CHUNK_BYTES) * CHUNK_BYTES,
-        per_rank_reserve_bytes={},
+        agreed=Agreement(-(-proposed.pickle_bytes // CHUNK_BYTES) * CHUNK_BYTES, {}),
     )
     taken = capture(tree, skeleton)
     assert taken is not None

@@ -31,7 +31,7 @@ from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.save.copy_plan import SlicePlan
 from trainer_side.save.tearing import DeviceWords, SavedInstant, TearCheck
-from trainer_side.state.held import local_of
+from trainer_side.state.split_tensor import local_of
 from trainer_side.state.tree import collect, tensor_paths
 from trainer_side.transfer import TransferState
 

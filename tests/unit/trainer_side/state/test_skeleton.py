@@ -19,6 +19,7 @@ from holdfast.crc import crc32
 from holdfast.errors import StateError
 from holdfast.image.layout import REPLICATED, Layout
 from holdfast.image.regions import Extent
+from holdfast.wire.frames import Agreement
 from tests.unit.trainer_side.assemble import CHUNK_BYTES, assembled, make_plan, save, sent, taken
 from trainer_side.state.per_rank import PerRank, decode
 from trainer_side.state.proposal import table
@@ -202,8 +203,9 @@ def test_ranks_with_different_values_come_to_the_same_layout_and_literals() -> N
             rank=rank,
             ranks=3,
             chunk_bytes=CHUNK_BYTES,
-            pickle_reserve_bytes=tables[0].pickle_bytes + 10,  # the others' pickles are larger
-            per_rank_reserve_bytes=tables[0].per_rank_bytes,
+            agreed=Agreement(
+                tables[0].pickle_bytes + 10, tables[0].per_rank_bytes
+            ),  # the others' pickles are larger
         )
         for rank, (job, tree) in enumerate(zip(jobs, trees, strict=True))
     ]
@@ -448,6 +450,5 @@ def test_ranks_that_disagree_on_per_rank_names_are_refused() -> None:
             rank=0,
             ranks=1,
             chunk_bytes=CHUNK_BYTES,
-            pickle_reserve_bytes=4096,
-            per_rank_reserve_bytes={"other": 4096},
+            agreed=Agreement(4096, {"other": 4096}),
         )
