@@ -14,9 +14,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.errors import DamageError
+from holdfast.pickle_price import PICKLE_FACTOR, check_pickle
+from holdfast.price import check_price
 
 _LENGTH_BYTES = 8  # before a `PerRank` value (docs/format.md, section 2)
 _ZIP = b"PK\x03\x04"
+_LEAF_BYTES = 200
+_TUPLES_MAX = 1000
 
 
 class Made:
@@ -64,8 +68,7 @@ def values_of(pickled: bytes, *, source: str) -> dict[str, str]:
         DamageError: The file is not a pickle.
     """
     try:
-        tree = _Unpickler(io.BytesIO(pickled)).load()
-        return dict(_leaves("", tree))
+        return _priced(_leaves("", _tree(pickled)), len(pickled))
     except Exception as error:  # whatever a damaged pickle raises
         raise DamageError(f"{source}: data.pkl cannot be read: {type(error).__name__}: {error}") from error
 
@@ -79,15 +82,34 @@ def inside(blob: bytes) -> dict[str, str] | None:
     try:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             data = {name.partition("/")[2]: name for name in archive.namelist()}
-            tree = _Unpickler(io.BytesIO(archive.read(data["data.pkl"]))).load()
+            if archive.getinfo(data["data.pkl"]).file_size > size:
+                return None  # packed, which torch never does
+            tree = _tree(archive.read(data["data.pkl"]))
             storages = {
                 name.removeprefix("data/"): str(archive.getinfo(full).CRC)
                 for name, full in data.items()
                 if name.startswith("data/")
             }
-            return dict(_leaves("", tree, storages))
+            return _priced(_leaves("", tree, storages), size)
     except Exception:  # noqa: BLE001 - not a PerRank value, so it is compared as the bytes that it is
         return None
+
+
+def _tree(pickled: bytes) -> Any:
+    if check_pickle(pickled, _TUPLES_MAX) > _TUPLES_MAX:
+        raise ValueError(f"a tuple that is nested deeper than {_TUPLES_MAX} levels")
+    return _Unpickler(io.BytesIO(pickled)).load()
+
+
+def _priced(leaves: Iterator[tuple[str, str]], received_bytes: int) -> dict[str, str]:
+    """The leaves, as far as so many bytes are worth them: what is in a value twice has all its leaves twice."""
+    found: dict[str, str] = {}
+    price = 0
+    for path, value in leaves:
+        found[path] = value
+        price += _LEAF_BYTES + len(path) + len(value)
+        check_price(price, received_bytes, PICKLE_FACTOR)
+    return found
 
 
 def _leaves(path: str, value: Any, storages: dict[str, str] | None = None) -> Iterator[tuple[str, str]]:

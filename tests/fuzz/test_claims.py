@@ -226,6 +226,18 @@ METADATA: dict[str, bytes] = {
 }
 
 
+def test_no_pickle_that_the_drill_compares_costs_more_than_it_is_worth(tmp_path: Path) -> None:
+    hostile = METADATA | {
+        "a list in a list": b"\x80\x02](" + _DOUBLED_LIST + b"e.",
+    }
+    paths = [tmp_path / "harmless"]
+    paths[0].write_bytes(b"\x80\x02N.")
+    for name, pickled in hostile.items():
+        paths.append(tmp_path / name)
+        paths[-1].write_bytes(pickled)
+    assert complaints(opened("drill", paths), expected=("DamageError",)) == []
+
+
 def _changed(folder: Path, change: Callable[[Any], None]) -> None:
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())

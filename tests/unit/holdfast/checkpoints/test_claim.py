@@ -310,6 +310,15 @@ class CannotDelete(MemoryStore):
         raise StoreError(f"{name}: no permission")
 
 
+def test_a_huge_claim_counts_as_dead_and_says_its_size(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    store.objects[".holdfast/writer-000007.json"] = bytes((1 << 16) + 1)
+    with caplog.at_level(logging.WARNING, logger="holdfast.claim"):
+        assert Claim.take(store).attempt == 8
+    assert "writer-000007.json: 65537 bytes, expected at most 65536; not read" in caplog.text
+    assert "find out who did, and move it away" in caplog.text
+
+
 def test_a_claim_that_cannot_be_pruned_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
     store = CannotDelete()
     with caplog.at_level(logging.WARNING, logger="holdfast.claim"):
