@@ -172,7 +172,8 @@ def _safetensors(header: bytes, data: bytes = b"", *, said_bytes: int | None = N
 
 
 def _many(tensors: int, entry: str) -> bytes:
-    return ("{" + ",".join(f'"{number}":{entry}' for number in range(tensors)) + "}").encode()
+    header = ("{" + ",".join(f'"{number}":{entry}' for number in range(tensors)) + "}").encode()
+    return header + b" " * (len(header) % 2)  # so that an odd offset is not aligned
 
 
 _HARMLESS = _safetensors(b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', b"abcd")
