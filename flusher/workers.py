@@ -10,10 +10,11 @@ import heapq
 import itertools
 import os
 import queue
-import select
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from holdfast.process import wait_readable
 
 
 class Inbox:
@@ -47,7 +48,7 @@ class Inbox:
 
     def wait(self, seconds: float | None) -> None:
         """Sleep until a message comes, at most this long; None: without a limit."""
-        select.select([self._eventfd], [], [], seconds)
+        wait_readable(self._eventfd, seconds)
 
     def close(self) -> None:
         """Give the descriptor back; nothing may be put any more."""

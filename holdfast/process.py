@@ -1,8 +1,10 @@
-"""The CPU priority of stager and flusher beside training on the same machine."""
+"""What stager, flusher and ranks need of their own process: its priority, a wait for a descriptor, an end in time."""
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +19,16 @@ def yield_to_training(niceness: int) -> None:
         niceness: 0 to 19; 0 changes nothing.
     """
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def wait_readable(descriptor: int, seconds: float | None) -> None:
+    """Sleep until the descriptor can be read, at most this long; None: without a limit. Any thread.
+
+    Whatever its number is: `select` takes none above 1023, and a process with many connections has some.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    poll.poll(None if seconds is None else math.ceil(max(0.0, seconds) * 1000))
 
 
 FINALIZE_SECONDS_MAX = 30.0  # it takes milliseconds, and some seconds where many processes share few cores

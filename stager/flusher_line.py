@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import select
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from typing import Any
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.process import wait_readable
 from holdfast.ring.doorbell import Message
 from holdfast.telemetry.events import EventLog
 from stager.flusher_process import Flusher, attach, log_path
@@ -99,7 +99,7 @@ class FlusherLine:
         if self.flusher.channel.closed:
             time.sleep(seconds)
         else:
-            select.select([self.flusher.channel], [], [], seconds)
+            wait_readable(self.flusher.channel.fileno(), seconds)
 
     def progressed(self) -> None:
         """The flusher has done something: the next that dies starts counting anew."""

@@ -1,10 +1,14 @@
-"""Priority is given up once, and never taken."""
+"""Priority is given up once, and never taken; a wait is for any descriptor."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import time
+
+from holdfast.process import wait_readable
 
 _TWICE = (
     "import os; from holdfast.process import yield_to_training as y; {}; y(5); y(10); y(5); print(os.nice(0))"
@@ -49,3 +53,18 @@ def test_a_last_call_that_hangs_is_left_and_named() -> None:
 def test_one_that_returns_ends_the_process_as_ever() -> None:
     done = _run("lambda: print('over')", 50.0)
     assert (done.returncode, done.stdout, done.stderr) == (0, "worked\nover\n", "")
+
+
+def test_a_descriptor_may_have_any_number() -> None:
+    """`select` takes none above 1023."""
+    reader, writer = os.pipe()
+    high = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, 2000)
+    try:
+        begun = time.monotonic()
+        wait_readable(high, 0.01)
+        assert time.monotonic() - begun >= 0.005, "nothing has come"
+        os.write(writer, b"x")
+        wait_readable(high, None)
+    finally:
+        for descriptor in (reader, writer, high):
+            os.close(descriptor)
