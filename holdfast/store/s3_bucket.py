@@ -77,12 +77,18 @@ class S3Bucket:
         with translated("read", self.url(key)):
             answer = self.client.get_object(Bucket=self.name, Key=key)
             with answer["Body"] as body:
-                refuse_large(self.url(key), int(answer.get("ContentLength", 0)), bytes_max)
+                promised = int(answer.get("ContentLength", 0))
+                refuse_large(self.url(key), promised, bytes_max)
                 data = bytearray()
-                while piece := body.read(_READ_BYTES):  # to its end, where checksum and length are compared
+                while piece := body.read(_READ_BYTES):  # to its end, where the checksum is compared
                     data += piece
                     refuse_large(self.url(key), len(data), bytes_max)
-                return bytes(data)
+        if len(data) < promised:
+            raise StoreError(
+                f"cannot read {self.url(key)}: the answer ended after {len(data)} of {promised} bytes",
+                retriable=True,
+            )
+        return bytes(data)
 
     def get_into(self, key: str, offset: int, view: memoryview) -> None:
         """Fill `view` with an object's bytes from `offset`, by one ranged GET."""

@@ -22,6 +22,7 @@ from holdfast.crc import combine, crc32
 from holdfast.errors import DamageError, HoldfastError
 from holdfast.store import open_store
 from holdfast.store.base import Store, Upload
+from holdfast.store.s3_bucket import S3Bucket
 
 _PARTS = 3
 _CHUNK_BYTES = 8 << 20  # above the least part of S3
@@ -187,10 +188,11 @@ def _sync(path: Path) -> Finding:
 def _bucket_clock(store: Store) -> Iterator[Finding]:
     # S3 refuses requests with a wrong time, and tells its own time in every answer.
     inner: Any = getattr(store, "inner", store)
-    client, bucket = getattr(inner, "client", None), getattr(inner, "bucket", None)
-    if client is None or bucket is None:
+    bucket = getattr(inner, "bucket", None)
+    if not isinstance(bucket, S3Bucket):
         return
-    said = client.list_objects_v2(Bucket=bucket, MaxKeys=1)["ResponseMetadata"]["HTTPHeaders"].get("date")
+    answer = bucket.client.list_objects_v2(Bucket=bucket.name, MaxKeys=1)
+    said = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
     if said:
         yield _clock_finding("the server", abs(parsedate_to_datetime(said).timestamp() - time.time()))
 

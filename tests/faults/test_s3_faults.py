@@ -298,7 +298,7 @@ def test_restore_gives_the_right_bytes_or_a_named_error(
             outcome, message = "right", faulty.url
         except HoldfastError as error:
             outcome, message = error.code, str(error)
-    assert outcome in expected
+    assert outcome in expected, message
     assert faulty.url in message
     if outcome == "right":
         assert restored is not None
