@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.jobs import restored_parts
 from tests.integration.jobs.restored_parts import adam, net, take_step
 from tests.support.cluster import Cluster, same
 from tests.support.restoring import publish
@@ -25,7 +26,7 @@ def test_a_plain_file_is_restored_into_fsdp2_and_trained_on(tmp_path: Path) -> N
     store = tmp_path / "store"
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     manifest = publish(store, 5, saved, chunk_bytes=4096)
-    job = Path(__file__).parent / "jobs" / "restored_parts.py"
+    job = Path(restored_parts.__file__)
     env = {"HOLDFAST_TIERS": "store", "HOLDFAST_STORE": str(store)}
     cluster = Cluster(tmp_path, str(store), env, script=str(job))
     with cluster.start(RANKS, stager=False) as running:
