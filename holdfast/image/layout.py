@@ -67,7 +67,7 @@ class Segment(NamedTuple):
 
 
 class SentPart(NamedTuple):
-    """What one rank sends of one segment.
+    """The bytes of one segment that one rank sends.
 
     Attributes:
         entry: Of the segment.

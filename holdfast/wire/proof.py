@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import ProtocolError
+from holdfast.image.layout import REPLICATED
 
-_REPLICATED = -1  # as `holdfast.image.layout` has it
 # Of all numbers in the state. Below it are counters, generators and statistics; parts of a model are far above.
 _SPLIT_FRACTION = 0.1
 _NAMED_MAX = 5
@@ -91,7 +91,7 @@ def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> 
     if all(other == first for other in others):
         return Proven("", ())
     differ = [place for place, crc in enumerate(first) if any(other[place] != crc for other in others)]
-    split = [place for place in differ if table[place][3] == _REPLICATED]
+    split = [place for place in differ if table[place][3] == REPLICATED]
     rank0 = [place for place in differ if table[place][3] == 0 and table[place][1] != "bytes"]
     bulk = [place for place in rank0 if _may_be_a_part(table[place])]
     total = sum(map(_numbers, table))
@@ -138,7 +138,7 @@ def _likely(table: Sequence[Sequence[Any]], split: Sequence[int]) -> str:
     same = [
         row
         for place, row in enumerate(table)
-        if place not in chosen and row[3] == _REPLICATED and math.prod(row[2]) > 1 and not _is_moment(row)
+        if place not in chosen and row[3] == REPLICATED and math.prod(row[2]) > 1 and not _is_moment(row)
     ]
     if not weights:
         return (

@@ -20,7 +20,7 @@ from holdfast.errors import StateError
 from holdfast.image.layout import SPLIT
 from holdfast.image.regions import Region
 from trainer_side.state.split_tensor import Held, Split, held, is_split, local_of
-from trainer_side.state.survey import StorageSource
+from trainer_side.state.survey import StoragePart, StorageSource
 from trainer_side.state.tree import Ownership, children
 
 
@@ -183,18 +183,9 @@ class Shards:
         found: dict[int, StorageSource | None] = {}
         for address, path in self._path_of.items():
             local = expanded.held[path].local
-            storage, entry = local.untyped_storage(), storage_entries[address]
-            start_bytes, nbytes = (
-                int(local.storage_offset()) * local.itemsize,
-                local.numel() * local.itemsize,
-            )
-            found[entry] = (
-                StorageSource(
-                    entry, storage, start_bytes, nbytes, storage.data_ptr() + start_bytes, local.device
-                )
-                if nbytes
-                else None
-            )
+            start_bytes, nbytes = int(local.storage_offset()) * local.itemsize, local.nbytes
+            part, entry = StoragePart(local.untyped_storage(), start_bytes, nbytes), storage_entries[address]
+            found[entry] = part.source(entry) if nbytes else None
         return found
 
     def live(self, expanded: Expanded, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
