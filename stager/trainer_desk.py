@@ -99,6 +99,8 @@ class TrainerDesk:
         """Look at the deadlines, and at who is silent."""
         self._notices.tick()
         self._interval.tick()
+        if late := self._round.late(now):
+            _log.warning("%s", late)
         self._answer(self._round.overdue(now))
         self._greet()
         self._beat()
@@ -243,7 +245,7 @@ class TrainerDesk:
         self._notices.left(rank, reason)  # first: what the session gives up for it is then not tried again
         self._interval.left(reason, lost=loud)
         self._actions.take(RankLost(rank, reason))
-        self._answer(self._round.lost(reason))
+        self._answer(self._round.lost(rank, reason, by_itself=not loud))
 
     def _answer(self, answer: Agreement | HoldfastError | None) -> None:
         """Tell every rank how a round of proposals ended, if it did."""

@@ -219,14 +219,6 @@ class Checkpointer:
         if self.restored is not None:
             self._tiers.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
             self._link.appointments.restored(self.restored.step)
-            written = self.restored.manifest
-            if written is not None and written.ranks != self.ranks and self.rank == 0:
-                _log.warning(
-                    "%d ranks have written step %d, and this job has %d: the whole state is resumed, not the same bits",
-                    written.ranks,
-                    written.step,
-                    self.ranks,
-                )
         if self.restored is None:
             tell("restored", step=-1)
             return 0

@@ -21,6 +21,10 @@ from holdfast.wire.proof import Proven, prove, ranks_named
 _NAMED_MAX = 1000  # tensors in one message
 _PAGE_BYTES = 4096
 _PICKLE_RESERVE_UNIT_BYTES = 64 * 1024
+_PATIENCE_SECONDS = 10.0  # before the log says who is waited for
+_ALL_RANKS = (
+    "Every rank must call step() or save(), each for its own part of the state: not inside `if rank == 0:`"
+)
 
 
 class Round:
@@ -35,13 +39,17 @@ class Round:
     def __init__(self, ranks: int, seconds_max: float, *, who: str = "the stager") -> None:
         self._ranks, self._seconds_max, self._who = ranks, seconds_max, who
         self._proposals: dict[int, Proposal] = {}
+        self._gone: dict[int, str] = {}  # rank → why it never proposes again
         self._begun_at = 0.0
+        self._is_said = False
 
     def propose(self, rank: int, proposal: Proposal, now: float) -> Agreement | HoldfastError | None:
         """Take one rank's proposal. None: others are missing. Otherwise the answer to all; the next round begins."""
         if not self._proposals:
-            self._begun_at = now
+            self._begun_at, self._is_said = now, False
         self._proposals[rank] = proposal
+        if self._gone:
+            return self._ended()
         if len(self._proposals) < self._ranks:
             return None
         proposals, self._proposals = self._proposals, {}
@@ -77,24 +85,47 @@ class Round:
             split_rows=split_rows,
         )
 
+    def late(self, now: float) -> str:
+        """Which ranks a round waits for, as a warning, said once in each round; empty while there is no need."""
+        if not self._proposals or self._is_said or now - self._begun_at <= _PATIENCE_SECONDS:
+            return ""
+        self._is_said = True
+        return (
+            f"{self._who} has waited {_PATIENCE_SECONDS:g} s for the layout of {self._missing}, and gives up after "
+            f"{self._seconds_max:g} s. {_ALL_RANKS}"
+        )
+
     def overdue(self, now: float) -> HoldfastError | None:
         """The answer to all, when some rank has not proposed in time."""
         if not self._proposals or now - self._begun_at <= self._seconds_max:
             return None
-        missing = [str(rank) for rank in range(self._ranks) if rank not in self._proposals]
+        missing = self._missing
         self._proposals = {}
         return PeerLost(
-            f"{self._who} waited {self._seconds_max:g} s for the layout of rank {', '.join(missing)}; do all ranks "
-            "save at the same steps? Every rank must call step() or save(), each for its own part: not inside "
-            "`if rank == 0:`"
+            f"{self._who} waited {self._seconds_max:g} s for the layout of {missing}; do all ranks save at the same "
+            f"steps? {_ALL_RANKS}"
         )
 
-    def lost(self, reason: str) -> HoldfastError | None:
-        """The answer to all, when a rank is lost while a round is open."""
-        if not self._proposals:
-            return None
+    def lost(self, rank: int, reason: str, *, by_itself: bool = False) -> HoldfastError | None:
+        """The answer to all, when a rank is lost while a round is open. Later rounds are answered the same.
+
+        Args:
+            rank: Proposes no more.
+            reason: Why.
+            by_itself: Its script has ended, or has closed its checkpointer, before this save.
+        """
+        self._gone.setdefault(rank, f"{reason}. {_ALL_RANKS}" if by_itself else reason)
+        return self._ended() if self._proposals else None
+
+    @property
+    def _missing(self) -> str:
+        return ranks_named([rank for rank in range(self._ranks) if rank not in self._proposals])
+
+    def _ended(self) -> HoldfastError:
+        """The answer to a round in which a rank is gone."""
+        asked, why = ranks_named(sorted(self._proposals)), next(iter(self._gone.values()))
         self._proposals = {}
-        return PeerLost(f"the ranks cannot agree on a layout: {reason}")
+        return PeerLost(f"{asked} began a save, and the ranks cannot agree on a layout: {why}")
 
 
 def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:

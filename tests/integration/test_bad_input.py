@@ -208,6 +208,22 @@ def test_a_state_that_weights_only_cannot_load_ends_the_job(tmp_path: Path, scen
     check_empty_run(cluster)
 
 
+def test_rank_0_alone_calls_step(tmp_path: Path) -> None:
+    """As in `if rank == 0: checkpointer.step(step)`: it ends with the advice, and does not hang."""
+    stager = (*SMALL, "--offer-seconds-max", "2")
+    cluster = Cluster(tmp_path, str(tmp_path / "store"), {}, script=guarded.__file__, stager=stager)
+    with cluster.start(RANKS, "rank-0-alone", "2") as job:
+        assert job.wait(SECONDS_MAX) != 0, job.output()
+        output = job.output()
+    error = said(cluster, 1)[0]["error"]
+    assert error["class"] == "PeerLost"
+    assert "rank 1 has not come to a save of the other ranks" in output
+    assert "the stager is lost" not in output
+    for words in ("waited 2 s for the layout of rank 1", "Every rank must call step() or save()"):
+        assert words in error["message"]
+    check_empty_run(cluster)
+
+
 def check_empty_run(cluster: Cluster) -> None:
     """No checkpoint, no temporary file; the machine is clean."""
     assert_nothing_left(cluster.runtime, SECONDS_MAX)

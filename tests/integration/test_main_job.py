@@ -26,6 +26,8 @@ def test_another_world_size_takes_up_the_same_state(after: Cluster, ranks: int) 
     newest = load(max(Path(after.store).glob("*.pt")))
     with after.start(ranks, *RUN) as job:
         job.succeed(120)
+        said = job.output()
+    assert said.count(f"step 11 was saved by 2 ranks, and this job has {ranks}:") == 1, said
     for rank in range(ranks):
         restored = load(after.out(1) / f"restored-{rank}.pt")
         for name in ("model", "optimizer", "scheduler", "data"):

@@ -373,8 +373,12 @@ class Link:
             case Kind.REFUSED:
                 body = wire.json_body(frame, code=str, message=str)
                 error = peer_error(body["code"], body["message"])
-                if not self._questions.agreed(error):
+                if self._questions.agreed(error):
+                    return
+                if not isinstance(error, PeerLost):
                     raise error
+                # Other ranks asked, and this one was missing: its link is as good as before.
+                _log.error("rank %d has not come to a save of the other ranks: %s", self.rank, error)
             case _:
                 raise ProtocolError(
                     f"rank {self.rank}: the stager sent {frame.kind.name}, which only ranks may send; "

@@ -264,6 +264,15 @@ class Trial:
             for tier, (nbytes, seconds) in json.loads(said).items():
                 parts.append(f"rank {rank} {nbytes} bytes from {tier} in {seconds:.3g} s")
         name = self._candidate.name
+        saved_ranks = self._image.ranks if isinstance(self._image, Manifest | Layout) else self._peers.ranks
+        if self._peers.rank == 0 and saved_ranks != self._peers.ranks:
+            _log.warning(
+                "step %d was saved by %d ranks, and this job has %d: the whole state is resumed, but the training that "
+                "follows is not the same to the bit",
+                self._candidate.step,
+                saved_ranks,
+                self._peers.ranks,
+            )
         if self._peers.rank == 0:
             took = sum(self._seconds.values())
             # A warning, so that a script without logging of its own shows it: that a job began anew is worth a line.
@@ -276,7 +285,6 @@ class Trial:
             _log.info("restored from %s: %s", name, "; ".join(parts) or "no rank has read a byte")
         if self._job.events is None:
             return
-        saved_ranks = self._image.ranks if isinstance(self._image, Manifest | Layout) else 0
         self._job.events.emit(
             "restore",
             {

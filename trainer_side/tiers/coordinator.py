@@ -10,6 +10,7 @@ ROOM            ───────────► ROOM
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from holdfast.errors import HoldfastError, ProtocolError
@@ -22,6 +23,8 @@ from trainer_side.tiers.replica_watch import ReplicaWatch
 from trainer_side.tiers.tally import Muster, StepVerdict, Tally, read_reason
 
 ROOT = 0
+
+_log = logging.getLogger("holdfast.trainer.council")
 
 
 class CouncilLimits(NamedTuple):
@@ -90,19 +93,18 @@ class Coordinator:
             case Kind.NOTICE | Kind.AT if self._chair is not None:
                 return self._chair.hear(rank, frame)
             case Kind.BYE:
-                return self._rank_left(rank, "has ended")
+                return self._rank_left(rank, "has ended", by_itself=True)
             case _:
                 raise ProtocolError(f"rank {rank} sent {frame.kind.name} to rank 0, which it must not")
 
     def died(self, rank: int) -> list[bytes]:
         """MPI says that a rank is dead."""
-        messages = self._rank_left(rank, "is dead")
-        for error in (self._round.lost(f"rank {rank} is dead"), self._muster.lost(f"rank {rank} is dead")):
-            messages += _answer(error)
-        return messages
+        return self._rank_left(rank, "is dead")
 
     def tick(self, now: float) -> list[bytes]:
         """Look at the deadlines."""
+        if late := self._round.late(now):
+            _log.warning("%s", late)
         messages = self._verdicts(self._tally.overdue(now))
         for error in (self._round.overdue(now), self._muster.overdue(now)):
             messages += _answer(error)
@@ -113,10 +115,14 @@ class Coordinator:
         if self._chair is not None:
             self._chair.told(frame.arg, (frame.attempt, frame.step))
 
-    def _rank_left(self, rank: int, why: str) -> list[bytes]:
+    def _rank_left(self, rank: int, why: str, *, by_itself: bool = False) -> list[bytes]:
         self._left.add(rank)
         messages = self._chair.left(rank, why) if self._chair is not None else []
-        return messages + self._verdicts(self._tally.lost(rank, why))
+        messages += self._verdicts(self._tally.lost(rank, why))
+        reason = f"rank {rank} {why}"
+        for error in (self._round.lost(rank, reason, by_itself=by_itself), self._muster.lost(reason)):
+            messages += _answer(error)
+        return messages
 
     def _verdicts(self, verdicts: list[StepVerdict]) -> list[bytes]:
         messages: list[bytes] = []

@@ -2,8 +2,9 @@
 
 `python guarded.py OUT SCENARIO STEPS`. Scenarios: `plain`; `hold`: wait after the first step until OUT/go is there;
 `layouts`: rank 1 has another model; `untiered`: rank 1 has no local tiers; `numpy`, `numpy-rank-0`: an array in the
-state. Except with an array, each step waits until it is durable. Writes to OUT, per rank: how far it came, what it
-restored, and the error that ended it.
+state; `rank-0-alone`: only rank 0 calls `step()`, and rank 1 waits for it as in a collective call. In the first four
+each step waits until it is durable. Writes to OUT, per rank: how far it came, what it restored, and the error that
+ended it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def train(out: Path, scenario: str, steps: int, rank: int, said: dict[str, Any])
     state: dict[str, Any] = {"model": model, "extra": {"history": [0.5, 1.5]}}
     if scenario == "numpy" or (scenario == "numpy-rank-0" and rank == 0):
         state["extra"]["history"].append(np.arange(3))
-    with Checkpointer(state) as checkpointer:
+    with Checkpointer(state, every=1 if scenario == "rank-0-alone" else 0) as checkpointer:
         said["start"] = checkpointer.restore()
         if checkpointer.restored is not None:
             said["skipped"] = checkpointer.restored.skipped
@@ -68,8 +69,13 @@ def train(out: Path, scenario: str, steps: int, rank: int, said: dict[str, Any])
             with torch.no_grad():
                 for part in model.parameters():
                     part.fill_(step)
-            checkpointer.save(step)
-            if not scenario.startswith("numpy"):
+            if scenario == "rank-0-alone":
+                if rank == 0:
+                    checkpointer.step(step)
+                wait_for((out / "rank-0.json").exists)
+            else:
+                checkpointer.save(step)
+            if scenario not in {"numpy", "numpy-rank-0", "rank-0-alone"}:
                 wait_for(lambda step=step: checkpointer.durable_step >= step)
             if scenario == "hold" and step == 0:
                 (out / f"holding-{rank}").touch()

@@ -85,17 +85,40 @@ def test_a_missing_rank_is_waited_for_only_so_long() -> None:
     assert round_.overdue(160.0) is None
     answer = round_.overdue(160.1)
     assert isinstance(answer, PeerLost)
-    assert "rank 0, 2" in str(answer)
+    assert "ranks 0, 2" in str(answer)
+    assert "not inside `if rank == 0:`" in str(answer)
     assert round_.overdue(1000.0) is None, "said once"
+
+
+def test_a_rank_that_is_late_is_named_once_before_the_round_ends() -> None:
+    round_ = Round(2, 60)
+    assert round_.late(50.0) == "", "nobody waits"
+    for begun in (100.0, 200.0):
+        round_.propose(0, proposal(), begun)
+        assert round_.late(begun + 10.0) == ""
+        said = round_.late(begun + 10.1)
+        assert "has waited 10 s for the layout of rank 1" in said
+        assert "not inside `if rank == 0:`" in said
+        assert round_.late(begun + 20.0) == "", "said once"
+        round_.propose(1, proposal(), begun + 21.0)
+        assert round_.late(begun + 50.0) == ""
 
 
 def test_a_lost_rank_ends_the_round() -> None:
     round_ = Round(2, 60)
-    assert round_.lost("rank 1 is dead") is None, "nobody waits"
+    assert round_.lost(1, "rank 1 is dead") is None, "nobody waits"
+    for answer in (round_.propose(0, proposal(), 0.0), round_.propose(0, proposal(), 9.0)):
+        assert isinstance(answer, PeerLost)
+        assert str(answer) == "rank 0 began a save, and the ranks cannot agree on a layout: rank 1 is dead"
+
+
+def test_a_rank_that_ended_without_a_save_ends_the_open_round_with_the_advice() -> None:
+    round_ = Round(3, 60)
     round_.propose(0, proposal(), 0.0)
-    answer = round_.lost("rank 1 is dead")
+    answer = round_.lost(2, "rank 2 has left", by_itself=True)
     assert isinstance(answer, PeerLost)
-    assert "rank 1 is dead" in str(answer)
+    assert "rank 2 has left. Every rank must call step() or save()" in str(answer)
+    assert round_.lost(1, "rank 1 has left") is None, "all have heard"
 
 
 def test_rounds_follow_each_other() -> None:

@@ -94,6 +94,16 @@ def test_a_lost_stager_ends_every_wait_and_is_said_once(
     assert port.left
 
 
+def test_a_rank_that_missed_a_save_of_the_others_keeps_its_stager(
+    link: Link, port: FakePort, caplog: pytest.LogCaptureFixture
+) -> None:
+    port.say(Kind.REFUSED, body={"code": "peer_lost", "message": "the stager waited 60 s for rank 0"})
+    until(lambda: "has not come to a save of the other ranks: the stager waited 60 s" in caplog.text)
+    assert link.problem is None
+    offer(link)
+    until(lambda: port.of(Kind.OFFER))
+
+
 def test_a_silent_stager_is_lost_after_its_deadline_and_not_before(port: FakePort) -> None:
     now = [0.0]
     welcome = Welcome("file:///run", 1, CHUNK, 8, 2, 60.0, 5.0)

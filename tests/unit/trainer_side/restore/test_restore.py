@@ -566,6 +566,8 @@ def test_each_rank_gets_its_own_value_and_new_ranks_keep_theirs(
     for rank in range(min(ranks, 2)):
         assert own[rank].value.value["seed"].tolist() == [float(rank)] * 9
     assert ("none for rank 2" in caplog.text) == (ranks == 3)
+    other = f"step 0 was saved by 2 ranks, and this job has {ranks}: the whole state is resumed"
+    assert caplog.text.count(other) == (ranks != 2)
 
 
 def test_what_is_shared_out_among_the_ranks_wants_as_many_again(tmp_path: Path) -> None:

@@ -64,6 +64,21 @@ def test_a_rank_that_is_dead_ends_every_open_question(coordinator: Coordinator) 
     assert coordinator.all_left
 
 
+def test_a_rank_that_ended_without_a_save_ends_the_open_round(coordinator: Coordinator) -> None:
+    coordinator.hear(1, Frame(Kind.BYE), 0.0)
+    proposal = decode(Proposal("digest", [], 100, {}).to_frame(0))
+    (refused,) = map(decode, coordinator.hear(0, proposal, 1.0))
+    assert refused.kind is Kind.REFUSED
+    assert "rank 1 has ended. Every rank must call step() or save()" in wire.json_body(refused)["message"]
+
+
+def test_who_is_waited_for_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    patient = Coordinator(RANKS, CouncilLimits(agree_seconds_max=300.0, seal_seconds_max=20.0))
+    patient.hear(0, decode(Proposal("digest", [], 100, {}).to_frame(0)), 0.0)
+    assert patient.tick(11.0) == []
+    assert "rank 0 has waited 10 s for the layout of rank 1, and gives up after 300 s" in caplog.text
+
+
 def test_only_rank_0_gives_its_pickle_more_room(coordinator: Coordinator) -> None:
     (room,) = map(decode, coordinator.hear(0, Frame(Kind.ROOM, arg=65536), 0.0))
     assert (room.kind, room.arg) == (Kind.ROOM, 65536)
