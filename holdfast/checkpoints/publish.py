@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from holdfast.errors import BusyError, DamageError, StoreError, StoreMissing
 from holdfast.image.index import LayoutIndex
+from holdfast.image.layout import Layout
 from holdfast.image.manifest import (
     EntryRecord,
     Key,
@@ -22,6 +23,7 @@ from holdfast.image.manifest import (
     step_file_name,
 )
 from holdfast.image.replicas import drift_of
+from holdfast.image.split_record import SPLITS_MAX, SplitRecord
 from holdfast.store.base import Store
 
 _STALL_SECONDS_MAX = 1e9  # in a record from outside; longer is no stall of anything
@@ -231,8 +233,20 @@ def build_manifest(
             for entry, crc in zip(layout.entries, job.entry_crc32s, strict=True)
         ),
         tensors=tuple(
-            TensorRecord(path=tensor.path, dtype=tensor.dtype, shape=tensor.shape, entry=tensor.entry)
+            TensorRecord(
+                path=tensor.path,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                entry=tensor.entry,
+                split=_split_of(layout, tensor.entry),
+            )
             for tensor in layout.tensors
         ),
+        splits=tuple(map(SplitRecord.of, layout.patterns[:SPLITS_MAX])),
         record={**record, facts.writer: dict(writer_record)},
     )
+
+
+def _split_of(layout: Layout, entry: int) -> int | None:
+    number = layout.pattern_number(layout.entries[entry])
+    return None if number is None or number >= SPLITS_MAX else number

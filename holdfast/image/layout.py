@@ -309,7 +309,12 @@ class Layout:
 
     def pattern_of(self, entry: Entry) -> Pattern | None:
         """How an entry is split; None for one that is not."""
-        return self.patterns[SPLIT - entry.owner] if entry.owner <= SPLIT else None
+        number = self.pattern_number(entry)
+        return None if number is None else self.patterns[number]
+
+    def pattern_number(self, entry: Entry) -> int | None:
+        """Which of the patterns says how an entry is split; None for an entry that is not."""
+        return SPLIT - entry.owner if entry.owner <= SPLIT else None
 
     def held_bytes(self, entry: int, rank: int) -> int:
         """How many bytes of an entry `rank` holds, if it is not another rank's alone."""

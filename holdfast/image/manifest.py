@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, mo
 from pydantic_core import from_json
 
 from holdfast.errors import DamageError
+from holdfast.image.split_record import SPLITS_MAX, SplitRecord
 from holdfast.price import PLAIN_FACTOR, TooDearError, check_price, json_price
 from holdfast.sealed import seal, unseal
 
@@ -87,12 +88,13 @@ class EntryRecord(_ManifestRecord):
 
 
 class TensorRecord(_ManifestRecord):
-    """One tensor: its path in the state, and the index of the entry with its storage."""
+    """One tensor: its path in the state, and the indices of the entry with its storage and of how it was split."""
 
     path: _Text
     dtype: _Text
     shape: tuple[_Whole, ...]
     entry: _Whole
+    split: _Whole | None = None
 
 
 class NonfiniteRecord(_ManifestRecord):
@@ -131,6 +133,7 @@ class Manifest(_ManifestRecord):
         write_id: Random, names this one write; also on the object itself where the store keeps metadata.
         pgt1_seconds: From the first `save()` of a rank to staged. `pgt2_seconds`: to durable.
         nonfinite: Numbers that are not finite; None: they were not counted.
+        splits: How tensors were split among the ranks that were; the file has them whole.
         record: Times, bytes and waits of each phase on each rank (docs/format.md), for people and reports.
     """
 
@@ -155,6 +158,7 @@ class Manifest(_ManifestRecord):
     entries: Annotated[tuple[EntryRecord, ...], FailFast()]
     tensors: Annotated[tuple[TensorRecord, ...], FailFast()]
     nonfinite: NonfiniteRecord | None = None
+    splits: Annotated[tuple[SplitRecord, ...], Field(max_length=SPLITS_MAX), FailFast()] = ()
     record: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -170,6 +174,8 @@ class Manifest(_ManifestRecord):
         for tensor in self.tensors:
             if tensor.entry >= len(self.entries):
                 raise ValueError(f"tensor {tensor.path} names entry {tensor.entry} of {len(self.entries)}")
+            if tensor.split is not None and tensor.split >= len(self.splits):
+                raise ValueError(f"tensor {tensor.path} names split {tensor.split} of {len(self.splits)}")
         return self
 
     @property
@@ -184,8 +190,10 @@ class Manifest(_ManifestRecord):
 
     def to_bytes(self) -> bytes:
         """JSON, with the CRC-32 of all the rest in its last line."""
-        unknown = {"nonfinite"} if self.nonfinite is None else None
-        return seal(self.model_dump_json(indent=None, exclude=unknown).encode(), _CRC_FIELD)
+        left_out: dict[str, Any] = {} if self.nonfinite is not None else {"nonfinite": True}
+        if not self.splits:
+            left_out |= {"splits": True, "tensors": {"__all__": {"split"}}}
+        return seal(self.model_dump_json(indent=None, exclude=left_out).encode(), _CRC_FIELD)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, source: str) -> Manifest:

@@ -15,6 +15,7 @@ millions of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -223,23 +224,24 @@ class Pattern:
         self._check_tiling(numel)
 
     def _check_tiling(self, numel: int) -> None:
+        if self.cuts is not None:
+            return
+        both = overlap(self.regions)
+        if both is not None:
+            raise ProtocolError(
+                f"{self.told(both[0])} and {self.told(both[1])} overlap, and are not the same region"
+            )
         held = sum(region.numel for region in self.regions)
-        starts = np.array([region.start for region in self.regions], np.int64)
-        starts = starts.reshape(len(self.regions), len(self.shape))
-        ends = starts + np.array([region.size for region in self.regions], np.int64).reshape(starts.shape)
-        for number in range(len(self.regions)):
-            others = slice(number + 1, None)
-            meets = ((starts[others] < ends[number]) & (starts[number] < ends[others])).all(axis=1)
-            if meets.any():
-                other = number + 1 + int(meets.argmax())
-                raise ProtocolError(
-                    f"{self.told(number)} and {self.told(other)} overlap, and are not the same region"
-                )
         if held != numel:
             raise ProtocolError(
                 f"the ranks hold {held} of the {numel} elements of a tensor of shape {list(self.shape)}: nobody has "
                 "the rest"
             )
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[int, ...], ...] | None:
+        """As `grid_cuts`."""
+        return grid_cuts(self.shape, self.regions)
 
     @property
     def nbytes(self) -> int:
@@ -342,6 +344,44 @@ def unite(shape: Sequence[int], item_bytes: int, held: Sequence[Region | None]) 
     return Pattern(
         tuple(shape), item_bytes, tuple(regions), tuple(tuple(holders[region]) for region in regions)
     )
+
+
+def grid_cuts(shape: Sequence[int], regions: Collection[Region]) -> tuple[tuple[int, ...], ...] | None:
+    """The sizes into which each dimension is cut, if the regions are all cells of such a grid, each once.
+
+    Then they tile the tensor exactly, which is seen here without a look at each pair.
+
+    Args:
+        shape: Of the whole tensor; not empty.
+        regions: Each within `shape` and not empty.
+    """
+    starts = [sorted({region.start[dimension] for region in regions}) for dimension in range(len(shape))]
+    if not regions or math.prod(map(len, starts)) != len(regions) or any(one[0] for one in starts):
+        return None
+    sizes = [
+        {start: end - start for start, end in itertools.pairwise([*one, whole])}
+        for one, whole in zip(starts, shape, strict=True)
+    ]
+    for region in regions:
+        if any(size != of[start] for start, size, of in zip(region.start, region.size, sizes, strict=True)):
+            return None
+    if len({region.start for region in regions}) < len(regions):
+        return None
+    return tuple(tuple(of.values()) for of in sizes)
+
+
+def overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
+    """Numbers of two regions of one tensor that have an element in common; None if there are none."""
+    if not regions:
+        return None
+    starts = np.array([region.start for region in regions], np.int64).reshape(len(regions), -1)
+    ends = starts + np.array([region.size for region in regions], np.int64).reshape(starts.shape)
+    for number in range(len(regions)):
+        others = slice(number + 1, None)
+        meets = ((starts[others] < ends[number]) & (starts[number] < ends[others])).all(axis=1)
+        if meets.any():
+            return number, number + 1 + int(meets.argmax())
+    return None
 
 
 def joined(extents: Sequence[Extent]) -> Iterator[Extent]:

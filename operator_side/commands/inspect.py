@@ -34,7 +34,8 @@ _NUMBER_MAX = 10**300
 def inspect(as_json: bool, target: Target, show_all: bool) -> None:
     """Show one checkpoint of the run at URL: its summary, its tensors, and how long each phase of it took.
 
-    The command reads only the manifest. Without @STEP it shows the newest good checkpoint.
+    The command reads only the manifest. Without @STEP it shows the newest good checkpoint. PLACEMENT says how a tensor
+    was split among the ranks when it was saved; the file has it whole.
 
     JSON: {"url", "manifest": {…}}, the manifest as docs/format.md describes it.
     """
@@ -78,15 +79,17 @@ def _print_tensors(out: Console, manifest: Manifest, *, show_all: bool) -> None:
     if not manifest.tensors:
         out.print("\nno tensors")
         return
-    rows = table("TENSOR", "DTYPE", "SHAPE", "STORAGE", right=("STORAGE",))
+    splits = [one.told() for one in manifest.splits]
+    placement = ("PLACEMENT",) if splits else ()
+    rows = table("TENSOR", "DTYPE", "SHAPE", *placement, "STORAGE", right=("STORAGE",))
     rows.columns[0].no_wrap = False
     rows.columns[0].overflow = "fold"
     shown = manifest.tensors if show_all else manifest.tensors[:_ROWS_SHOWN]
     for tensor in shown:
         shape = " x ".join(str(extent) for extent in tensor.shape) or "scalar"
-        rows.add_row(
-            _plain(tensor.path), _plain(tensor.dtype), shape, size(manifest.entries[tensor.entry].nbytes)
-        )
+        split = ("" if tensor.split is None else splits[tensor.split],) if splits else ()
+        nbytes = manifest.entries[tensor.entry].nbytes
+        rows.add_row(_plain(tensor.path), _plain(tensor.dtype), shape, *split, size(nbytes))
     out.print()
     out.print(rows)
     storages = {tensor.entry for tensor in manifest.tensors}

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.store import open_store
 from tests.support.cluster import SMALL, Cluster
 
 pytestmark = [pytest.mark.mpi]
@@ -62,6 +65,15 @@ class Meshes(Cluster):
         found = self.out(self.started) / "restored.json"
         return json.loads(found.read_text()) if found.exists() else None
 
+    def placements(self, step: int, paths: Collection[str]) -> dict[str, str]:
+        """How some tensors of a checkpoint were split, as `holdfast inspect` shows it."""
+        manifest = Catalog(open_store(self.store)).get(step=step)
+        return {
+            tensor.path: "" if tensor.split is None else manifest.splits[tensor.split].told()
+            for tensor in manifest.tensors
+            if tensor.path in paths
+        }
+
     def compare(self) -> list[str]:
         """Names of the files, all of which a plain process finds equal to the truth."""
         command = [
@@ -83,3 +95,12 @@ def test_the_file_has_whole_tensors_as_torch_gathers_them_and_another_mesh_goes_
     assert meshes.train("fsdp", 3, 2) is None
     assert meshes.train("fsdp-tp", 4, 3) == {"step": 1, "differ": []}
     assert meshes.compare() == ["step-000000000.pt", "step-000000001.pt", "step-000000002-a002.pt"]
+    placements = {
+        "net/blocks.0.up.weight": "split in 4 along dim 0",
+        "net/blocks.0.down.weight": "2 x 2 blocks",
+        "net/blocks.0.down.bias": "split in 2 along dim 0, replicated x 2",
+        "net/embed.weight": "split in 2 along dim 0, replicated x 2",
+        "net/seen": "",
+        "experts/up": "split in 4 along dim 0",
+    }
+    assert meshes.placements(2, placements) == placements

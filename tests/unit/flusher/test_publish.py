@@ -21,7 +21,9 @@ from holdfast.checkpoints.publish import (
 )
 from holdfast.errors import BusyError
 from holdfast.image.index import LayoutIndex
+from holdfast.image.layout import REPLICATED, SPLIT, Entry, Layout, TensorInfo
 from holdfast.image.manifest import Key, Manifest, State, is_manifest_name, manifest_name
+from holdfast.image.regions import Region, unite
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore
 
@@ -54,6 +56,24 @@ def test_manifest_survives_its_own_round_trip_with_all_fields() -> None:
     assert [entry.crc32 for entry in made.entries] == [0, 1, 2, 3]
     assert made.record["flusher"] == {"write_seconds": 1.0}
     assert len(made.tensors) == 4
+
+
+def test_it_says_of_split_tensors_alone_how_they_were_split() -> None:
+    halves = unite((50, 6), 4, [Region((0, 0), (25, 6)), Region((25, 0), (25, 6))])
+    entries = (Entry("archive/data/0", 0, 1200, SPLIT, ()), Entry("archive/data/1", 1200, 40, REPLICATED, ()))
+    tensors = (TensorInfo("w", "float32", (50, 6), 0), TensorInfo("b", "float32", (10,), 1))
+    layout = Layout(4096, 4096, 2, entries, tensors, patterns=(halves,))
+    made = build_manifest(
+        Publish(Key(1, 7), LayoutIndex(layout), 1, (1,), (1, 2)),
+        run="run",
+        file="step-000000007.pt",
+        write_id="w",
+        facts=ManifestFacts(Times(10.0, 12.5), {}),
+        writer_record={},
+    )
+    assert [tensor.split for tensor in made.tensors] == [0, None]
+    assert [one.told() for one in made.splits] == ["split in 2 along dim 0"]
+    assert Manifest.from_bytes(made.to_bytes(), source="x") == made
 
 
 def test_only_the_first_attempt_has_plain_names_and_no_attempt_another_ones() -> None:

@@ -54,6 +54,14 @@ def _manifest(field: bytes, item: bytes) -> bytes:
     return seal(b'{"%s":[%s]}' % (field, items), "manifest_crc32")
 
 
+def _split_manifest(record: bytes, count: int) -> bytes:
+    """A manifest that is whole but for its splits."""
+    document = json.loads(manifest_of(small_image(), step=1).to_bytes())
+    del document["manifest_crc32"]
+    records = b",".join([record] * count)
+    return seal(json.dumps(document).encode()[:-1] + b',"splits":[%s]}' % records, "manifest_crc32")
+
+
 HOSTILE = {
     "layout": [
         lambda: _layout(b",".join([b"[]"] * (10 << 20))),
@@ -64,6 +72,8 @@ HOSTILE = {
         lambda: _manifest(b"entries", b"{}"),
         lambda: _manifest(b"record", b"[]"),
         lambda: _manifest(b"chunk_crc32s", b"9"),
+        lambda: _split_manifest(b'{"parts":1,"copies":1,"copies_max":1}', 200_000),
+        lambda: _split_manifest(b'{"parts":1,"cuts":[[%s1]],"copies":1,"copies_max":1}' % (b"1," * _MIB), 4),
     ],
 }
 

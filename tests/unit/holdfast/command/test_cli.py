@@ -25,8 +25,9 @@ from holdfast.command import cli
 from holdfast.command.output import age, seconds, size
 from holdfast.errors import BusyError, ConfigError, DamageError, FencedError, HoldfastError, StoreError
 from holdfast.image.manifest import State
+from holdfast.image.split_record import SplitRecord
 from operator_side.commands.target import parse_target
-from tests.support.checkpoints import CHUNK_BYTES, add, add_small, manifest_of, small_image
+from tests.support.checkpoints import CHUNK_BYTES, SMALL_TENSORS, add, add_small, manifest_of, small_image
 from tests.support.memory_store import MemoryStore
 from tests.support.signals import INTERRUPTIBLE
 
@@ -298,6 +299,26 @@ def test_inspect_shortens_long_tables_unless_told(store: MemoryStore, run: Any) 
     assert "model/layer[40]" not in out
     assert "60 tensors, of which 20 are not shown (--all) in 1 storages, 9.8 KiB" in out
     assert "model/layer[59]" in run("inspect", "memory://run", "--all")[1]
+
+
+def test_inspect_shows_how_tensors_were_split(store: MemoryStore, run: Any) -> None:
+    add_small(store, 1)
+    assert "PLACEMENT" not in run("inspect", "memory://run")[1]
+    plain = manifest_of(small_image(), step=2, tensors=SMALL_TENSORS)
+    tensors = tuple(
+        tensor.model_copy(update={"split": 0 if tensor.path == "model/weight" else None})
+        for tensor in plain.tensors
+    )
+    split = SplitRecord(parts=2, cuts=((1250, 2),), copies=2, copies_max=2, ranks=(0, 2, 2, 1, 2, 2))
+    add(store, plain.model_copy(update={"tensors": tensors, "splits": (split,)}), small_image())
+    code, out, err = run("inspect", "memory://run")
+    assert code == 0, err
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "split in 2 along dim 0, replicated x 2" in lines["model/weight"]
+    assert "split" not in lines["model/bias"]
+    shown = json.loads(run("inspect", "memory://run", "--json")[1])["manifest"]
+    assert [tensor["split"] for tensor in shown["tensors"]] == [0, None, None, None]
+    assert shown["splits"] == [split.model_dump(mode="json")]
 
 
 def test_verify_all_counts_what_cannot_be_read_as_damage(store: MemoryStore, run: Any) -> None:

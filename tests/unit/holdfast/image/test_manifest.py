@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from holdfast.crc import crc32
 from holdfast.errors import DamageError
 from holdfast.image.manifest import Manifest, State, is_manifest_name, manifest_name, step_file_name
+from holdfast.image.split_record import RUNS_MAX, SPLITS_MAX
 from tests.support.checkpoints import SMALL_TENSORS, manifest_of, small_image
 
 MANIFEST = manifest_of(
@@ -118,6 +119,40 @@ def test_deep_nesting_is_damage_and_not_a_crash() -> None:
 
 def test_fields_of_later_versions_are_passed_over() -> None:
     assert Manifest.from_bytes(changed(later="more"), source="here") == MANIFEST
+
+
+def test_it_says_nothing_of_splits_where_there_are_none() -> None:
+    assert b"split" not in DATA
+
+
+SPLIT = [{"parts": 4, "cuts": [[1024, 4]], "copies": 1, "copies_max": 1, "ranks": [0, 1, 4]}]
+
+
+def test_it_says_how_tensors_were_split() -> None:
+    tensors = [tensor.model_dump() | {"split": 0 if n else None} for n, tensor in enumerate(MANIFEST.tensors)]
+    made = Manifest.from_bytes(changed(splits=SPLIT, tensors=tensors), source="here")
+    assert [tensor.split for tensor in made.tensors] == [None, 0, 0, 0]
+    assert made.splits[0].told() == "split in 4 along dim 0"
+    assert Manifest.from_bytes(made.to_bytes(), source="here") == made
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [],
+        [{"parts": 1}],
+        [SPLIT[0] | {"parts": 0}],
+        [SPLIT[0] | {"cuts": [[1, 1]] * 65}],
+        [SPLIT[0] | {"cuts": [[1] * (2 * RUNS_MAX + 1)]}],
+        [SPLIT[0] | {"ranks": [0] * (3 * RUNS_MAX + 1)}],
+        [SPLIT[0] | {"ranks": [2**62]}],
+        SPLIT * (SPLITS_MAX + 1),
+    ],
+)
+def test_splits_that_are_none_or_too_many_are_refused(splits: list[Any]) -> None:
+    tensors = [tensor.model_dump() | {"split": 0} for tensor in MANIFEST.tensors]
+    with pytest.raises(DamageError, match="cannot read the manifest"):
+        Manifest.from_bytes(changed(splits=splits, tensors=tensors), source="there")
 
 
 def test_a_state_is_changed_in_a_copy() -> None:

@@ -1,0 +1,98 @@
+"""How a tensor was split among the ranks, in a few numbers: what the manifest says of it.
+
+    regions [0:4, :] [4:8, :] … [28:30, :] of ranks 0, 1, … 7  ─►  cuts [[4, 7, 2, 1], [16, 1]], ranks [0, 1, 8]
+
+A file has whole tensors, so no reader needs it. It is for people, and it never grows with the number of ranks: sizes
+and ranks are written as runs, and left out where there are too many of those.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+from holdfast.image.regions import Pattern
+
+RUNS_MAX = 256  # of sizes, or of ranks, in one record
+SPLITS_MAX = 1024  # of a manifest
+_DIMENSIONS_MAX = 64  # torch's own limit
+_Count = Annotated[int, Field(ge=1, lt=2**62)]
+_Cuts = Annotated[tuple[_Count, ...], Field(max_length=2 * RUNS_MAX), FailFast()]
+_Number = Annotated[int, Field(gt=-(2**62), lt=2**62)]
+
+
+class SplitRecord(BaseModel):
+    """How the tensors of one shape were split.
+
+    Attributes:
+        parts: How many different parts there were; ranks that held nothing do not count.
+        cuts: Of each dimension the sizes into which it was cut, as size, how many of them, next size, and so on. Empty:
+            the parts were no grid, or the sizes take too many runs.
+        copies: How many ranks held a part: the fewest.
+        copies_max: The most.
+        ranks: Who held the parts, in the order of the parts' places: of each part its lowest rank; then of each part
+            its next one, and so on. As first rank, distance to the next one, how many, and so on. Empty: parts were not
+            held by the same number of ranks, or the ranks take too many runs.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    parts: _Count
+    cuts: Annotated[tuple[_Cuts, ...], Field(max_length=_DIMENSIONS_MAX), FailFast()] = ()
+    copies: _Count
+    copies_max: _Count
+    ranks: Annotated[tuple[_Number, ...], Field(max_length=3 * RUNS_MAX), FailFast()] = ()
+
+    @classmethod
+    def of(cls, pattern: Pattern) -> Self:
+        """What there is to say of a pattern."""
+        in_order = sorted(zip(pattern.regions, pattern.holders, strict=True))
+        copies = [len(holders) for _, holders in in_order]
+        cuts = [_sizes(sizes) for sizes in pattern.cuts or ()]
+        equal = min(copies) == max(copies)
+        ranks = _ranks([holders[n] for n in range(copies[0]) for _, holders in in_order] if equal else [])
+        return cls(
+            parts=len(in_order),
+            cuts=tuple(cuts) if sum(map(len, cuts)) <= 2 * RUNS_MAX else (),
+            copies=min(copies),
+            copies_max=max(copies),
+            ranks=ranks if len(ranks) <= 3 * RUNS_MAX else (),
+        )
+
+    def told(self) -> str:
+        """For people, such as `split in 4 along dim 0, replicated x 2`."""
+        if self.copies == self.copies_max:
+            copies = f"replicated x {self.copies}" if self.copies > 1 else ""
+        else:
+            copies = f"replicated x {self.copies} to {self.copies_max}"
+        counts = [sum(one[1::2]) for one in self.cuts]
+        cut = [dimension for dimension, count in enumerate(counts) if count > 1]
+        if self.parts == 1:
+            parts = "" if copies else "on one rank"
+        elif not cut:
+            parts = f"split in {self.parts} parts"
+        elif len(cut) == 1:
+            parts = f"split in {counts[cut[0]]} along dim {cut[0]}"
+        else:
+            parts = f"{' x '.join(map(str, counts))} blocks"
+        return ", ".join(filter(None, (parts, copies)))
+
+
+def _sizes(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(number for size, same in itertools.groupby(sizes) for number in (size, sum(1 for _ in same)))
+
+
+def _ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+    found: list[int] = []
+    at = 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        end = at + 1
+        while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        found += ranks[at], step, end - at
+        at = end
+    return tuple(found)
