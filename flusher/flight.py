@@ -136,7 +136,9 @@ def chunk_complaint(flight: Flight, event: ChunkFull) -> str:
         return "came twice"
     if event.nbytes != layout.chunk_extent(event.chunk).nbytes:
         return f"{event.nbytes} bytes, expected {layout.chunk_extent(event.chunk).nbytes}"
-    ranks = tuple(source.rank for source in event.sources)
-    if ranks != layout.senders(event.chunk):
-        return f"sent by ranks {ranks}, expected {layout.senders(event.chunk)}"
+    ranks, expected = tuple(source.rank for source in event.sources), layout.senders(event.chunk)
+    if ranks != expected:
+        strange, missing = sorted({*ranks} - {*expected}), sorted({*expected} - {*ranks})
+        counts = f"sent by {len(ranks)} ranks, expected {len(expected)}"
+        return f"{counts}; too many: {strange[:20]}, missing: {missing[:20]}"
     return ""

@@ -39,6 +39,7 @@ class Payloads:
     def __init__(self, port: TrainersPort, ring: Ring) -> None:
         self._port = port
         self._posted: dict[tuple[int, int], tuple[int, int, int]] = {}  # (rank, slot) → step, chunk, bytes
+        self._slots: dict[tuple[int, int, int], int] = {}  # (rank, step, chunk) → slot
         self._arriving: set[tuple[int, int]] = set()
         self._memory = _memory(ring)
 
@@ -62,20 +63,19 @@ class Payloads:
         extents = layout.pieces(chunk, rank)
         pieces = tuple(Extent(extent.offset - start, extent.nbytes) for extent in extents)
         self._posted[rank, slot] = (step, chunk, sum(extent.nbytes for extent in extents))
+        self._slots[rank, step, chunk] = slot
         self._port.post(rank, slot, self._memory[slot], pieces)
 
     def announced(self, rank: int, step: int, chunk: int) -> None:
         """The rank says that it has sent it: look for it from now on."""
-        self._arriving.update(
-            place
-            for place, (posted_step, posted_chunk, _) in self._posted.items()
-            if place[0] == rank and (posted_step, posted_chunk) == (step, chunk)
-        )
+        slot = self._slots.get((rank, step, chunk))
+        if slot is not None:
+            self._arriving.add((rank, slot))
 
     def cancel(self, rank: int, slot: int) -> None:
         """It will not come."""
         self._port.cancel(rank, slot)
-        self._posted.pop((rank, slot), None)
+        self._forget(rank, slot)
         self._arriving.discard((rank, slot))
 
     def look(self) -> list[Arrival]:
@@ -86,9 +86,15 @@ class Payloads:
             if nbytes is None:
                 continue
             self._arriving.discard(place)
-            step, chunk, expected_bytes = self._posted.pop(place)
+            step, chunk, expected_bytes = self._posted[place]
+            self._forget(*place)
             found.append(Arrival(place[0], step, chunk, nbytes, expected_bytes))
         return found
+
+    def _forget(self, rank: int, slot: int) -> None:
+        posted = self._posted.pop((rank, slot), None)
+        if posted is not None:
+            del self._slots[rank, posted[0], posted[1]]
 
 
 def _memory(ring: Ring) -> list[memoryview]:

@@ -35,7 +35,9 @@ from holdfast.errors import ProtocolError
 from holdfast.image.regions import Extent, Pattern, Share, joined
 from holdfast.price import inflate_json
 
-SOURCES_MAX = 1016  # ranks that may send into one chunk: what a record of the ring's journal has room for
+SOURCES_MAX = (
+    16384  # ranks that may send into one chunk: each costs the stager a receive and a line of the journal
+)
 CHUNK_BYTES = 16 * 1024 * 1024
 REPLICATED = -1  # owner of an entry that every rank holds with the same bytes
 SPLIT = -2  # owner of an entry with the first pattern; -3 with the second one, and so on
@@ -221,7 +223,7 @@ class Layout:
             )
 
     def _check_senders(self) -> None:
-        """The journal has to name all who send into a chunk."""
+        """The stager has a receive out for each who sends into a chunk, and the journal names them all."""
         if self.ranks <= SOURCES_MAX:
             return
         senders, most = max((len(self.senders(chunk)), chunk) for chunk in range(self.chunks))
@@ -444,6 +446,15 @@ class Layout:
             extents = self.pieces(chunk, rank)
             if extents:
                 yield chunk, extents
+
+    @cached_property
+    def frames(self) -> tuple[int, ...]:
+        """Per rank, how many frames it sends."""
+        found = [0] * self.ranks
+        for chunk in range(self.chunks):
+            for rank in self.senders(chunk):
+                found[rank] += 1
+        return tuple(found)
 
     def slice_bytes(self, rank: int) -> int:
         """All bytes that rank `rank` sends for one checkpoint."""

@@ -11,6 +11,8 @@ Rules that make a kill at any instruction harmless:
    still a whole FILLING record.
 4. A slot that is freed keeps its record, and its bytes. `mark_filling` takes the content part away first of all, so a
    FREE slot with a whole record (`remains`) has the bytes that were FULL under it, and no others.
+5. Sources that a record has no room for lie in a file beside the journal, which is there before the record names them.
+   The record's CRC is over all of them, so a file of another chunk is no file of this one.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from holdfast.crc import crc32
-from holdfast.errors import ProtocolError
+from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.image.chunks import Source
 from holdfast.image.layout import SOURCES_MAX
+from holdfast.ring.side_files import SourceFiles
 
 HEADER_BYTES = 4096
 RECORD_BYTES = 8192
@@ -33,6 +36,7 @@ RING_CHUNKS_MAX = 1 << 20
 CHUNK_BYTES_MAX = 1 << 34
 _MAGIC = b"HFRING\r\n"  # a transfer that mangles line ends shows
 _VERSION = 1
+_VERSION_MORE = 2  # the same, and some record has more sources than it has room for
 _PAGE_BYTES = 4096
 _WHOLE_MAX = 2**62
 
@@ -44,7 +48,8 @@ _PAIR = struct.Struct("<II")  # rank, crc
 _PLACE_OFFSET = 8
 _CONTENT_OFFSET = _PLACE_OFFSET + _PLACE.size
 _PAIRS_OFFSET = 64
-assert (RECORD_BYTES - _PAIRS_OFFSET) // _PAIR.size >= SOURCES_MAX  # the record has room for all of them
+_VERSION_OFFSET = 8
+SOURCES_INSIDE_MAX = (RECORD_BYTES - _PAIRS_OFFSET) // _PAIR.size
 
 
 class SlotState(IntEnum):
@@ -109,25 +114,30 @@ class Journal:
     Args:
         memory: The whole journal file, mapped shared.
         source: Its path, for messages.
+        more: The files for sources that a record has no room for.
 
     Raises:
         ProtocolError: The header is not one of ours.
     """
 
-    def __init__(self, memory: mmap.mmap, source: str) -> None:
-        self._memory, self._source = memory, source
+    def __init__(self, memory: mmap.mmap, source: str, more: SourceFiles) -> None:
+        self._memory, self._source, self._more = memory, source, more
         self.header = self._read_header()
 
     @staticmethod
-    def write_header(memory: mmap.mmap, header: Header) -> None:
+    def write_header(memory: mmap.mmap, header: Header, version: int = _VERSION) -> None:
         """Write a new header; the records behind it must be zero, which is FREE."""
+        # The CRC is that of version 1, so that another version is one aligned store.
         raw = _HEADER.pack(_MAGIC, _VERSION, header.ring_chunks, header.chunk_bytes, header.attempt)
-        memory[: len(raw) + 4] = raw + _STATE.pack(crc32(raw))
+        crc = _STATE.pack(crc32(raw))
+        raw = raw[:_VERSION_OFFSET] + _STATE.pack(version) + raw[_VERSION_OFFSET + _STATE.size :]
+        memory[: len(raw) + len(crc)] = raw + crc
 
     def set_attempt(self, attempt: int) -> None:
         """Name the attempt whose chunks may come in from now on. Flusher only, while no stager is attached."""
         header = self.header._replace(attempt=attempt).checked(self._source)
-        self.write_header(self._memory, header)
+        (version,) = _STATE.unpack_from(self._memory, _VERSION_OFFSET)
+        self.write_header(self._memory, header, version)
         self.header = header
 
     def mark_filling(self, slot: int, attempt: int, step: int, chunk: int) -> None:
@@ -154,7 +164,12 @@ class Journal:
                 f"{self._source}: slot {slot}: {len(ordered)} sources, expected 1 to {SOURCES_MAX}"
             )
         pairs = b"".join(_PAIR.pack(*pair) for pair in ordered)
-        self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + len(pairs)] = pairs
+        if len(ordered) > SOURCES_INSIDE_MAX:
+            # Version 2 first: who reads version 1 alone must not meet a record that it cannot read.
+            _STATE.pack_into(self._memory, _VERSION_OFFSET, _VERSION_MORE)
+            self._more.write(slot, pairs[SOURCES_INSIDE_MAX * _PAIR.size :])
+        inside = pairs[: SOURCES_INSIDE_MAX * _PAIR.size]
+        self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + len(inside)] = inside
         raw = _CONTENT.pack(0, len(ordered), nbytes)[4:]
         content = _STATE.pack(crc32(pairs, crc32(raw))) + raw
         self._memory[base + _CONTENT_OFFSET : base + _CONTENT_OFFSET + len(content)] = content
@@ -198,7 +213,7 @@ class Journal:
             return None
         try:
             return self._read(slot, SlotState.FULL)._replace(state=state)
-        except ProtocolError:
+        except HoldfastError:
             return None
 
     def _read(self, slot: int, state: SlotState) -> SlotRecord:
@@ -215,15 +230,19 @@ class Journal:
         content_crc, count, nbytes = _CONTENT.unpack(raw)
         self._expect(0 < count <= SOURCES_MAX, slot, f"sources {count}, expected 1 to {SOURCES_MAX}")
         self._expect(0 < nbytes <= self.header.chunk_bytes, slot, f"nbytes {nbytes} is out of range")
-        pairs = self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + count * _PAIR.size]
+        inside = min(count, SOURCES_INSIDE_MAX)
+        pairs = self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + inside * _PAIR.size]
+        if count > inside:
+            pairs += self._more.read(slot)
+            self._expect(
+                len(pairs) == count * _PAIR.size,
+                slot,
+                f"{len(pairs) // _PAIR.size} of {count} sources are there, with those of sources-{slot} beside it",
+            )
         self._expect(content_crc == crc32(pairs, crc32(raw[4:])), slot, "content_crc does not hold")
         sources = tuple(Source(*pair) for pair in _PAIR.iter_unpack(pairs))
-        ranks = [source.rank for source in sources]
-        self._expect(
-            all(a < b for a, b in itertools.pairwise(ranks)),
-            slot,
-            f"ranks {ranks} are not ascending",
-        )
+        in_order = all(one.rank < other.rank for one, other in itertools.pairwise(sources))
+        self._expect(in_order, slot, "its ranks are not ascending")
         return SlotRecord(slot, state, attempt, step, chunk, nbytes, sources)
 
     def _expect(self, holds: bool, slot: int, what: str) -> None:
@@ -250,12 +269,15 @@ class Journal:
         raw = self._memory[: _HEADER.size]
         (stated,) = _STATE.unpack_from(self._memory, _HEADER.size)
         magic, version, ring_chunks, chunk_bytes, attempt = _HEADER.unpack(raw)
+        raw = _HEADER.pack(magic, _VERSION, ring_chunks, chunk_bytes, attempt)  # what the CRC is of
         if magic != _MAGIC:
             raise ProtocolError(
                 f"{self._source}: header: magic {magic!r}, expected {_MAGIC!r}; the file is not a journal of holdfast"
             )
-        if version != _VERSION:
-            raise ProtocolError(f"{self._source}: header: version {version}, this holdfast reads {_VERSION}")
+        if version not in {_VERSION, _VERSION_MORE}:
+            raise ProtocolError(
+                f"{self._source}: header: version {version}, this holdfast reads {_VERSION} and {_VERSION_MORE}"
+            )
         if stated != crc32(raw):
             raise ProtocolError(f"{self._source}: header: header_crc {stated:#x}, expected {crc32(raw):#x}")
         header = Header(chunk_bytes, ring_chunks, attempt).checked(f"{self._source}: header")

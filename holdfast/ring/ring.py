@@ -6,6 +6,7 @@
         checkpoint-<attempt>-<step>.json    receiving or staged, layout digest, times of the ranks; replaced whole
         flush-<attempt>-<step>     what the store has of it already (flusher/progress.py)
         layout-<digest>            Layout.to_bytes()
+        sources-<slot>             senders of a chunk for whom its record has no room
         flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/tenure.py)
 
 The flusher makes and removes a ring; a stager or a tool attaches. Nothing here locks: each slot state has one writer.
@@ -30,20 +31,19 @@ from holdfast.errors import ConfigError, ProtocolError, StoreError
 from holdfast.image.layout import Layout
 from holdfast.ring.directory import (
     check_private_directory,
-    machine_error,
     make_private_directory,
     open_private_file,
 )
 from holdfast.ring.journal import Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
 from holdfast.ring.set_aside import SET_ASIDE_NAME
+from holdfast.ring.side_files import SourceFiles, read_side_file, write_side_file
 from holdfast.sealed import seal, unseal
 
 _log = logging.getLogger("holdfast.ring")
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{1,19})-(\d{1,19})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CRC_FIELD = "checkpoint_crc32"
-_SIDE_FILE_BYTES_MAX = 1 << 28
 _SPARE_BYTES = 16 << 20  # layouts and checkpoint files lie in the same memory
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 
@@ -79,7 +79,7 @@ class Ring:
     def __init__(self, directory: Path, journal: mmap.mmap, ring_fd: int, ring_bytes: int | None) -> None:
         self.directory = directory
         self._journal_map = journal
-        self._journal = Journal(journal, str(directory / "journal"))
+        self._journal = Journal(journal, str(directory / "journal"), SourceFiles(directory))
         header = self._journal.header
         found_bytes = ring_bytes if ring_bytes is not None else os.fstat(ring_fd).st_size
         if found_bytes != header.ring_bytes:
@@ -204,7 +204,7 @@ class Ring:
         """Remove all that a ring put into `directory`, but not the directory. Flusher only."""
         for path in directory.iterdir():
             known = path.name in {"ring", "journal", SET_ASIDE_NAME} or path.name.startswith(
-                ("checkpoint-", "flush-", "layout-", "stager-", ".new-")
+                ("checkpoint-", "flush-", "layout-", "sources-", "stager-", ".new-")
             )
             if known:
                 path.unlink(missing_ok=True)
@@ -381,15 +381,7 @@ class Ring:
             )
 
     def _write(self, name: str, data: bytes) -> None:
-        # In memory: a rename is enough, there is nothing to sync.
-        temporary = self.directory / f".new-{os.getpid()}-{name}"
-        fd = open_private_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            with open(fd, "wb") as file:  # noqa: PTH123
-                file.write(data)
-            temporary.rename(self.directory / name)
-        except OSError as error:
-            raise machine_error(self.directory / name, error) from error
+        write_side_file(self.directory / name, data)
 
 
 def checkpoint_names(directory: Path) -> list[tuple[int, int]]:
@@ -421,16 +413,6 @@ def read_checkpoint(directory: Path, attempt: int, step: int) -> CheckpointRecor
             f"{path}: the record names attempt {found.attempt}, step {found.step}, which its file name does not"
         )
     return found
-
-
-def read_side_file(path: Path) -> bytes:
-    """What lies beside a ring, whole. Raises `ProtocolError` when it is too large, `FileNotFoundError`."""
-    fd = open_private_file(path, os.O_RDONLY)
-    with open(fd, "rb") as file:  # noqa: PTH123 (a descriptor, opened without following links)
-        nbytes = os.fstat(fd).st_size
-        if nbytes > _SIDE_FILE_BYTES_MAX:
-            raise ProtocolError(f"{path}: {nbytes} bytes, expected at most {_SIDE_FILE_BYTES_MAX}")
-        return file.read(_SIDE_FILE_BYTES_MAX)
 
 
 def _check_room(directory: Path, needed_bytes: int) -> None:

@@ -50,6 +50,7 @@ class Checkpoint:
         fingerprints: rank → those of its replicas, of the ranks that sent them.
         part_chunks: How many chunks the flusher writes at a time.
         queues: Per rank, the chunks of its slice without a slot, ascending.
+        ungranted: How many chunks that are, with those in `urgent`.
         urgent: The same, of those that are granted before the others (`Layout.urgent_chunks`); empty without any.
         open_slots: chunk → slot, while it is being filled.
         credits: (chunk, rank) → credit, until it is settled.
@@ -69,6 +70,7 @@ class Checkpoint:
     layout: Layout | None = None
     part_chunks: int = 1
     queues: list[deque[int]] = field(default_factory=list)
+    ungranted: int = 0
     urgent: list[deque[int]] = field(default_factory=list)
     open_slots: dict[int, int] = field(default_factory=dict)
     credits: dict[tuple[int, int], Credit] = field(default_factory=dict)
@@ -85,7 +87,7 @@ class Checkpoint:
     def handed_over(self) -> int:
         """How many chunks have come in whole and were handed to the flusher."""
         assert self.layout is not None
-        return self.layout.chunks - sum(map(len, self._waiting)) - len(self.open_slots)
+        return self.layout.chunks - self.ungranted - len(self.open_slots)
 
     @property
     def handed_over_fraction(self) -> float:
@@ -107,11 +109,12 @@ class Checkpoint:
         # Opening the upload may take a while and need not be waited for: until the flusher says how large its parts
         # are, the whole image counts as one, which is to say that chunks are granted strictly from the lowest.
         self.part_chunks = layout.chunks
+        self.ungranted = layout.chunks
         self.queues = [deque(layout.slice_chunks(rank)) for rank in range(self.ranks)]
         if urgent := layout.urgent_chunks:
             self.urgent = [deque(filter(urgent.__contains__, queue)) for queue in self.queues]
             self.queues = [deque(itertools.filterfalse(urgent.__contains__, queue)) for queue in self.queues]
-        self.frames_left = {rank: sum(1 for _ in layout.sends(rank)) for rank in range(self.ranks)}
+        self.frames_left = dict(enumerate(layout.frames))
 
     def owed_by(self, rank: int) -> bool:
         """Whether something of `rank` is still to come."""
@@ -165,6 +168,7 @@ class Checkpoint:
     def granted(self, chunk: int) -> None:
         """`chunk`, which `choose` has named, has its slot."""
         assert self.layout is not None
+        self.ungranted -= 1
         rank = self.layout.chunk_rank(chunk)
         if self.urgent and self.urgent[rank] and self.urgent[rank][0] == chunk:
             self.urgent[rank].popleft()

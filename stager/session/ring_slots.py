@@ -62,7 +62,10 @@ class RingSlots:
         actions: list[Action] = []
         reserved = 0  # slots that the lowest incomplete parts of older checkpoints still need
         for checkpoint in checkpoints:
-            if checkpoint.phase not in {Phase.PREPARED, Phase.RECEIVING}:
+            # A thousand senders to a chunk settle a thousand credits: what needs no look at all of them comes first.
+            if len(self.free) <= reserved:
+                break
+            if checkpoint.phase not in {Phase.PREPARED, Phase.RECEIVING} or not checkpoint.ungranted:
                 continue
             credits_out = [0] * checkpoint.ranks
             for _, rank in checkpoint.credits:

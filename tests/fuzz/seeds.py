@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import zlib
+from pathlib import Path
 
 from holdfast.checkpoints.claim import Claim
 from holdfast.notices.notice import Notice, NoticeKind, Terms
 from holdfast.ring.doorbell import Message
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
+from holdfast.ring.side_files import SourceFiles
 from holdfast.sealed import unseal
 from holdfast.telemetry.status_document import CheckpointSaid, RankSaid, StatusDocument, StatusLine
 from holdfast.wire.frames import Agreement, Kind, Proposal, Welcome, decode, encode, to_json
@@ -27,7 +29,7 @@ _LAYOUT = made_up(1, entries=4, chunk_bytes=4096, ranks=2, entry_bytes_max=5000)
 def _journal() -> bytes:
     with mmap.mmap(-1, HEADER_BYTES + 2 * RECORD_BYTES) as memory:
         Journal.write_header(memory, Header(4096, 2, 5))
-        made = Journal(memory, "seed")
+        made = Journal(memory, "seed", SourceFiles(Path("/nowhere")))
         made.mark_filling(0, 5, 40, 1)
         made.mark_full(0, [(0, 7), (3, 8)], 4000)
         made.mark_filling(1, 5, 40, 2)

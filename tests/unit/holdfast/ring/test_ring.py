@@ -8,7 +8,8 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigError, ProtocolError
 from holdfast.image.layout import SOURCES_MAX, Entry, Layout
 from holdfast.ring.directory import runtime_directory
-from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SlotState
+from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SOURCES_INSIDE_MAX, SlotState
 from holdfast.ring.ring import Ring
 
 CHUNK_BYTES = 8192
@@ -98,13 +99,79 @@ def test_states_change_only_along_the_table(ring: Ring) -> None:
     assert ring.state(1) is SlotState.FREE
 
 
-def test_full_number_of_sources_fits_and_one_more_is_refused(ring: Ring) -> None:
+def _sources(count: int) -> list[tuple[int, int]]:
+    return [(3 * rank, 7 * rank + 1) for rank in range(count)]
+
+
+def _fill(ring: Ring, slot: int, count: int) -> None:
+    ring.mark_filling(slot, 7, 1, 0)
+    ring.mark_full(slot, _sources(count), 10)
+
+
+def test_a_journal_whose_records_have_room_for_all_sources_is_of_version_1(
+    ring: Ring, directory: Path
+) -> None:
+    _fill(ring, 0, SOURCES_INSIDE_MAX)
+    assert list(ring.record(0).sources) == _sources(SOURCES_INSIDE_MAX)
+    assert ring.record(1).state is SlotState.FREE, "the pairs did not spill into the next record"
+    raw = struct.pack("<8sIIQQ", b"HFRING\r\n", 1, RING_CHUNKS, CHUNK_BYTES, 7)
+    header = raw + struct.pack("<I", zlib.crc32(raw))
+    assert (directory / "journal").read_bytes()[: len(header)] == header
+    assert {path.name for path in directory.iterdir()} == {"ring", "journal"}
+
+
+@pytest.mark.parametrize("count", [SOURCES_INSIDE_MAX + 1, 1100, SOURCES_MAX])
+def test_more_sources_than_a_record_has_room_for_are_read_by_another_process(
+    ring: Ring, directory: Path, count: int
+) -> None:
+    _fill(ring, 0, 2)
+    _fill(ring, 1, count)
+    ring.set_attempt(8)
+    with Ring.attach(directory) as other:
+        assert list(other.record(1).sources) == _sources(count)
+        assert list(other.record(0).sources) == _sources(2)
+        other.free(1)
+        remains = other.remains_in(1)
+        assert remains is not None
+        assert list(remains.sources) == _sources(count)
+        other.mark_filling(1, 8, 2, 3)
+        assert other.remains_in(1) is None
+        other.mark_full(1, _sources(3), 10)
+        assert list(other.record(1).sources) == _sources(3), "the file of the chunk before is not this one's"
+    version = struct.unpack_from("<I", (directory / "journal").read_bytes(), 8)
+    assert version == (2,), "an older holdfast refuses it by its version"
+    Ring.remove(directory)
+    assert list(directory.iterdir()) == []
+
+
+def test_more_sources_than_a_chunk_may_have_are_refused(ring: Ring) -> None:
     ring.mark_filling(0, 7, 1, 0)
-    with pytest.raises(ProtocolError, match="1017 sources"):
-        ring.mark_full(0, [(rank, rank) for rank in range(SOURCES_MAX + 1)], 10)
-    ring.mark_full(0, [(rank, rank) for rank in range(SOURCES_MAX)], 10)
-    assert len(ring.record(0).sources) == SOURCES_MAX
-    assert ring.record(1).state is SlotState.FREE  # the pairs did not spill into the next record
+    with pytest.raises(ProtocolError, match="16385 sources, expected 1 to 16384"):
+        ring.mark_full(0, _sources(SOURCES_MAX + 1), 10)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "record 1: 1016 of 1100 sources are there"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "record 1: 1099 of 1100 sources"),
+        (lambda path: path.write_bytes(path.read_bytes() + bytes(8)), "record 1: 1101 of 1100 sources"),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "record 1: content_crc"),
+        (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "sources-1: cannot be opened"),
+    ],
+    ids=["gone", "short", "long", "of another chunk", "a link"],
+)
+def test_a_damaged_file_of_sources_costs_its_slot(
+    ring: Ring, directory: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    _fill(ring, 1, 1100)
+    damage(directory / "sources-1")
+    with pytest.raises(ProtocolError, match=message):
+        ring.record(1)
+    ring.free(1)
+    assert ring.remains_in(1) is None
+    _fill(ring, 1, 1100)
+    assert list(ring.record(1).sources) == _sources(1100), "the slot serves again"
 
 
 def test_a_record_torn_while_it_became_full_is_still_a_filling_one(ring: Ring, directory: Path) -> None:

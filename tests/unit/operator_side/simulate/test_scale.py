@@ -71,16 +71,16 @@ def test_parts_are_at_least_what_s3_asks_for() -> None:
     assert Load.of(Shape(1024, 10**12)).part_bytes_min == part_bytes_for(10**12, 16 << 20)
 
 
-def test_more_ranks_than_a_journal_record_names_can_meet_in_one_chunk() -> None:
+def test_more_ranks_than_a_chunk_takes_senders_can_meet_in_one_chunk() -> None:
     """The limit that docs/scaling.md states: small values of each rank lie side by side."""
     ranks = SOURCES_MAX + 8
-    entries = tuple(Entry(f"rng-{rank}", 64 + 5056 * rank, 5056, rank, ()) for rank in range(ranks))
-    whole = 128 + 5056 * ranks
-    with pytest.raises(ProtocolError, match=r"1024 ranks send into chunk 0 .* 1016 may.* such as 4194304"):
-        Layout(whole, 16 << 20, ranks, entries)
-    assert (
-        max(len(Layout(whole, 4 << 20, ranks, entries).senders(chunk)) for chunk in range(2)) <= SOURCES_MAX
-    )
+    entries = tuple(Entry(f"value-{rank}", 64 + 1024 * rank, 1024, rank, ()) for rank in range(ranks))
+    whole = 128 + 1024 * ranks
+    with pytest.raises(
+        ProtocolError, match=r"163\d\d ranks send into chunk 0 .* 16384 may.* such as 8388608"
+    ):
+        Layout(whole, 32 << 20, ranks, entries)
+    assert len(Layout(whole, 8 << 20, ranks, entries).senders(0)) <= SOURCES_MAX
 
 
 def test_a_ring_is_twice_the_image_then_once_then_what_there_is_room_for() -> None:

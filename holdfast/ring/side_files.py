@@ -1,0 +1,62 @@
+"""The files beside a ring's journal: written in memory, replaced whole by a rename, read without following a link.
+
+`holdfast.ring.ring` lists them. Here is how one is read and written, and what the journal keeps in `sources-<slot>`:
+senders of the slot's chunk for whom its record has no room (docs/ring.md).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast.errors import ConfigError, ProtocolError
+from holdfast.ring.directory import machine_error, open_private_file
+
+_BYTES_MAX = 1 << 28
+
+
+class SourceFiles:
+    """The files `sources-<slot>` of one ring.
+
+    Args:
+        directory: The run's runtime directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def read(self, slot: int) -> bytes:
+        """The bytes that were written last for this slot; empty where none were. Raises `ProtocolError`."""
+        try:
+            return read_side_file(self._directory / f"sources-{slot}")
+        except FileNotFoundError:
+            return b""
+        except ConfigError as error:  # it costs its slot, as any damage of the record does
+            raise ProtocolError(str(error)) from error
+
+    def write(self, slot: int, pairs: bytes) -> None:
+        """Replace the file of this slot. Stager only."""
+        write_side_file(self._directory / f"sources-{slot}", pairs)
+
+
+def read_side_file(path: Path) -> bytes:
+    """What lies beside a ring, whole. Raises `ProtocolError` when it is too large, `FileNotFoundError`."""
+    fd = open_private_file(path, os.O_RDONLY)
+    with open(fd, "rb") as file:  # noqa: PTH123 (a descriptor, opened without following links)
+        nbytes = os.fstat(fd).st_size
+        if nbytes > _BYTES_MAX:
+            raise ProtocolError(f"{path}: {nbytes} bytes, expected at most {_BYTES_MAX}")
+        return file.read(_BYTES_MAX)
+
+
+def write_side_file(path: Path, data: bytes) -> None:
+    """Replace a file beside a ring, whole. Raises `StoreError` when the machine lacks room or descriptors."""
+    # In memory: a rename is enough, there is nothing to sync.
+    temporary = path.with_name(f".new-{os.getpid()}-{path.name}")
+    fd = open_private_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        with open(fd, "wb") as file:  # noqa: PTH123
+            file.write(data)
+        temporary.rename(path)
+    except OSError as error:
+        raise machine_error(path, error) from error

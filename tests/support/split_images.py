@@ -1,0 +1,116 @@
+"""Images whose tensors are split among ranks, and what each rank holds of them: cut out by numpy, not by the product.
+
+whole tensor ── boxes, each with its ranks ──► held[entry, rank]: the rank's local tensor
+                                          └──► `unite`, as whoever leads the agreement does ──► the layout's pattern
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from holdfast.image.layout import SPLIT
+from holdfast.image.regions import Pattern, Region, unite
+from tests.support.images import Image
+
+__all__ = ["SplitImage", "split"]
+
+
+@dataclass(frozen=True)
+class SplitImage(Image):
+    """An image, and by entry and rank the local tensors of which its frames are made."""
+
+    held: dict[tuple[int, int], bytes] = field(default_factory=dict)
+
+    def frame(self, chunk: int, rank: int) -> bytes:
+        """The bytes that `rank` sends into `chunk`, out of its own memory where it holds a part."""
+        frame = bytearray()
+        for part in self.layout.parts(chunk, rank):
+            own = None if part.entry is None else self.held.get((part.entry, rank))
+            if own is None:
+                frame += b"".join(self.sent[extent.offset : extent.end] for extent in part.extents)
+            else:
+                frame += own[part.inside : part.inside + part.nbytes]
+        return bytes(frame)
+
+
+def split(image: Image, cuts: dict[int, tuple[tuple[int, ...], Sequence[Region | None]]]) -> SplitImage:
+    """The same file, with some entries split.
+
+    Args:
+        image: Its split entries hold one byte to an element.
+        cuts: Entry → its shape, and by rank the region that it holds.
+    """
+    patterns: list[Pattern] = []
+    entries, held = list(image.layout.entries), {}
+    for number, (shape, regions) in cuts.items():
+        entry = entries[number]
+        pattern = unite(shape, 1, regions)
+        if pattern not in patterns:
+            patterns.append(pattern)
+        entries[number] = replace(entry, owner=SPLIT - patterns.index(pattern))
+        whole = np.frombuffer(image.final[entry.offset : entry.end], np.uint8).reshape(shape)
+        for rank, region in enumerate(regions):
+            if region is not None and region.numel:
+                box = zip(region.start, region.size, strict=True)
+                held[number, rank] = whole[tuple(slice(start, start + size) for start, size in box)].tobytes()
+    layout = replace(image.layout, entries=tuple(entries), patterns=tuple(patterns))
+    return SplitImage(layout, image.final, image.sent, held)
+
+
+def shape_of(nbytes: int, chance: random.Random) -> tuple[int, ...]:
+    """Two or three dimensions where the number has divisors, else one."""
+    shape, left = [], nbytes
+    for _ in range(chance.choice([1, 1, 2])):
+        divisors = [number for number in range(2, min(left, 60)) if left % number == 0]
+        if divisors:
+            shape.append(chance.choice(divisors))
+            left //= shape[-1]
+    return (*shape, left)
+
+
+def regions_of(shape: tuple[int, ...], ranks: int, chance: random.Random) -> list[Region | None]:
+    """Some mesh: rows as FSDP2 cuts them, columns, boxes cut anywhere; each region's ranks one, or replicas."""
+    groups = chance.choice([ranks, ranks, chance.randint(1, ranks)])
+    order = chance.choice([list(range(ranks)), chance.sample(range(ranks), ranks)])
+    # HSDP: ranks beyond the number of groups hold again what others hold.
+    group_of = {rank: place % groups for place, rank in enumerate(order)}
+    if chance.random() < 0.6:
+        boxes = _shards(shape, groups, chance.randrange(len(shape)))
+    else:
+        boxes = _boxes(shape, groups, chance)
+    return [boxes[group_of[rank]] for rank in range(ranks)]
+
+
+def _shards(shape: tuple[int, ...], count: int, dimension: int) -> list[Region | None]:
+    """As `torch.chunk`: all but the last are of equal size, the last ones may be short, or empty."""
+    each = -(-shape[dimension] // count)
+    found: list[Region | None] = []
+    for number in range(count):
+        start, size = [0] * len(shape), list(shape)
+        start[dimension] = min(number * each, shape[dimension])
+        size[dimension] = min(each, shape[dimension] - start[dimension])
+        found.append(Region(tuple(start), tuple(size)))
+    return found
+
+
+def _boxes(shape: tuple[int, ...], count: int, chance: random.Random) -> list[Region | None]:
+    boxes = [Region((0,) * len(shape), shape)]
+    while len(boxes) < count:
+        largest = max(boxes, key=lambda box: math.prod(box.size))
+        wide = [d for d, size in enumerate(largest.size) if size > 1]
+        if not wide:
+            break
+        cut = chance.choice(wide)
+        first = chance.randrange(1, largest.size[cut])
+        boxes.remove(largest)
+        for offset, size in ((0, first), (first, largest.size[cut] - first)):
+            start, sizes = list(largest.start), list(largest.size)
+            start[cut] += offset
+            sizes[cut] = size
+            boxes.append(Region(tuple(start), tuple(sizes)))
+    return [*boxes, *[None] * (count - len(boxes))]
