@@ -75,6 +75,9 @@ class Upload(Protocol):
     def publish(self) -> None:
         """Make the file visible under its name, all at once.
 
+        Where another file stands, a backend that can refuse does (POSIX); others replace it. Names are unique to an
+        attempt, so it is a stranger's.
+
         When this returns it is durable and read back: its size and write-id are what was meant, however many answers
         were lost on the way. May be called again after a retriable error.
         """

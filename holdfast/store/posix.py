@@ -1,13 +1,14 @@
 """A run in a directory: local disk, NFS, EFS, Lustre.
 
-    begin ─► .holdfast/tmp/<write-id>-<name>, room reserved ─► parts (O_DIRECT) ─► count ─► fsync ─► rename
+    begin ─► .holdfast/tmp/<write-id>-<name>, room reserved ─► parts (O_DIRECT) ─► count ─► fsync ─► link to its name
           ─► fsync of the directory
-      └── into the room of a retired file (posix_room)
+      └── into the room of a retired file (posix_reuse.py)
     resume ─► the same inode, by either name, goes on
 
-The rename is the one visible act. Nothing else relies on the page cache: parts go past it where the file
-system and the buffers allow (aligned addresses, offsets and sizes), which is several times faster and leaves
-the cache to the training.
+The link is the one visible act, and replaces nothing. It, and each write, creation and removal of a small file, is done
+relative to its directory, opened without following a link. Nothing else relies on the page cache: parts go past it
+where the file system and the buffers allow (aligned addresses, offsets and sizes), which is several times faster and
+leaves the cache to the training.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from holdfast.errors import DamageError, StoreError
@@ -26,6 +28,7 @@ from holdfast.store.posix_errors import is_full, translated
 from holdfast.store.posix_io import (
     make_directories,
     open_regular,
+    opened_directory,
     read_whole,
     refuse_links,
     sync_directory,
@@ -145,13 +148,17 @@ class PosixStore:
         """Write a small file: temporary name, fsync, rename, fsync of the directory."""
         path = self._path(name)
         temporary = self._prepare(path, name, data)
-        with translated("write", path, needed_bytes=len(data), missing_is="swept"):
+        with (
+            translated("write", path, needed_bytes=len(data), missing_is="swept"),
+            self._opened(temporary) as there,
+            self._opened(path) as here,
+        ):
             try:
-                temporary.rename(path)
+                os.rename(temporary.name, path.name, src_dir_fd=there, dst_dir_fd=here)
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise
-            sync_directory(path.parent)
+            sync_directory(here)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a small file only if there is none: a hard link to the finished temporary file, which is
@@ -159,9 +166,13 @@ class PosixStore:
         """
         path = self._path(name)
         temporary = self._prepare(path, name, data)
-        with translated("create", path, needed_bytes=len(data), missing_is="swept"):
+        with (
+            translated("create", path, needed_bytes=len(data), missing_is="swept"),
+            self._opened(temporary) as there,
+            self._opened(path) as here,
+        ):
             try:
-                path.hardlink_to(temporary)
+                os.link(temporary.name, path.name, src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
                 created = True
             except FileExistsError:
                 # NFS may lose the answer of a link that was made: then the file has two names by now, and one
@@ -169,17 +180,18 @@ class PosixStore:
                 created = temporary.stat().st_nlink == 2
             finally:
                 temporary.unlink(missing_ok=True)
-            sync_directory(path.parent)
+            sync_directory(here)
         return created
 
     def delete(self, name: str) -> None:
         path = self._path(name)
         with translated("delete", path):
             try:
-                path.unlink()
+                with self._opened(path) as here:
+                    os.unlink(path.name, dir_fd=here)
+                    sync_directory(here)
             except (FileNotFoundError, NotADirectoryError):
                 return
-            sync_directory(path.parent)
 
     def retire(self, name: str) -> None:
         """Remove a file, durably; the next upload may get its room."""
@@ -193,6 +205,7 @@ class PosixStore:
     def begin(self, name: str, *, nbytes: int, chunk_bytes: int, write_id: str) -> PosixUpload:
         """Start a big file; its room is reserved before the first byte is sent."""
         return PosixUpload(
+            root=self._root,
             path=self._path(name),
             temporary=self._temporary_path(write_id, name),
             nbytes=nbytes,
@@ -213,6 +226,7 @@ class PosixStore:
     ) -> PosixUpload:
         """Go on with a file; which of its parts were written, only the caller's own record knows."""
         return PosixUpload(
+            root=self._root,
             path=self._path(name),
             temporary=self._temporary_path(write_id, name),
             nbytes=nbytes,
@@ -240,6 +254,9 @@ class PosixStore:
                 removed.append(f"temporary file {entry} ({size_bytes} bytes)")
             sync_directory(directory)
         return removed
+
+    def _opened(self, path: Path) -> AbstractContextManager[int]:
+        return opened_directory(self._root, path.parent)
 
     def _path(self, name: str) -> Path:
         path = self._root / check_name(name)

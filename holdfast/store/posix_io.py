@@ -1,6 +1,6 @@
 """The calls under a big file: whole writes, durable directories, room that is there, reads past the page cache.
 
-reserve ─► open_direct ─► write_all | write_in_order ─► (fsync, rename: posix_upload) ─► sync_directory
+reserve ─► open_direct ─► write_all | write_in_order ─► (fsync, link: posix_upload) ─► sync_directory
 read_whole: whole pages directly, the rest of the last one by the page cache
 """
 
@@ -11,7 +11,8 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.errors import StoreError
@@ -20,6 +21,7 @@ from holdfast.store.posix_errors import free_bytes, no_room
 PAGE_BYTES = 4096
 _BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def whole_pages(nbytes: int) -> int:
@@ -47,16 +49,41 @@ def make_directories(directory: Path) -> None:
         sync_directory(place.parent)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync_directory(directory: Path | int) -> None:
+    """Make the names in a directory durable. It may be open already: then its descriptor is given."""
+    descriptor = directory if isinstance(directory, int) else os.open(directory, _DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if (
-            error.errno != errno.EINVAL
-        ):  # some FUSE file systems have no sync of directories; nothing more can be done there
+        # Some FUSE file systems have no sync of directories; nothing more can be done there.
+        if error.errno != errno.EINVAL:
             raise
+    finally:
+        if not isinstance(directory, int):
+            os.close(descriptor)
+
+
+@contextmanager
+def opened_directory(root: Path, directory: Path) -> Iterator[int]:
+    """A descriptor of `directory`, which lies below `root`. No link on the way from `root` is followed.
+
+    What is done relative to it is done in that very directory, even if its path leads elsewhere by then.
+
+    Raises:
+        StoreError: A part of the way is a symbolic link; names it.
+    """
+    descriptor, place = os.open(root, _DIRECTORY), root
+    try:
+        for part in directory.relative_to(root).parts:
+            place /= part
+            try:
+                below = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            except OSError:
+                refuse_links(root, place)
+                raise
+            os.close(descriptor)
+            descriptor = below
+        yield descriptor
     finally:
         os.close(descriptor)
 

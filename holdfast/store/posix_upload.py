@@ -1,7 +1,10 @@
 """A big file on its way into a directory, written past the page cache.
 
-    begin ─► room reserved ─► parts ─► cut to size ─► fsync ─► rename ─► fsync of the directory ─► published
+    begin ─► room reserved ─► parts ─► cut to size ─► fsync ─► link to its name ─► fsync of the directory ─► published
                  └── resume: the same inode, under its temporary name or already under its own ──┘
+
+A file that stands at the name is never replaced: a link, other than a rename, is refused then. The temporary name goes
+when the file has its own durably.
 
 Room is reserved first, so that a full disk is found before hours of training rest on it. Parts are written
 with O_DIRECT where address, offset and size are multiples of 4096 bytes; the tail of the file goes through
@@ -35,6 +38,7 @@ from holdfast.store.posix_io import (
     is_aligned,
     make_directories,
     open_direct,
+    opened_directory,
     reserve,
     sync_directory,
     whole_pages,
@@ -49,10 +53,11 @@ _TOKEN = re.compile(r"inode-([0-9]{1,20})")
 
 
 class PosixUpload:
-    """Upload to a temporary file; `publish` renames it. `write_part` may be called from any thread.
+    """Upload to a temporary file; `publish` gives it its name. `write_part` may be called from any thread.
 
     Args:
-        path: Where the file will stand.
+        root: The run's directory.
+        path: Where the file will stand, below `root`.
         temporary: Where it is written; on the same file system.
         nbytes: Size of the file.
         part_bytes: Size of a part.
@@ -67,6 +72,7 @@ class PosixUpload:
     def __init__(
         self,
         *,
+        root: Path,
         path: Path,
         temporary: Path,
         nbytes: int,
@@ -75,7 +81,7 @@ class PosixUpload:
         room: SpareRoom | None = None,
     ) -> None:
         self._ledger = PartLedger(str(path), nbytes=nbytes, part_bytes=part_bytes)
-        self._path, self._temporary = path, temporary
+        self._root, self._path, self._temporary = root, path, temporary
         self._published = self._went_through_cache = False
         self._failure: StoreError | None = None
         self._file = self._direct = self._inode = -1
@@ -91,7 +97,7 @@ class PosixUpload:
 
     @property
     def token(self) -> str:
-        """The inode of the temporary file, which the rename keeps.
+        """The inode of the temporary file, which the file keeps under its own name.
 
         Without the device: NFS gets another number at each mount, and the write-id is part of the name anyway.
         """
@@ -133,7 +139,7 @@ class PosixUpload:
                 self._close()
 
     def publish(self) -> None:
-        """Count, sync, rename, sync the directory, and see that the name now leads to this very file.
+        """Count, sync, link, sync the directory, and see that the name now leads to this very file.
 
         A failed sync is final: after it the kernel may call lost pages clean, and a second sync would succeed
         on a file with holes. The upload must be begun anew then.
@@ -149,16 +155,12 @@ class PosixUpload:
             size_bytes = os.fstat(self._file).st_size
             if size_bytes != nbytes:
                 self._fail(f"has {size_bytes} bytes after sync, {nbytes} were expected; begin anew")
-            try:
-                self._temporary.rename(self._path)
-            except FileNotFoundError:
-                # NFS may lose the answer of a rename that was done; the look at the name below decides.
-                _log.warning(
-                    "%s: its temporary file is gone; checking whether it was renamed already", self._path
-                )
-            reach(Point.FILE_NAMED)
-            self._require_named()
-            sync_directory(self._path.parent)
+            with opened_directory(self._root, self._path.parent) as here:
+                self._link(here)
+                reach(Point.FILE_NAMED)
+                self._require_named(here)
+                sync_directory(here)
+            self._drop_temporary_name()
         self._published = True
         self._finish()
 
@@ -196,13 +198,15 @@ class PosixUpload:
         self._inode = int(match[1]) if match else -1
         with translated("resume", self._path):
             unfinished, named = _look(self._temporary), _look(self._path)
-            if _is_file(unfinished, self._inode, {nbytes, whole_pages(nbytes)}):
-                self._file, self._direct = self._open_again()
-            elif _is_file(named, self._inode, {nbytes}):
-                # Whether the rename is durable died with the process that did it.
+            if _is_file(named, self._inode, {nbytes}):
+                # Whether the name is durable died with the process that gave it.
                 sync_directory(self._path.parent)
+                if _is_file(unfinished, self._inode, None):
+                    self._drop_temporary_name()
                 self._published = True
                 self._ledger.close()
+            elif _is_file(unfinished, self._inode, {nbytes, whole_pages(nbytes)}):
+                self._file, self._direct = self._open_again()
             else:
                 raise StoreMissing(
                     f"{self._path}: there is nothing to resume as {token[:80]!r} ({nbytes} bytes): at "
@@ -293,22 +297,46 @@ class PosixUpload:
         # Whatever went through the page cache leaves it: the read-back must come from the disk.
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _require_named(self) -> None:
-        there = _look(self._path)
+    def _link(self, here: int) -> None:
+        """Give the file its name in the opened directory, if nothing stands there. The look at the name decides."""
+        try:
+            with opened_directory(self._root, self._temporary.parent) as there:
+                os.link(
+                    self._temporary.name,
+                    self._path.name,
+                    src_dir_fd=there,
+                    dst_dir_fd=here,
+                    follow_symlinks=False,
+                )
+        except FileExistsError:
+            _log.info("%s: a file stands there; checking whether it is this one", self._path)
+        except FileNotFoundError:
+            # Where another process has resumed this upload, the file may have its name already.
+            _log.warning(
+                "%s: its temporary file is gone; checking whether it has its name already", self._path
+            )
+
+    def _require_named(self, here: int) -> None:
+        there = _look(self._path.name, here)
         if there is None:
             self._fail("its temporary file was removed by another writer, and the bytes with it; begin anew")
         mine = os.fstat(self._file)
         if (there.st_dev, there.st_ino, there.st_size) != (mine.st_dev, mine.st_ino, self._ledger.nbytes):
-            self._fail("another file stands there after the rename; two writers use this run, begin anew")
+            self._fail(
+                "another file stands there, and is left as it is; two writers use this run, begin anew"
+            )
+
+    def _drop_temporary_name(self) -> None:
+        try:
+            self._temporary.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s cannot be removed (%s); the next sweep takes it", self._temporary, error)
 
     def _fail(self, why: str, cause: OSError | None = None) -> NoReturn:
         """Give this upload up for good, also for whoever would resume it: the next sync of this file may succeed."""
         self._failure = StoreError(f"{self._path}: {why}", begin_anew=True)
-        try:
-            if _is_file(_look(self._temporary), self._inode, None):
-                self._temporary.unlink()
-        except OSError as error:
-            _log.warning("%s cannot be removed (%s); the next sweep takes it", self._temporary, error)
+        if _is_file(_look(self._temporary), self._inode, None):
+            self._drop_temporary_name()
         raise self._failure from cause
 
     def _finish(self) -> None:
@@ -324,10 +352,10 @@ class PosixUpload:
                 os.close(descriptor)
 
 
-def _look(path: Path) -> os.stat_result | None:
-    """What stands at `path`, without following a link; None for nothing."""
+def _look(path: Path | str, directory: int | None = None) -> os.stat_result | None:
+    """What stands at `path`, also relative to an opened directory, without following a link; None for nothing."""
     try:
-        return path.lstat()
+        return os.stat(path, dir_fd=directory, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
         return None
 

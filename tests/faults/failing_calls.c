@@ -19,8 +19,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum call { PWRITE, FSYNC, OPEN, RENAME, FALLOCATE, PREAD, PREADV, CALLS };
-static const char *const names[CALLS] = {"pwrite", "fsync", "open", "rename", "fallocate", "pread", "preadv"};
+enum call { PWRITE, FSYNC, OPEN, RENAME, LINK, FALLOCATE, PREAD, PREADV, CALLS };
+static const char *const names[CALLS] = {"pwrite", "fsync", "open", "rename", "link", "fallocate", "pread", "preadv"};
 static atomic_long hits[CALLS];
 static _Atomic ino_t rule_of[CALLS];
 
@@ -112,6 +112,27 @@ DEFINE_OPEN(open64)
 int rename(const char *from, const char *to) {
     if (fails(RENAME, to)) return -1;
     return NEXT(rename)(from, to);
+}
+
+/* On a name in an opened directory. */
+static int fails_at(enum call call, int directory, const char *name) {
+    char link[64], file[8192];
+    if (*name == '/') return fails(call, name);
+    snprintf(link, sizeof link, "/proc/self/fd/%d", directory);
+    ssize_t n = readlink(link, file, 4096);
+    if (n < 0) return 0;
+    snprintf(file + n, sizeof file - n, "/%s", name);
+    return fails(call, file);
+}
+
+int renameat(int from_directory, const char *from, int to_directory, const char *to) {
+    if (fails_at(RENAME, to_directory, to)) return -1;
+    return NEXT(renameat)(from_directory, from, to_directory, to);
+}
+
+int linkat(int from_directory, const char *from, int to_directory, const char *to, int flags) {
+    if (fails_at(LINK, to_directory, to)) return -1;
+    return NEXT(linkat)(from_directory, from, to_directory, to, flags);
 }
 
 int fallocate(int fd, int mode, off_t offset, off_t length) {

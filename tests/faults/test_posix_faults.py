@@ -148,7 +148,7 @@ def assert_named(text: str, path: Path, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
-@pytest.mark.parametrize("call", ["pwrite", "rename", "preadv"])
+@pytest.mark.parametrize("call", ["pwrite", "rename", "link", "preadv"])
 def test_an_error_that_may_go_away_is_waited_out(
     start: Start, calls: Calls, image: Image, call: str, number: int
 ) -> None:

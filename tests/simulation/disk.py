@@ -76,16 +76,24 @@ class Disk:
         }
         root = str(self.root)
 
-        def inside(path: Any) -> str | None:
-            text = os.path.abspath(os.fspath(path)) if not isinstance(path, int) else ""  # noqa: PTH100
+        def inside(path: Any, directory: int | None = None) -> str | None:
+            text = whole(path, directory)
             return os.path.relpath(text, root) if text.startswith(root) else None
+
+        def whole(path: Any, directory: int | None) -> str:
+            if isinstance(path, int):
+                return ""
+            text = str(os.fspath(path))
+            if directory is not None:
+                text = os.path.join(root, self._paths[directory][0], text)  # noqa: PTH118
+            return os.path.abspath(text)  # noqa: PTH100
 
         def where(path: str) -> tuple[str, str]:
             head, tail = os.path.split(path)
             return head or ".", tail
 
         def sim_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-            name = inside(path)
+            name = inside(path, kwargs.get("dir_fd"))
             new = name is not None and flags & os.O_CREAT and not os.path.lexists(path)
             fd: int = real["open"](path, flags, *args, **kwargs)
             if name is not None:
@@ -120,24 +128,30 @@ class Disk:
             real["fsync"](fd)
 
         def sim_rename(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-            old, new = inside(source), inside(target)
+            source_at = whole(source, kwargs.get("src_dir_fd"))
+            old, new = inside(source_at), inside(target, kwargs.get("dst_dir_fd"))
             if old is not None and new is not None:
-                inode = self._file(os.lstat(source)) if os.path.lexists(source) else -1
+                inode = self._file(os.lstat(source_at)) if os.path.lexists(source_at) else -1
                 if inode != -1:
                     directory, last = where(new)
                     self._add(Call("rename", directory, last, inode, note=old))
             real["rename"](source, target, *args, **kwargs)
 
         def sim_link(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-            new = inside(target)
-            if new is not None and not os.path.lexists(target):
+            source_at, target_at = (
+                whole(source, kwargs.get("src_dir_fd")),
+                whole(target, kwargs.get("dst_dir_fd")),
+            )
+            new = inside(target_at)
+            if new is not None and not os.path.lexists(target_at):
                 directory, last = where(new)
-                self._add(Call("link", directory, last, self._file(os.lstat(source))))
+                self._add(Call("link", directory, last, self._file(os.lstat(source_at))))
             real["link"](source, target, *args, **kwargs)
 
         def sim_unlink(path: Any, *args: Any, **kwargs: Any) -> None:
-            name = inside(path)
-            if name is not None and os.path.lexists(path):
+            at = whole(path, kwargs.get("dir_fd"))
+            name = inside(at)
+            if name is not None and os.path.lexists(at):
                 directory, last = where(name)
                 self._add(Call("unlink", directory, last))
             real["unlink"](path, *args, **kwargs)

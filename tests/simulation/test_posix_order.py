@@ -223,15 +223,15 @@ def sync_before_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     no_file_sync(monkeypatch)
 
 
-def directory_sync_before_the_rename(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_rename = Path.rename
+def directory_sync_before_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = posix_upload.PosixUpload._link
 
-    def rename(self: Path, target: Path) -> Path:
-        posix_io.sync_directory(Path(target).parent)
-        return real_rename(self, target)
+    def linked(self: posix_upload.PosixUpload, here: int) -> None:
+        posix_io.sync_directory(here)
+        link(self, here)
 
-    no_op: Callable[[Path], None] = lambda directory: None  # noqa: E731
-    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(posix_upload.PosixUpload, "_link", linked)
+    no_op: Callable[[Path | int], None] = lambda directory: None  # noqa: E731
     monkeypatch.setattr(posix_upload, "sync_directory", no_op)
     monkeypatch.setattr(posix_module, "sync_directory", no_op)
 
@@ -247,7 +247,7 @@ def room_used_while_its_old_name_may_come_back(monkeypatch: pytest.MonkeyPatch) 
         no_file_sync,
         no_sync_of_small_files,
         sync_before_the_bytes,
-        directory_sync_before_the_rename,
+        directory_sync_before_the_name,
         room_used_while_its_old_name_may_come_back,
     ],
 )

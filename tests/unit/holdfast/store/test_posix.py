@@ -19,18 +19,18 @@ def test_a_small_file_is_synced_before_it_has_its_name(
     """write, fsync of the file, rename, fsync of the directory: any other order loses files when the power goes."""
     store, calls = PosixStore(tmp_path), list[str]()
     store.write("warm-up", b"x")
-    fsync, rename = os.fsync, Path.rename
+    fsync, rename = os.fsync, os.rename
 
     def noting_fsync(descriptor: int) -> None:
         calls.append("fsync directory" if Path(f"/proc/self/fd/{descriptor}").is_dir() else "fsync file")
         fsync(descriptor)
 
-    def noting_rename(self: Path, target: Path) -> Path:
+    def noting_rename(*names: str, **directories: Any) -> None:
         calls.append("rename")
-        return rename(self, target)
+        rename(*names, **directories)
 
     monkeypatch.setattr(os, "fsync", noting_fsync)
-    monkeypatch.setattr(Path, "rename", noting_rename)
+    monkeypatch.setattr(os, "rename", noting_rename)
     store.write("name", b"data")
     assert calls == ["fsync file", "rename", "fsync directory"]
 
@@ -96,14 +96,14 @@ def test_a_temporary_file_swept_by_another_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = PosixStore(tmp_path)
-    rename = Path.rename
+    rename = os.rename
 
-    def swept(self: Path, target: Path) -> Path:
-        self.unlink()
-        return rename(self, target)
+    def swept(source: str, target: str, **directories: Any) -> None:
+        os.unlink(source, dir_fd=directories["src_dir_fd"])
+        rename(source, target, **directories)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", swept)
+        patch.setattr(os, "rename", swept)
         with pytest.raises(StoreError, match="two writers") as caught:
             store.write("name", b"x")
     assert caught.value.retriable
@@ -113,14 +113,14 @@ def test_a_temporary_file_swept_by_another_is_written_again(
 def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NFS does it: the link is made, the answer is lost, the client asks again and hears that it exists."""
     store = PosixStore(tmp_path)
-    link = Path.hardlink_to
+    link = os.link
 
-    def lost(self: Path, target: Path) -> None:
-        link(self, target)
+    def lost(*names: str, **directories: Any) -> None:
+        link(*names, **directories)
         raise FileExistsError(errno.EEXIST, "exists")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "hardlink_to", lost)
+        patch.setattr(os, "link", lost)
         assert store.create("claim", b"mine")
     assert not store.create("claim", b"theirs")
     assert store.read("claim") == b"mine"

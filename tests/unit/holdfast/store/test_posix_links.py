@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from holdfast.checkpoints.claim import Claim
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, StoreError, StoreMissing
+from holdfast.store import posix, posix_io, posix_upload
 from holdfast.store.posix import PosixStore
 
 DATA = b"x" * 5000
@@ -124,6 +126,38 @@ def test_a_link_at_the_temporary_name_is_not_written_through(tmp_path: Path, out
     uploaded(PosixStore(run))
     assert (run / "step-000000001.pt").read_bytes() == DATA
     assert seen(outside) == before
+
+
+LATE: dict[str, Callable[[PosixStore], object]] = {
+    "write": lambda store: store.write("slices/kept", DATA),
+    "create": lambda store: store.create("slices/new", DATA),
+    "upload": lambda store: uploaded(store, "slices/new"),
+    "delete": lambda store: store.delete("slices/kept"),
+}
+
+
+@pytest.mark.parametrize("act", LATE)
+def test_a_directory_that_is_swapped_for_a_link_is_not_followed(
+    tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    """The links were looked for, and then one comes: what follows is done in opened directories."""
+    run, before = tmp_path / "run", seen(outside)
+    (run / "slices").mkdir(parents=True)
+    (run / "slices" / "kept").write_text("ours")
+    real = posix_io.opened_directory
+
+    def swapped(root: Path, directory: Path) -> AbstractContextManager[int]:
+        if directory == run / "slices" and not directory.is_symlink():
+            directory.rename(run / "aside")
+            directory.symlink_to(outside)
+        return real(root, directory)
+
+    for module in (posix, posix_upload):
+        monkeypatch.setattr(module, "opened_directory", swapped)
+    with pytest.raises(StoreError, match=r"slices: is a symbolic link"):
+        LATE[act](PosixStore(run))
+    assert seen(outside) == before
+    assert (run / "aside" / "kept").read_text() == "ours"
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

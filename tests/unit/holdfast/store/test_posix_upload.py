@@ -30,7 +30,11 @@ def _aligned(nbytes: int) -> memoryview:
 
 def _upload(root: Path, nbytes: int, part_bytes: int = _PART_BYTES) -> PosixUpload:
     return PosixUpload(
-        path=root / "step.pt", temporary=root / "tmp" / "w-step.pt", nbytes=nbytes, part_bytes=part_bytes
+        root=root,
+        path=root / "step.pt",
+        temporary=root / "tmp" / "w-step.pt",
+        nbytes=nbytes,
+        part_bytes=part_bytes,
     )
 
 
@@ -157,20 +161,21 @@ def test_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_rename_whose_answer_was_lost_is_seen_to_be_done(
+def test_a_link_whose_answer_was_lost_is_seen_to_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload = _upload(tmp_path, 10)
     upload.write_part(0, [_aligned(10)], 0)
-    rename = Path.rename
+    link = os.link
 
-    def lost(self: Path, target: Path) -> Path:
-        rename(self, target)
-        return rename(self, target)  # the client asks again, and hears that there is no such file
+    def lost(*names: str, **directories: Any) -> None:
+        link(*names, **directories)
+        link(*names, **directories)  # the client asks again, and hears that there is a file
 
-    monkeypatch.setattr(Path, "rename", lost)
+    monkeypatch.setattr(os, "link", lost)
     upload.publish()
     assert (tmp_path / "step.pt").stat().st_size == 10
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_temporary_file_that_was_swept_is_not_waited_for(tmp_path: Path) -> None:
@@ -184,15 +189,19 @@ def test_a_temporary_file_that_was_swept_is_not_waited_for(tmp_path: Path) -> No
     upload.abort()
 
 
-def test_another_file_under_our_name_is_not_taken_for_ours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("swept", [False, True])
+def test_another_file_under_our_name_is_not_replaced_nor_taken_for_ours(tmp_path: Path, swept: bool) -> None:
     upload = _upload(tmp_path, 10)
     upload.write_part(0, [_aligned(10)], 0)
-    (tmp_path / "tmp" / "w-step.pt").unlink()
+    if swept:
+        (tmp_path / "tmp" / "w-step.pt").unlink()
     (tmp_path / "step.pt").write_bytes(bytes(10))
-    with pytest.raises(StoreError, match="two writers") as caught:
+    with pytest.raises(StoreError, match="is left as it is; two writers") as caught:
         upload.publish()
     assert caught.value.begin_anew
     upload.abort()
+    assert (tmp_path / "step.pt").read_bytes() == bytes(10)
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_abort_under_a_writer_leaves_its_descriptor_open_until_it_is_done(
@@ -228,6 +237,7 @@ def test_abort_under_a_writer_leaves_its_descriptor_open_until_it_is_done(
 
 def _resumed(root: Path, nbytes: int, token: str, part_bytes: int = _PART_BYTES) -> PosixUpload:
     return PosixUpload(
+        root=root,
         path=root / "step.pt",
         temporary=root / "tmp" / "w-step.pt",
         nbytes=nbytes,
@@ -258,40 +268,47 @@ def test_a_full_disk_does_not_keep_a_file_from_going_on(
     first = _upload(tmp_path, 10)
     monkeypatch.setattr("holdfast.store.posix_io.free_bytes", lambda _: 0)
     with pytest.raises(StoreError, match="no room"):
-        PosixUpload(path=tmp_path / "b.pt", temporary=tmp_path / "tmp/b", nbytes=10, part_bytes=_PART_BYTES)
+        PosixUpload(
+            root=tmp_path,
+            path=tmp_path / "b.pt",
+            temporary=tmp_path / "tmp/b",
+            nbytes=10,
+            part_bytes=_PART_BYTES,
+        )
     second = _resumed(tmp_path, 10, first.token)
     second.write_part(0, [_aligned(10)], 0)
     second.publish()
     assert second.published
 
 
-@pytest.mark.parametrize("died", ["before the rename", "after the rename"])
-def test_a_process_that_dies_around_the_rename_is_followed(
+@pytest.mark.parametrize("died", ["before the link", "after the link"])
+def test_a_process_that_dies_around_the_link_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died: str
 ) -> None:
     """After it, the directory is synced by the one that follows: whether it was before, nobody knows."""
     first = _upload(tmp_path, 10)
     first.write_part(0, [_aligned(10)], 0)
 
-    def die(*_: object) -> None:
+    def die(*_: object, **_directories: int) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        if died == "before the rename":
-            patch.setattr(Path, "rename", die)
+        if died == "before the link":
+            patch.setattr(os, "link", die)
         else:
             patch.setattr(posix_upload, "reach", die)
         with pytest.raises(KeyboardInterrupt):
             first.publish()
     synced: list[str] = []
 
-    def noting(directory: Path) -> None:
-        synced.append(directory.name)
+    def noting(directory: Path | int) -> None:
+        opened = isinstance(directory, int)
+        synced.append(Path(f"/proc/self/fd/{directory}").readlink().name if opened else directory.name)  # type: ignore[union-attr]
         sync_directory(directory)
 
     monkeypatch.setattr(posix_upload, "sync_directory", noting)
     second = _resumed(tmp_path, 10, first.token)
-    assert second.published == (died == "after the rename")
+    assert second.published == (died == "after the link")
     assert second.written() == {0}
     second.publish()
     assert synced == [tmp_path.name]
