@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["IncompleteError", "leaves", "require_same"]
+__all__ = ["IncompleteError", "leaves", "local_part", "require_same"]
 
 
 class IncompleteError(Exception):
@@ -33,7 +35,8 @@ def require_same(expected: Any, got: Any, *, what: str) -> int:
     """Compare a loaded state with the one that was saved.
 
     Args:
-        expected, got: Nested state dicts.
+        expected, got: Nested state dicts. Of a whole tensor that is split among the ranks here, this rank's part is
+            compared.
         what: Whose, for the message.
 
     Returns:
@@ -49,9 +52,9 @@ def require_same(expected: Any, got: Any, *, what: str) -> int:
             raise IncompleteError(f"{what}: {path} is missing")
         other = theirs.pop(path)
         if isinstance(value, torch.Tensor):
-            if not (isinstance(other, torch.Tensor) and torch.equal(value, other)):
+            if not (isinstance(other, torch.Tensor) and _equal(value, other)):
                 raise IncompleteError(f"{what}: {path} is not the tensor that was saved")
-            nbytes += value.nbytes
+            nbytes += local_part(value).nbytes
         elif value != other:
             raise IncompleteError(f"{what}: {path} is {other!r}, and {value!r} was saved")
     if theirs:
@@ -59,3 +62,19 @@ def require_same(expected: Any, got: Any, *, what: str) -> int:
     if not nbytes:
         raise IncompleteError(f"{what}: no tensor at all was compared")
     return nbytes
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or the part of it that this rank has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _equal(value: torch.Tensor, other: torch.Tensor) -> bool:
+    if not isinstance(value, DTensor) or isinstance(other, DTensor):
+        return torch.equal(local_part(value), local_part(other))
+    sizes, starts = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if value.shape != other.shape:
+        return False
+    for dimension, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        other = other.narrow(dimension, min(start, other.shape[dimension] - size), size)
+    return torch.equal(value.to_local(), other)

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from benchmarks.workload import Workload
 
@@ -25,7 +26,7 @@ def install(workload: Workload, seconds: float) -> None:
         seconds: Of one whole update.
     """
     for parameter in workload.model.parameters():
-        parameter.grad = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)  # no memory
+        parameter.grad = _gradient(parameter)
     workload.keeps_gradients = True
     per_element = seconds / workload.parameters
 
@@ -34,3 +35,14 @@ def install(workload: Workload, seconds: float) -> None:
 
     # By its name: `torch.optim` does not show the module.
     importlib.import_module("torch.optim.adam").__dict__["adam"] = update
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros, which take no memory."""
+    if isinstance(parameter, DTensor):
+        shape, stride = parameter.shape, parameter.stride()
+        part = _gradient(parameter.to_local())
+        return DTensor.from_local(
+            part, parameter.device_mesh, parameter.placements, shape=shape, stride=stride
+        )
+    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)

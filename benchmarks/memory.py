@@ -48,9 +48,9 @@ def reset_peak() -> bool:
     return True
 
 
-def peak_bytes() -> int:
-    """Peak RSS of this process since `reset_peak`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def peak_bytes(pid: int | None = None) -> int:
+    """Peak RSS of this process since `reset_peak`, or of process `pid` since it began."""
+    for line in Path(f"/proc/{pid or 'self'}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -9,6 +9,7 @@
     {"do": "collect"}                       free what nobody refers to any more
     {"do": "drop", "peer": P}               end it, and give its buffers back
     {"do": "restore", "how": H, …}          bring it back into zeroed tensors, timed, and compare
+    {"do": "compare", "source": S}          the state with what is in a file of torch.save
     {"do": "gate", "coarse": B}             holdfast's gate: for the whole copy instead of layer by layer
     {"do": "update", "seconds": U}          an update that takes so long, and leaves the CPU idle
     {"do": "reset_peak"}, {"do": "memory"}  resident bytes now and at most since the reset
@@ -45,7 +46,7 @@ class _Rank:
         import torch
         import torch.distributed as dist
 
-        from benchmarks.workload import Workload
+        from benchmarks.workload import Workload, is_sharded
 
         torch.set_num_threads(1)  # two ranks, two cores
         self.rank, self.ranks = rank, ranks
@@ -63,7 +64,13 @@ class _Rank:
             from tests.support.no_compiler import do_without_compiler
 
             do_without_compiler()
-        self.workload: Workload = Workload(arguments.model)
+        self.workload: Workload
+        if is_sharded(arguments.model):
+            from benchmarks.sharded_workload import ShardedWorkload
+
+            self.workload = ShardedWorkload(arguments.model)
+        else:
+            self.workload = Workload(arguments.model)
 
     def meet(self) -> None:
         """Wait for all ranks."""
@@ -157,6 +164,13 @@ class _Rank:
 
     def _do_verify(self, order: dict[str, Any]) -> dict[str, Any]:
         return {"compared_bytes": self._peers[order["peer"]].verify()}
+
+    def _do_compare(self, order: dict[str, Any]) -> dict[str, Any]:
+        from benchmarks.complete import require_same
+        from benchmarks.peers import load
+
+        source = Path(order["source"])
+        return {"compared_bytes": require_same(self.workload.state_dict(), load(source), what=source.name)}
 
     def _do_clean(self, order: dict[str, Any]) -> dict[str, Any]:
         self._peers[order["peer"]].clean()

@@ -2,7 +2,7 @@
 
 holdfast reads its share, from the store or from what the stager's ring still has, and takes the rest from the other
 ranks. `torch.load` reads the whole file on every rank, as scripts do, and `load_state_dict` copies it into
-the model and the optimizer.
+the model and the optimizer. `dcp.load` reads what each rank holds into its tensors.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
-from benchmarks.complete import IncompleteError, leaves
+from benchmarks import memory
+from benchmarks.complete import IncompleteError, leaves, local_part
 from benchmarks.workload import Workload
 from trainer_side.restore.ring_slices import RingSlices
 
 if TYPE_CHECKING:
     from trainer_side import Checkpointer
 
-__all__ = ["OURS", "RING", "restore"]
+__all__ = ["DCP", "OURS", "RING", "restore"]
 
-OURS, RING = "holdfast", "holdfast, from the ring"
+OURS, RING, DCP = "holdfast", "holdfast, from the ring", "dcp.load"
 
 
 def restore(
@@ -36,7 +37,9 @@ def restore(
     compare: bool,
     meet: Callable[[], None],
 ) -> dict[str, float]:
-    """Seconds, by phase where the restorer says so. They begin when all ranks have come to `meet`.
+    """Seconds, by phase where the restorer says so, and by how many bytes this process grew at most.
+
+    They begin when all ranks have come to `meet`.
 
     Raises:
         IncompleteError: A tensor is not what it was.
@@ -46,7 +49,9 @@ def restore(
     with torch.no_grad():
         for _, value in leaves(workload.state_dict()):
             if isinstance(value, torch.Tensor):
-                value.zero_()
+                local_part(value).zero_()
+    resident_bytes = memory.resident_bytes()
+    memory.reset_peak()
     meet()
     begun = time.monotonic()
     if how in {OURS, RING}:
@@ -58,19 +63,22 @@ def restore(
             "torch.load": lambda path: torch.load(path, weights_only=True),
             "torch.load, mmap": lambda path: torch.load(path, weights_only=True, mmap=True),
             "s3torchconnector": _from_s3,
+            DCP: lambda folder: _from_dcp(workload, folder),
         }
         state = loaders[how](source)
         workload.model.load_state_dict(state["model"])
         workload.optimizer.load_state_dict(state["optimizer"])
     seconds = time.monotonic() - begun
-    phases: dict[str, float] = {}
+    figures: dict[str, float] = {"seconds": seconds, "grown_bytes": memory.peak_bytes() - resident_bytes}
     if how in {OURS, RING} and checkpointer is not None and checkpointer.restored is not None:
-        phases = {f"{name}_seconds": value for name, value in checkpointer.restored.seconds.items()}
+        phases = checkpointer.restored.seconds
+        figures |= {f"{name}_seconds": value for name, value in phases.items()}
+        figures["bytes_read"] = checkpointer.restored.bytes_read
     after = _sums(workload) if compare else {}
     for path, value in before.items():
         if after.get(path) != value:
             raise IncompleteError(f"restore by {how}: {path} is not what it was")
-    return {"seconds": seconds, **phases}
+    return figures
 
 
 @contextlib.contextmanager
@@ -102,10 +110,23 @@ def _from_s3(url: str) -> Any:
         return torch.load(cast("IO[bytes]", reader), weights_only=True)
 
 
+def _from_dcp(workload: Workload, folder: str) -> Any:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    state = workload.state_dict()
+    load(state, storage_reader=FileSystemReader(folder))
+    return state
+
+
 def _sums(workload: Workload) -> dict[str, int]:
     """A sum over the bits of each tensor: two states with the same ones are the same for this purpose."""
     sums = {}
     for path, value in leaves(workload.state_dict()):
         if isinstance(value, torch.Tensor):
-            sums[path] = int(value.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+            sums[path] = _sum(local_part(value).detach())
     return sums
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    return int(tensor.contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64))

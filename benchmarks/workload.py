@@ -9,6 +9,7 @@ data-parallel run hold the same bytes.
     resnet152    ResNet-152 with SGD and momentum   60 M parameters, 0.48 GB
     tiny         a toy GPT-2, to try the harness
     flat-N-M     N parameters of together M MiB with AdamW: what only their number costs
+    fsdp2-N      N MB that are split among the ranks, hsdp-N: benchmarks/sharded_workload.py
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["MODELS", "Workload", "is_toy"]
+__all__ = ["ADAM_COPIES", "FLOAT_BYTES", "MODELS", "SEED", "Workload", "is_sharded", "is_toy"]
 
 MODELS = ("gpt2", "bert-large", "resnet50", "resnet152", "tiny")
 _TINY: dict[str, Any] = {
@@ -30,22 +31,28 @@ _TINY: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-_SEED = 20
+SEED = 20
 _TOY_MEBIBYTES = 64
 _TOKENS = 16
 _PIXELS = 64
-_FLOAT_BYTES = 4
-_ADAM_COPIES = 3  # a parameter and its two moments
+FLOAT_BYTES = 4
+ADAM_COPIES = 3  # a parameter and its two moments
 
 
 def is_toy(model: str) -> bool:
     """Whether the model is too small for the default chunk and ring."""
-    return model == "tiny" or (model.startswith("flat-") and int(model.split("-")[2]) < _TOY_MEBIBYTES)
+    sized = model.startswith("flat-") or is_sharded(model)
+    return model == "tiny" or (sized and int(model.rsplit("-", maxsplit=1)[-1]) < _TOY_MEBIBYTES)
+
+
+def is_sharded(model: str) -> bool:
+    """Whether each rank has a part of it."""
+    return model.startswith(("fsdp2-", "hsdp-"))
 
 
 def _flat(model: str) -> nn.Module:
     _, tensors, mebibytes = model.split("-")
-    numel = max(1, int(mebibytes) * (1 << 20) // (_FLOAT_BYTES * _ADAM_COPIES * int(tensors)))
+    numel = max(1, int(mebibytes) * (1 << 20) // (FLOAT_BYTES * ADAM_COPIES * int(tensors)))
     return nn.ParameterList([nn.Parameter(torch.randn(numel)) for _ in range(int(tensors))])
 
 
@@ -74,7 +81,7 @@ class Workload:
     """
 
     def __init__(self, model: str) -> None:
-        torch.manual_seed(_SEED)
+        torch.manual_seed(SEED)
         self._name = model
         self.keeps_gradients = False
         self.model = _build(model)
@@ -86,6 +93,11 @@ class Workload:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.make_gradients()
         self.update()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has a part of it."""
+        return is_sharded(self._name)
 
     @property
     def parameters(self) -> int:

@@ -36,6 +36,7 @@ EXPERIMENTS = {
     "gate": "Layer-wise against coarse gate where copying takes longer than the computation",
     "steady": "Resident bytes over 200 checkpoints",
     "restore": "From disk with a cold page cache, against torch.load, and from the ring; time to the first step",
+    "sharded": "State that is split among the ranks (FSDP2), until torch.load opens one file; and onto another mesh",
     "tiers": "Local tiers: bytes written per byte, speed beside the bare device, layouts",
     "tiered": "Training that saves into a local tier: slowdown, gate, recovery from each tier",
     "reality": "`holdfast simulate` against a run whose ranks are killed at the times of a trace",

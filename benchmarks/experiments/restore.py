@@ -97,7 +97,7 @@ def grids(document: dict[str, Any]) -> list[Grid]:
     result = [_ways(document, rounds, title)]
     if rings := document.get("ring_rounds"):
         result.append(_ways(document, rings, "The same, and from what the stager's ring still has"))
-    phases = [name for name in rounds[0]["holdfast"] if name != "seconds"]
+    phases = [name for name in rounds[0]["holdfast"] if name.endswith("_seconds")]
     result.append(
         Grid(
             "holdfast's phases of a restore",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from benchmarks.workload import Workload
 
-__all__ = ["OPTIONAL", "PEERS", "TOGETHER", "Peer", "Place", "fresh", "make"]
+__all__ = ["OPTIONAL", "PEERS", "SHARDED", "TOGETHER", "Peer", "Place", "fresh", "make"]
 
 # Order of the tables. The raw peers are no checkpointers, and run elsewhere.
 PEERS = (
@@ -30,6 +30,8 @@ PEERS = (
     "mlc-base",
     "pccheck-like",
 )
+# Of a state that is split among the ranks: benchmarks/peers/sharded.py.
+SHARDED = ("dcp+to-torch", "dcp-hf", "full-state-dict")
 # Each keeps buffers; so many at a time are in memory. holdfast is in every group: ratios are made within a round.
 TOGETHER = (
     ("torch.save+fsync", "dcp-save", "dcp-thread", "dcp-process"),
@@ -154,6 +156,20 @@ def _s3torchconnector(place: Place) -> Peer:
     return S3Connector(place.workload, place.store, place.rank)
 
 
+def _sharded(name: str) -> Callable[[Place], Peer]:
+    def made(place: Place) -> Peer:
+        from benchmarks.peers import sharded
+
+        peer = {
+            "dcp+to-torch": sharded.DcpToTorch,
+            "dcp-hf": sharded.HuggingFace,
+            "full-state-dict": sharded.FullStateDict,
+        }[name]
+        return peer(place.workload, place.folder, place.rank)
+
+    return made
+
+
 _MAKERS: dict[str, Callable[[Place], Peer]] = {
     "holdfast": _holdfast,
     "torch.save+fsync": _torch_save,
@@ -165,6 +181,7 @@ _MAKERS: dict[str, Callable[[Place], Peer]] = {
     "mlc-base": _mlc_base,
     "pccheck-like": _pccheck_like,
     "s3torchconnector": _s3torchconnector,
+    **{name: _sharded(name) for name in SHARDED},
 }
 
 
