@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.status import Status
 
-from benchmarks import machine, results
+from benchmarks import machine, results, targets
 from benchmarks.cluster import Clusters
 from benchmarks.experiments import EXPERIMENTS, Options, experiment
 
@@ -48,6 +48,9 @@ def _run(name: str, options: Options, out: Path | None, console: Console) -> Non
     assert written is not None
     for grid in experiment(name).grids(written):
         console.print(grid.table())
+    judged = targets.grid({name: written}, only=name)
+    if judged.rows:
+        console.print(judged.table())
     console.print(f"{name}: {time.monotonic() - begun:.0f} s, written to {path}", highlight=False)
 
 

@@ -72,7 +72,8 @@ class ShardedWorkload(Workload):
             split = _Transformer(max(1, round(math.sqrt(numel / (12 * _BLOCKS + _WORDS_PER_WIDTH)))))
         for block in split.blocks:
             fully_shard(block, mesh=mesh)
-        self.model = fully_shard(split, mesh=mesh).to_empty(device="cpu")
+        fully_shard(split, mesh=mesh)
+        self.model = split.to_empty(device="cpu")
         # Ranks with the same part hold the same bytes, and the others have others.
         self._generator = torch.Generator().manual_seed(SEED + mesh.get_local_rank(mesh.ndim - 1))
         with torch.no_grad():

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.experiments import s3
+from benchmarks.experiments import s3, sharded
 from benchmarks.experiments.makespan import interval_under, overheads
 from benchmarks.experiments.restore import RAW
 from benchmarks.experiments.table import ratio
 from benchmarks.grid import Grid
+from benchmarks.restoring import DCP, OURS
 from benchmarks.spread import Spread, columns, ratios, spread
 
 __all__ = ["TARGETS", "Target", "Verdict", "grid"]
@@ -270,6 +271,57 @@ def _nvme(document: Document) -> Verdict | None:
     return _at_least(max(found, key=lambda value: value.median), 0.9, percent=True)
 
 
+def _compared(document: Document) -> dict[str, Document]:
+    """The meshes on which every peer has saved."""
+    return {cell["mesh"]: cell for cell in document["cells"] if len(cell["rounds"][0]) > 1}
+
+
+def _worst(values: Mapping[str, Spread], limit: float, digits: int = 2) -> Verdict:
+    """Of several meshes: met where all meet it."""
+    text = "; ".join(f"{mesh}: {value.text(digits)}" for mesh, value in values.items())
+    return Verdict(text, all(value.median <= limit for value in values.values()))
+
+
+def _sharded_memory(document: Document) -> Verdict:
+    beyond = {}
+    for cell in document["cells"]:
+        share_bytes = cell["image_bytes"] / cell["ranks"]
+        beyond[cell["mesh"]] = (sharded.holders(cell)["rank"] - share_bytes) / _MIB
+    text = "; ".join(f"{mesh}: share + {extra:.0f} MiB" for mesh, extra in beyond.items())
+    return Verdict(text, all(extra <= 64 for extra in beyond.values()))
+
+
+def _nobody_has_all(document: Document) -> Verdict:
+    """A rank's own shards are in no figure of it: what it has beyond them must be less than all, too."""
+    parts = {
+        f"{cell['mesh']}, {name}": nbytes / cell["image_bytes"]
+        for cell in document["cells"]
+        for name, nbytes in sharded.holders(cell).items()
+    }
+    most = max(parts, key=lambda name: parts[name])
+    return Verdict(f"at most {parts[most]:.2f} ({most})", parts[most] < 1)
+
+
+def _sharded_sent(document: Document) -> Verdict:
+    parts = {cell["mesh"]: cell["sent_bytes"] / cell["image_bytes"] for cell in document["cells"]}
+    text = "; ".join(f"{mesh}: {part:.4f}" for mesh, part in parts.items())
+    return Verdict(text, all(round(part, 2) == 1.0 for part in parts.values()))
+
+
+def _onto_meshes(document: Document) -> Verdict:
+    found = {}
+    for of in document["restores"]:
+        ours, theirs = (columns(of["rounds"], how, "seconds") for how in (OURS, DCP))
+        found[of["mesh"]] = ratios(ours, theirs)
+    return _worst(found, 1.0)
+
+
+def _restored_memory(document: Document) -> Verdict:
+    most = {of["mesh"]: max(columns(of["rounds"], OURS, "grown_bytes")) / _MIB for of in document["restores"]}
+    text = "; ".join(f"{mesh}: {value:.0f} MiB" for mesh, value in most.items())
+    return Verdict(text, all(value <= 256 for value in most.values()))
+
+
 _DONE, _STALL, _STAGED = "done_seconds", "stall_seconds", "staged_seconds"
 _SAVE = "torch.save+fsync"
 _PIPELINE, _OVER = "raw_pipeline", "raw_over"
@@ -381,15 +433,39 @@ TARGETS = (
         _restore("restores", "s3torchconnector", 3),
         _raw_ranges,
     ),
+    Target(
+        "FSDP2: save() until torch.load opens one file",
+        "at most a third of the best peer's",
+        "sharded",
+        lambda d: _worst({mesh: sharded.against_best(cell) for mesh, cell in _compared(d).items()}, 1 / 3),
+    ),
+    Target(
+        "FSDP2: stall",
+        "at most a quarter of DCP async_save's",
+        "sharded",
+        lambda d: _worst({mesh: sharded.against_dcp(cell) for mesh, cell in _compared(d).items()}, 0.25),
+    ),
+    Target("FSDP2: memory of a rank beyond its own shards", "share + 64 MiB", "sharded", _sharded_memory),
+    Target("FSDP2: part of the state that a process has", "nobody has all", "sharded", _nobody_has_all),
+    Target("FSDP2: sent by all ranks / image", "1.00", "sharded", _sharded_sent),
+    Target("FSDP2 on 4 ranks, restored onto another mesh", "at most DCP's time", "sharded", _onto_meshes),
+    Target(
+        "FSDP2, restored onto another mesh: memory of a rank",
+        "own shards + 256 MiB",
+        "sharded",
+        _restored_memory,
+    ),
     Target("memory of a rank, N = 1", "slice + 64 MiB", "table", _memory),
     Target("memory over 200 checkpoints", "flat", "steady", _flat),
 )
 
 
-def grid(documents: Mapping[str, Document | None]) -> Grid:
-    """All targets, each with its verdict."""
+def grid(documents: Mapping[str, Document | None], *, only: str = "") -> Grid:
+    """All targets, or those of one experiment, each with its verdict."""
     rows = []
     for target in TARGETS:
+        if only not in ("", target.experiment):
+            continue
         document = documents.get(target.experiment)
         verdict = target.judge(document) if document else None
         got = verdict.got if verdict else "not measured"

@@ -160,12 +160,12 @@ def _sharded(name: str) -> Callable[[Place], Peer]:
     def made(place: Place) -> Peer:
         from benchmarks.peers import sharded
 
-        peer = {
+        makers: dict[str, Callable[[Workload, Path, int], Peer]] = {
             "dcp+to-torch": sharded.DcpToTorch,
             "dcp-hf": sharded.HuggingFace,
             "full-state-dict": sharded.FullStateDict,
-        }[name]
-        return peer(place.workload, place.folder, place.rank)
+        }
+        return makers[name](place.workload, place.folder, place.rank)
 
     return made
 

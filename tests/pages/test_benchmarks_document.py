@@ -116,6 +116,27 @@ _COPIED = {"save_seconds": 0.1, "load_seconds": 0.1}
 _SAVING = {"tier": 2.2, "none": 2.0, "stall_seconds": 0.01}
 _KEPT = {"in_flight": 1, "writers": 2, "restore_seconds": [0.5, 0.6]}
 # The least that each experiment's tables and pictures are made of.
+
+
+def _sharded_cell(mesh: str, peers: tuple[str, ...]) -> dict[str, Any]:
+    """holdfast takes 0.4 s and stalls for 0.01 s; the peers take 1, 2, … s and stall for 0.1, 0.2, … s."""
+    theirs = {
+        peer: {"stall_seconds": number / 10, "done_seconds": float(number), "written_seconds": 0.9}
+        for number, peer in enumerate(peers[1:], 1)
+    }
+    return {
+        "mesh": mesh,
+        "ranks": 4,
+        "image_bytes": _LARGE,
+        "rounds": _rounds(holdfast=_TIMES, **theirs),
+        "memory": {
+            "ranks": {"holdfast": {"extra_peak_bytes": _LARGE // 4 + (60 << 20)}},
+            "peak_bytes": {"stager": _LARGE // 2, "flusher": 3 * _LARGE // 4},
+        },
+        "sent_bytes": _LARGE + 100,
+    }
+
+
 _CONTENT: dict[str, dict[str, Any]] = {
     "table": _table(0.01),
     "makespan": _makespan(),
@@ -229,6 +250,22 @@ _CONTENT: dict[str, dict[str, Any]] = {
             )
         ]
     },
+    "sharded": {
+        "cells": [
+            _sharded_cell("FSDP2 on 2", ("holdfast", "dcp+to-torch", "dcp-hf", "full-state-dict")),
+            _sharded_cell("HSDP on 2 x 2", ("holdfast",)),
+        ],
+        "restores": [
+            {
+                "mesh": "FSDP2 on 2",
+                "image_bytes": _LARGE,
+                "rounds": _rounds(
+                    holdfast={"seconds": 0.5, "grown_bytes": 100 << 20, "bytes_read": _LARGE // 2},
+                    **{"dcp.load": {"seconds": 1.0, "grown_bytes": 90 << 20}},
+                ),
+            }
+        ],
+    },
     "s3": {
         "image_bytes": _LARGE,
         "rounds": _rounds(
@@ -278,6 +315,40 @@ def test_verdicts_of_the_other_experiments() -> None:
     assert rows["memory over 200 checkpoints"][1] == "yes"
     assert rows["local tiers: bytes written per byte of state"] == ("1.0030", "yes")
     assert rows["NVMe tier: bandwidth of raw O_DIRECT"] == ("96 (96–96) %", "yes")
+    assert rows["FSDP2: save() until torch.load opens one file"] == ("FSDP2 on 2: 0.40 (0.40–0.40)", "no")
+    assert rows["FSDP2: stall"] == ("FSDP2 on 2: 0.10 (0.10–0.10)", "yes")
+    assert rows["FSDP2: memory of a rank beyond its own shards"] == (
+        "FSDP2 on 2: share + 60 MiB; HSDP on 2 x 2: share + 60 MiB",
+        "yes",
+    )
+    assert rows["FSDP2: part of the state that a process has"] == (
+        "at most 0.75 (FSDP2 on 2, flusher)",
+        "yes",
+    )
+    assert rows["FSDP2: sent by all ranks / image"] == ("FSDP2 on 2: 1.0000; HSDP on 2 x 2: 1.0000", "yes")
+    assert rows["FSDP2 on 4 ranks, restored onto another mesh"] == ("FSDP2 on 2: 0.50 (0.50–0.50)", "yes")
+    assert rows["FSDP2, restored onto another mesh: memory of a rank"] == ("FSDP2 on 2: 100 MiB", "yes")
+
+
+def test_figures_of_sharded_state_that_are_not_reached_are_said_to_be() -> None:
+    shown = _shown("sharded")
+    of_rank = {"ranks": {"holdfast": {"extra_peak_bytes": _LARGE}}, "peak_bytes": {"stager": 0, "flusher": 0}}
+    slow = {"holdfast": {"seconds": 1.1, "grown_bytes": 257 << 20}, "dcp.load": {"seconds": 1.0}}
+    worse = {
+        **shown,
+        "cells": [{**cell, "memory": of_rank, "sent_bytes": 2 * _LARGE} for cell in shown["cells"]],
+        "restores": [*shown["restores"], {**shown["restores"][0], "rounds": [slow]}],
+    }
+    met = {row[0]: row[3] for row in targets.grid({"sharded": worse}, only="sharded").rows}
+    assert met == {
+        "FSDP2: save() until torch.load opens one file": "no",
+        "FSDP2: stall": "yes",
+        "FSDP2: memory of a rank beyond its own shards": "no",
+        "FSDP2: part of the state that a process has": "no",
+        "FSDP2: sent by all ranks / image": "no",
+        "FSDP2 on 4 ranks, restored onto another mesh": "no",
+        "FSDP2, restored onto another mesh: memory of a rank": "no",
+    }
 
 
 def test_an_overhead_is_taken_beside_the_baseline_of_its_own_round() -> None:
