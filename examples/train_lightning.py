@@ -2,8 +2,9 @@
 
     mpirun --with-ft ulfm -n 2 python examples/train_lightning.py --every 20 : -n 1 holdfast stager --store URL
 
-Run the same line again after a kill: it goes on where the newest good checkpoint ends, bit for bit. What holdfast needs
-is marked with `holdfast:` below.
+Run the same line again after a kill: it goes on where the newest good checkpoint ends, bit for bit. With `--sharded`
+each rank holds a part of each tensor (FSDP2, by Lightning's `ModelParallelStrategy`), and saves that part alone. What
+holdfast needs is marked with `holdfast:` below; there is nothing in it about FSDP2.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -26,14 +29,18 @@ SEED = 7
 
 
 class Digits(LightningModule):
-    """Two layers, with batch norm and dropout."""
+    """Two layers, with dropout, and with batch norm where its statistics are the same on each rank: not under FSDP2."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, *, sharded: bool) -> None:
         super().__init__()
-        self._steps = steps
-        self.net = nn.Sequential(
-            nn.Linear(64, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Dropout(0.3), nn.Linear(48, 10)
-        )
+        self._steps, self._sharded = steps, sharded
+        norm = nn.LayerNorm(48) if sharded else nn.BatchNorm1d(48)
+        self.net = nn.Sequential(nn.Linear(64, 48), norm, nn.GELU(), nn.Dropout(0.3), nn.Linear(48, 10))
+
+    def configure_model(self) -> None:
+        if self._sharded and self.device_mesh is not None:
+            for layer in (self.net[0], self.net):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         return functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -65,7 +72,7 @@ def train(options: argparse.Namespace, *callbacks: Callback) -> Trainer:
     data = TensorDataset(images.float() / 16, labels)
     learned, kept_back = Subset(data, range(1500)), Subset(data, range(1500, len(data)))
     torch.manual_seed(SEED)  # the same first weights on every rank
-    model = Digits(options.steps)
+    model = Digits(options.steps, sharded=options.sharded)
     torch.manual_seed(SEED + 1 + rank)  # each rank its own dropout
     # holdfast: the order of samples, which goes on where it was
     sampler = ResumableSampler(len(learned), seed=SEED, rank=rank, ranks=ranks, drop_last=True)
@@ -73,7 +80,7 @@ def train(options: argparse.Namespace, *callbacks: Callback) -> Trainer:
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy="ddp",
+        strategy=ModelParallelStrategy(ranks, 1) if options.sharded else "ddp",
         plugins=[environment],
         callbacks=[HoldfastCallback(every=options.every), *callbacks],  # holdfast: saves and restores
         max_steps=options.steps,
@@ -97,6 +104,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-size", type=int, default=32, help="samples of each rank (default %(default)s)"
     )
+    parser.add_argument("--sharded", action="store_true", help="split model and optimizer among the ranks")
     return parser
 
 

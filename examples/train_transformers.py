@@ -2,8 +2,9 @@
 
     mpirun --with-ft ulfm -n 2 python examples/train_transformers.py --every 20 : -n 1 holdfast stager --store URL
 
-Run the same line again after a kill: it goes on where the newest good checkpoint ends, bit for bit. What holdfast needs
-is marked with `holdfast:` below.
+Run the same line again after a kill: it goes on where the newest good checkpoint ends, bit for bit. With `--sharded`
+each rank holds a part of each tensor (FSDP2), and saves that part alone. What holdfast needs is marked with `holdfast:`
+below; there is nothing in it about FSDP2.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from typing import Any
 
 import torch
+from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,13 +27,15 @@ SEED = 7
 
 
 class Digits(nn.Module):
-    """Two layers, with batch norm and dropout; loss and logits as Trainer wants them."""
+    """Two layers, with dropout, and with batch norm where its statistics are the same on each rank: not under FSDP2.
 
-    def __init__(self) -> None:
+    It gives loss and logits as Trainer wants them.
+    """
+
+    def __init__(self, *, sharded: bool) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(64, 48), nn.BatchNorm1d(48), nn.GELU(), nn.Dropout(0.3), nn.Linear(48, 10)
-        )
+        norm = nn.LayerNorm(48) if sharded else nn.BatchNorm1d(48)
+        self.net = nn.Sequential(nn.Linear(64, 48), norm, nn.GELU(), nn.Dropout(0.3), nn.Linear(48, 10))
 
     def forward(self, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.net(pixels)
@@ -55,13 +59,20 @@ class Images(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"pixels": self._pixels[index], "labels": self._labels[index]}
 
 
+def shard_on_cpu(trainer: Trainer) -> None:
+    """As `TrainingArguments(fsdp=True, fsdp_config={"version": 2})` does on GPUs; on CPUs Accelerate leaves it out."""
+    trainer.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    trainer.accelerator.state.distributed_type = DistributedType.FSDP
+    trainer.is_fsdp_enabled = True
+
+
 def train(options: argparse.Namespace, *callbacks: TrainerCallback, **more: Any) -> Trainer:
     """The whole training, with more callbacks if somebody wants to watch."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     rank, _ = init_torch_distributed("gloo")  # holdfast: the ranks of this MPI job, before TrainingArguments
     set_seed(SEED)  # the same first weights on every rank
-    model = Digits()
+    model = Digits(sharded=options.sharded)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -90,6 +101,8 @@ def train(options: argparse.Namespace, *callbacks: TrainerCallback, **more: Any)
             eval_dataset=Images(1500, 1797),
             callbacks=[holdfast, *callbacks],
         )
+        if options.sharded:
+            shard_on_cpu(trainer)
         set_seed(SEED + 1 + rank)  # each rank its own dropout
         trainer.train(resume_from_checkpoint=holdfast.restore(trainer))  # holdfast: restores
     return trainer
@@ -106,6 +119,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-size", type=int, default=16, help="samples of each rank (default %(default)s)"
     )
+    parser.add_argument("--sharded", action="store_true", help="split model and optimizer among the ranks")
     return parser
 
 

@@ -40,18 +40,21 @@ def prepared(accelerator: Accelerator) -> dict[str, Any]:
     It has the models, optimizers, schedulers, the gradient scaler and the registered objects. A single object of its
     kind is named `model`, `optimizer`, `scheduler` or `registered`; several are named `model0`, `model1` and so on.
     Loaders are left out: add a `ResumableSampler` to the state, and do not prepare the loader that reads it, because
-    Accelerate would share out its batches a second time.
+    Accelerate would share out its batches a second time. With FSDP2 (`fsdp_version: 2`) the model and the moments of
+    the optimizer are DTensors, of which each rank saves its part.
 
     Args:
         accelerator: The Accelerator, after its `prepare` and `register_for_checkpointing` were called.
 
     Raises:
-        ConfigError: The Accelerator shards models among the ranks, or it has prepared no model.
+        ConfigError: The Accelerator shards models by FSDP1, DeepSpeed or Megatron-LM, or it has prepared no model.
     """
-    if accelerator.distributed_type not in _WHOLE:
+    if accelerator.distributed_type not in _WHOLE and not accelerator.is_fsdp2:
+        fsdp1 = accelerator.distributed_type == DistributedType.FSDP
         raise ConfigError(
-            "accelerate: expected an Accelerator that keeps every model whole on every rank, this Accelerator is "
-            f"{accelerator.distributed_type}; use plain data parallelism"
+            "accelerate: expected an Accelerator with plain data parallelism or with FSDP2, this Accelerator is "
+            f"{accelerator.distributed_type}{' with fsdp_version 1' if fsdp1 else ''}; set fsdp_version: 2 "
+            "(FullyShardedDataParallelPlugin(fsdp_version=2)), or use plain data parallelism"
         )
     if not accelerator._models:
         raise ConfigError(

@@ -34,6 +34,7 @@ try:
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 except ImportError as error:
     raise missing("lightning", error) from error
 
@@ -158,7 +159,18 @@ class HoldfastCallback(Checkpoint):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the newest checkpoint, if there is one."""
+        """Restore the newest checkpoint, if there is one.
+
+        Raises:
+            ConfigError: The Trainer restores by itself, its strategy is FSDP1 or DeepSpeed, or the callback itself uses
+                a name in `state`.
+            DamageError, StateError, StoreError: As `Checkpointer.restore`.
+        """
+        if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
+            raise ConfigError(
+                f"lightning: {type(trainer.strategy).__name__} splits the model in a way that holdfast does not save; "
+                "use ModelParallelStrategy with fully_shard (FSDP2) in configure_model, or strategy='ddp'"
+            )
         if trainer.ckpt_path:
             raise ConfigError(
                 f"Trainer.fit(ckpt_path={trainer.ckpt_path!r}) and HoldfastCallback both restore; leave one of them out"

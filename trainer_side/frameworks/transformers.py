@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from holdfast.config import TrainerConfig
@@ -78,14 +79,13 @@ class HoldfastCallback(TrainerCallback):
 
         Raises:
             DamageError, StateError, StoreError: As `Checkpointer.restore`.
-            ConfigError: Trainer shards the model or its optimizer, or the callback itself uses a name in `state`.
+            ConfigError: Trainer shards the model by DeepSpeed, FSDP1 or XLA, `train` would make another model
+                (`model_init`), or the callback itself uses a name in `state`.
         """
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            raise ConfigError(
-                "transformers: expected a model that every rank has whole, this Trainer shards it (DeepSpeed or FSDP); "
-                "use plain data parallelism"
-            )
+        _refuse_unsupported(trainer)
         optimizer = trainer.create_optimizer()  # train() keeps it
+        if trainer.is_fsdp_enabled:
+            _shard(trainer, optimizer)
         seen = _Seen(trainer)
         own = {
             "model": trainer.model,
@@ -153,6 +153,43 @@ class HoldfastCallback(TrainerCallback):
         if self.checkpointer is not None and state.global_step > self._looked_at:
             self._looked_at = state.global_step
             self.checkpointer.step(state.global_step - 1)
+
+
+def _refuse_unsupported(trainer: Trainer) -> None:
+    what, advice = "", "use FSDP2 (fsdp=True, fsdp_config={'version': 2}) or plain data parallelism"
+    if trainer.is_deepspeed_enabled:
+        what = "shards the model by DeepSpeed"
+    elif trainer.is_fsdp_xla_enabled:
+        what = "shards the model by FSDP of XLA"
+    elif trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        what = "shards the model by FSDP1 (fsdp_config version 1)"
+    elif trainer.model_init is not None:
+        what, advice = "makes a new model in train() (model_init)", "give Trainer the model itself"
+    if what:
+        raise ConfigError(
+            f"transformers: this Trainer {what}, which HoldfastCallback cannot restore; {advice}"
+        )
+
+
+def _shard(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
+    """Split model and optimizer now, and not in `train`: Trainer reads its step from the checkpoint before it does so.
+
+    Accelerate would split them a second time: parameters of which a rank has nothing would then change places.
+    """
+    accelerator = trainer.accelerator
+    model, wrapped = accelerator.prepare(trainer.model, optimizer)
+    trainer.model = trainer.model_wrapped = model
+    trainer.optimizer = wrapped
+    prepare = accelerator.prepare
+
+    def prepare_others(*parts: Any, **given: Any) -> Any:
+        if not (len(parts) == 2 and parts[0] is model and parts[1] is wrapped):
+            return prepare(*parts, **given)
+        accelerator._models.append(model)  # train() has emptied both lists
+        accelerator._optimizers.append(wrapped)
+        return parts
+
+    accelerator.prepare = prepare_others
 
 
 def _leave_weights(trainer: Trainer, folder: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 __all__ = ["Watcher"]
 
@@ -42,5 +43,13 @@ class Watcher:
             sys.exit("nobody killed this rank")
 
     def end(self, **state: Any) -> None:
-        """Training is done."""
-        torch.save(state, self.out / f"final-{self._rank}.pt")
+        """Training is done. Of a split tensor this rank's part is written."""
+        torch.save(_local(state), self.out / f"final-{self._rank}.pt")
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _local(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_local(one) for one in value)
+    return value.to_local() if isinstance(value, DTensor) else value
