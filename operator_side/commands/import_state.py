@@ -77,7 +77,8 @@ def import_state(
     force: bool,
 ) -> None:
     """Make a checkpoint of the run at URL from FILE, which torch.save or safetensors wrote, or from a folder of
-    torch.distributed.checkpoint, of any number of ranks. The whole content of FILE is in memory for a while.
+    torch.distributed.checkpoint, of any number of ranks. FILE is read as the checkpoint is written, so that the command
+    takes little memory, however large FILE is.
 
     The top-level names of FILE must be those of the script's Checkpointer({"model": …, "optimizer": …}), each with the
     state_dict() of that object. On restore, a warning names those that the script does not have. A name that the
@@ -141,7 +142,7 @@ def _refuse_beside_others(catalog: Catalog) -> None:
 
 
 def _nothing_to_read(*_: object) -> None:
-    raise AssertionError("the state is in memory")
+    raise AssertionError("the image reads by itself")
 
 
 def _say(url: str, manifest: Manifest, foreign: Foreign, *, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 from holdfast.checkpoints.catalog import Catalog
+from holdfast.command import cli
 from holdfast.store import open_store
-from tests.integration.jobs import train
+from tests.integration.jobs import dcp_fsdp, train
+from tests.integration.jobs.sharded import differences
 from tests.support.cluster import Cluster, load, same
-from tests.support.job import HOLDFAST, environment
+from tests.support.job import HOLDFAST, REPOSITORY, environment
 from trainer_side import ResumableSampler
 
 pytestmark = [pytest.mark.mpi]
@@ -44,6 +47,33 @@ def old_file(path: Path, *, steps: int) -> Path:
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": sampler}
     torch.save({"epoch": 1, **{name: value.state_dict() for name, value in state.items()}}, path)
     return path
+
+
+def saved_under_fsdp(directory: Path, *, rows: int) -> Path:
+    """A folder that dcp.save has written on two ranks."""
+    folder, truth = directory / "old", directory / "truth.pt"
+    job = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        dcp_fsdp.__name__,
+        "save",
+        str(folder),
+        str(truth),
+        str(rows),
+    ]
+    subprocess.run(job, check=True, cwd=REPOSITORY)
+    return folder
+
+
+def assert_imported(directory: Path, rows: int) -> None:
+    """That the run has what the ranks held, whole and bit for bit."""
+    found = torch.load(directory / "run" / "step-000000007.pt", weights_only=True, mmap=True)
+    for number in range(dcp_fsdp.LARGE):
+        assert torch.equal(found["large"][str(number)], dcp_fsdp.large_tensor(number, rows)), number
+    del found["large"]
+    assert differences(found, torch.load(directory / "truth.pt", weights_only=True)) == []
 
 
 def test_a_job_goes_on_from_what_torch_saved(tmp_path: Path) -> None:
@@ -81,3 +111,13 @@ def test_killed_it_is_run_again(tmp_path: Path) -> None:
     manifest = Catalog(store).get()
     assert (manifest.attempt, manifest.step, manifest.state) == (2, 7, "verified")
     assert torch.equal(torch.load(tmp_path / "run" / manifest.file)["x"], torch.arange(5000.0))
+
+
+def test_a_folder_of_a_sharded_run_becomes_whole_tensors(tmp_path: Path) -> None:
+    rows = 7  # uneven on two ranks
+    folder = saved_under_fsdp(tmp_path, rows=rows)
+    assert len(list(folder.glob("*.distcp"))) == dcp_fsdp.RANKS
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["import", str(folder), str(tmp_path / "run"), "--step", "7"])
+    assert ended.value.code == 0
+    assert_imported(tmp_path, rows)

@@ -1,7 +1,7 @@
 """What the metadata of a DCP folder claims, held against the files that are there, before memory is taken for it.
 
     each place      its file is there and reaches so far; all together claim no byte twice; it is a torch file, unpacked
-    each tensor     its chunks lie in it, are as large as it is, and each has its bytes in its place
+    each tensor     its chunks lie in it and make it up, each element once; each chunk has its bytes in its place
     each path       lists are no longer than what is put into them
 
 So all tensors together take no more memory than the files have bytes.
@@ -17,6 +17,7 @@ from typing import IO, Any, cast
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from holdfast.errors import DamageError, StateError
+from holdfast.image.regions import Region, grid_cuts, overlap
 from holdfast.pickle_price import PICKLE_FACTOR
 from holdfast.price import check_price
 from holdfast.store.base import Store
@@ -24,6 +25,7 @@ from holdfast.store.ranged import RangedFile
 from trainer_side.state.pickle_bounds import refuse_costly_pickle, refuse_packed
 
 _LIST_ITEM_BYTES = 8
+_ODD_CHUNKS_MAX = 4096  # each of them is compared with each
 
 
 def check_claims(folder: Path, metadata: Metadata, metadata_bytes: int) -> None:
@@ -94,10 +96,20 @@ def _check_file(path: Path, places: list[tuple[int, int]]) -> None:
         free = offset + length
     with path.open("rb") as file:
         for offset, length in places:
-            what = f"{path}, {length} bytes at byte {offset}"
-            view = cast(IO[bytes], RangedFile(cast(Store, _FilePart(file, offset)), what, length))
+            what = told_part(path, offset, length)
+            view = file_part(file, offset, length, what)
             refuse_packed(view, what)
             refuse_costly_pickle(view, what)
+
+
+def told_part(path: Path, offset: int, length: int) -> str:
+    """A place in a file, for messages."""
+    return f"{path}, {length} bytes at byte {offset}"
+
+
+def file_part(file: IO[bytes], offset: int, length: int, what: str) -> IO[bytes]:
+    """A part of an open file, as a file."""
+    return cast(IO[bytes], RangedFile(cast(Store, _FilePart(file, offset)), what, length))
 
 
 class _FilePart:
@@ -118,27 +130,47 @@ class _FilePart:
 
 def _check_tensor(folder: Path, name: str, record: TensorStorageMetadata, places: Mapping[Any, Any]) -> None:
     size, item_bytes = tuple(record.size), record.properties.dtype.itemsize
-    found = 0
+    regions = []
     for chunk in record.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        inside = len(offsets) == len(sizes) == len(size) and all(
+        region = Region(tuple(chunk.offsets), tuple(chunk.sizes))
+        inside = len(region.start) == len(region.size) == len(size) and all(
             min(offset, extent) >= 0 and offset + extent <= whole
-            for offset, extent, whole in zip(offsets, sizes, size, strict=True)
+            for offset, extent, whole in zip(*region, size, strict=True)
         )
         if not inside:
             raise DamageError(
-                f"{folder}: {name!r:.200}: a chunk of {sizes} at {offsets} of a tensor of {size}"
+                f"{folder}: {name!r:.200}: a chunk of {region.size} at {region.start} of a tensor of {size}"
             )
         place = places.get(MetadataIndex(name, chunk.offsets))
-        nbytes, there = math.prod(sizes) * item_bytes, 0 if place is None else place.length
+        nbytes, there = region.numel * item_bytes, 0 if place is None else place.length
         if nbytes > there:
             raise DamageError(
-                f"{folder}: {name!r:.200}: a chunk of {sizes} takes {nbytes} bytes, and the metadata has {there} bytes "
-                "for it; save the checkpoint anew with dcp.save"
+                f"{folder}: {name!r:.200}: a chunk of {region.size} takes {nbytes} bytes, and the metadata has {there} "
+                "bytes for it; save the checkpoint anew with dcp.save"
             )
-        found += math.prod(sizes)
+        if region.numel:
+            regions.append(region)
+    _check_tiling(f"{folder}: {name!r:.200}", size, regions)
+
+
+def _check_tiling(what: str, size: tuple[int, ...], regions: list[Region]) -> None:
+    if math.prod(size) and grid_cuts(size, regions) is not None:
+        return
+    if len(regions) > _ODD_CHUNKS_MAX:
+        raise DamageError(
+            f"{what}: the tensor of {size} is in {len(regions)} chunks that are no grid, expected at most "
+            f"{_ODD_CHUNKS_MAX}; save the checkpoint anew with dcp.save"
+        )
+    both = overlap(regions)
+    if both is not None:
+        one, other = (regions[number] for number in both)
+        raise DamageError(
+            f"{what}: the chunks {one} and {other} overlap, so the tensor of {size} has two values in one place; save "
+            "the checkpoint anew with dcp.save"
+        )
+    found = sum(region.numel for region in regions)
     if found != math.prod(size):
         raise DamageError(
-            f"{folder}: {name!r:.200}: the tensor of {size} has {math.prod(size)} elements, its chunks have {found}; "
-            "save the checkpoint anew with dcp.save"
+            f"{what}: the tensor of {size} has {math.prod(size)} elements, its chunks have {found}; save the "
+            "checkpoint anew with dcp.save"
         )

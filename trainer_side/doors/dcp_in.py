@@ -1,4 +1,7 @@
-"""Reads a folder of torch.distributed.checkpoint, of any number of ranks, as a tree: all of it in memory.
+"""Opens a folder of torch.distributed.checkpoint, of any number of ranks, as a tree: no tensor of it is in memory.
+
+    .metadata ─► what it claims is there ─► tree: plain values, and tensors whose memory is never touched
+                                         └► of each tensor where its bytes lie (dcp_parts), to be read later
 
 DCP unpickles its `.metadata` and each plain value without restriction. Here the first may hold DCP's own records and
 nothing else, and values are read with `weights_only=True`: nothing in the folder is run.
@@ -8,21 +11,24 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.futures import Future
 
 from holdfast.errors import ConfigError, DamageError, HoldfastError, StateError
 from holdfast.pickle_price import check_pickle
 from trainer_side.doors.dcp_claims import check_claims
+from trainer_side.doors.dcp_parts import Patterns, StoredTensor, stored_tensor
 from trainer_side.state.pickle_bounds import NOT_READABLE
 
 _METADATA = ".metadata"
@@ -48,7 +54,19 @@ _RECORDS = {
 }
 
 
-def read_dcp(folder: Path) -> dict[str, Any]:
+class DcpState(NamedTuple):
+    """What is in a folder.
+
+    Attributes:
+        tree: The state; the memory of its tensors means nothing.
+        stored: What has their bytes.
+    """
+
+    tree: dict[str, Any]
+    stored: list[StoredTensor]
+
+
+def read_dcp(folder: Path) -> DcpState:
     """The state.
 
     Raises:
@@ -62,9 +80,18 @@ def read_dcp(folder: Path) -> dict[str, Any]:
             "name a checkpoint folder, or a file"
         )
     state: dict[str, Any] = {}
+    stored: list[StoredTensor] = []
     try:
-        reader = _DcpReader(folder, _metadata_of(folder))
-        _load_state_dict(state, storage_reader=reader, planner=_Planner(), no_dist=True)  # type: ignore[no-untyped-call]
+        metadata = _metadata_of(folder)
+        planner = _Planner()  # type: ignore[no-untyped-call]
+        reader = _DcpReader(folder, metadata)
+        _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+        patterns = Patterns()
+        for name, tensor in planner.state_dict.items():
+            record = metadata.state_dict_metadata[name]
+            if isinstance(record, TensorStorageMetadata) and tensor.numel():
+                pattern = patterns.of(record)
+                stored.append(stored_tensor(folder, name, tensor, record, metadata.storage_data, pattern))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise _explained(folder, cause) from error
@@ -73,7 +100,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
     except (pickle.PickleError, *NOT_READABLE) as error:
         raise _explained(folder, error) from error
     _number(state)
-    return state
+    return DcpState(state, stored)
 
 
 def _explained(folder: Path, error: BaseException) -> BaseException:
@@ -118,7 +145,7 @@ def _metadata_of(folder: Path) -> Metadata:
 
 
 class _DcpReader(FileSystemReader):
-    """DCP's own, with metadata that was read already."""
+    """DCP's own, with metadata that was read already; reads plain values only."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -126,6 +153,10 @@ class _DcpReader(FileSystemReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         return self._read
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        return super().read_data(replace(plan, items=values), planner)
 
 
 class _Planner(_EmptyStateDictLoadPlanner):

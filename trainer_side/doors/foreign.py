@@ -18,6 +18,7 @@ import torch
 from holdfast.errors import ConfigError, DamageError, StateError
 from holdfast.image.manifest import Key
 from trainer_side.doors.dcp_in import read_dcp
+from trainer_side.doors.dcp_parts import StoredTensor
 from trainer_side.doors.publishing import StateImage, plan_state
 from trainer_side.doors.safetensors_in import read_safetensors
 from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle, refuse_packed
@@ -33,13 +34,14 @@ class Import:
     Args:
         kind: What it was read from.
         tree: The state.
+        stored: What has the bytes of tensors that are not in memory.
 
     Raises:
         StateError: It cannot be saved; names the path.
     """
 
-    def __init__(self, kind: str, tree: Mapping[str, Any]) -> None:
-        self.kind, self._tree = kind, tree
+    def __init__(self, kind: str, tree: Mapping[str, Any], stored: Sequence[StoredTensor] = ()) -> None:
+        self.kind, self._tree, self._stored = kind, tree, stored
         self._skeleton = plan_state(tree)
 
     @property
@@ -59,7 +61,7 @@ class Import:
 
     def image(self, key: Key) -> StateImage:
         """The image to publish as this checkpoint."""
-        return StateImage(key, self._tree, self._skeleton)
+        return StateImage(key, self._tree, self._skeleton, self._stored)
 
 
 def open_foreign(
@@ -79,25 +81,26 @@ def open_foreign(
         StateError: It holds what `torch.load(weights_only=True)` does not take, or has no names.
     """
     try:
-        kind, tree, name = _read(path)
+        kind, tree, name, stored = _read(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     under = name if under is None else under
     if under is not None:
         tree = {under: tree}
-    return Import(kind, _named(tree, str(path), renamed, dropped))
+    return Import(kind, _named(tree, str(path), renamed, dropped), stored)
 
 
-def _read(path: Path) -> tuple[str, Any, str | None]:
-    """The format, the tree, and the name that it goes under by itself."""
+def _read(path: Path) -> tuple[str, Any, str | None, Sequence[StoredTensor]]:
+    """The format, the tree, the name that it goes under by itself, and what has bytes of it."""
     if path.is_dir():
-        return "dcp", read_dcp(path), None
+        tree, stored = read_dcp(path)
+        return "dcp", tree, None, stored
     with path.open("rb") as file:
         magic = file.read(16)
     if magic[:4] == _ZIP_MAGIC:
-        return "torch", _read_torch(path), None
+        return "torch", _read_torch(path), None, ()
     if magic[8:9] == b"{":
-        return "safetensors", *read_safetensors(path)
+        return "safetensors", *read_safetensors(path), ()
     raise DamageError(
         f"{path}: the file begins with {magic[:4]!r}, so it is neither a torch file in zip format nor a safetensors "
         "file; if it is an older torch file, load it with torch.load and save it with torch.save"

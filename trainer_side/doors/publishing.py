@@ -2,12 +2,13 @@
 
     tree ─► skeleton: layout, literals      each chunk: literals, pickle, bytes of tensors from where they lie
 
-The tensors may lie in a mapped file: then memory is what the publisher's parts take, and what the kernel lends.
+The tensors may lie in a mapped file, or in files that are read for each chunk: then memory is what the publisher's
+parts take, and what the kernel lends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.checkpoints.assembly import ChunkFinisher, Finished, Read
@@ -18,6 +19,7 @@ from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
 from holdfast.wire.frames import Agreement
 from trainer_side.doors.contents import bytes_of
+from trainer_side.doors.dcp_parts import StoredTensor
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Skeleton, capture, plan
 from trainer_side.state.tree import classify
@@ -48,12 +50,16 @@ class StateImage:
         key: What it is published as.
         tree: The state; its tensors must stay as they are.
         skeleton: What `plan_state` gave for it.
+        stored: What has the bytes of tensors whose memory does not have them.
     """
 
-    def __init__(self, key: Key, tree: Mapping[str, Any], skeleton: Skeleton) -> None:
+    def __init__(
+        self, key: Key, tree: Mapping[str, Any], skeleton: Skeleton, stored: Sequence[StoredTensor] = ()
+    ) -> None:
         taken = capture(tree, skeleton)
         assert taken is not None, "the plan is of this tree"
         self._tree, self._skeleton, self._taken = tree, skeleton, taken
+        self._stored = {one.tensor.data_ptr(): one for one in stored}
         self._finisher = ChunkFinisher(key, skeleton.layout)
 
     @property
@@ -88,4 +94,8 @@ class StateImage:
             return
         source = self._taken.sources[entry]
         assert source is not None, "one rank has every storage"
+        stored = self._stored.get(source.data_ptr)
+        if stored is not None:
+            stored.read(part.offset, out)
+            return
         out[:] = bytes_of(source.data_ptr + part.offset, part.nbytes)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from holdfast.command import cli
@@ -24,6 +33,7 @@ from tests.support.restoring import publish
 from tests.unit.trainer_side.doors.test_safetensors_out import training_state
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same, bring_back
 from tests.unit.trainer_side.state.test_skeleton import DTYPES, _bits, _filled, _same
+from trainer_side.doors.dcp_in import read_dcp
 from trainer_side.doors.dcp_out import write_dcp
 from trainer_side.state.tree import tensor_paths
 
@@ -140,6 +150,108 @@ def test_out_and_in_again(tmp_path: Path, run: Command) -> None:
     for tree in runs:
         tree["model"] = dict(tree["model"])
     _same(*runs)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Start and size."""
+
+
+def split_by_dcp(folder: Path, whole: torch.Tensor, boxes: Sequence[Box], *, turned: bool = False) -> None:
+    """A folder as the ranks that hold these parts of a tensor `w` would have saved it, some of them transposed."""
+    slices = [tuple(slice(a, a + b) for a, b in zip(*box, strict=True)) for box in boxes]
+    parts = [whole[place].clone() for place in slices]
+    if turned:
+        parts[1::2] = [part.mT.contiguous().mT for part in parts[1::2]]
+    saved_by_dcp(folder, {f"part{number}": part for number, part in enumerate(parts)} | {"step": 5})
+    file = folder / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    records = metadata.state_dict_metadata
+    for number in range(len(boxes)):
+        del records[f"part{number}"], metadata.planner_data[f"part{number}"]
+    chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in boxes]
+    records["w"] = TensorStorageMetadata(TensorProperties(whole.dtype), whole.size(), chunks)
+    metadata.planner_data["w"] = ("w",)
+    for index in [index for index in metadata.storage_data if index.fqn.startswith("part")]:
+        start = torch.Size(boxes[int(index.fqn.removeprefix("part"))][0])
+        metadata.storage_data[MetadataIndex("w", start)] = metadata.storage_data.pop(index)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+SPLITS: dict[str, list[Box]] = {
+    "one": [((0, 0), (6, 5))],
+    "rows": [((0, 0), (4, 5)), ((4, 0), (2, 5))],
+    "columns": [((0, 3), (6, 2)), ((0, 0), (6, 3))],
+    "blocks": [((row, column), (3, size)) for row in (0, 3) for column, size in ((0, 2), (2, 3))],
+    "no grid": [((0, 0), (2, 5)), ((2, 0), (4, 1)), ((2, 1), (1, 4)), ((3, 1), (3, 4))],
+}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("split", SPLITS)
+def test_any_bytes_of_a_tensor_are_put_together_of_its_parts(
+    tmp_path: Path, split: str, turned: bool
+) -> None:
+    whole = torch.arange(30, dtype=torch.int16).reshape(6, 5)
+    split_by_dcp(tmp_path / "old", whole, SPLITS[split], turned=turned)
+    (stored,) = read_dcp(tmp_path / "old").stored
+    expected = whole.numpy().tobytes()
+    for begin, end in itertools.combinations(range(len(expected) + 1), 2):
+        out = bytearray(end - begin)
+        stored.read(begin, memoryview(out))
+        assert bytes(out) == expected[begin:end], (begin, end)
+
+
+def test_a_part_of_another_dtype_is_taken_as_dcp_takes_it(tmp_path: Path, run: Command) -> None:
+    whole = torch.arange(30.0).reshape(6, 5)
+    split_by_dcp(tmp_path / "old", whole, SPLITS["rows"])
+    file = tmp_path / "old" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    record = metadata.state_dict_metadata["w"]
+    record.properties = dataclasses.replace(record.properties, dtype=torch.bfloat16)
+    file.write_bytes(pickle.dumps(metadata))
+    assert run("import", tmp_path / "old", tmp_path / "run", "--step", 1)[0] == 0
+    found = torch.load(tmp_path / "run" / "step-000000001.pt", weights_only=True)
+    assert torch.equal(found["w"], whole.bfloat16())
+    assert found["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("boxes", "said"),
+    [
+        # As many elements as the tensor has, and some of them twice.
+        (
+            [((0, 0), (4, 5)), ((3, 0), (2, 5))],
+            r"\[0:4, 0:5\] and \[3:5, 0:5\] overlap",
+        ),
+        ([((0, 0), (6, 3)), ((0, 2), (6, 2))], r"\[0:6, 0:3\] and \[0:6, 2:4\] overlap"),
+        ([((0, 0), (4, 5)), ((5, 0), (1, 5))], "has 30 elements, its chunks have 25"),
+    ],
+)
+def test_parts_that_do_not_make_up_the_tensor_are_refused_by_name(
+    tmp_path: Path, run: Command, boxes: list[Box], said: str
+) -> None:
+    split_by_dcp(tmp_path / "old", torch.arange(30.0).reshape(6, 5), boxes)
+    code, _, err = run("import", tmp_path / "old", tmp_path / "run", "--step", 1)
+    assert code == 6, err
+    assert re.search(said, " ".join(err.split())), err
+    assert "'w'" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_part_that_is_another_one_is_refused_before_the_run_is_touched(
+    tmp_path: Path, run: Command
+) -> None:
+    split_by_dcp(tmp_path / "old", torch.arange(30.0).reshape(6, 5), SPLITS["blocks"])
+    file = tmp_path / "old" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    one, other = (MetadataIndex("w", torch.Size(SPLITS["blocks"][n][0])) for n in (0, 1))
+    places = metadata.storage_data
+    places[one], places[other] = places[other], places[one]
+    file.write_bytes(pickle.dumps(metadata))
+    code, _, err = run("import", tmp_path / "old", tmp_path / "run", "--step", 1)
+    assert code == 6, err
+    assert "holds [3, 3], and the metadata has a part of [3, 2] there" in " ".join(err.split())
+    assert not (tmp_path / "run").exists()
 
 
 class Malicious:
