@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import start_processes
 
 from tests.integration.jobs.sharded import MESHES, WORDS, Net, differences, gathered
 
@@ -58,14 +59,14 @@ def _save(folder: Path, truth: Path, rows: str) -> None:
         torch.save(whole, truth)
     mesh = init_device_mesh("cpu", (RANKS,))
     state["large"] = {str(number): _large_part(number, int(rows), mesh) for number in range(LARGE)}
-    dcp.save(state, checkpoint_id=folder)
+    save(state, checkpoint_id=folder)
 
 
 def _load(folder: Path, truth: Path) -> None:
     torch.manual_seed(4)
     net = _sharded()
     state = {"net": net.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     found, expected = gathered(state["net"]), torch.load(truth, weights_only=True)["net"]
     assert isinstance(state["net"]["two"], DTensor)
     assert differences(found, expected) == []
@@ -80,4 +81,6 @@ def _rank(rank: int, act: Callable[..., None], folder: str, truth: str, *more: s
 
 if __name__ == "__main__":
     acts = {"save": _save, "load": _load}
-    start_processes(_rank, (acts[sys.argv[1]], *sys.argv[2:]), nprocs=RANKS, start_method="fork")
+    start_processes(  # type: ignore[no-untyped-call]
+        _rank, (acts[sys.argv[1]], *sys.argv[2:]), nprocs=RANKS, start_method="fork"
+    )
