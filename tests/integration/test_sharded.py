@@ -14,13 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from holdfast.checkpoints.catalog import Catalog
+from holdfast.command import cli
 from holdfast.store import open_store
 from tests.support.cluster import SMALL, Cluster
+from tests.support.job import REPOSITORY
+from trainer_side.state.tree import tensor_paths
 
 pytestmark = [pytest.mark.mpi]
 _JOB = Path(__file__).with_name("jobs") / "sharded.py"  # not imported: torch's own modules for it warn
+_DCP_JOB = "tests.integration.jobs.dcp_fsdp"
 SECONDS_MAX = 240
 _COMPARE = """
 import sys, torch
@@ -74,6 +80,14 @@ class Meshes(Cluster):
             if tensor.path in paths
         }
 
+    def export(self, name: str, *, step: int, to: str = "safetensors") -> Path:
+        """Export a checkpoint."""
+        path = self.directory / name
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["export", f"{self.store}@{step}", str(path), "--to", to])
+        assert ended.value.code == 0
+        return path
+
     def compare(self) -> list[str]:
         """Names of the files, all of which a plain process finds equal to the truth."""
         command = [
@@ -91,6 +105,7 @@ class Meshes(Cluster):
 def test_the_file_has_whole_tensors_as_torch_gathers_them_and_another_mesh_goes_on_from_it(
     tmp_path: Path,
 ) -> None:
+    """So does what is exported of it: safetensors reads it, and DCP loads it into FSDP2 on two ranks."""
     meshes = Meshes(tmp_path)
     assert meshes.train("fsdp", 3, 2) is None
     assert meshes.train("fsdp-tp", 4, 3) == {"step": 1, "differ": []}
@@ -104,3 +119,20 @@ def test_the_file_has_whole_tensors_as_torch_gathers_them_and_another_mesh_goes_
         "experts/up": "split in 4 along dim 0",
     }
     assert meshes.placements(2, placements) == placements
+    meshes.export("fsdp.safetensors", step=1)
+    found = load_file(meshes.directory / "fsdp.safetensors")
+    truth = torch.load(meshes.truths / "1.pt", weights_only=True)
+    for path, tensor in tensor_paths(truth):
+        assert torch.equal(found[path.replace("/", ".")], tensor), path
+    folder = meshes.export("folder", step=1, to="dcp")
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        _DCP_JOB,
+        "load",
+        str(folder),
+        str(meshes.truths / "1.pt"),
+    ]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
