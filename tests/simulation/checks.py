@@ -322,7 +322,7 @@ class Checks:
     def _between_turns(process: Process) -> bool:
         """The stager's loop is at rest: the session's actions are all done."""
         main = process.tasks[0]
-        return main.place in {"select", "sleep", "selector"}
+        return main.place in {"poll", "sleep", "selector"}
 
     # -- one writer ----------------------------------------------------------------------------------------------
 

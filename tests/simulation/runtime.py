@@ -1,6 +1,6 @@
-"""What the product takes from the operating system, played by the simulation: time, threads, select, signals, ids.
+"""What the product takes from the operating system, played by the simulation: time, threads, poll, signals, ids.
 
-The product's modules say `time.monotonic()`, `threading.Lock()`, `select.select()`. `install` puts the fakes below in
+The product's modules say `time.monotonic()`, `threading.Lock()`, `select.poll()`. `install` puts the fakes below in
 the place of those modules, in every module of the product that is loaded, once per process; which simulation runs is
 `SIM.now`. Files and unix sockets stay the kernel's own: they never block here, and the scheduler asks them.
 """
@@ -326,18 +326,35 @@ def readable(files: Iterable[Any]) -> Callable[[], list[Any]]:
     return lambda: [by_fd[fd] for fd, _ in poll.poll(0) if _fd(by_fd[fd]) == fd]
 
 
-class _Select(_Module):
-    def select(
-        self, reads: list[Any], writes: list[Any], _errors: list[Any], seconds: float | None = None
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        assert not writes
-        now = readable(reads)
+class _Poll:
+    """Of one simulated process. Milliseconds of the simulation's clock, not of the real one."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}
+
+    def register(self, file: Any, events: int) -> None:
+        assert events == real_select.POLLIN
+        self._files[_fd(file)] = events
+
+    def poll(self, milliseconds: float | None = None) -> list[tuple[int, int]]:
+        now = readable(self._files)
         if not (found := now()):
-            _rest(now, seconds, "select")
+            _rest(now, None if milliseconds is None else milliseconds / 1000, "poll")
             found = now()
         else:
-            SIM.now.step("select")
-        return found, [], []
+            SIM.now.step("poll")
+        return [(fd, real_select.POLLIN) for fd in found]
+
+
+def _not_played(*_: Any) -> Any:
+    raise NotImplementedError(
+        "the simulation plays select.poll and selectors: this call would wait for real seconds"
+    )
+
+
+class _Select(_Module):
+    poll = _Poll
+    select = epoll = _not_played
 
 
 class SimSelector(real_selectors.PollSelector):
