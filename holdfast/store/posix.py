@@ -153,8 +153,13 @@ class PosixStore:
             self._opened(temporary) as there,
             self._opened(path) as here,
         ):
+            inode = os.stat(temporary.name, dir_fd=there, follow_symlinks=False).st_ino
             try:
                 os.rename(temporary.name, path.name, src_dir_fd=there, dst_dir_fd=here)
+            except FileNotFoundError:
+                # NFS may lose the answer of a rename that was done.
+                if os.stat(path.name, dir_fd=here, follow_symlinks=False).st_ino != inode:
+                    raise
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise

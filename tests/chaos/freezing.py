@@ -29,11 +29,13 @@ from holdfast.store import open_store
 from holdfast.store.base import Store
 from tests.faults.flushing import FaultedFlusher, image_of, wait_until
 from tests.support import other_host_site
+from tests.support.fsspec_site import sitecustomize as fsspec_driver
 from tests.support.images import Image
 from tests.support.job import REPOSITORY
 from tests.support.stager_client import StagerClient
 
 __all__ = [
+    "ELSEWHERE_CELLS",
     "FREEZE_CELLS",
     "STEPS",
     "FreezeCell",
@@ -81,6 +83,8 @@ class FreezeCell(NamedTuple):
 
 
 _REGULAR = {
+    ("NFS semantics", 2, False),
+    ("fsspec", 2, False),
     ("directory", 1, False),
     ("directory", 2, False),
     ("directory", 10, False),
@@ -93,6 +97,12 @@ FREEZE_CELLS = (
 )
 
 
+ELSEWHERE_CELLS = tuple(
+    FreezeCell(store, number) for number in (1, 2, 4, 10) for store in ("NFS semantics", "fsspec")
+)
+"""On stores that promise less: answers are lost and listings lag; or nothing but what fsspec gives."""
+
+
 def freeze_parameters(cells: Iterable[FreezeCell]) -> list[object]:
     """Cells for pytest.mark.parametrize."""
     return [
@@ -103,14 +113,13 @@ def freeze_parameters(cells: Iterable[FreezeCell]) -> list[object]:
 
 def play_freeze(cell: FreezeCell, request: pytest.FixtureRequest, directory: Path) -> None:
     """Play one cell at a fresh run."""
-    on_s3 = cell.store == "S3"
-    url = request.getfixturevalue("swift_s3").url() if on_s3 else str(directory / "store" / "run")
+    url, env = _place(cell.store, request, directory)
     ours = [image_of(directory, seed, nbytes=IMAGE_BYTES, chunk_bytes=CHUNK_BYTES) for seed in (1, 2)]
     fired = directory / "fired"
     fired.mkdir()
     fault = f"flusher@claim_seen#{cell.number}"
     with (
-        host(directory, "a", url, fault=f"{fault}=stop", fired=fired) as frozen,
+        host(directory, "a", url, fault=f"{fault}=stop", fired=fired, env=env) as frozen,
         contextlib.closing(StagerClient(frozen.directory)) as stager,
     ):
         for step in STEPS:
@@ -126,18 +135,34 @@ def play_freeze(cell: FreezeCell, request: pytest.FixtureRequest, directory: Pat
         )
         if cell.torn:
             stager.abort(TORN_STEP, "rank 1: torn: a tensor was changed while it was copied")
-        take_over(directory, url, ours[1])
+        take_over(directory, url, ours[1], env)
         with contextlib.closing(opened(url)) as closing:
             before = objects(closing.store, "-a002")
             os.kill(frozen.process.pid, signal.SIGCONT)
             assert frozen.process.wait(90) == 8, frozen.log.read_text()[-3000:]
             check_winner(closing.store, before)
-    clear_away(directory, url, before)
+    clear_away(directory, url, before, env)
 
 
-def clear_away(directory: Path, url: str, before: dict[str, bytes]) -> None:
+def _place(store: str, request: pytest.FixtureRequest, directory: Path) -> tuple[str, dict[str, str]]:
+    """A fresh run's URL, and what its flushers' environment needs beside it."""
+    path = directory / "store" / "run"
+    match store:
+        case "S3":
+            return request.getfixturevalue("swift_s3").url(), {}
+        case "NFS semantics":
+            return str(path), {"TEST_ALSO": "tests.support.nfs_semantics", "TEST_NFS": str(path.parent)}
+        case "fsspec":
+            return f"elsewhere://{path}", {"TEST_ALSO": fsspec_driver.__name__}
+        case _:
+            return str(path), {}
+
+
+def clear_away(
+    directory: Path, url: str, before: dict[str, bytes], env: Mapping[str, str] | None = None
+) -> None:
     """A third flusher clears away what the first has left half done, and nothing else; its ring is empty, and goes."""
-    with host(directory, "a", url) as third:
+    with host(directory, "a", url, env=env) as third:
         with contextlib.closing(StagerClient(third.directory)) as stager:
             assert {stager.ring.state(slot) for slot in range(stager.ring.ring_chunks)} == {SlotState.FREE}
             stager.finish()
@@ -153,8 +178,8 @@ def clear_away(directory: Path, url: str, before: dict[str, bytes]) -> None:
         assert names == expected, sorted(names ^ expected)
 
 
-def take_over(directory: Path, url: str, image: Image) -> None:
-    with host(directory, "b", url, "--keep-last", "0") as winner:
+def take_over(directory: Path, url: str, image: Image, env: Mapping[str, str] | None = None) -> None:
+    with host(directory, "b", url, "--keep-last", "0", env=env) as winner:
         assert winner.said["attempt"] == 2
         with contextlib.closing(StagerClient(winner.directory)) as stager:
             for step in STEPS:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tests.chaos.cells import CELLS, MOMENTS, STAGES, TORN_CELLS, VICTIMS, Stage
 from tests.chaos.cut_off import CUT_CELLS
-from tests.chaos.freezing import FREEZE_CELLS
+from tests.chaos.freezing import ELSEWHERE_CELLS, FREEZE_CELLS
 from tests.chaos.results import RESULTS, Result, read
 from tests.chaos.wrappers import WRAPPER_CELLS
 from tests.support.job import REPOSITORY
@@ -78,6 +78,15 @@ byte by byte, and a third flusher finds an empty ring and clears away what the f
 Acts are numbered in the order in which the flusher comes to them: of three steps the file, the manifest and the
 verdict, and of the one that is not kept the manifest and the file go. *A torn step withdrawn meanwhile*: half of a
 fourth step has come when a rank finds its copy torn; nothing of it is ever published.
+"""
+
+
+_ELSEWHERE_HEAD = """\
+## Writers that are replaced, on stores that promise less
+
+The same on a directory whose calls answer as those on an NFS mount may: every second answer to a link, a rename and a
+removal is lost, so that the client asks again and hears of what its first call did; every fifth opening meets a stale
+handle; and listings do not show yet what others did since. And through fsspec, as a cloud without a driver of its own.
 """
 
 
@@ -148,6 +157,7 @@ GRIDS = (
         {(cell.act, cell.store): cell.name for cell in FREEZE_CELLS}
         | {(cell.act, cell.store): cell.name for cell in CUT_CELLS},
     ),
+    Grid(_ELSEWHERE_HEAD, "act", {(cell.act, cell.store): cell.name for cell in ELSEWHERE_CELLS}),
 )
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.freezing import FREEZE_CELLS, FreezeCell, freeze_parameters, play_freeze
+from tests.chaos.freezing import ELSEWHERE_CELLS, FREEZE_CELLS, FreezeCell, freeze_parameters, play_freeze
 
 
-@pytest.mark.parametrize("cell", freeze_parameters(cell for cell in FREEZE_CELLS if cell.regular))
+@pytest.mark.parametrize(
+    "cell", freeze_parameters(cell for cell in (*FREEZE_CELLS, *ELSEWHERE_CELLS) if cell.regular)
+)
 def test_freeze_cell(cell: FreezeCell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     play_freeze(cell, request, tmp_path)

@@ -110,6 +110,21 @@ def test_a_temporary_file_swept_by_another_is_written_again(
     assert not isinstance(caught.value, StoreMissing)
 
 
+def test_a_rename_whose_answer_was_lost_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, rename = PosixStore(tmp_path), os.rename
+    store.write("name", b"older")
+
+    def lost(*names: str, **directories: Any) -> None:
+        rename(*names, **directories)
+        rename(*names, **directories)  # the client asks again, and hears that there is no such file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lost)
+        store.write("name", b"x")
+    assert store.read("name") == b"x"
+    assert list((tmp_path / ".holdfast/tmp").iterdir()) == []
+
+
 def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NFS does it: the link is made, the answer is lost, the client asks again and hears that it exists."""
     store = PosixStore(tmp_path)
