@@ -1,8 +1,8 @@
 """What the pages tell a reader to type, typed: each line of a page into one shell, in order. Each ends with 0, if the
 page says nothing else.
 
-Left out is what tests/support/typing_pages.py names, with its reason, and docs/tutorial.md: test_tutorial.py types it
-and looks at what comes of it.
+Left out is what tests/support/typing_pages.py names, with its reason; docs/tutorial.md, which test_tutorial.py types to
+look at what comes of it; and docs/cli.md, a hundred commands, which tests/soak/test_reference_page.py types.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.moto_s3 import running_moto
 from tests.support.page_scene import Scene
 from tests.support.s3_place import plain_client, s3_environment
 from tests.support.swift import SwiftServer
-from tests.support.typing_pages import exit_code_of, plan
+from tests.support.typing_pages import REFERENCE, exit_code_of, plan
 
 pytestmark = [pytest.mark.mpi, pytest.mark.s3, pytest.mark.timeout(600)]
 
@@ -41,9 +41,13 @@ def scene(swift_server: SwiftServer, tmp_path_factory: pytest.TempPathFactory) -
             made.close()
 
 
-@pytest.mark.parametrize("page", PLAN)
-def test_every_line_of_a_page_does_what_it_is_for(page: str, scene: Scene) -> None:
+def check_every_line(page: str, scene: Scene) -> None:
     session = scene.type(page, PLAN[page])
     ended = [(line, session.codes.get(line.number)) for line in PLAN[page]]
     wrong = [f"{line}: {code}" for line, code in ended if code != exit_code_of(line)]
     assert not wrong, session.said
+
+
+@pytest.mark.parametrize("page", [page for page in PLAN if page != REFERENCE])
+def test_every_line_of_a_page_does_what_it_is_for(page: str, scene: Scene) -> None:
+    check_every_line(page, scene)
