@@ -114,7 +114,7 @@ class Image(Protocol):
         ...
 
     def finished(self) -> Finished:
-        """What the manifest says, after the last chunk."""
+        """The part of the manifest that is known after the last chunk."""
         ...
 
 
@@ -177,7 +177,7 @@ class ChunkFinisher:
         return total
 
     def finished(self) -> Finished:
-        """What the manifest says, after the last chunk."""
+        """The part of the manifest that is known after the last chunk."""
         assert self.chunk == self._layout.chunks
         image_crc = combine_all(
             (crc, self._layout.chunk_extent(chunk).nbytes) for chunk, crc in enumerate(self._chunk_crcs)

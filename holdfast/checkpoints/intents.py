@@ -104,7 +104,7 @@ def intent_name(write_id: str) -> str:
 
 
 def forget_intent(store: Store, write_id: str) -> None:
-    """What was intended is done. Not raised, only logged: that the store fails; the next writer does it then."""
+    """Remove the intent of a write that is done. If the store fails, that is logged, and the next writer removes it."""
     try:
         store.delete(intent_name(write_id))
     except StoreError as error:

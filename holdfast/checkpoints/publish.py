@@ -184,7 +184,7 @@ def saved_at_unix(record: Mapping[str, Any]) -> float | None:
 
 
 def stall_seconds_of(record: Any) -> dict[int, float]:
-    """What a checkpoint cost the training thread of each rank (CST). The record is input from outside."""
+    """Seconds that a checkpoint cost the training thread of each rank (CST). The record is input from outside."""
     ranks = record.get("ranks") if isinstance(record, Mapping) else None
     found: dict[int, float] = {}
     for rank, said in ranks.items() if isinstance(ranks, Mapping) else []:

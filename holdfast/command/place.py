@@ -125,7 +125,7 @@ def write_folder(path: Path, nbytes: int, fill: Callable[[Path], None]) -> None:
 
 
 def unwritable(path: Path, nbytes: int, error: OSError) -> StoreError:
-    """What to raise for an error of the system at `path`."""
+    """The error to raise for an error of the system at `path`."""
     return StoreError(f"{path}: cannot be written: {error.strerror or error} ({nbytes} bytes are needed)")
 
 

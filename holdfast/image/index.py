@@ -73,7 +73,7 @@ class LayoutIndex:
             self._paths.setdefault(tensor.entry, []).append(tensor.path)
 
     def contents(self, chunk: int, rank: int) -> str:
-        """What `rank` sends into `chunk`, for messages: tensor paths, or names of entries."""
+        """Names of what `rank` sends into `chunk`, for messages: tensor paths, or entries."""
         layout = self.layout
         names: list[str] = []
         for part in layout.parts(chunk, rank):

@@ -61,7 +61,7 @@ class Region(NamedTuple):
 
 
 class Block(NamedTuple):
-    """So many runs of `run_bytes` each, of which each begins `stride` after the one before."""
+    """Runs of `run_bytes` each; each begins `stride` after the one before."""
 
     offset: int
     run_bytes: int
@@ -170,7 +170,7 @@ class Comb:
 
 
 class Share(NamedTuple):
-    """What `rank` sends of a region: its bytes from number `first` up to `end`."""
+    """The share that `rank` sends of a region: its bytes from number `first` up to `end`."""
 
     rank: int
     first: int
@@ -270,7 +270,7 @@ class Pattern:
         return found
 
     def shares(self, number: int, turn: int, spared: Collection[int] = ()) -> list[Share]:
-        """Who sends which bytes of a region: its holders, each about as much as the others.
+        """The bytes of a region that each of its holders sends, about as much as the others.
 
         Args:
             number: Of the region.
@@ -286,7 +286,7 @@ class Pattern:
         ]
 
     def share(self, rank: int, turn: int, spared: Collection[int] = ()) -> Share | None:
-        """What this rank sends; None for nothing. As `shares`."""
+        """The share of this rank, as in `shares`; None if it sends nothing."""
         number = self.region_of.get(rank)
         if number is None:
             return None

@@ -172,7 +172,7 @@ def drift_of(record: Mapping[str, Any], step: int) -> str:
 
 
 def drifted_groups(groups: Sequence[Sequence[int]], step: int) -> str:
-    """What is said of ranks of which only the digests are known; empty where there are not two groups."""
+    """A sentence about ranks of which only the digests are known; empty where there are not two groups."""
     if len(groups) < 2:
         return ""
     sides = " and ".join(_ranks(group) for group in groups[:_GROUPS_MAX])
@@ -196,7 +196,7 @@ class Divergence:
 
     @property
     def message(self) -> str:
-        """What differs, and what to do."""
+        """Names what differs, and says what to do."""
         said = [
             f"rank {rank} differs from most ranks in {_named(paths)}"
             for rank, paths in sorted(self.drifted.items())

@@ -99,7 +99,7 @@ def check_private_directory(
 
 
 def machine_error(path: Path, error: OSError) -> StoreError:
-    """What to raise where the machine, and not what lies at `path`, is the cause: waiting and trying again may help."""
+    """The error to raise where the machine, and not the file at `path`, is the cause: trying again later may help."""
     advice = _ADVICE.get(error.errno or 0, "it is tried again; see the kernel's log (dmesg) if it stays so")
     return StoreError(f"{path}: {error.strerror or error}; {advice}", retriable=True)
 

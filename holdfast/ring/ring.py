@@ -282,7 +282,7 @@ class Ring:
         return self._journal.state(slot)
 
     def record(self, slot: int) -> SlotRecord:
-        """What one slot holds. Raises `ProtocolError` naming file, record and field when it is damaged."""
+        """The record of one slot. Raises `ProtocolError` naming file, record and field when it is damaged."""
         return self._journal.record(slot)
 
     def remains(self) -> list[SlotRecord]:
@@ -298,7 +298,7 @@ class Ring:
         return self._journal.remains(slot)
 
     def records(self) -> list[SlotRecord]:
-        """What every slot holds."""
+        """The records of all slots."""
         return [self.record(slot) for slot in range(self.ring_chunks)]
 
     # -- checkpoints and layouts ---------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class Ring:
         self._write(f"checkpoint-{attempt}-{step}.json", data)
 
     def checkpoint(self, attempt: int, step: int) -> CheckpointRecord | None:
-        """What is said of one checkpoint, or None. Raises `ProtocolError` when its file is damaged."""
+        """The record of one checkpoint, or None. Raises `ProtocolError` when its file is damaged."""
         return read_checkpoint(self.directory, attempt, step)
 
     def checkpoint_names(self) -> list[tuple[int, int]]:
@@ -393,7 +393,7 @@ def checkpoint_names(directory: Path) -> list[tuple[int, int]]:
 
 
 def read_checkpoint(directory: Path, attempt: int, step: int) -> CheckpointRecord | None:
-    """What is said of one checkpoint beside a ring, or None. Raises `ProtocolError` when its file is damaged."""
+    """The record of one checkpoint beside a ring, or None. Raises `ProtocolError` when its file is damaged."""
     path = directory / f"checkpoint-{attempt}-{step}.json"
     try:
         data = read_side_file(path)

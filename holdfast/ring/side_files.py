@@ -40,7 +40,7 @@ class SourceFiles:
 
 
 def read_side_file(path: Path) -> bytes:
-    """What lies beside a ring, whole. Raises `ProtocolError` when it is too large, `FileNotFoundError`."""
+    """The whole content of a file beside a ring. Raises `ProtocolError` when it is too large, `FileNotFoundError`."""
     fd = open_private_file(path, os.O_RDONLY)
     with open(fd, "rb") as file:  # noqa: PTH123 (a descriptor, opened without following links)
         nbytes = os.fstat(fd).st_size

@@ -68,7 +68,7 @@ class GenericUpload:
 
     @property
     def token(self) -> str:
-        """What the marker says too."""
+        """The token that stands in the marker, too."""
         return self._token
 
     @property
@@ -154,7 +154,7 @@ class GenericUpload:
         self._folder.put(self._marker, json.dumps({"token": self._token, "joined": joined}).encode())
 
     def _read_marker(self) -> dict[str, object] | None:
-        """What the marker says; None if there is none, empty if it is not readable."""
+        """The content of the marker; None if there is none, empty if it is not readable."""
         try:
             marker = json.loads(self._folder.get(self._marker, _MARKER_BYTES_MAX))
         except StoreMissing:

@@ -26,7 +26,7 @@ from holdfast.faultpoint import Point, reach
 from holdfast.store.names import temporary_name
 from holdfast.store.posix_io import make_directories, sync_directory
 
-_log = logging.getLogger("holdfast.storage.posix")
+_log = logging.getLogger("holdfast.store.posix")
 
 _EXT, _XFS = (
     0xEF53,

@@ -47,7 +47,7 @@ from holdfast.store.posix_io import (
 )
 from holdfast.store.posix_reuse import SpareRoom
 
-_log = logging.getLogger("holdfast.storage.posix")
+_log = logging.getLogger("holdfast.store.posix")
 
 _TOKEN = re.compile(r"inode-([0-9]{1,20})")
 
@@ -353,7 +353,7 @@ class PosixUpload:
 
 
 def _look(path: Path | str, directory: int | None = None) -> os.stat_result | None:
-    """What stands at `path`, also relative to an opened directory, without following a link; None for nothing."""
+    """The file at `path`, also relative to an opened directory, without following a link; None if nothing is there."""
     try:
         return os.stat(path, dir_fd=directory, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):

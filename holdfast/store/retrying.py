@@ -23,7 +23,7 @@ from holdfast.errors import StoreError
 from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, Store, Upload
 from holdfast.store.names import Keep
 
-_log = logging.getLogger("holdfast.storage.retrying")
+_log = logging.getLogger("holdfast.store.retrying")
 _Result = TypeVar("_Result")
 
 

@@ -22,7 +22,7 @@ from holdfast.store.names import TEMPORARY, Keep, check_name, check_write_id, is
 from holdfast.store.s3_bucket import S3Bucket
 from holdfast.store.s3_upload import BegunUpload, S3Upload, part_bytes_for
 
-_log = logging.getLogger("holdfast.storage.s3")
+_log = logging.getLogger("holdfast.store.s3")
 
 _REQUEST_BYTES = 16 << 20  # a request costs money and a round trip
 

@@ -68,7 +68,7 @@ class S3Bucket:
             return [(item["Key"], int(item["Size"])) for page in pages for item in page.get("Contents", [])]
 
     def head(self, key: str) -> dict[str, Any]:
-        """What the server knows of an object. Raises `StoreMissing`."""
+        """The metadata of an object. Raises `StoreMissing`."""
         with translated("read", self.url(key)):
             return dict(self.client.head_object(Bucket=self.name, Key=key))
 

@@ -26,7 +26,7 @@ from holdfast.store.s3_errors import translated
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef, PartTypeDef
 
-_log = logging.getLogger("holdfast.storage.s3")
+_log = logging.getLogger("holdfast.store.s3")
 
 _WRITE_ID = "holdfast-write-id"
 _PARTS_MAX = 10_000

@@ -129,7 +129,7 @@ class Round:
 
 
 def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
-    """What some ranks refuse, for all; None if none does."""
+    """The refusal of some ranks as the answer to all; None if none refuses."""
     said: dict[tuple[str, str], list[int]] = {}
     for rank, proposal in sorted(proposals.items()):
         if proposal.refusal is not None:
@@ -204,7 +204,7 @@ def pickle_reserve_bytes(pickle_bytes: int) -> int:
 
 
 def difference(first: Proposal, other: Proposal) -> str:
-    """What in `other` is not as in `first` (rank 0's): tensor, expected, got. Empty if nothing is."""
+    """The first difference of `other` from `first` (rank 0's): tensor, expected, got. Empty if there is none."""
     if first.table_digest != other.table_digest:
         for expected, got in zip(first.table, other.table, strict=False):
             if expected != got:

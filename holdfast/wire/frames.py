@@ -429,7 +429,7 @@ class Proposal:
 
     @classmethod
     def refused(cls, error: HoldfastError) -> Proposal:
-        """What a rank says whose state cannot be saved, so that the others do not wait for it."""
+        """The proposal of a rank whose state cannot be saved: the others need not wait for it."""
         return cls("", [], 0, {}, refusal=(error.code, str(error)[:_ERROR_CHARACTERS_MAX]))
 
     def to_frame(self, attempt: int) -> bytes:

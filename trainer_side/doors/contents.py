@@ -133,7 +133,7 @@ def bytes_of(address: int, nbytes: int) -> memoryview:
 
 
 def dense(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """What `tensor` of the tree is, with these bytes as its storage: in row-major order, without gaps."""
+    """`tensor` of the tree, with these bytes as its storage: in row-major order, without gaps."""
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
     found = torch.empty(0, dtype=tensor.dtype).set_(storage, *place)
     if tensor.is_conj():

@@ -38,7 +38,7 @@ class Verdicts:
             self._frames.popitem(last=False)
 
     def of(self, step: int) -> Frame | None:
-        """What was said of `step`, if anything was."""
+        """The stager's answer about `step`, if there was one."""
         return self._frames.get(step)
 
 

@@ -92,7 +92,7 @@ class SendPlan:
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> SendPlan:
-        """What `rank` sends of it."""
+        """The plan for the frames that `rank` sends."""
         frames = frames_of(layout, rank)
         return cls(
             layout.digest,

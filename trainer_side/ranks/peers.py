@@ -78,7 +78,7 @@ class LonePeers:
         return data
 
     def all_agree(self, ok: bool) -> bool:
-        """What this rank says."""
+        """Whether this rank agrees: there is no other."""
         return ok
 
     def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
@@ -95,7 +95,7 @@ _NAMED = 3  # of many ranks that met damage, so many are named
 
 
 def gather(peers: Peers, mine: bytes) -> list[bytes]:
-    """What every rank says, by rank. Collective."""
+    """The messages of all ranks, in their order. Collective."""
     return [peers.broadcast(mine if root == peers.rank else None, root) for root in range(peers.ranks)]
 
 

@@ -41,11 +41,6 @@ class SliceKey(NamedTuple):
     digest: str
     job: str
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """Newer ones have a higher one."""
-        return (self.attempt, self.step)
-
 
 class Holder(NamedTuple):
     """A slice that a rank has found in one of its tiers.

@@ -28,11 +28,6 @@ class EntryPart(NamedTuple):
     entry: int
     inside: int
 
-    @property
-    def end(self) -> int:
-        """Offset in the image of the first byte after it."""
-        return self.offset + self.nbytes
-
 
 class ReadRun(NamedTuple):
     """One request: `nbytes` from `offset` of the source on, and the parts of entries that lie in it, in order.
@@ -61,11 +56,6 @@ class ChunkWindows:
             key=lambda index: image.entries[index].offset,
         )
         self._ends = [image.entries[index].offset + image.entries[index].nbytes for index in self._order]
-
-    def chunk(self, chunk: int) -> Extent:
-        """Where a chunk lies."""
-        begin = chunk * self._image.chunk_bytes
-        return Extent(begin, min(self._image.chunk_bytes, self._image.image_bytes - begin))
 
     def parts(self, extents: Sequence[Extent]) -> list[EntryPart]:
         """The parts of entries in these extents of the image, in order."""

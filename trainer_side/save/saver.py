@@ -3,7 +3,7 @@
     save(step), training thread                      copy thread            MPI thread (link)
     ───────────────────────────────────────          ─────────────          ─────────────────
     collect the state; its plan (planner.py) ─ first time, or new tensors: ► PROPOSE … RESERVED
-    room for it (room.py), or declined
+    room for it (places.py), or declined
     copy what anything may change
     close the gate, offer ────────────────────────────────────────────────► OFFER … credits
     return                                           data.pkl, if it was left to it; then

@@ -45,7 +45,7 @@ class Ownership(NamedTuple):
 
 
 def collect(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What would be saved: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
+    """The tree that would be saved: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
 
     The tree holds the live tensors, not copies. Training thread.
     """
@@ -128,7 +128,7 @@ def _plain_parameter(kind: type) -> bool:
 
 
 def classify(state: Mapping[str, Any], tree: Any) -> dict[int, Ownership]:
-    """Who sends each storage of `tree`, and whether its copy may wait behind the gate.
+    """The sender of each storage of `tree`, and whether its copy may wait behind the gate.
 
     A storage that several tensors share is replicated, or gated, only if all of them are. A DTensor has that
     of its local tensor.
@@ -200,7 +200,7 @@ def _roles(state: Mapping[str, Any]) -> tuple[set[_View], set[_View]]:
 
 
 def _view(tensor: torch.Tensor) -> _View | None:
-    """What a tensor and its detached twin in a `state_dict()` have in common; None if it has no plain storage."""
+    """A key that a tensor and its detached twin in a `state_dict()` share; None if it has no plain storage."""
     if refusal(tensor) is not None:
         return None
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()

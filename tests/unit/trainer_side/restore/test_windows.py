@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.image.manifest import EntryRecord, Manifest
+from holdfast.image.regions import Extent
 from tests.support.checkpoints import manifest_of, zip_image
 from trainer_side.restore.windows import ChunkWindows, ReadRun
 
@@ -25,8 +26,9 @@ def manifest(chunk_bytes: int, gaps_and_sizes: list[tuple[int, int]], tail_bytes
 
 
 def all_runs(of: ChunkWindows, described: Manifest, run_bytes: int = 16 << 20) -> list[ReadRun]:
-    chunks = -(-described.image_bytes // described.chunk_bytes)
-    extents = [of.chunk(chunk) for chunk in range(chunks)]
+    size = described.chunk_bytes
+    begins = range(0, described.image_bytes, size)
+    extents = [Extent(begin, min(size, described.image_bytes - begin)) for begin in begins]
     return [run for extent in extents for run in of.runs([extent], extent.offset, run_bytes)]
 
 
@@ -54,7 +56,7 @@ def test_every_byte_is_asked_for_once_and_lands_once(
             assert part.inside == reached[part.entry]
             assert part.offset == entry.offset + part.inside
             assert run.offset <= part.offset
-            assert part.end <= run.offset + run.nbytes
+            assert part.offset + part.nbytes <= run.offset + run.nbytes
             reached[part.entry] += part.nbytes
     assert reached == [entry.nbytes for entry in described.entries]
 
