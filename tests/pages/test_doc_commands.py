@@ -1,6 +1,6 @@
 """Every command in every page is one that its program takes, and is typed by a test or has a reason why it is not.
 
-They are typed by tests/pages/test_pages.py, and those of the tutorial by test_tutorial.py beside it.
+They are typed by tests/pages/test_pages.py, and those of the tutorial by tests/soak/test_tutorial.py.
 """
 
 from __future__ import annotations

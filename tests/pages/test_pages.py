@@ -1,8 +1,8 @@
 """What the pages tell a reader to type, typed: each line of a page into one shell, in order. Each ends with 0, if the
 page says nothing else.
 
-Left out is what tests/support/typing_pages.py names, with its reason; docs/tutorial.md, which test_tutorial.py types to
-look at what comes of it; and docs/cli.md, a hundred commands, which tests/soak/test_reference_page.py types.
+Left out is what tests/support/typing_pages.py names, with its reason. Two pages are typed at night: docs/tutorial.md by
+tests/soak/test_tutorial.py, and docs/cli.md, a hundred commands, by tests/soak/test_reference_page.py.
 """
 
 from __future__ import annotations

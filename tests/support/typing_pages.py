@@ -4,7 +4,7 @@
                                │no
                                └─► SCENE (the page's names ─► the scene's) ─► bash, in order, in a folder for each page
 
-What no entry of `NOT_TYPED` begins like is typed: docs/tutorial.md by tests/pages/test_tutorial.py, docs/cli.md by
+What no entry of `NOT_TYPED` begins like is typed: docs/tutorial.md by tests/soak/test_tutorial.py, docs/cli.md by
 tests/soak/test_reference_page.py, all others by tests/pages/test_pages.py.
 `python -m tests.support.typing_pages` counts them.
 """

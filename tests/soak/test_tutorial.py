@@ -1,6 +1,6 @@
-"""docs/tutorial.md, typed line by line into one shell: a real job is killed and goes on, and a drill is held.
+"""Nightly, docs/tutorial.md, typed line by line into one shell: a real job is killed and goes on, and a drill is held.
 
-The commands of the other pages are typed by test_pages.py, which looks at their exit codes alone.
+The commands of the other pages are typed by tests/pages/test_pages.py, which looks at their exit codes alone.
 """
 
 from __future__ import annotations
