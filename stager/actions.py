@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.layout import Layout
+from holdfast.notices.sparing import warning_of
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from stager.session.session import Session
@@ -62,6 +64,7 @@ class Actions:
         self._offered_at: dict[int, float] = {}  # step → when the first rank offered it, and when all had
         self._begun_at: dict[int, float] = {}
         self._said = ""  # the last verdict that was logged
+        self._warned_of = ""  # the layout whose spared ranks were last warned of
 
     def offered(self, step: int) -> None:
         """A rank has offered this step."""
@@ -122,6 +125,7 @@ class Actions:
                 self._tell(action)
             case BeginReceiving(step, layout):
                 self._begun_at[step] = self._clock()
+                self._warn_of_loss(step, layout)
                 ring.put_layout(layout)
                 ring.write_checkpoint(attempt, step, "receiving", layout.digest, {})
                 line.send("begin", attempt=attempt, step=step, layout_digest=layout.digest)
@@ -140,6 +144,15 @@ class Actions:
                 self._staged(action)
             case Abort(step, reason):
                 line.send("abort", attempt=attempt, step=step, reason=reason[:2000])
+
+    def _warn_of_loss(self, step: int, layout: Layout) -> None:
+        if layout.digest == self._warned_of:
+            return
+        self._warned_of = layout.digest
+        for rank in layout.spared:
+            warning = warning_of(layout, rank, self._trainers.name(rank))
+            if warning:
+                _log.warning("step %d: %s", step, warning)
 
     def _tell(self, action: Tell) -> None:
         if action.kind in {Kind.FAILED, Kind.DECLINED} and action.rank is None:

@@ -77,6 +77,25 @@ class Sparing:
 NOBODY = Sparing()
 
 
+def warning_of(layout: Layout, rank: int, name: str) -> str:
+    """What a spared rank holds that no other can send, and what that means; empty where others hold all of it."""
+    spared = set(layout.spared)
+    nbytes = 0
+    for number, entry in enumerate(layout.entries):
+        pattern = layout.pattern_of(entry)
+        region = None if pattern is None else pattern.region_of.get(rank)
+        if pattern is None or region is None or not spared.issuperset(pattern.holders[region]):
+            continue
+        share = pattern.share(rank, number, spared)
+        nbytes += 0 if share is None else share.end - share.first
+    if not nbytes:
+        return ""
+    return (
+        f"{name} holds {nbytes} bytes of split tensors that no rank which stays has: they are sent before all else, "
+        "and if it is lost before that, the job resumes from the checkpoint before"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Ability:
     """The facts about itself that a rank states in each AT.

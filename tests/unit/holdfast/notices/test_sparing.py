@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ProtocolError
-from holdfast.image.layout import REPLICATED, Entry, Layout
+from holdfast.image.layout import REPLICATED, SPLIT, Entry, Layout
+from holdfast.image.regions import Region, unite
 from holdfast.image.slices import area_bytes
-from holdfast.notices.sparing import NO_LIMIT, NOBODY, Ability, Spares, Sparing
+from holdfast.notices.sparing import NO_LIMIT, NOBODY, Ability, Spares, Sparing, warning_of
 
 CHUNK = 4096
 _LAYOUT = Layout(
@@ -62,6 +63,37 @@ def test_a_layout_with_too_large_an_area_for_somebody_spares_nobody() -> None:
     assert Sparing((1,)).of(spared) == _LAYOUT.sparing((1,)), "not in addition"
     assert NOBODY.of(spared) == _LAYOUT
     assert Sparing((3,)).of(_LAYOUT) == _LAYOUT, "there is no such rank"
+
+
+def _split(*held: Region | None) -> Layout:
+    pattern = unite((6, 1000), 1, held)
+    entries = (Entry("a", 64, pattern.nbytes, SPLIT, ()), Entry("b", 8000, pattern.nbytes, SPLIT, ()))
+    return Layout(5 * CHUNK, CHUNK, len(held), entries, patterns=(pattern,))
+
+
+def _rows(first: int, count: int) -> Region:
+    return Region((first, 0), (count, 1000))
+
+
+def test_what_a_replica_holds_too_is_sent_by_the_replica() -> None:
+    """HSDP: two replicas of two shards. Rank 2 is spared: rank 0 sends all that both hold."""
+    layout = Sparing((2,)).of(_split(_rows(0, 3), _rows(3, 3), _rows(0, 3), _rows(3, 3)))
+    assert layout.spared == (2,)
+    assert layout.slice_bytes(2) == 0
+    assert warning_of(layout, 2, "rank 2") == ""
+
+
+def test_a_shard_that_nobody_else_has_is_told_in_bytes() -> None:
+    """FSDP: each rank has its own rows. And HSDP, where both replicas of a shard go."""
+    layout = Sparing((2,)).of(_split(_rows(0, 2), _rows(2, 2), _rows(4, 2)))
+    assert layout.slice_bytes(2) == 4000
+    assert warning_of(layout, 2, "rank 2 on host b").startswith(
+        "rank 2 on host b holds 4000 bytes of split tensors that no rank which stays has: "
+    )
+    both = Sparing((0, 2)).of(_split(_rows(0, 3), _rows(3, 3), _rows(0, 3), _rows(3, 3)))
+    told = [warning_of(both, rank, f"rank {rank}") for rank in both.spared]
+    assert sum(both.slice_bytes(rank) for rank in both.spared) == 6000
+    assert [word for one in told for word in one.split() if word.isdigit()] == ["0", "3000", "2", "3000"]
 
 
 @pytest.mark.parametrize(

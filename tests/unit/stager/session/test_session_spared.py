@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.image.layout import REPLICATED, Entry, Layout
+from holdfast.image.layout import REPLICATED, SPLIT, Entry, Layout
+from holdfast.image.regions import Region, unite
 from holdfast.wire.frames import Kind
 from stager.session.session_messages import (
     Done,
@@ -76,6 +77,53 @@ def test_one_that_owns_nothing_owes_nothing_from_the_start() -> None:
     assert not [credit for credit in stager.of(GrantCredit) if credit.rank == 1]
     stager.take(RankLost(1, "rank 1 is dead"))
     assert stager.said(Kind.FAILED) == []
+
+
+_SHARD = (_CHUNKS - 4) * CHUNK // 4
+
+
+def _split(*shards: int) -> Layout:
+    """Each rank holds one shard of four of a tensor; those of equal number are replicas."""
+    pattern = unite((4, _SHARD), 1, [Region((shard, 0), (1, _SHARD)) for shard in shards])
+    entry = Entry("a", 64, pattern.nbytes, SPLIT, ())
+    return Layout(_CHUNKS * CHUNK, CHUNK, len(shards), (entry,), patterns=(pattern,))
+
+
+def test_under_hsdp_its_replica_sends_all_and_it_may_die_at_once() -> None:
+    layout = _split(0, 1, 2, 3, 0, 1, 2, 3).sparing((2,))
+    stager = _begin(layout, 60)
+    assert stager.of(HandedOver) == [HandedOver(2, 1)]
+    stager.take_began(1, _PART)
+    stager.take(RankLost(2, "rank 2 is dead"))
+    stager.pay_all(1)
+    assert not [credit for credit in stager.of(GrantCredit) if credit.rank == 2]
+    for rank in {*range(8)} - {2}:
+        stager.take(Done(rank, 1, {}))
+    assert [staged.step for staged in stager.of(MarkStaged)] == [1]
+
+
+def test_under_fsdp_its_shard_goes_first_and_then_it_may_die() -> None:
+    layout = _split(0, 1, 2, 3).sparing((2,))
+    own = [chunk for chunk, _ in layout.sends(2)]
+    assert min(own) > _PART, "not the lowest, which would be first anyhow"
+    stager = _begin(layout, len(own) + _PART)
+    stager.take_began(1, _PART)
+    granted = [credit.chunk for credit in stager.of(GrantCredit) if credit.rank == 2]
+    assert granted == own[: len(granted)]
+    assert len(granted) >= 4, "as many as a rank may have out"
+    while due := [credit for credit in stager.credits if credit[0] == 2 or credit[2] in own]:
+        stager.pay(*due[0])
+    assert stager.of(HandedOver) == [HandedOver(2, 1)]
+    assert {action.chunk for action in stager.of(MarkFull)} <= {*own}, "nothing else was in the way"
+    stager.take(RankLost(2, "rank 2 is dead"))
+    assert stager.said(Kind.FAILED) == []
+
+
+def test_under_fsdp_its_death_before_that_ends_the_step() -> None:
+    stager = _begin(_split(0, 1, 2, 3).sparing((2,)), 60)
+    stager.take_began(1, _PART)
+    stager.take(RankLost(2, "rank 2 is dead"))
+    assert [tell.body["code"] for tell in stager.said(Kind.FAILED)] == ["peer_lost"]
 
 
 def test_a_ring_as_large_as_the_image_is_not_waited_for() -> None:
