@@ -96,6 +96,7 @@ class _Meeting:
         self._changed = threading.Condition()
         self._rounds: list[dict[int, Any]] = []
         self._left: set[int] = set()
+        self._mail: dict[tuple[int, int], list[list[bytes]]] = {}
 
     def exchange(self, number: int, rank: int, value: Any) -> list[Any]:
         with self._changed:
@@ -111,6 +112,19 @@ class _Meeting:
                 raise PeerLost(f"rank {rank}: another rank has left")
             return [said[other] for other in range(self.ranks)]
 
+    def post(self, sender: int, receiver: int, message: list[bytes]) -> None:
+        with self._changed:
+            self._mail.setdefault((sender, receiver), []).append(message)
+            self._changed.notify_all()
+
+    def fetch(self, sender: int, receiver: int) -> list[bytes]:
+        mail = self._mail.setdefault((sender, receiver), [])
+        with self._changed:
+            self._changed.wait_for(lambda: mail or sender in self._left, timeout=60)
+            if not mail:
+                raise PeerLost(f"rank {receiver}: rank {sender} has left, or sends nothing")
+            return mail.pop(0)
+
     def leave(self, rank: int) -> None:
         with self._changed:
             self._left.add(rank)
@@ -123,7 +137,10 @@ class ThreadPeers:
     def __init__(self, meeting: _Meeting, rank: int, flip: Callable[[int, memoryview], None] | None) -> None:
         self._meeting, self._rank, self._flip = meeting, rank, flip
         self._round = 0
+        self._shared = False
+        self._awaited: list[tuple[int, list[tuple[int, int]]]] = []
         self.shared_bytes = 0
+        self.sent_bytes = 0
         self.polls = 0
 
     @property
@@ -157,13 +174,33 @@ class ThreadPeers:
                         self._rank, memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
                     )
         self._exchange(None)
+        self._shared = True
+
+    def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+        assert rank != self._rank
+        self._meeting.post(self._rank, rank, [ctypes.string_at(*piece) for piece in pieces])
+        self.sent_bytes += sum(nbytes for _, nbytes in pieces)
+
+    def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+        self._awaited.append((rank, list(pieces)))
 
     def poll(self) -> None:
         self.polls += 1
 
     def finish(self, deadline_seconds: float) -> None:
         assert deadline_seconds > 0
-        self._exchange(None)
+        for sender, pieces in self._awaited:
+            message = self._meeting.fetch(sender, self._rank)
+            assert [len(one) for one in message] == [nbytes for _, nbytes in pieces]
+            for (address, nbytes), sent in zip(pieces, message, strict=True):
+                ctypes.memmove(address, sent, nbytes)
+                if self._flip is not None:
+                    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+                    self._flip(self._rank, memoryview(memory).cast("B"))
+        self._awaited.clear()
+        if self._shared:
+            self._shared = False
+            self._exchange(None)
 
     def _exchange(self, value: Any) -> list[Any]:
         self._round += 1

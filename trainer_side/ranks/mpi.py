@@ -3,7 +3,7 @@
     World.join()   once per process, collective: who is a trainer, who the stager; three communicators of our own
         ├── Port         control messages and payloads to the stager        one thread: the link's
         ├── CouncilPort  messages among the trainers, for local tiers       one thread: the council's
-        └── MpiPeers     broadcasts among the trainers, for restore         main thread, before the first step
+        └── MpiPeers     bytes among the trainers, for restore              main thread, before the first step
 
 Rules: errors are returned, never abort (ERRORS_RETURN on each communicator); no blocking call that spins: requests are
 polled, with a pause that grows; every wait has a deadline.
@@ -18,8 +18,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import mpi4py
 import numpy as np
@@ -52,7 +52,8 @@ _REVOKE_POLLS = 40
 _EAGER_POLLS = 200  # polls that only yield before a wait begins to sleep: a round trip takes a few of them
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 50e-6, 2e-3
 _PIECE_BYTES_MAX = 512 << 20  # MPI counts are 32 bits; well below
-_WHOLE_BYTES_MIN = 128 << 10  # from here on a piece is a broadcast of its own
+_WHOLE_BYTES_MIN = 128 << 10  # from here on a piece is a message of its own
+_PARCEL_TAG = 1
 _LOST = frozenset({MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED})
 
 
@@ -372,7 +373,7 @@ class MpiCouncilPort:
 
 
 class MpiPeers:
-    """The other training ranks, as restore needs them. Main thread, before the first step; all calls are collective.
+    """The other training ranks, as restore needs them. Main thread, before the first step.
 
     Attributes:
         rank: This rank. `ranks`: how many there are.
@@ -418,23 +419,30 @@ class MpiPeers:
                 where it is, and unread (elsewhere: unchanged at `root`), until `finish`.
             root: The rank that has the bytes.
         """
-        small: list[tuple[int, int]] = []
-        for piece in pieces:
-            if piece[1] < _WHOLE_BYTES_MIN:
-                small.append(piece)
-            else:
-                self._share_group([piece], root)
-        self._share_group(small, root)
+        self._queue(pieces, lambda buffer: self._comm.Ibcast(buffer, root), root)
 
-    def _share_group(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
-        for group in _groups(pieces, _PIECE_BYTES_MAX):
-            sizes, addresses = [nbytes for _, nbytes in group], [address for address, _ in group]
-            scattered = MPI.BYTE.Create_hindexed(sizes, addresses).Commit()
-            try:
-                request = self._comm.Ibcast([MPI.BOTTOM, 1, scattered], root)
-            except MPI.Exception as error:
-                raise _lost(error, f"rank {root} or another one") from error
-            self._shared.append((request, scattered))
+    def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+        """Queue scattered memory for `rank`; `finish` waits until it has left. It must stay unchanged until then."""
+        self._queue(pieces, lambda buffer: self._comm.Isend(buffer, rank, _PARCEL_TAG), rank)
+
+    def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+        """Queue the receiving of what `rank` sends in pieces of these sizes; `finish` waits for it."""
+        self._queue(pieces, lambda buffer: self._comm.Irecv(buffer, rank, _PARCEL_TAG), rank)
+
+    def _queue(
+        self, pieces: Sequence[tuple[int, int]], start: Callable[[Any], MPI.Request], rank: int
+    ) -> None:
+        """The same messages on all ranks that take part: they depend on the sizes alone."""
+        small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
+        for run in (*([piece] for piece in pieces if piece[1] >= _WHOLE_BYTES_MIN), small):
+            for group in _groups(run, _PIECE_BYTES_MAX):
+                sizes, addresses = [nbytes for _, nbytes in group], [address for address, _ in group]
+                scattered = MPI.BYTE.Create_hindexed(sizes, addresses).Commit()
+                try:
+                    request = start([MPI.BOTTOM, 1, scattered])
+                except MPI.Exception as error:
+                    raise _lost(error, f"rank {rank} or another one") from error
+                self._shared.append((request, scattered))
 
     def poll(self) -> None:
         """Move on what was shared. Never waits.
@@ -455,7 +463,7 @@ class MpiPeers:
         self._shared = under_way  # the next look is at these only
 
     def finish(self, deadline_seconds: float) -> None:
-        """Wait until all queued broadcasts are done, at most `deadline_seconds`.
+        """Wait until all that was queued is done, at most `deadline_seconds`.
 
         Raises:
             PeerLost: They were not, or a rank is dead.

@@ -1,12 +1,13 @@
-"""The interface of restore to the other ranks: five calls, so that tests need no MPI.
+"""The interface of restore to the other ranks: seven calls, so that tests need no MPI.
 
     broadcast   small bytes (manifest, structure) from one rank to all          all_agree   did everybody succeed?
     share       tensor bytes, from where they lie on one rank to where they lie on the others; queued
+    send        the same to one other rank, which calls `receive`; queued
     poll        moves on what was queued, and never waits
     finish      returns when all that was queued has arrived
 
-`trainer_side/ranks/mpi.py` has the real one. Every call but `poll` is collective: each rank makes the same calls in
-the same order, from its training thread.
+`trainer_side/ranks/mpi.py` has the real one. `broadcast`, `all_agree` and `share` are collective: each rank makes the
+same calls in the same order, from its training thread. Two ranks `send` and `receive` in the same order.
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ from holdfast.wire.frames import peer_error
 
 
 class Peers(Protocol):
-    """The training ranks, as restore sees them. All calls but `poll` are collective.
-
-    All raise `PeerLost` when a rank is gone.
-    """
+    """The training ranks, as restore sees them. All calls raise `PeerLost` when a rank is gone."""
 
     @property
     def rank(self) -> int:
@@ -51,6 +49,19 @@ class Peers(Protocol):
                 must live, and on `root` hold its bytes, until `finish` returns.
             root: The rank that has the bytes.
         """
+        ...
+
+    def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+        """Queue the copy of scattered memory to one other rank, which receives pieces of the same sizes.
+
+        Args:
+            pieces: As for `share`; on this rank the memory keeps its bytes until `finish` returns.
+            rank: Who receives them.
+        """
+        ...
+
+    def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+        """Queue the receiving of what `rank` sends."""
         ...
 
     def poll(self) -> None:
@@ -83,6 +94,12 @@ class LonePeers:
 
     def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
         """There is nobody to share with."""
+
+    def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+        """There is nobody to send to."""
+
+    def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+        """There is nobody who sends."""
 
     def poll(self) -> None:
         """Nothing was queued."""

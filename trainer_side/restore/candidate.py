@@ -23,7 +23,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key, Manifest
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
-from trainer_side.ranks.peers import LonePeers, Peers, agree, gather
+from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.restore.choice import STORE, Candidate, store_units
 from trainer_side.restore.deal import Deal, deal
 from trainer_side.restore.exchange import check_received
@@ -31,8 +31,8 @@ from trainer_side.restore.image_map import Described
 from trainer_side.restore.inventory import Found, Shelf
 from trainer_side.restore.loading import check, live_trees, load
 from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
+from trainer_side.restore.parcels import Parcels
 from trainer_side.restore.reading import Reading, Use, read
-from trainer_side.restore.region_targets import region_units
 from trainer_side.restore.rounds import Rounds
 from trainer_side.restore.split_parts import Placed, place, split_moments, split_parts
 from trainer_side.restore.structure import Structure, check_structure_chunks, read_structure_bytes
@@ -197,11 +197,11 @@ class Trial:
         self._reading = fill(units, origins, shared, self._peers, seconds_max=job.seconds_max)
         problem = agree(self._peers, self._reading.error)
         if problem is None and own:
-            # Each rank by itself, and whole chunks: there is no other CRC.
             left = job.seconds_max - self._reading.seconds["read"]
-            alone = fill(region_units(manifest, own), origins, own, LonePeers(), seconds_max=left)
-            self._reading.add(alone)
-            problem = agree(self._peers, alone.error)
+            parcels = Parcels(manifest, own, self._peers)
+            parts = fill(parcels.units, origins, own, self._peers, seconds_max=left, parcels=parcels)
+            self._reading.add(parts)
+            problem = agree(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)
         if problem is not None or self._peers.ranks == 1:
             return problem

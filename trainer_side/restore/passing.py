@@ -17,6 +17,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from holdfast.errors import HoldfastError
+from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import Unit
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.targets import EntryTaker, EntryTarget, ReadWindow, Sum
@@ -59,7 +61,7 @@ def _offset(part: EntryPart) -> int:
 
 
 class Passing:
-    """The windows of one reading. `pieces`, `is_full` and `settle` are for the training thread.
+    """The windows of one reading. `share`, `is_full` and `settle` are for the training thread.
 
     Args:
         image: Where everything lies.
@@ -69,7 +71,10 @@ class Passing:
 
     Attributes:
         received: CRC-32 of each part that has come from another rank, by its place in the image.
+        error: None: what has come is compared with what was told, when all has come.
     """
+
+    error: HoldfastError | None = None
 
     def __init__(
         self, image: Mapped, windows: ChunkWindows, targets: Mapping[int, EntryTaker], own: Iterable[Unit]
@@ -101,12 +106,17 @@ class Passing:
             while turn - self._given >= _AHEAD and not stopped.is_set():
                 self._changed.wait(_WAIT_SECONDS)
 
-    def keep(self, unit: Unit, part: EntryPart, address: int) -> None:
+    def keep(self, unit: Unit, part: EntryPart, address: int, view: memoryview) -> None:
         """Keep bytes of a unit until they are given away. Any thread."""
-        window, packed = self._window(unit)
-        ctypes.memmove(window.address + packed.place(part.offset), address, part.nbytes)
+        if self.passes(part):
+            window, packed = self._window(unit)
+            ctypes.memmove(window.address + packed.place(part.offset), address, view.nbytes)
 
-    def pieces(self, unit: Unit) -> list[tuple[int, int]]:
+    def share(self, unit: Unit, peers: Peers) -> None:
+        """Begin to give a unit to all other ranks. Each rank in the same order."""
+        peers.share(self._pieces(unit), unit.reader)
+
+    def _pieces(self, unit: Unit) -> list[tuple[int, int]]:
         """`(address, nbytes)` of a unit's bytes for `Peers.share`, in order."""
         pieces = []
         passed = False

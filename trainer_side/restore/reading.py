@@ -7,8 +7,9 @@
    cache, and its bytes are checked and copied while they are still in the processor's cache. Never more than
    `threads` such windows are in memory beside the tensors, and those of threads that hang.
 2. The CRC-32 of a unit is that of its parts and of what lies between them, combined: no byte is summed twice.
-3. A unit that is read and checked is shared with the other ranks while the next ones are read. The turns go round the
-   ranks (first unit of each, second unit of each, …), so each rank makes the same `share` calls in the same order.
+3. A unit that is read and checked is shared with the other ranks while the next ones are read: with all of them
+   (`passing.py`), or with those that need bytes of it (`parcels.py`). The turns go round the ranks (first unit of each,
+   second unit of each, …), so each rank makes the same `share` calls in the same order.
 4. A rank that meets damage goes on sharing, whatever its memory holds: the order of calls must not break. Its error is
    returned, and the ranks agree afterwards.
 5. What a tier cannot give does not stop the others: `rounds.py` reads it from elsewhere. What the store
@@ -36,6 +37,7 @@ from trainer_side.ranks.peers import Peers
 from trainer_side.restore.choice import STORE, Unit
 from trainer_side.restore.image_map import Mapped
 from trainer_side.restore.origins import Origin
+from trainer_side.restore.parcels import Parcels
 from trainer_side.restore.passing import Passing
 from trainer_side.restore.targets import EntryTaker, ReadWindow, Sum
 from trainer_side.restore.windows import ChunkWindows, ReadRun
@@ -128,6 +130,7 @@ def read(
     *,
     threads: int,
     seconds_max: float,
+    parcels: Parcels | None = None,
 ) -> Reading:
     """Fill, on every rank, what the units have of every target. Collective; training thread.
 
@@ -140,6 +143,7 @@ def read(
         peers: The ranks.
         threads: Requests in flight from this rank.
         seconds_max: For reading, and again for the exchange.
+        parcels: Who gets which bytes of the units; None: everybody gets all.
 
     Returns:
         With `error` set to the first problem that another source does not mend: `DamageError` (a CRC of the store does
@@ -150,7 +154,9 @@ def read(
     """
     own = [unit for unit in units if unit.reader == peers.rank]
     windows = ChunkWindows(image, targets)
-    passing = Passing(image, windows, targets, own) if peers.ranks > 1 else None
+    passing: Passing | Parcels | None = parcels
+    if parcels is None and peers.ranks > 1:
+        passing = Passing(image, windows, targets, own)
     crew = _Crew(image, origins, targets, windows, passing, seconds_max)
     what = origins[own[0].number].what if own else ""
     outcome = Reading()
@@ -163,7 +169,7 @@ def read(
             _await(unit, readings[unit], deadline, outcome, crew, peers)
             own_done = time.monotonic()
         if passing is not None:
-            peers.share(passing.pieces(unit), unit.reader)
+            passing.share(unit, peers)
             shared += 1
             if shared % _SHARES_IN_FLIGHT == 0 or passing.is_full:
                 peers.finish(deadline + seconds_max - time.monotonic())
@@ -174,7 +180,7 @@ def read(
     if passing is not None:
         peers.finish(deadline + seconds_max - time.monotonic())
         passing.settle()
-        outcome.received = passing.received
+        outcome.received, outcome.error = passing.received, outcome.error or passing.error
         outcome.seconds["exchange"] = time.monotonic() - own_done
     return outcome
 
@@ -246,7 +252,7 @@ class _Crew:
         origins: Mapping[int, Origin],
         targets: Mapping[int, EntryTaker],
         windows: ChunkWindows,
-        passing: Passing | None,
+        passing: Passing | Parcels | None,
         seconds_max: float,
     ) -> None:
         self._origins, self._targets, self._seconds_max = origins, targets, seconds_max
@@ -393,8 +399,8 @@ class _Crew:
             sums.append(Sum.of(view[begin:position]))
             found.append((part.offset, sums[-1]))
             self._targets[part.entry].put(part.inside, window.address + begin, view[begin:position])
-            if self._passing is not None and self._passing.passes(part):
-                self._passing.keep(unit, part, window.address + begin)
+            if self._passing is not None:
+                self._passing.keep(unit, part, window.address + begin, view[begin:position])
         if position < run.nbytes:
             sums.append(Sum.of(view[position:]))
         return found

@@ -11,15 +11,14 @@ stored transposed), it is read into memory of its own, and `settle` copies it fr
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from holdfast.errors import StateError
-from holdfast.image.regions import Comb, Extent, Region
-from trainer_side.restore.choice import STORE, Unit
+from holdfast.image.regions import Comb, Region
 from trainer_side.restore.image_map import Mapped
 from trainer_side.state.split_tensor import Held
 
@@ -32,6 +31,7 @@ class RegionTarget:
         entry: Index of the entry that holds the tensor.
         base: Where in the entry the tensor begins.
         comb: Where the region's bytes lie in the tensor.
+        whole: Shape of the tensor, bytes of an element, and the region: what the comb is made of.
         memory: Of the region's size; bytes.
         copies: What was read, shaped as the region, and the tensor that it is copied to; None: `memory` is the
             tensor's own.
@@ -40,20 +40,13 @@ class RegionTarget:
     entry: int
     base: int
     comb: Comb
+    whole: tuple[tuple[int, ...], int, Region]
     memory: np.ndarray
     copies: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def put(self, inside: int, source: np.ndarray) -> None:
         """Take what belongs to the region from bytes of the entry, which begin `inside` bytes into it."""
-        begin = inside - self.base
-        at, end = self.comb.before(begin), self.comb.before(begin + len(source))
-        if at >= end:
-            return
-        for offset, run_bytes, stride, runs in self.comb.blocks(at, end):
-            nbytes = run_bytes * runs
-            there = np.ndarray((runs, run_bytes), np.uint8, source, offset - begin, (stride, 1))
-            self.memory[at : at + nbytes].reshape(runs, run_bytes)[...] = there
-            at += nbytes
+        copy_runs(self.comb, inside - self.base, source, self.memory, 0)
 
     def chunks(self, image: Mapped) -> Iterable[int]:
         """The chunks of the image in which it has a byte."""
@@ -65,6 +58,26 @@ class RegionTarget:
             if after > before:
                 yield chunk
             before = after
+
+
+def copy_runs(comb: Comb, begin: int, source: np.ndarray, memory: np.ndarray, first: int) -> None:
+    """Copy what belongs to a region from bytes of its tensor.
+
+    Args:
+        comb: Where the region's bytes lie in the tensor.
+        begin: Where the source begins in it.
+        source: Bytes of the tensor.
+        memory: Where they go.
+        first: The number of the region's byte with which the memory begins.
+    """
+    at, end = comb.before(begin), comb.before(begin + len(source))
+    if at >= end:
+        return
+    for offset, run_bytes, stride, runs in comb.blocks(at, end):
+        nbytes = run_bytes * runs
+        there = np.ndarray((runs, run_bytes), np.uint8, source, offset - begin, (stride, 1))
+        memory[at - first : at - first + nbytes].reshape(runs, run_bytes)[...] = there
+        at += nbytes
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,8 @@ class Claims:
             tuple(held.region.start[dimension] for dimension in order),
             tuple(held.region.size[dimension] for dimension in order),
         )
-        comb = Comb([saved.shape[dimension] for dimension in order], item_bytes, region)
+        whole = (tuple(saved.shape[dimension] for dimension in order), item_bytes, region)
+        comb = Comb(*whole)
         base = int(saved.storage_offset()) * item_bytes
         begin = local.data_ptr()
         span = (begin, begin + local.numel() * local.element_size())
@@ -128,10 +142,10 @@ class Claims:
         if as_it_lies and self._claim(span):
             self._sources[span] = source
             self.nbytes += comb.nbytes
-            return RegionTarget(entry, base, comb, _bytes_of(local))
+            return RegionTarget(entry, base, comb, whole, _bytes_of(local))
         read = torch.empty(region.size, dtype=saved.dtype)
         shaped = read.as_strided(local.shape, _strides(held.region.size, order))
-        return RegionTarget(entry, base, comb, _bytes_of(read), (shaped, local))
+        return RegionTarget(entry, base, comb, whole, _bytes_of(read), (shaped, local))
 
     def _claim(self, span: tuple[int, int]) -> bool:
         place = bisect.bisect_left(self._spans, span)
@@ -146,7 +160,8 @@ class Claims:
 def whole_entry(entry: int, nbytes: int, storage: torch.UntypedStorage) -> RegionTarget:
     """All of an entry: for a rank that takes it whole where others take parts of it."""
     memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    return RegionTarget(entry, 0, Comb((nbytes,), 1, Region((0,), (nbytes,))), memory)
+    whole = ((nbytes,), 1, Region((0,), (nbytes,)))
+    return RegionTarget(entry, 0, Comb(*whole), whole, memory)
 
 
 def settle(targets: Iterable[ScatterTarget]) -> None:
@@ -157,17 +172,6 @@ def settle(targets: Iterable[ScatterTarget]) -> None:
                 if region.copies is not None:
                     read, local = region.copies
                     local.copy_(read)
-
-
-def region_units(image: Mapped, targets: Mapping[int, ScatterTarget]) -> list[Unit]:
-    """The chunks of a portable file in which this rank's regions have a byte: it reads them by itself."""
-    chunks = {chunk for one in targets.values() for region in one.regions for chunk in region.chunks(image)}
-    return [Unit(0, STORE, chunk, -1, (_chunk_extent(image, chunk),), ()) for chunk in sorted(chunks)]
-
-
-def _chunk_extent(image: Mapped, chunk: int) -> Extent:
-    offset = chunk * image.chunk_bytes
-    return Extent(offset, min(image.chunk_bytes, image.image_bytes - offset))
 
 
 def _order(path: str, saved: torch.Tensor) -> list[int]:

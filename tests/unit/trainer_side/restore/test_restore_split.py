@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast.errors import StateError
+from holdfast.errors import DamageError, StateError
 from holdfast.telemetry.events import EventLog
 from tests.support.restoring import CountingStore, Ranks, ThreadPeers, publish
 from tests.support.slices import DictTier, checkpoint
 from trainer_side.ranks.peers import LonePeers
-from trainer_side.restore import targets
+from trainer_side.restore import candidate, parcels, targets
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.passing import _AHEAD, _BATCH
 from trainer_side.restore.restore import restore
@@ -171,25 +171,94 @@ def test_any_part_of_any_tensor_from_tiers(scene: Any, saved_ranks: int) -> None
     assert store.bytes_read == 0
 
 
-def test_each_rank_reads_the_chunks_of_its_own_parts_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dimension", [0, 1], ids=["rows", "columns"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_chunk_is_read_once_and_each_rank_gets_what_it_holds_and_no_more(
+    tmp_path: Path, dimension: int, replicas: int
+) -> None:
     whole = numbers((64, 1024))
     manifest = publish(tmp_path, 5, {"w": whole, "y": torch.arange(5.0)}, chunk_bytes=4096)
-    boxes = [rows(whole.shape, 4, rank) for rank in range(4)]
+    shards = 4 // replicas
+    boxes = [rows(whole.shape, shards, rank % shards, dimension) for rank in range(4)]
     states: list[dict[str, Any]] = [
         {"w": box.empty(whole.shape, whole.dtype), "y": torch.zeros(5)} for box in boxes
     ]
-    store = CountingStore(tmp_path, request_bytes=4096)
-    results = bring_back(tmp_path, states, store=store)
+    store, ranks = CountingStore(tmp_path, request_bytes=4096), Ranks(4)
+
+    def work(peers: ThreadPeers) -> Restored:
+        result = restore(states[peers.rank], store, peers, events=None)
+        assert result is not None
+        return result
+
+    results = ranks.run(work)
     for box, state in zip(boxes, states, strict=True):
         assert torch.equal(state["w"].tensor, box.of(whole))
-    own_bytes = whole.nbytes // 4
-    for result in results:
-        # One chunk more at each end, and a few that have what is not split.
-        assert own_bytes <= result.bytes_read <= own_bytes + 6 * manifest.chunk_bytes
-        assert sum(use.nbytes for use in result.sources.values()) == result.bytes_read
     offsets = [offset for offset, nbytes in store.requests if nbytes == 4096]
     inside = [offset for offset in offsets if 8192 <= offset < 200_000]
-    assert all(inside.count(offset) <= 2 for offset in inside)
+    assert len(set(inside)) == len(inside) > 40
+    for result in results:
+        # A quarter; and a few chunks that have what is not split.
+        assert abs(result.bytes_read - whole.nbytes / 4) <= 6 * manifest.chunk_bytes
+        assert sum(use.nbytes for use in result.sources.values()) == result.bytes_read
+    held_bytes = replicas * whole.nbytes
+    sent_bytes = sum(peers.sent_bytes for peers in ranks.peers)
+    # What lies in chunks that its holder has read is not sent; and in few chunks one rank's rows end and others begin.
+    read_by_holder = held_bytes / 4 if dimension == 1 else whole.nbytes
+    assert sent_bytes == pytest.approx(held_bytes - read_by_holder, abs=4 * manifest.chunk_bytes)
+
+
+def test_a_byte_that_changes_on_its_way_to_another_rank_is_damage(tmp_path: Path) -> None:
+    whole = numbers((64, 256))
+    publish(tmp_path, 5, {"w": whole}, chunk_bytes=4096)
+    boxes = [rows(whole.shape, 2, rank, 1) for rank in range(2)]
+    states = [{"w": box.empty(whole.shape, whole.dtype)} for box in boxes]
+
+    def flip(rank: int, memory: memoryview) -> None:
+        if rank == 1 and len(memory) > 1000:
+            memory[999] ^= 1
+
+    with pytest.raises(DamageError, match=r"not what they were after the exchange among the ranks"):
+        bring_back(tmp_path, states, flip=flip)
+
+
+def test_a_chunk_that_is_damaged_in_the_store_is_damage_on_the_ranks_that_did_not_read_it(
+    tmp_path: Path,
+) -> None:
+    whole = numbers((64, 256))
+    good = publish(tmp_path, 4, {"w": whole + 1}, chunk_bytes=4096)
+    publish(tmp_path, 5, {"w": whole}, chunk_bytes=4096)
+    path = tmp_path / "step-000000005.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    boxes = [rows(whole.shape, 3, rank, 1) for rank in range(3)]
+    states = [{"w": box.empty(whole.shape, whole.dtype)} for box in boxes]
+    for result in bring_back(tmp_path, states):
+        assert result.step == good.step
+        assert "CRC-32 expected" in result.skipped[0]
+    for box, state in zip(boxes, states, strict=True):
+        assert torch.equal(state["w"].tensor, box.of(whole + 1))
+
+
+def test_few_chunks_are_packed_for_others_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[parcels.Parcels] = []
+
+    class Spied(parcels.Parcels):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(candidate, "Parcels", Spied)
+    whole, chunk_bytes = numbers((256, 1024)), 4096
+    publish(tmp_path, 5, {"w": whole}, chunk_bytes=chunk_bytes)
+    boxes = [rows(whole.shape, 2, rank, 1) for rank in range(2)]
+    states = [{"w": box.empty(whole.shape, whole.dtype)} for box in boxes]
+    bring_back(tmp_path, states)
+    assert len(made) == 2
+    for one in made:
+        memory = [len(packed) for packed in one._memory.values()]
+        assert 0 < len(memory) <= parcels._AHEAD
+        assert max(memory) <= chunk_bytes // 2 + 100
 
 
 def test_bytes_of_live_parts_are_read_in_place(tmp_path: Path) -> None:
