@@ -2,6 +2,8 @@
 
 shared   taken whole by every rank        read once, 1/R each, and given to the others
 own      split on some rank               each rank its regions; one that takes it whole has one region, the whole
+         small, beside those that are     the same: steps of an optimizer lie between its moments in the file, and the
+                                          chunks would be read a second time for them
 neither  nobody takes a byte of it        not read
 """
 
@@ -16,6 +18,8 @@ from trainer_side.restore.region_targets import ScatterTarget, settle, whole_ent
 from trainer_side.restore.split_parts import Placed
 from trainer_side.restore.structure import Structure
 from trainer_side.restore.targets import EntryTaker, EntryTarget
+
+_SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -72,5 +76,16 @@ def deal(structure: Structure, placed: Placed, peers: Peers) -> Deal:
         if index not in placed.free:
             storage = structure.storages[index]
             target.regions.append(whole_entry(index, storage.nbytes(), storage))
+    if own:
+        between = [
+            index
+            for index, target in shared.items()
+            if target.memory.nbytes <= _SMALL_BYTES and index not in wanted
+        ]
+        for index in between:
+            storage = structure.storages[index]
+            own[index] = ScatterTarget([whole_entry(index, storage.nbytes(), storage)])
+            del shared[index]
+        unshared |= frozenset(between)
     mixed = {index: target for index, target in placed.regions.items() if index in shared}
     return Deal(shared, own, unshared, mixed)
