@@ -207,6 +207,26 @@ def test_each_chunk_is_read_once_and_each_rank_gets_what_it_holds_and_no_more(
     assert sent_bytes == pytest.approx(held_bytes - read_by_holder, abs=4 * manifest.chunk_bytes)
 
 
+def test_what_is_small_between_parts_is_not_read_a_second_time(tmp_path: Path) -> None:
+    whole, steps = (
+        [numbers((8, 1024), seed=seed) for seed in range(8)],
+        [torch.tensor(float(n)) for n in range(8)],
+    )
+    tree = {"moments": [list(pair) for pair in zip(whole, steps, strict=True)]}
+    manifest = publish(tmp_path, 5, tree, chunk_bytes=4096)
+    boxes = [rows((8, 1024), 2, rank) for rank in range(2)]
+    states = [
+        {"moments": [[box.empty((8, 1024), torch.float32), torch.zeros(())] for _ in whole]} for box in boxes
+    ]
+    results = bring_back(tmp_path, states)
+    for box, state in zip(boxes, states, strict=True):
+        for number, (part, step) in enumerate(state["moments"]):
+            assert torch.equal(part.tensor, box.of(whole[number]))
+            assert step.item() == number
+    # Once; but for the chunks of the ends, which are read with what all ranks take.
+    assert sum(result.bytes_read for result in results) <= manifest.image_bytes + 3 * manifest.chunk_bytes
+
+
 def test_a_byte_that_changes_on_its_way_to_another_rank_is_damage(tmp_path: Path) -> None:
     whole = numbers((64, 256))
     publish(tmp_path, 5, {"w": whole}, chunk_bytes=4096)
