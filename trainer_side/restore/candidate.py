@@ -199,7 +199,7 @@ class Trial:
         if problem is None and own:
             left = job.seconds_max - self._reading.seconds["read"]
             parcels = Parcels(manifest, own, self._peers)
-            parts = fill(parcels.units, origins, own, self._peers, seconds_max=left, parcels=parcels)
+            parts = fill(parcels, origins, own, self._peers, seconds_max=left)
             self._reading.add(parts)
             problem = agree(self._peers, parts.error)
         self._seconds.update(self._reading.seconds)

@@ -36,7 +36,7 @@ _WAIT_SECONDS = 0.1
 _CRC_BYTES = 4
 
 
-class Wish(NamedTuple):
+class NeededRegion(NamedTuple):
     """A region of which another rank needs bytes: its comb in the tensor that begins at `base` of the entry."""
 
     entry: int
@@ -44,11 +44,11 @@ class Wish(NamedTuple):
     comb: Comb
 
 
-class _Packed(NamedTuple):
+class _Parcel(NamedTuple):
     """A parcel in the reader's memory: `wishes`, where each begins, and which of its bytes comes first."""
 
     ranks: tuple[int, ...]
-    wishes: list[tuple[Wish, int, int]]
+    wishes: list[tuple[NeededRegion, int, int]]
     sizes: list[int]
     memory: np.ndarray
 
@@ -83,7 +83,7 @@ class Parcels:
         own = [unit.chunk for unit in self.units if unit.reader == peers.rank]
         self._wishes = self._learn(targets, frozenset(own))
         self._turns = {chunk: turn for turn, chunk in enumerate(sorted(self._wishes))}
-        self._packed: dict[int, list[_Packed]] = {}
+        self._packed: dict[int, list[_Parcel]] = {}
         self._memory: dict[int, np.ndarray] = {}
         self._given = 0  # own chunks that have left
         self._leaving: list[int] = []
@@ -165,7 +165,7 @@ class Parcels:
 
     def _learn(
         self, targets: Mapping[int, ScatterTarget], own: Collection[int]
-    ) -> dict[int, list[tuple[tuple[int, ...], list[Wish]]]]:
+    ) -> dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]]:
         """Which ranks need which regions of the chunks that this rank reads. Collective.
 
         What a rank says is looked through and let go before the next one speaks: of all that the ranks hold, only what
@@ -176,7 +176,7 @@ class Parcels:
         said_here = json.dumps(mine).encode()
         spans = {index: _chunks(image, index) for index in targets}
         near = {index for index, span in spans.items() if any(chunk in own for chunk in span)}
-        known: dict[str, Wish] = {}
+        known: dict[str, NeededRegion] = {}
         wanted: dict[int, dict[int, list[str]]] = {}
         for root in range(peers.ranks):
             said = peers.broadcast(said_here if root == peers.rank else None, root)
@@ -192,7 +192,7 @@ class Parcels:
                 for chunk in spans[wish.entry]:
                     if chunk in own and _has(self._within(wish.entry, wish.base, wish.comb, chunk)):
                         wanted.setdefault(chunk, {}).setdefault(root, []).append(name)
-        found: dict[int, list[tuple[tuple[int, ...], list[Wish]]]] = {}
+        found: dict[int, list[tuple[tuple[int, ...], list[NeededRegion]]]] = {}
         for chunk, of_ranks in wanted.items():
             alike: dict[tuple[str, ...], list[int]] = {}
             for rank, names in of_ranks.items():
@@ -200,7 +200,7 @@ class Parcels:
             found[chunk] = [(tuple(ranks), [known[name] for name in names]) for names, ranks in alike.items()]
         return found
 
-    def _parcels(self, chunk: int) -> list[_Packed]:
+    def _parcels(self, chunk: int) -> list[_Parcel]:
         """The parcels of a chunk that this rank reads; their memory is used again when they have left."""
         turn = self._turns.get(chunk)
         if turn is None:
@@ -210,11 +210,11 @@ class Parcels:
                 self._packed[chunk] = self._laid_out(chunk, turn % _AHEAD)
             return self._packed[chunk]
 
-    def _laid_out(self, chunk: int, place: int) -> list[_Packed]:
-        parcels: list[tuple[tuple[int, ...], list[tuple[Wish, int, int]], list[int]]] = []
+    def _laid_out(self, chunk: int, place: int) -> list[_Parcel]:
+        parcels: list[tuple[tuple[int, ...], list[tuple[NeededRegion, int, int]], list[int]]] = []
         nbytes = 0
         for ranks, wishes in self._wishes[chunk]:
-            laid: list[tuple[Wish, int, int]] = []
+            laid: list[tuple[NeededRegion, int, int]] = []
             sizes: list[int] = []
             for wish in wishes:
                 first, end = self._within(wish.entry, wish.base, wish.comb, chunk)
@@ -227,7 +227,7 @@ class Parcels:
         packed, begin = [], 0
         for ranks, laid, sizes in parcels:
             end = begin + sum(sizes) + _CRC_BYTES
-            packed.append(_Packed(ranks, laid, sizes, self._memory[place][begin:end]))
+            packed.append(_Parcel(ranks, laid, sizes, self._memory[place][begin:end]))
             begin = end
         return packed
 
@@ -254,9 +254,9 @@ def _row(region: RegionTarget) -> list[Any]:
     return [region.entry, region.base, list(shape), item_bytes, list(start), list(size)]
 
 
-def _wish(row: Sequence[Any]) -> Wish:
+def _wish(row: Sequence[Any]) -> NeededRegion:
     entry, base, shape, item_bytes, start, size = row
-    return Wish(entry, base, Comb(shape, item_bytes, Region(tuple(start), tuple(size))))
+    return NeededRegion(entry, base, Comb(shape, item_bytes, Region(tuple(start), tuple(size))))
 
 
 def _chunks(image: Mapped, entry: int) -> range:

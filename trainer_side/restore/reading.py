@@ -123,27 +123,25 @@ def turns(units: Sequence[Unit], ranks: int) -> list[Unit]:
 
 def read(
     image: Mapped,
-    units: Sequence[Unit],
+    units: Sequence[Unit] | Parcels,
     origins: Mapping[int, Origin],
     targets: Mapping[int, EntryTaker],
     peers: Peers,
     *,
     threads: int,
     seconds_max: float,
-    parcels: Parcels | None = None,
 ) -> Reading:
     """Fill, on every rank, what the units have of every target. Collective; training thread.
 
     Args:
         image: Where everything lies.
-        units: The same on every rank.
+        units: The same on every rank. Every rank gets all bytes of them; of those of `Parcels`, what it holds.
         origins: For every number in this rank's own units.
         targets: Entry index → memory of exactly the entry's size, or the parts of it that this rank keeps; the same
             entries, with the same kind of target, on each rank; not overlapping.
         peers: The ranks.
         threads: Requests in flight from this rank.
         seconds_max: For reading, and again for the exchange.
-        parcels: Who gets which bytes of the units; None: everybody gets all.
 
     Returns:
         With `error` set to the first problem that another source does not mend: `DamageError` (a CRC of the store does
@@ -152,10 +150,11 @@ def read(
     Raises:
         PeerLost: A rank is gone.
     """
+    passing: Passing | Parcels | None = units if isinstance(units, Parcels) else None
+    units = units.units if isinstance(units, Parcels) else units
     own = [unit for unit in units if unit.reader == peers.rank]
     windows = ChunkWindows(image, targets)
-    passing: Passing | Parcels | None = parcels
-    if parcels is None and peers.ranks > 1:
+    if passing is None and peers.ranks > 1:
         passing = Passing(image, windows, targets, own)
     crew = _Crew(image, origins, targets, windows, passing, seconds_max)
     what = origins[own[0].number].what if own else ""

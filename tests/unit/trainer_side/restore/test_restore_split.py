@@ -215,7 +215,7 @@ def test_what_is_small_between_parts_is_not_read_a_second_time(tmp_path: Path) -
     tree = {"moments": [list(pair) for pair in zip(whole, steps, strict=True)]}
     manifest = publish(tmp_path, 5, tree, chunk_bytes=4096)
     boxes = [rows((8, 1024), 2, rank) for rank in range(2)]
-    states = [
+    states: list[dict[str, Any]] = [
         {"moments": [[box.empty((8, 1024), torch.float32), torch.zeros(())] for _ in whole]} for box in boxes
     ]
     results = bring_back(tmp_path, states)
