@@ -33,7 +33,6 @@ from holdfast.ring.ring import Ring
 from holdfast.telemetry.causes import DeclineCause
 from stager.session.checkpoint import Phase
 from tests.simulation.hot import check_remains
-from tests.simulation.images import image
 from tests.simulation.scheduler import Process, Task
 from tests.simulation.store import OpenUpload, pristine
 from tests.simulation.transport import Job
@@ -199,7 +198,7 @@ class Checks:
             return
         self.promised[key] = digest
         plan = self._world.plan
-        large = image(plan.shape, plan.ranks, 0).layout.chunks > RING_CHUNKS
+        large = plan.image(0).layout.chunks > RING_CHUNKS
         service = self._world.scheduler.here.notes["service"]
         unnoticed = not service._line.cut and not any(f.alive for f in self._world.flushers)
         if large and plan.store_kind == "opaque" and unnoticed:
@@ -218,7 +217,7 @@ class Checks:
             if ring is None:
                 self.broken(f"step {key[1]} (attempt {key[0]}) was staged, and the ring is gone")
                 return
-            layout = image(self._world.plan.shape, self._world.plan.ranks, 0).layout
+            layout = self._world.plan.image(0).layout
             if layout.digest != digest:
                 self.broken(f"step {key[1]} is staged with the layout {digest[:16]}, which nobody announced")
             missing = set(range(layout.chunks)) - in_ring.get(key, set())
@@ -356,7 +355,7 @@ class Checks:
     def flusher_ended(self, process: Process) -> None:
         self.ring_changed = True
         plan = self._world.plan
-        if plan.store_kind == "opaque" and image(plan.shape, plan.ranks, 0).layout.chunks > RING_CHUNKS:
+        if plan.store_kind == "opaque" and plan.image(0).layout.chunks > RING_CHUNKS:
             for key in self.promised:
                 self.excused[key] = "its upload cannot be continued by another process"
 

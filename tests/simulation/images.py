@@ -1,4 +1,8 @@
-"""Checkpoint contents for the simulation: true zip files of a few pages, one for each (job, step), cut into layouts."""
+"""Checkpoint contents for the simulation: true zip files of a few pages, one for each (job, step), cut into layouts.
+
+In some worlds tensors are split among the ranks: rows, columns or boxes, with replicas or without, shards that are
+short or empty, beside others that every rank has whole.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.support.images import Image, from_torch_file
+from tests.support.split_images import cut_up
 
 __all__ = ["CHUNK_BYTES", "SHAPES", "SPARED_VARIABLE", "image"]
 
@@ -43,8 +48,15 @@ class _Stream(io.RawIOBase):
 
 
 @functools.cache
-def image(shape: int, ranks: int, variant: int) -> Image:
-    """The image of one checkpoint: the layout follows from `shape` and `ranks`, the bytes from `variant` too."""
+def image(shape: int, ranks: int, mesh: int, variant: int) -> Image:
+    """The image of one checkpoint: the layout follows from all but `variant`, which the bytes follow from, too.
+
+    Args:
+        shape: One of `SHAPES`.
+        ranks: Number of ranks.
+        mesh: How tensors are split among them; 0: not at all.
+        variant: Which bytes.
+    """
     chance = random.Random((shape, ranks, variant).__hash__())
     stream = _Stream()
     with zipfile.ZipFile(stream, "w") as archive:
@@ -60,4 +72,5 @@ def image(shape: int, ranks: int, variant: int) -> Image:
     small = max(n for n, entry in enumerate(entries) if 0 < entry.nbytes < 8192)
     entries[small] = replace(entries[small], owner=0)
     spared = (0,) if ranks > 1 and SPARED_VARIABLE in os.environ else ()
-    return Image(replace(found.layout, entries=tuple(entries), spared=spared), found.final, found.sent)
+    made = Image(replace(found.layout, entries=tuple(entries), spared=spared), found.final, found.sent)
+    return cut_up(made, random.Random(f"mesh {mesh} {shape} {ranks}"), share=0.8) if mesh else made

@@ -132,6 +132,47 @@ MUTATIONS = {
             "if False]",
             3000,
         ),
+        # -- state that is split
+        _one(
+            "regions_swapped",
+            "whoever unites the regions takes each for that of other ranks",
+            "holdfast.image.regions",
+            "tuple(tuple(holders[region]) for region in regions)",
+            "tuple(tuple(holders[region]) for region in reversed(regions))",
+        ),
+        _one(
+            "one_row_off",
+            "a region that does not begin with the tensor's first row lies one row further",
+            "holdfast.image.regions",
+            "        self._outer = region.size[:cut]\n",
+            "        self._start += strides[0] if shape and region.start[0] else 0\n"
+            "        self._outer = region.size[:cut]\n",
+        ),
+        Mutation(
+            "run_and_stride_swapped",
+            "runs of a region follow each other where they are as far apart as a row is long",
+            (
+                (
+                    "holdfast.image.regions",
+                    "            place += index * stride\n",
+                    "            place += index * self.run_bytes\n",
+                ),
+                (
+                    "holdfast.image.regions",
+                    "            places += index * stride\n",
+                    "            places += index * self.run_bytes\n",
+                ),
+            ),
+        ),
+        _one(
+            "last_short_shard_dropped",
+            "the last region is not sent where it is smaller than the first",
+            "holdfast.image.regions",
+            "        parts = min(len(holders), max(1, nbytes // DEAL_BYTES_MIN))\n",
+            "        parts = min(len(holders), max(1, nbytes // DEAL_BYTES_MIN))\n"
+            "        if number == len(self.regions) - 1 and nbytes < self.combs[0].nbytes:\n"
+            "            return []\n",
+        ),
         # -- the rank's side
         _one(
             "torn_is_staged",

@@ -15,14 +15,15 @@ from tests.simulation.tier_mutations import TIER_MUTATIONS
 
 SECONDS_MAX = 1200
 TIER_SEEDS_MAX = 3000
-# One for each promise: staged is whole, and of one instant, listed is whole, no slot is shared, one writer, power cuts.
-# tests/soak has all.
+# One for each promise: staged is whole, and of one instant, listed is whole, no slot is shared, one writer, power cuts,
+# shards in their places. tests/soak has all.
 ALWAYS = {
     "torn_is_staged",
     "staged_before_last_chunk",
     "manifest_before_file",
     "credit_twice",
     "claim_unchecked",
+    "run_and_stride_swapped",
     "torn_sector_believed",
     "committed_before_flushed",
 }

@@ -56,7 +56,7 @@ def manifest_of(made: Image, step: int) -> Manifest:
 
 def save(store: PosixStore, disk: Disk, step: int, *, resume: str | None = None) -> None:
     """What a flusher does with one checkpoint; with `resume`, what the next one does with it."""
-    made = image(step, 2, step)
+    made = image(step, 2, 0, step)
     layout, name = made.layout, step_file_name(step)
     how = {"nbytes": layout.image_bytes, "chunk_bytes": CHUNK_BYTES, "write_id": f"w{step}"}
     if resume is None:

@@ -61,6 +61,7 @@ __all__ = ["Broken", "Plan", "World"]
 _SECONDS_MAX = 40_000.0
 _EVENTS_MAX = 60_000
 _VARIANTS = 12
+_MESHES = 12
 _WINNERS = small_image(3)
 POINTS = {
     "rank": ["frame_sent", "slice_sent"],
@@ -121,6 +122,7 @@ class Plan:
     full: str  # "", "window" or "ever"
     areas: int  # of each rank: how many checkpoints it sends at once
     torn_share: float = 0.0  # of the copies that ranks make; above 0 the real copy thread makes them
+    mesh: int = 0  # how tensors are split among the ranks; 0: every rank has all of them
     faults: list[Fault] = field(default_factory=list)
 
     @classmethod
@@ -170,6 +172,17 @@ class Plan:
         chance = random.Random(f"tear {seed}")
         if chance.random() < 0.12:
             self.torn_share = chance.choice([0.1, 0.3, 0.6])
+
+    def may_split(self, seed: int) -> None:
+        """In some worlds tensors are split among the ranks. From dice of their own, as in `may_freeze`."""
+        chance = random.Random(f"split {seed}")
+        if chance.random() < 0.3:
+            self.mesh = chance.randrange(1, _MESHES)
+            self.ranks = chance.choice([self.ranks, self.ranks, 4])
+
+    def image(self, variant: int) -> Image:
+        """What this world saves."""
+        return image(self.shape, self.ranks, self.mesh, variant)
 
     @staticmethod
     def _fault(chance: Any) -> Fault:
@@ -244,6 +257,7 @@ class World:
         self.plan = Plan.of(self.scheduler)
         self.plan.may_freeze(seed)
         self.plan.may_tear(seed)
+        self.plan.may_split(seed)
         plan = self.plan
         self.store = StoreState(plan.store_kind, plan.part_chunks)
         self.store.fail_share, self.store.slow_seconds = plan.fail_share, plan.slow_seconds
@@ -401,7 +415,7 @@ class World:
         if welcome is None:
             return
         link = Link(self.trainer_config, port, welcome, rank=rank, ranks=job.ranks, clock=self._clock)
-        layout = image(plan.shape, plan.ranks, 0).layout
+        layout = plan.image(0).layout
         ring, kept = restored_from_ring(self, job, link)
         self.checks.ring_is_remembered()
         link.announce(layout)
@@ -409,7 +423,7 @@ class World:
         sources = [_Source(port) for _ in range(plan.areas)]
         sending: dict[_Source, Any] = {}  # the transfer that was made of each last
         for step in range(first, first + job.steps):
-            made = image(plan.shape, plan.ranks, (job.number * 5 + step * 7 + first) % _VARIANTS)
+            made = plan.image((job.number * 5 + step * 7 + first) % _VARIANTS)
             self.images[job.number, step] = made
             sim.wait(None, sim.chance.choice([0.0, 0.01, 1.0, 5.0]), "train")
             reread(self, ring, kept)

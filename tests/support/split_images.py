@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from holdfast.image.layout import SPLIT
 from holdfast.image.regions import Pattern, Region, unite
 from tests.support.images import Image
 
-__all__ = ["SplitImage", "split"]
+__all__ = ["SplitImage", "cut_up", "split"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SplitImage(Image):
         return bytes(frame)
 
 
-def split(image: Image, cuts: dict[int, tuple[tuple[int, ...], Sequence[Region | None]]]) -> SplitImage:
+def split(image: Image, cuts: Mapping[int, tuple[tuple[int, ...], Sequence[Region | None]]]) -> SplitImage:
     """The same file, with some entries split.
 
     Args:
@@ -62,18 +62,28 @@ def split(image: Image, cuts: dict[int, tuple[tuple[int, ...], Sequence[Region |
     return SplitImage(layout, image.final, image.sent, held)
 
 
-def shape_of(nbytes: int, chance: random.Random) -> tuple[int, ...]:
+def cut_up(image: Image, chance: random.Random, *, share: float = 1.0) -> SplitImage:
+    """The same file, with this share of its tensors split on some mesh; the dice alone decide how, not the bytes."""
+    cuts = {}
+    for number, entry in enumerate(image.layout.entries):
+        if "/data/" in entry.name and entry.nbytes and chance.random() < share:
+            shape = _shape_of(entry.nbytes, chance)
+            cuts[number] = (shape, _regions_of(shape, image.layout.ranks, chance))
+    return split(image, cuts)
+
+
+def _shape_of(nbytes: int, chance: random.Random) -> tuple[int, ...]:
     """Two or three dimensions where the number has divisors, else one."""
     shape, left = [], nbytes
     for _ in range(chance.choice([1, 1, 2])):
-        divisors = [number for number in range(2, min(left, 60)) if left % number == 0]
+        divisors = [number for number in range(2, min(left // 8, 60)) if left % number == 0]
         if divisors:
             shape.append(chance.choice(divisors))
             left //= shape[-1]
     return (*shape, left)
 
 
-def regions_of(shape: tuple[int, ...], ranks: int, chance: random.Random) -> list[Region | None]:
+def _regions_of(shape: tuple[int, ...], ranks: int, chance: random.Random) -> list[Region | None]:
     """Some mesh: rows as FSDP2 cuts them, columns, boxes cut anywhere; each region's ranks one, or replicas."""
     groups = chance.choice([ranks, ranks, chance.randint(1, ranks)])
     order = chance.choice([list(range(ranks)), chance.sample(range(ranks), ranks)])
