@@ -1,4 +1,4 @@
-"""The loops that people already have: an example is killed by SIGKILL and goes on to the bit. The others do at night."""
+"""The loops that people have: an example is killed by SIGKILL and goes on to the bit. The others do at night."""
 
 from __future__ import annotations
 

@@ -6,10 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from holdfast.errors import StateError
 from tests.integration.jobs import changing
 from tests.integration.test_changes import Outcome
 from tests.support import changes
+from trainer_side.state.proposal import table
+from trainer_side.state.tree import collect
 
 pytestmark = [pytest.mark.mpi]
 SAVES = int(os.environ.get("TORN_SAVES", "200"))
@@ -32,3 +36,16 @@ def test_a_published_file_is_the_saved_instant(tmp_path: Path, kind: str) -> Non
 def test_without_detection_a_torn_file_is_published(tmp_path: Path, kind: str) -> None:
     """The test above can fail."""
     assert Outcome(tmp_path, kind, 20, "--blind").torn
+
+
+def test_quantised_moments_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torchao: several storages in one tensor, of which no copy is proven to be whole."""
+    torchao = pytest.importorskip("torchao.optim")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # its update is compiled otherwise
+    model = torch.nn.Linear(256, 256)
+    optimizer = torchao.AdamW8bit(model.parameters(), lr=0.01, block_size=64)
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    with pytest.raises(StateError, match=r"optimizer/state/0/exp_avg is a quantised tensor \(torchao"):
+        table(state, collect(state), rank=0, ranks=2)

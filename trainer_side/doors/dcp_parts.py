@@ -28,7 +28,7 @@ from trainer_side.state.pickle_bounds import NOT_READABLE
 _STORAGE = "data/0"  # where torch.save puts the bytes of a tensor alone
 
 
-class _Part(NamedTuple):
+class _StoredPart(NamedTuple):
     """Where one part lies.
 
     Attributes:
@@ -51,7 +51,7 @@ class StoredTensor:
         parts: In the order of the regions.
     """
 
-    def __init__(self, tensor: torch.Tensor, pattern: Pattern, parts: list[_Part]) -> None:
+    def __init__(self, tensor: torch.Tensor, pattern: Pattern, parts: list[_StoredPart]) -> None:
         self.tensor = tensor
         self._pattern, self._parts = pattern, parts
         self._lock = threading.Lock()
@@ -165,7 +165,7 @@ def stored_tensor(
     return StoredTensor(tensor, pattern, parts)
 
 
-def _part(path: Path, offset: int, length: int, region: Region, dtype: torch.dtype) -> _Part:
+def _part(path: Path, offset: int, length: int, region: Region, dtype: torch.dtype) -> _StoredPart:
     what = told_part(path, offset, length)
     with path.open("rb") as file:
         view = file_part(file, offset, length, what)
@@ -188,10 +188,10 @@ def _part(path: Path, offset: int, length: int, region: Region, dtype: torch.dty
         reader: Any = torch._C.PyTorchFileReader(view)
         order = reader.get_record("byteorder") if reader.has_record("byteorder") else b"little"
         if not as_it_lies or order != sys.byteorder.encode():
-            return _Part(path, offset, length)
+            return _StoredPart(path, offset, length)
         begin = reader.get_record_offset(_STORAGE) + int(tensor.storage_offset()) * tensor.itemsize
         if begin + tensor.nbytes > length:
             raise DamageError(
                 f"{what}: its tensor of {tensor.nbytes} bytes ends behind it; copy the folder anew"
             )
-        return _Part(path, offset + begin)
+        return _StoredPart(path, offset + begin)
