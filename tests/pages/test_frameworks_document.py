@@ -21,12 +21,12 @@ def calls(tree: ast.AST) -> dict[str, set[str]]:
 
 # In a snippet for the reader's convenience, and not in the example: settings of the framework or of the loader.
 ELSEWHERE = {"DataLoader": {"num_workers"}, "Trainer": {"max_epochs"}}
-BY_THE_READER = {"loss_of"}
+BY_THE_READER = {"loss_of", "build"}
 
 
 @pytest.mark.parametrize(
     ("number", "example"),
-    list(enumerate(["train_lightning", "train_transformers", "train_accelerate"])),
+    list(enumerate(["train_lightning", "train_transformers", "train_accelerate", "train_torchtitan"])),
 )
 def test_a_snippet_does_what_its_example_does(number: int, example: str) -> None:
     snippet = ast.parse(blocks("docs/frameworks.md", "python")[number])

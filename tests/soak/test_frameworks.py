@@ -31,7 +31,7 @@ def test_a_killed_run_of_lightning_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 def check_sharded(directory: Path, name: str, *arguments: str, saves: set[int], saved: int) -> None:
     """It goes on, under FSDP2; each rank has had a part of the model, and the file of the last step has the whole."""
-    check_goes_on(directory, name, (*arguments, "--sharded"), saves, saved=saved, pause_at=33)
+    check_goes_on(directory, name, arguments, saves, saved=saved, pause_at=33)
     (file,) = directory.glob(f"store/step-{max(saves):09d}*.pt")
     whole = torch.load(file, weights_only=True)["model"]
     parts = [load(directory / f"cluster-2/final-{rank}.pt")["model"] for rank in range(RANKS)]
@@ -41,14 +41,20 @@ def check_sharded(directory: Path, name: str, *arguments: str, saves: set[int], 
 
 @pytest.mark.parametrize("name", ["transformers", "accelerate"])
 def test_a_killed_run_under_fsdp2_goes_on_to_the_bit(tmp_path: Path, name: str) -> None:
-    check_sharded(tmp_path, name, *STEPS, saves=SAVES, saved=29)
+    check_sharded(tmp_path, name, *STEPS, "--sharded", saves=SAVES, saved=29)
 
 
 def test_lightnings_model_parallel_strategy_goes_on_to_the_bit(tmp_path: Path) -> None:
     # An epoch has 15 batches, and validation follows the last one: what is due there is saved a step later.
-    arguments = ("--steps", "40", "--every", "5", "--batch-size", "50")
+    arguments = ("--steps", "40", "--every", "5", "--batch-size", "50", "--sharded")
     saves = {4, 9, 15, 19, 24, 30, 34, 39}
     check_sharded(tmp_path, "lightning", *arguments, saves=saves, saved=30)
+
+
+def test_a_loop_like_torchtitans_goes_on_to_the_bit(tmp_path: Path) -> None:
+    # The last step is saved although it is not due.
+    saves = {4, 9, 14, 19, 24, 29, 34, 37}
+    check_sharded(tmp_path, "torchtitan", "--steps", "38", "--every", "5", saves=saves, saved=29)
 
 
 def refusal(refuse: Callable[[], object]) -> str:

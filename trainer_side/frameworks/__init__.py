@@ -4,6 +4,7 @@ epochs         a loader with a length for `ResumableSampler`'s batches, for trai
 lightning      PyTorch Lightning: a callback, and the environment of the MPI job
 transformers   Hugging Face's Trainer: a callback
 accelerate     Hugging Face's Accelerate: the state of a plain training loop
+torchtitan     torchtitan's training loop, or one that is written like it: a checkpoint manager
 missing        the error that says which package to install
 
 docs/frameworks.md says what each framework restores exactly, and what it does not.

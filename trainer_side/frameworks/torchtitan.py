@@ -1,0 +1,194 @@
+"""torchtitan: a checkpoint manager with the methods that its training loop calls.
+
+    trainer.checkpointer = HoldfastCheckpointManager(config.checkpoint, dataloader=trainer.dataloader, …)
+    trainer.train()
+
+    load()                     restores, before the first step
+    maybe_wait_for_staging()   waits until the state is copied, before each step of the optimizers
+    save()                     saves if a checkpoint is due, after each step
+    close()                    waits until all checkpoints are durable
+
+torchtitan itself is not imported: any loop may call these. Its steps count from 1, and holdfast's from 0. Optimizers
+are taken out of torchtitan's container, as their steps can be held back one by one. docs/frameworks.md says more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError
+from trainer_side.checkpointer import Checkpointer
+from trainer_side.data.sampler import ResumableSampler
+from trainer_side.frameworks.epochs import EpochLoader
+from trainer_side.state.per_rank import PerRank
+from trainer_side.state.rng import RngState
+
+__all__ = ["HoldfastCheckpointManager"]
+
+_IMPORT = "begin the run with `holdfast import FILE URL` instead"
+# Settings of torchtitan that ask for what holdfast does in another way, and which one.
+_ELSEWHERE = {
+    "initial_load_path": _IMPORT,
+    "initial_load_in_hf": _IMPORT,
+    "initial_load_in_hf_quantized": _IMPORT,
+    "last_save_in_hf": "run `holdfast export URL OUT --to safetensors --only model` afterwards",
+    "create_seed_checkpoint": "leave it out: a checkpoint of any mesh is resumed on any other",
+}
+_ALWAYS_LOADED = (torch.nn.Module, torch.optim.Optimizer)
+
+
+class HoldfastCheckpointManager:
+    """Saves and restores in torchtitan's training loop, or in one that is written like it.
+
+    A checkpoint has the model, the optimizers, the schedulers, the loader, all of `states`, and each rank's random
+    numbers. Of DTensors each rank saves its part. Making it is collective, as making a `Checkpointer` is.
+
+    Args:
+        config: torchtitan's settings of checkpoints, or any object with some of them: `enable`, `interval`,
+            `enable_first_step_checkpoint`, `load_only`, `exclude_from_loading`; the others have no effect, or are
+            refused. Where checkpoints go and how many are kept is said to the stager.
+        dataloader: With `state_dict()` and `load_state_dict()`, other ones on each rank. None: there is none to save.
+        model_parts: The one module of this rank.
+        optimizers: An optimizer, or a container of them (`OptimizersContainer`).
+        lr_schedulers: With `state_dict()` and `load_state_dict()` (`LRSchedulersContainer`).
+        states: Further objects by name, such as `{"train_state": trainer}`.
+        settings: Settings of holdfast. None: from `HOLDFAST_*` in the environment and from `holdfast.toml`.
+        _others: What torchtitan gives its own manager besides (`sd_adapter`, `base_folder`) has no effect.
+
+    Attributes:
+        checkpointer: The Checkpointer; None where `config.enable` is false.
+
+    Raises:
+        ConfigError: `config` asks for what holdfast does in another way, the model is in several parts (pipeline
+            parallelism), or a name in `states` is taken.
+        StateError, StoreError, PeerLost: As `Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        dataloader: Any,
+        model_parts: Sequence[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: Mapping[str, Any],
+        settings: TrainerConfig | None = None,
+        **_others: Any,
+    ) -> None:
+        self.checkpointer: Checkpointer | None = None
+        if not getattr(config, "enable", True):
+            return
+        for name, advice in _ELSEWHERE.items():
+            if getattr(config, name, None):
+                raise ConfigError(f"torchtitan: HoldfastCheckpointManager does not take {name}; {advice}")
+        if len(model_parts) != 1:
+            raise ConfigError(
+                f"torchtitan: expected one model part on each rank, got {len(model_parts)}: schedules of pipelines "
+                "with several stages on a rank are not supported; use FSDP2, HSDP or tensor parallelism"
+            )
+        own = {
+            "model": model_parts[0],
+            **_optimizers(optimizers),
+            "lr_scheduler": lr_schedulers,
+            **({} if dataloader is None else {"dataloader": dataloader}),
+        }
+        if twice := (own.keys() | {"rng"}) & states.keys():
+            raise ConfigError(
+                f"torchtitan: states has {', '.join(sorted(twice))}, which the manager itself saves; choose other names"
+            )
+        whole = {**own, **states}
+        may_stay = [name for name, value in whole.items() if not isinstance(value, _ALWAYS_LOADED)]
+        for name in getattr(config, "exclude_from_loading", None) or ():
+            if name not in may_stay:
+                raise ConfigError(
+                    f"torchtitan: exclude_from_loading has {name!r}, expected names of {', '.join(may_stay)}"
+                )
+            whole[name] = _NotLoaded(whole[name])
+        if dataloader is not None and not isinstance(dataloader, ResumableSampler | EpochLoader):
+            # Its place is of one rank among so many: on others, samples would be repeated or left out.
+            left_out = isinstance(whole["dataloader"], _NotLoaded)
+            whole["dataloader"] = PerRank(whole["dataloader"], same_ranks=not left_out)
+        self._interval = int(getattr(config, "interval", 0))
+        self._first_step = bool(getattr(config, "enable_first_step_checkpoint", False))
+        self._load_only = bool(getattr(config, "load_only", False))
+        self.checkpointer = Checkpointer(
+            {**whole, "rng": PerRank(RngState())}, config=settings, every=self._interval
+        )
+
+    def load(self, step: int = -1) -> bool:
+        """Restore a checkpoint. Collective: every rank calls it once, before the first step.
+
+        Args:
+            step: Number of steps that the checkpoint has, as `save` was told. -1: the newest checkpoint that is good.
+
+        Returns:
+            Whether there was a checkpoint; False on a new run.
+
+        Raises:
+            DamageError, StateError, StoreError, StoreMissing: As `Checkpointer.restore`.
+        """
+        if self.checkpointer is None:
+            return False
+        self.checkpointer.restore(step=None if step == -1 else step - 1)
+        return self.checkpointer.restored is not None
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save the state after step `curr_step` (from 1), if a checkpoint is due; training goes on meanwhile.
+
+        It is due every `config.interval` steps, at the last step, and after a preemption notice at the step that is
+        named for all ranks. It always has the whole state.
+
+        Args:
+            curr_step: Number of steps that are done. Call it after each step: a notice needs that.
+            last_step: Whether training ends with this step.
+
+        Returns:
+            Whether a save was begun.
+        """
+        if self.checkpointer is None or self._load_only:
+            return False
+        done = curr_step - 1
+        saved = self.checkpointer.step(done)
+        wanted = last_step or (self._first_step and curr_step == 1)
+        if wanted and not saved and not (self._interval and curr_step % self._interval == 0):
+            saved = self.checkpointer.save(done)
+        return saved
+
+    def maybe_wait_for_staging(self) -> None:
+        """Wait until the last `save` has copied the whole state. Not collective.
+
+        Before steps of the optimizers a loop of your own may leave it out: they wait by themselves, for what they are
+        about to change.
+        """
+        if self.checkpointer is not None:
+            self.checkpointer.wait_copied()
+
+    def close(self) -> None:
+        """Wait until every checkpoint that was begun is durable, and leave the job. A second call does nothing."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+
+
+class _NotLoaded:
+    """Saves the object inside, and leaves it as it is at a restore."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state_dict(self) -> Any:
+        return self._value.state_dict()
+
+    def load_state_dict(self, saved: Any) -> None:
+        pass
+
+
+def _optimizers(container: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
+    inner = [*container] if isinstance(container, Iterable) else [container]
+    if len(inner) == 1:
+        return {"optimizer": inner[0]}
+    return {f"optimizer{number}": optimizer for number, optimizer in enumerate(inner)}
