@@ -71,7 +71,7 @@ class Schedulers:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for scheduler in self._all:
             scheduler.last_epoch = saved["last_epoch"]
-            scheduler._last_lr = scheduler.get_lr()  # type: ignore[assignment]
+            scheduler._last_lr = scheduler.get_lr()
 
 
 class Trainer:
@@ -86,7 +86,8 @@ class Trainer:
         model = nn.Sequential(
             nn.Linear(64, 48), nn.LayerNorm(48), nn.GELU(), nn.Dropout(0.3), nn.Linear(48, 10)
         )
-        self.model_parts = [fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))]
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+        self.model_parts: list[nn.Module] = [model]
         torch.manual_seed(SEED + 1 + rank)  # each rank its own dropout
         self.optimizers = Optimizers(model)
         self.lr_schedulers = Schedulers(self.optimizers, options.steps)
