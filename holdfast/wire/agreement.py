@@ -1,7 +1,9 @@
 """The ranks' agreement on a layout: all have the same tensors, and leave the same room for values that may grow.
 
     PROPOSE of every rank ─► tables equal? ─ yes ─► replicas equal? ─ yes ─► RESERVED: the same reserves for all
-                                 └────────── no ──────────┴────────── no ──► REFUSED: which rank, which tensor, why
+                                 │                        └────────── no ──► REFUSED: which rank, which tensor, why
+                                 ├─ other names ─► RESERVED asks ─► PROPOSE with places ─► the same, of the union
+                                 └─ else ────────────────────────────────────► REFUSED
 
 Pure: proposals in, an answer out. One round is open at a time; a rank that proposes twice before all have proposed
 replaces what it said. Whoever leads the round uses it: the stager, or with local tiers the ranks' own council.
@@ -10,13 +12,14 @@ replaces what it said. Whoever leads the round uses it: the stager, or with loca
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.regions import Pattern, unite
 from holdfast.wire.frames import Agreement, Proposal, peer_error
 from holdfast.wire.proof import Proven, prove, ranks_named
+from holdfast.wire.union_table import union_of
 
 _NAMED_MAX = 1000  # tensors in one message
 _PAGE_BYTES = 4096
@@ -56,34 +59,10 @@ class Round:
         refused = _refused(proposals)
         if refused is not None:
             return refused
-        first = proposals[0]
-        for other in range(1, self._ranks):
-            complaint = difference(first, proposals[other])
-            if complaint:
-                return StateError(
-                    f"rank {other}: {complaint}; every rank must hand over the same state. A model that is split "
-                    "among the ranks (shards, experts): hand over each rank's part as Split(tensor, shape, start), "
-                    "under the same names on all ranks. What has other names on each rank (pipeline stages): hand it "
-                    "over as PerRank(..., same_ranks=True)"
-                )
-        proven = _proven(proposals)
-        if proven.refusal:
-            return StateError(proven.refusal)
         try:
-            patterns, split_rows = _united(proposals)
-        except StateError as refusal:
+            return _agreed([proposals[rank] for rank in range(self._ranks)])
+        except (StateError, ProtocolError) as refusal:
             return refusal
-        names = first.per_rank_bytes
-        return Agreement(
-            pickle_reserve_bytes=pickle_reserve_bytes(first.pickle_bytes),
-            per_rank_reserve_bytes={
-                name: _round_up(max(proposal.per_rank_bytes[name] for proposal in proposals.values()))
-                for name in names
-            },
-            rank0_only=proven.rank0_only[:_NAMED_MAX],
-            patterns=patterns,
-            split_rows=split_rows,
-        )
 
     def late(self, now: float) -> str:
         """Which ranks a round waits for, as a warning, said once in each round; empty while there is no need."""
@@ -140,36 +119,91 @@ def _refused(proposals: Mapping[int, Proposal]) -> HoldfastError | None:
     return None
 
 
-def _proven(proposals: Mapping[int, Proposal]) -> Proven:
-    sums = {rank: proposal.sums for rank, proposal in sorted(proposals.items())}
-    if len(sums) < 2 or not all(sums.values()):
-        return Proven("", ())
-    return prove(proposals[0].table, sums)
+def _agreed(proposals: Sequence[Proposal]) -> Agreement:
+    """The answer to what all ranks, by rank, have proposed.
+
+    Raises:
+        StateError: It does not fit; names rank, tensor and what to do.
+        ProtocolError: What a rank says contradicts itself.
+    """
+    first = proposals[0]
+    for rank, proposal in enumerate(proposals):
+        if first.per_rank_bytes.keys() != proposal.per_rank_bytes.keys():
+            expected, got = sorted(first.per_rank_bytes), sorted(proposal.per_rank_bytes)
+            raise StateError(f"rank {rank}: expected PerRank values {expected} as on rank 0, got {got}")
+    stages = [proposal.stage for proposal in proposals if proposal.stage is not None]
+    union, table, makers = None, first.table, [first]
+    if len(stages) == len(proposals):
+        united = union_of(proposals, stages)
+        union, table, sums, saids = united.union, united.proof_table, united.sums, united.held
+        makers = [proposals[rank] for rank in united.makers]
+    else:
+        named = sorted(str(row[0]) for row in table)
+        for other, proposal in enumerate(proposals):
+            if proposal.table_digest == first.table_digest:
+                continue
+            if sorted(str(row[0]) for row in proposal.table) != named:
+                return Agreement(0, {}, asks_stages=True)
+            raise StateError(
+                f"rank {other}: {difference(first, proposal)}; every rank must hand over the same state. A model that "
+                "is split among the ranks (shards, experts): hand over each rank's part as Split(tensor, shape, "
+                "start), under the same names on all ranks"
+            )
+        sums = [proposal.sums for proposal in proposals]
+        saids = {
+            row: [proposal.held.rows[place][1] for proposal in proposals]
+            for place, (row, _) in enumerate(first.held.rows)
+        }
+    proven = prove(table, dict(enumerate(sums))) if len(sums) > 1 and all(sums) else Proven("", ())
+    if proven.refusal:
+        raise StateError(proven.refusal)
+    patterns, split_rows = _patterns(table, proposals, saids, sums)
+    return Agreement(
+        pickle_reserve_bytes=pickle_reserve_bytes(sum(maker.pickle_bytes for maker in makers)),
+        per_rank_reserve_bytes={
+            name: _round_up(max(proposal.per_rank_bytes[name] for proposal in proposals))
+            for name in first.per_rank_bytes
+        },
+        rank0_only=proven.rank0_only[:_NAMED_MAX],
+        patterns=patterns,
+        split_rows=split_rows,
+        union=union,
+    )
 
 
-def _united(
-    proposals: Mapping[int, Proposal],
+def _patterns(
+    table: Sequence[Sequence[Any]],
+    proposals: Sequence[Proposal],
+    saids: Mapping[int, Sequence[int | None]],
+    sums: Sequence[Sequence[int]],
 ) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
     """The patterns of split tensors, from the regions that each rank holds; and the pattern of each of their rows.
+
+    Args:
+        table: Of all ranks.
+        proposals: By rank.
+        saids: Of each row that is split, by rank which of its regions it holds; None where it does not have the tensor.
+        sums: By rank, one for each row.
 
     Raises:
         StateError: Regions overlap or leave a gap, or ranks with the same region hold other bytes there; names the
             tensor.
     """
-    table = proposals[0].table
     numbers: dict[Pattern, int] = {}
-    by_regions: dict[
-        tuple[object, ...], int
-    ] = {}  # what all ranks say of a row → its pattern: most rows are alike
+    # What all ranks say of a row → its pattern: most rows are alike.
+    by_regions: dict[tuple[object, ...], int] = {}
     split_rows: list[tuple[int, int]] = []
-    for place, (row, _) in enumerate(proposals[0].held.rows):
+    for row, of_ranks in saids.items():
         path, _, shape, _ = table[row]
-        said = tuple(proposals[rank].held.rows[place][1] for rank in range(len(proposals)))
+        said = tuple(of_ranks)
         number = by_regions.get((said, *shape))
         if number is None:
-            held = [proposals[rank].held.regions[which] for rank, which in enumerate(said)]
+            held = [
+                None if one is None else proposals[rank].held.regions[one] for rank, one in enumerate(said)
+            ]
+            item_bytes = next(one[0] for one in held if one is not None)
             try:
-                pattern = unite(shape, held[0][0], [region for _, region in held])
+                pattern = unite(shape, item_bytes, [None if one is None else one[1] for one in held])
             except ProtocolError as error:
                 raise StateError(
                     f"tensor {path}: {error}; the parts that ranks hand over must make up the whole, each part once or "
@@ -179,9 +213,7 @@ def _united(
         split_rows.append((row, number))
     patterns = tuple(numbers)
     for row, number in split_rows:
-        _check_holders(
-            table[row][0], patterns[number], {r: p.sums[row] for r, p in proposals.items() if p.sums}
-        )
+        _check_holders(table[row][0], patterns[number], {rank: of[row] for rank, of in enumerate(sums) if of})
     return patterns, tuple(split_rows)
 
 
@@ -204,25 +236,14 @@ def pickle_reserve_bytes(pickle_bytes: int) -> int:
 
 
 def difference(first: Proposal, other: Proposal) -> str:
-    """The first difference of `other` from `first` (rank 0's): tensor, expected, got. Empty if there is none."""
-    if first.table_digest != other.table_digest:
-        for expected, got in zip(first.table, other.table, strict=False):
-            if expected != got:
-                return _row_difference(expected, got)
-        longer, shorter = (first, other) if len(first.table) > len(other.table) else (other, first)
-        if len(longer.table) > len(shorter.table):
-            row = longer.table[len(shorter.table)]
-            has = "has no" if longer is first else "has an extra"
-            counts = f"expected {len(first.table)} tensors as on rank 0, got {len(other.table)}"
-            return f"{has} tensor {row[0]} {_what(row)}; {counts}"
-        return (
-            f"expected a table with digest {first.table_digest[:16]} as on rank 0, got {other.table_digest[:16]}, "
-            "though the rows are equal; is holdfast the same version on all nodes?"
-        )
-    if first.per_rank_bytes.keys() != other.per_rank_bytes.keys():
-        expected_names, got_names = sorted(first.per_rank_bytes), sorted(other.per_rank_bytes)
-        return f"expected PerRank values {expected_names} as on rank 0, got {got_names}"
-    return ""
+    """The first difference of `other`, whose digest is another one, from `first` (rank 0's): tensor, expected, got."""
+    for expected, got in zip(first.table, other.table, strict=False):
+        if expected != got:
+            return _row_difference(expected, got)
+    return (
+        f"expected a table with digest {first.table_digest[:16]} as on rank 0, got {other.table_digest[:16]}, "
+        "though the rows are equal; is holdfast the same version on all nodes?"
+    )
 
 
 def _row_difference(expected: list[Any], got: list[Any]) -> str:

@@ -27,6 +27,7 @@ from holdfast.image.layout import SPLIT
 from holdfast.image.regions import Pattern, Region
 from holdfast.price import inflate_json
 from holdfast.wire.proof import decode_sums, encode_sums
+from holdfast.wire.state_union import Stage, StateUnion
 
 VERSION = 7
 CONTROL_TAG = 1
@@ -376,8 +377,8 @@ class HeldRegions:
         return {"regions": regions, "rows": [list(row) for row in self.rows]}
 
     @classmethod
-    def from_json(cls, document: Any, table: list[list[Any]]) -> Self:
-        """Read what `to_json` made, for the rows of this table that are split.
+    def from_json(cls, document: Any, table: list[list[Any]], *, of_stage: bool = False) -> Self:
+        """Read what `to_json` made, for the rows of this table that are split; of a stage, for others as well.
 
         Raises:
             ProtocolError: It is not that.
@@ -391,7 +392,12 @@ class HeldRegions:
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"PROPOSE: regions that cannot be read: {error}") from error
         wanted = [row for row, (_, _, _, owner) in enumerate(table) if owner == SPLIT]
-        if [row for row, _ in rows] != wanted or any(number >= len(regions) for _, number in rows):
+        given = [row for row, _ in rows]
+        if of_stage:
+            fits = given == sorted({*given, *wanted}) and all(row < len(table) for row in given)
+        else:
+            fits = given == wanted
+        if not fits or any(number >= len(regions) for _, number in rows):
             raise ProtocolError(
                 f"PROPOSE: regions for {len(rows)} rows, expected one for each of {len(wanted)}"
             )
@@ -417,6 +423,8 @@ class Proposal:
         sums: For each row of the table, the CRC-32 of all bytes of the tensor; empty where they are not compared.
         refusal: Instead of all that: why this rank cannot save its state, as `(code, message)`.
         held: What it holds of tensors that are split.
+        stage: Where the ranks have different tensors, the places of this rank's. `held` then has the tensors, too, of
+            which a rank may have to send all.
     """
 
     table_digest: str
@@ -426,6 +434,7 @@ class Proposal:
     sums: tuple[int, ...] = ()
     refusal: tuple[str, str] | None = None
     held: HeldRegions = HeldRegions()
+    stage: Stage | None = None
 
     @classmethod
     def refused(cls, error: HoldfastError) -> Proposal:
@@ -444,6 +453,8 @@ class Proposal:
             document["sums"] = encode_sums(self.sums)
         if self.held.rows:
             document["held"] = self.held.to_json()
+        if self.stage is not None:
+            document["stage"] = self.stage.to_json()
         if self.refusal is not None:
             document["refusal"] = dict(zip(("code", "message"), self.refusal, strict=True))
         return encode(Kind.PROPOSE, attempt=attempt, body=zlib.compress(to_json(document), 1))
@@ -477,6 +488,8 @@ class Proposal:
             isinstance(refusal, dict) and all(type(refusal.get(name)) is str for name in ("code", "message"))
         ):
             raise ProtocolError(f"PROPOSE: refusal is {refusal!r:.100}, expected code and message")
+        stage = Stage.from_json(document["stage"]) if "stage" in document else None
+        held = document.get("held", _NOTHING_HELD)
         return cls(
             table_digest=document["table_digest"],
             table=document["table"],
@@ -484,7 +497,8 @@ class Proposal:
             per_rank_bytes=document["per_rank_bytes"],
             sums=decode_sums(sums, len(document["table"])) if sums else (),
             refusal=(refusal["code"], refusal["message"]) if refusal is not None else None,
-            held=HeldRegions.from_json(document.get("held", _NOTHING_HELD), document["table"]),
+            held=HeldRegions.from_json(held, document["table"], of_stage=stage is not None),
+            stage=stage,
         )
 
 
@@ -498,6 +512,8 @@ class Agreement:
         rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
         patterns: How tensors are split that are.
         split_rows: `(row of the table, number of its pattern)` of these.
+        asks_stages: Nothing is agreed on yet: the ranks have different tensors, and each is to say what is where.
+        union: What they have together, if they have different tensors; rows are then of its table.
     """
 
     pickle_reserve_bytes: int
@@ -505,6 +521,8 @@ class Agreement:
     rank0_only: tuple[str, ...] = ()
     patterns: tuple[Pattern, ...] = ()
     split_rows: tuple[tuple[int, int], ...] = ()
+    asks_stages: bool = False
+    union: StateUnion | None = None
 
     def to_frame(self, attempt: int) -> bytes:
         """The RESERVED message."""
@@ -517,6 +535,10 @@ class Agreement:
         if self.patterns:
             document["patterns"] = [pattern.to_json() for pattern in self.patterns]
             document["split_rows"] = self.split_rows
+        if self.asks_stages:
+            document["asks_stages"] = True
+        if self.union is not None:
+            document["union"] = self.union.to_json()
         return encode(Kind.RESERVED, attempt=attempt, body=to_json(document))
 
     @classmethod
@@ -536,5 +558,12 @@ class Agreement:
             raise ProtocolError(f"RESERVED: patterns that cannot be read: {error}") from error
         if any(number >= len(patterns) for _, number in rows):
             raise ProtocolError(f"RESERVED: a row has a pattern that is not among the {len(patterns)}")
-        reserves = dict(document["per_rank_reserve_bytes"])
-        return cls(document["pickle_reserve_bytes"], reserves, tuple(paths), patterns, rows)
+        return cls(
+            document["pickle_reserve_bytes"],
+            dict(document["per_rank_reserve_bytes"]),
+            tuple(paths),
+            patterns,
+            rows,
+            document.get("asks_stages") is True,
+            StateUnion.from_json(document["union"]) if "union" in document else None,
+        )

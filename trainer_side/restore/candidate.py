@@ -1,7 +1,8 @@
 """One candidate of a restore: read it, and when that went well on every rank, load it.
 
     open      what the image is; its begin and end        slices: trainer_side/restore/rounds.py     file: structure.py
-    prepare   the tree; names and shapes fit?
+    parse     the tree
+    fit       what of it this rank takes; names and shapes fit?
     read      all bytes, straight into the tensors        slices: trainer_side/restore/rounds.py     file: reading.py
     load      the tree into the objects
 
@@ -14,7 +15,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ from trainer_side.restore.exchange import check_received
 from trainer_side.restore.image_map import Described
 from trainer_side.restore.inventory import Found, Shelf
 from trainer_side.restore.loading import check, live_trees, load
+from trainer_side.restore.narrowing import StageNames, is_other, narrow
 from trainer_side.restore.origins import KeptSlice, Origin, StoredFile
 from trainer_side.restore.parcels import Parcels
 from trainer_side.restore.reading import Reading, Use, read
@@ -106,6 +108,8 @@ class Trial:
         self._manifest: Manifest | None = None
         self._rounds: Rounds | None = None
         self._structure: Structure | None = None
+        self._live: dict[str, Any] = {}
+        self._names, self._is_other = StageNames({}, {}), False
         self._reading = Reading()
         self._placed = Placed({}, frozenset(), 0)
         self._deal = Deal()
@@ -120,7 +124,14 @@ class Trial:
             return str(damage)
         if problem is not None:
             return problem
-        error = self._prepare(data)
+        error = self._guarded(functools.partial(self._parse, data))
+        ranks: list[StageNames] = []
+        if not self._peers.all_agree(error is None and not self._is_other):
+            problem = agree(self._peers, error)
+            if problem is not None:
+                return problem
+            ranks = [StageNames.from_bytes(said) for said in gather(self._peers, self._names.to_bytes())]
+        error = self._guarded(functools.partial(self._fit, ranks))
         self._seconds["structure"] = time.monotonic() - begun
         problem = agree(self._peers, error)
         if problem is not None:
@@ -303,36 +314,56 @@ class Trial:
             step=self._candidate.step,
         )
 
-    def _prepare(self, data: bytes) -> HoldfastError | None:
-        """Make the tree, see that the state fits, and lay it over the live tensors."""
-        job, step = self._job, self._candidate.step
-        if self._rounds is None:
-            assert self._manifest is not None
-            file, store = self._manifest.file, job.store
-        else:
-            file, store = f"slices of {self._candidate.name}", None
+    def _guarded(self, work: Callable[[], None]) -> HoldfastError | None:
+        """Why a part of the preparation failed."""
         try:
-            structure = Structure(file, self._image, data, store)
-            live = live_trees(job.state)
-            parts = split_parts(job.state, live)
-            check(job.state, live, parts, structure.tree, step, may_lack=job.may_lack)
-            parts = {**parts, **split_moments(job.state, structure.tree)}
-            self._placed = place(structure, parts, job.state)
-            self._adopted_bytes = structure.adopt(live) + self._placed.nbytes
+            work()
         except RecursionError as error:
-            return StateError(f"step {step}: what is saved is nested too deep to be loaded: {error}")
+            return StateError(
+                f"step {self._candidate.step}: what is saved is nested too deep to be loaded: {error}"
+            )
         except StateError as refused:
             if self._rounds is not None:
                 return refused
             # Parsed before its chunks were checked: a state that does not fit may be a bit that flipped.
             try:
-                assert store is not None
+                assert self._job.store is not None
                 assert self._manifest is not None
-                check_structure_chunks(store, self._manifest)
+                check_structure_chunks(self._job.store, self._manifest)
             except HoldfastError as damage:
                 return damage
             return refused
         except HoldfastError as refused:
             return refused
-        self._structure = structure
         return None
+
+    def _parse(self, data: bytes) -> None:
+        """Make the tree."""
+        if self._rounds is None:
+            assert self._manifest is not None
+            file, store = self._manifest.file, self._job.store
+        else:
+            file, store = f"slices of {self._candidate.name}", None
+        self._structure = Structure(file, self._image, data, store)
+        self._live = live_trees(self._job.state)
+        self._names = StageNames.of(self._job.state, self._live)
+        self._is_other = is_other(self._names, self._job.state, self._structure.tree)
+
+    def _fit(self, ranks: Sequence[StageNames]) -> None:
+        """See that the state fits, and lay the tree over the live tensors.
+
+        Args:
+            ranks: What each rank has, where it may be a stage; else empty.
+        """
+        job, step, structure = self._job, self._candidate.step, self._structure
+        assert structure is not None
+        left_out: set[int] = set()
+        if ranks:
+            before = structure.entries
+            narrow(job.state, structure.tree, ranks, self._peers.rank)
+            left_out = before - structure.entries
+        parts = split_parts(job.state, self._live)
+        check(job.state, self._live, parts, structure.tree, step, may_lack=job.may_lack)
+        parts = {**parts, **split_moments(job.state, structure.tree)}
+        self._placed = place(structure, parts, job.state, left_out)
+        self._adopted_bytes = structure.adopt(self._live) + self._placed.nbytes

@@ -17,7 +17,7 @@ import torch
 
 from holdfast.errors import StateError
 from trainer_side.restore.region_targets import Claims, ScatterTarget
-from trainer_side.restore.structure import Structure, once
+from trainer_side.restore.structure import Structure, entry_at, once
 from trainer_side.state.split_tensor import Held, Split, held, is_split
 from trainer_side.state.tree import children, tensor_paths
 
@@ -99,28 +99,34 @@ def split_moments(state: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str
     return parts
 
 
-def place(structure: Structure, parts: Mapping[str, SplitPart], names: Collection[str]) -> Placed:
+def place(
+    structure: Structure,
+    parts: Mapping[str, SplitPart],
+    names: Collection[str],
+    left_out: Collection[int] = (),
+) -> Placed:
     """Put the parts into the tree; the memory that no tensor of the tree has any more is let go.
 
     Args:
         structure: Its tensors have the shapes of the parts at their paths.
         parts: By path.
         names: Of the state. Where it is split, all else is let go as well: no rank has room for what it does not take.
+        left_out: Entries of tensors that other ranks take, and that are not in the tree any more.
 
     Raises:
         StateError: A saved tensor does not lie in one piece.
     """
-    if not parts:
+    if not parts and not left_out:
         return Placed({}, frozenset(), 0)
-    entry_of = {storage.data_ptr(): index for index, storage in structure.storages.items()}
+    entry_of = structure.entry_of
     tensors = structure.tensors
     clear = once(path for path, _ in tensors)
     regions: dict[int, ScatterTarget] = {}
     taken: dict[str, Any] = {}
-    touched: set[int] = set()
+    touched = set(left_out)
     claims, fresh = Claims(), Claims()
     for path, saved in tensors:
-        entry = _entry(saved, entry_of)
+        entry = entry_at(saved, entry_of)
         part = parts.get(path) if path in clear else None
         if part is None:
             continue
@@ -132,20 +138,13 @@ def place(structure: Structure, parts: Mapping[str, SplitPart], names: Collectio
                 regions.setdefault(entry, ScatterTarget()).regions.append(target)
     for name in [name for name in structure.tree if name not in names]:
         for _, tensor in tensor_paths([structure.tree.pop(name)]):
-            entry = _entry(tensor, entry_of)
+            entry = entry_at(tensor, entry_of)
             touched |= set() if entry is None else {entry}
     structure.tree = _replaced(structure.tree, "", taken, {})
-    free = touched - {_entry(tensor, entry_of) for _, tensor in structure.tensors if not is_split(tensor)}
+    free = touched - structure.entries
     for entry in free:
         del structure.storages[entry]
     return Placed(regions, frozenset(free), claims.nbytes)
-
-
-def _entry(tensor: torch.Tensor, entry_of: Mapping[int, int]) -> int | None:
-    """Where a tensor of the file lies; None for an empty or a sparse one."""
-    if tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
-        return None
-    return entry_of.get(tensor.untyped_storage().data_ptr())
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:

@@ -28,6 +28,7 @@ from holdfast.store.base import Store
 from holdfast.store.ranged import RangedFile
 from trainer_side.restore.image_map import Described, ends_of, is_storage
 from trainer_side.state.pickle_bounds import NOT_READABLE, refuse_costly_pickle
+from trainer_side.state.split_tensor import is_split
 from trainer_side.state.tree import Named, refusal, tensor_paths
 
 if TYPE_CHECKING:
@@ -143,6 +144,18 @@ class Structure:
         """Path and tensor, in the order of the tree."""
         return tensor_paths(self.tree)
 
+    @property
+    def entry_of(self) -> dict[int, int]:
+        """Address of a storage → its entry."""
+        return {storage.data_ptr(): index for index, storage in self.storages.items()}
+
+    @property
+    def entries(self) -> set[int]:
+        """The entries in which a tensor of the tree lies."""
+        entry_of = self.entry_of
+        found = {entry_at(tensor, entry_of) for _, tensor in self.tensors if not is_split(tensor)}
+        return {entry for entry in found if entry is not None}
+
     def adopt(self, live: Mapping[str, Any]) -> int:
         """Make tensors of the tree share the memory of the live tensors at the same paths, where they may.
 
@@ -204,7 +217,7 @@ class Structure:
 
     def _check_paths(self) -> None:
         """See that each tensor lies in the entry that the manifest names: the order above is torch's, not a promise."""
-        entry_of = {storage.data_ptr(): index for index, storage in self.storages.items()}
+        entry_of = self.entry_of
         stated: dict[str, set[int]] = {}
         for record in self._image.tensors:
             stated.setdefault(record.path, set()).add(record.entry)
@@ -269,6 +282,13 @@ class _StructureFile(RangedFile):
         view[: end - begin] = self._data[begin + shift : end + shift]
         self.seek(end - begin, io.SEEK_CUR)
         return end - begin
+
+
+def entry_at(tensor: torch.Tensor, entry_of: Mapping[int, int]) -> int | None:
+    """Where a tensor of the file lies; None for an empty or a sparse one."""
+    if tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
+        return None
+    return entry_of.get(tensor.untyped_storage().data_ptr())
 
 
 def once(paths: Iterable[str]) -> set[str]:

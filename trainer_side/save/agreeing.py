@@ -1,6 +1,7 @@
 """The agreement of all ranks on this rank's state, before a plan is made.
 
     collect ─► table of tensors, a checksum of each ─► PROPOSE ─► all the same ─► Agreement: the room for what may grow
+       │                                                  └─ other names on some ranks ─► PROPOSE with their places
        └─ fails ─► PROPOSE with the refusal ───────────► any refused, or differ ─► the same StateError on every rank
 
 All ranks come here at the same step, and wait for each other. So a rank whose state cannot be saved says so in place of
@@ -10,14 +11,15 @@ its table: the others would wait for it in vain.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError, StateError
 from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.proof import is_statistic, some
 from trainer_side.save.rank_context import RankContext
-from trainer_side.state.proposal import table
+from trainer_side.state.parameter_names import by_name, first_names, parameter_names
+from trainer_side.state.proposal import Table, table
 from trainer_side.state.tree import collect
 
 _log = logging.getLogger("holdfast.trainer")
@@ -39,6 +41,8 @@ class RanksAgreeing:
         self._rank, self._ranks = context.link.rank, context.link.ranks
         self._context = context
         self._said: set[str] = set()
+        self._is_staged_said = False
+        self._names: dict[str, list[list[str]]] = {}
         self.sum_seconds = 0.0
 
     def begin(self) -> None:
@@ -77,12 +81,38 @@ class RanksAgreeing:
                 bytes in tensors of which one copy is saved.
             PeerLost: A rank did not answer in time.
         """
+        self._names = {}
+        proposed, agreement = self._propose(
+            lambda: table(self._state, tree, rank=self._rank, ranks=self._ranks)
+        )
+        self.sum_seconds = proposed.sum_seconds
+        if agreement.asks_stages:
+            _, agreement = self._propose(lambda: self._stage(tree, proposed.sums))
+            if agreement.union is None:
+                raise StateError(
+                    "the ranks hold different tensors, and were asked twice what is where; is holdfast the same "
+                    "version on all nodes?"
+                )
+        self._say_staged(agreement)
+        self._say_rank0_only(agreement.rank0_only)
+        return agreement
+
+    def named(self, tree: Any, agreement: Agreement) -> Any:
+        """The tree as the ranks have agreed to have it: optimizers by name, where the ranks have different tensors."""
+        union = agreement.union
+        return tree if union is None else by_name(tree, self._names, union.groups)
+
+    def _stage(self, tree: Any, sums: Sequence[int]) -> Table:
+        self._names = first_names(parameter_names(self._state))
+        named = by_name(tree, self._names, self._names)
+        return table(self._state, named, rank=self._rank, ranks=self._ranks, names=self._names, sums=sums)
+
+    def _propose(self, make: Callable[[], Table]) -> tuple[Table, Agreement]:
         try:
-            proposed = table(self._state, tree, rank=self._rank, ranks=self._ranks)
+            proposed = make()
         except StateError as error:
             self._refuse(error)
             raise
-        self.sum_seconds = proposed.sum_seconds
         agreement = self._council.agree(
             Proposal(
                 table_digest=proposed.digest,
@@ -91,10 +121,10 @@ class RanksAgreeing:
                 per_rank_bytes=proposed.per_rank_bytes,
                 sums=proposed.sums,
                 held=proposed.held,
+                stage=proposed.stage,
             )
         )
-        self._say_rank0_only(agreement.rank0_only)
-        return agreement
+        return proposed, agreement
 
     def _refuse(self, error: HoldfastError) -> None:
         """Raises the error that all ranks are told: this one's own, or that of a rank before it."""
@@ -104,6 +134,21 @@ class RanksAgreeing:
             raise
         except HoldfastError:
             _log.debug("the refusal could not be sent to the other ranks", exc_info=True)
+
+    def _say_staged(self, agreement: Agreement) -> None:
+        """Once: a tensor that a rank lacks by mistake would be saved like one of another stage."""
+        union = agreement.union
+        if union is None or self._rank != 0 or self._is_staged_said:
+            return
+        self._is_staged_said = True
+        paths = [str(row[0]) for number, row in enumerate(union.table) if number in union.staged]
+        _log.warning(
+            "%d of %d tensors are not on every rank, as with pipeline stages; the checkpoint has each of them from the "
+            "ranks that hold it: %s",
+            len(paths),
+            len(union.table),
+            some(paths),
+        )
 
     def _say_rank0_only(self, paths: Sequence[str]) -> None:
         """Once for each tensor: other ranks have other bytes there, which no checkpoint has."""

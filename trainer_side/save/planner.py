@@ -93,7 +93,8 @@ class Planner:
         # The first time all ranks wait for each other.
         if self._plan is None:
             self._agreeing.begin()
-        tree = self._agreeing.collect() if self._plan is None else collect(self._state)
+        collected = self._agreeing.collect() if self._plan is None else collect(self._state)
+        tree = self._agreeing.named(collected, self._agreed)
         self._widen(tree)
         self._spare()
         if self._plan is not None:
@@ -102,7 +103,8 @@ class Planner:
                 return self._plan, taken
         # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
         # each other; a rank that is still sending must wait for its buffer first, and not decline.
-        self._agree(tree)
+        self._agree(collected)
+        tree = self._agreeing.named(collected, self._agreed)
         planned = self._renew_together(tree)
         taken = capture(tree, planned.skeleton)
         assert taken is not None

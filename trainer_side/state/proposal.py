@@ -8,20 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
 from holdfast.image.layout import SPLIT, TEXT_MAX
+from holdfast.image.regions import Region
 from holdfast.wire.frames import HeldRegions
+from holdfast.wire.state_union import Stage
 from trainer_side.state.checksums import checksums
+from trainer_side.state.parameter_names import settings
 from trainer_side.state.per_rank import PerRank, encode, reserve_bytes
 from trainer_side.state.per_rank_places import Blobs
 from trainer_side.state.pickling import REFUSED, Pickling, blame
 from trainer_side.state.shards import Shards
 from trainer_side.state.split_tensor import Held
+from trainer_side.state.stages import held_whole, outline
 from trainer_side.state.survey import Survey, survey
-from trainer_side.state.tree import classify
+from trainer_side.state.tree import classify, tensor_paths
 
 
 class Table(NamedTuple):
@@ -35,7 +39,9 @@ class Table(NamedTuple):
         per_rank_bytes: What each `PerRank` value takes here, with slack.
         sums: For each row the CRC-32 of all bytes of the tensor; empty where there is nobody to compare with.
         sum_seconds: What that took.
-        held: For each row that is split, the region that this rank holds.
+        held: For each row that is split, the region that this rank holds. Of a stage, too, for each that can be sent
+            as it lies.
+        stage: See `table`.
     """
 
     rows: list[list[Any]]
@@ -45,9 +51,18 @@ class Table(NamedTuple):
     sums: tuple[int, ...]
     sum_seconds: float
     held: HeldRegions
+    stage: Stage | None = None
 
 
-def table(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks: int) -> Table:
+def table(
+    state: Mapping[str, Any],
+    tree: Mapping[str, Any],
+    *,
+    rank: int,
+    ranks: int,
+    names: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    sums: Sequence[int] = (),
+) -> Table:
     """What this rank proposes. Training thread; reads every byte of the state once, moves none.
 
     Args:
@@ -55,6 +70,8 @@ def table(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks
         tree: What `collect` gave.
         rank: This rank.
         ranks: Number of ranks.
+        names: Of the parameters of each optimizer, where the ranks have different tensors: then a stage is proposed.
+        sums: Those of a table of the same tensors; empty: they are made.
 
     Raises:
         StateError: A tensor, or a plain value, is of a kind that cannot be saved; names its path.
@@ -82,19 +99,30 @@ def table(state: Mapping[str, Any], tree: Mapping[str, Any], *, rank: int, ranks
         ]
         for slot in found.slots
     ]
-    regions = HeldRegions.of(
-        (row, held[path].local.itemsize, held[path].region)
+    regions = {
+        row: (held[path].local.itemsize, held[path].region)
         for row, (path, _, _, owner) in enumerate(rows)
         if owner == SPLIT
-    )
+    }
+    stage = None
+    if names is not None:
+        stage = Stage(
+            outline(full), {at: [*zip(of, settings(tree, at), strict=True)] for at, of in names.items()}
+        )
+        for row, (_, tensor) in enumerate(tensor_paths(full)):
+            if row not in regions and held_whole(tensor):
+                regions[row] = tensor.itemsize, Region((0,) * tensor.dim(), tuple(tensor.shape))
     try:
-        pickle_bytes = len(Pickling(found).head(full)) if rank == 0 else 0
+        pickle_bytes = len(Pickling(found).head(full)) if rank == 0 or stage is not None else 0
     except REFUSED as error:
         raise blame(full, found, error) from error
     digest = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
     begun = time.perf_counter()
-    sums = _sums(found, blob_paths, held) if ranks > 1 else ()
-    return Table(rows, digest, pickle_bytes, needed, sums, time.perf_counter() - begun, regions)
+    if len(sums) != len(rows):
+        sums = _sums(found, blob_paths, held) if ranks > 1 else ()
+    seconds = time.perf_counter() - begun
+    here = HeldRegions.of((row, *regions[row]) for row in sorted(regions))
+    return Table(rows, digest, pickle_bytes, needed, tuple(sums), seconds, here, stage)
 
 
 def _sums(found: Survey, blob_paths: Collection[str], held: Mapping[str, Held]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch
 from holdfast.errors import StateError
 from holdfast.image.layout import SPLIT
 from holdfast.image.regions import Region
-from trainer_side.state.split_tensor import Held, Split, held, is_split, local_of
+from trainer_side.state.split_tensor import Held, Split, StagePart, held, is_split, live_of, local_of
 from trainer_side.state.survey import StoragePart, StorageSource
 from trainer_side.state.tree import Ownership, children
 
@@ -35,6 +35,10 @@ class _Mark(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> _Mark:
+        if isinstance(value, StagePart):
+            if is_split(value.value):
+                return cls.of(value.value)
+            return cls(None, value.is_here, value.shape, value.value.dtype, tuple(value.value.shape))
         if isinstance(value, Split):
             return cls(None, value.start, value.shape, value.tensor.dtype, tuple(value.tensor.shape))
         local = local_of(value)
@@ -108,9 +112,12 @@ class Shards:
             except StateError as error:
                 raise StateError(f"{path} is {error}") from error
             assert part is not None, "it is split"
-            found[path], live[path] = part, _live(value)
+            found[path], live[path] = part, live_of(value)
             local = part.local
-            memory = (local.untyped_storage()._cdata, int(local.storage_offset()), part.shape, local.dtype)
+            memory: tuple[object, ...] = (path,)  # ties of a stage are not known to the other ranks
+            if not isinstance(value, StagePart):
+                storage = local.untyped_storage()._cdata
+                memory = (storage, int(local.storage_offset()), part.shape, local.dtype)
             whole = by_memory.get(memory)
             if whole is None:
                 whole = by_memory[memory] = torch.empty(part.shape, dtype=local.dtype, device="cpu")
@@ -134,7 +141,7 @@ class Shards:
             known = self._known.get(path)
             if known is None or _Mark.of(value) != known.mark:
                 raise _OtherError
-            live[path] = _live(value)
+            live[path] = live_of(value)
             local = local_of(live[path]).detach()
             if type(local) is not torch.Tensor or not local.is_contiguous():
                 raise _OtherError
@@ -194,11 +201,6 @@ class Shards:
         return [live.get(id(tensor), tensor) for tensor in tensors]
 
 
-def _live(value: Any) -> torch.Tensor:
-    tensor: torch.Tensor = value.tensor if isinstance(value, Split) else value
-    return tensor
-
-
 def _replaced(tree: Any, replace: Any, path: str = "") -> Any:
     """`tree` with other values in place of split tensors; containers in which nothing changes are kept."""
     done: dict[int, Any] = {}
@@ -217,13 +219,14 @@ def _replaced(tree: Any, replace: Any, path: str = "") -> Any:
                 if other is not value:
                     changed[key] = other
         if changed:
-            done[id(node)] = _with(node, changed)
+            done[id(node)] = with_changes(node, changed)
         return done[id(node)]
 
     return of(tree, path)
 
 
-def _with(node: Any, changed: Mapping[Any, Any]) -> Any:
+def with_changes(node: Any, changed: Mapping[Any, Any]) -> Any:
+    """A copy of the container in which these keys have other values."""
     if isinstance(node, tuple):
         values = [changed.get(index, value) for index, value in enumerate(node)]
         return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)

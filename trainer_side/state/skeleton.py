@@ -34,6 +34,7 @@ from trainer_side.state.recall import Last, Recall
 from trainer_side.state.shards import Expanded, Shards
 from trainer_side.state.snapshot import Snapshot
 from trainer_side.state.sparse_file import Literals, SparseFile
+from trainer_side.state.stages import Stages
 from trainer_side.state.survey import StorageSource, Survey, survey
 from trainer_side.state.tree import Ownership, tensor_paths
 from trainer_side.state.zip_parts import ZipParts
@@ -76,6 +77,7 @@ class Skeleton:
     signature: tuple[Any, ...]
     zip_parts: ZipParts
     _blobs: Blobs
+    _stages: Stages | None
     _shards: Shards
     _shard_entries: Mapping[int, int]  # address of a stand-in's storage → entry
     _blob_entries: Mapping[str, list[int]]
@@ -188,9 +190,17 @@ def plan(
         )
     blobs = Blobs.of(ranks, per_rank_reserve_bytes)
     shards = Shards()
-    expanded = shards.expand(blobs.expand(tree))
+    stages = None if agreed.union is None else Stages(agreed.union, rank)
+    united = blobs.expand(tree) if stages is None else stages.fill(blobs.expand(tree))
+    if united is None:
+        raise StateError("the tensors of this rank are not those that the ranks have agreed on; save again")
+    expanded = shards.expand(united)
     full = expanded.tree
     found = survey(full)
+    if stages is not None and [slot.path for slot in found.slots] != stages.paths:
+        raise StateError(
+            "the tensors of this rank are in another order than the ranks have agreed on; save again"
+        )
     image, job, pickled, fits = SparseFile(), Pickling(found), b"", True
 
     def pad(whole: bytes) -> bytes:
@@ -233,6 +243,7 @@ def plan(
         signature=found.signature,
         zip_parts=parts,
         _blobs=blobs,
+        _stages=stages,
         _shards=shards,
         _shard_entries={
             storage: parts.storage_entries[found.numbers[storage]] for storage in shards.storages
@@ -263,8 +274,11 @@ def capture(tree: Mapping[str, Any], skeleton: Skeleton, *, defer: bool = False)
     per_rank = {name: value for name, value in tree.items() if isinstance(value, PerRank)}
     if per_rank.keys() != blobs.by_name.keys():
         return None
-    shards = skeleton._shards
-    expanded = shards.again(blobs.expand(tree)) if shards else Expanded(blobs.expand(tree), {})
+    shards, stages = skeleton._shards, skeleton._stages
+    united = blobs.expand(tree) if stages is None else stages.fill(blobs.expand(tree))
+    if united is None:
+        return None
+    expanded = shards.again(united) if shards else Expanded(united, {})
     if expanded is None:
         return None
     full = expanded.tree

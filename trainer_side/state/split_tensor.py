@@ -2,6 +2,7 @@
 
     DTensor (FSDP2, HSDP, tensor parallelism)      mesh and placements say which region of the whole it is
     Split(tensor, shape, start)                    the script says it: experts, shards of Megatron, partitions of ZeRO
+    StagePart                                      a tensor that not every rank has: all of it, one of these, or nothing
 
 What a DTensor claims and what it holds may differ (uneven sizes under FSDP2 and tensor parallelism); here that is seen,
 and refused.
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -58,6 +60,21 @@ class Split:
         return f"Split(shape={list(self.shape)}, start={list(self.start)}, size={list(self.tensor.shape)})"
 
 
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """A tensor that not every rank has (pipeline stages), as it stands in the tree that all ranks have together.
+
+    Attributes:
+        value: The tensor, DTensor or `Split`; an empty tensor where this rank does not have it.
+        shape: Of the whole.
+        is_here: Whether this rank has it.
+    """
+
+    value: Any
+    shape: tuple[int, ...]
+    is_here: bool
+
+
 class Held(NamedTuple):
     """What this rank holds of a tensor.
 
@@ -79,7 +96,7 @@ class Held(NamedTuple):
 
 def is_split(value: object) -> bool:
     """Whether it is a part of a tensor: `held` says which."""
-    return isinstance(value, Split) or _is_dtensor(value)
+    return isinstance(value, Split | StagePart) or _is_dtensor(value)
 
 
 def held(value: object) -> Held | None:
@@ -88,12 +105,27 @@ def held(value: object) -> Held | None:
     Raises:
         StateError: It cannot be saved, or restored into, as it is; the message lacks the path.
     """
+    if isinstance(value, StagePart):
+        if not value.is_here:
+            return Held(value.shape, Region((0,), (0,)), value.value)
+        if not is_split(value.value):
+            local = _plain(value.value.detach())
+            return Held(value.shape, Region((0,) * len(value.shape), value.shape), local)
+        value = value.value
     if isinstance(value, Split):
         local = value.tensor.detach()
         return Held(value.shape, Region(value.start, tuple(local.shape)), _plain(local))
     if not _is_dtensor(value):
         return None
     return _of_dtensor(value)  # type: ignore[arg-type]
+
+
+def live_of(value: Any) -> torch.Tensor:
+    """The tensor of the state, in which torch counts the changes in place: of a DTensor, not the one inside it."""
+    if isinstance(value, StagePart):
+        return live_of(value.value)
+    tensor: torch.Tensor = value.tensor if isinstance(value, Split) else value
+    return tensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

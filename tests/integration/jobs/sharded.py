@@ -2,8 +2,8 @@
 
     python sharded.py OUT CASE STEPS TRUTH      CASE: one of `MESHES`
 
-Each step rank 0 writes `TRUTH/STEP.pt`, gathered by torch itself (`full_tensor()`). A job that was restored writes
-`OUT/restored.json`: from which step, and which values differ from the truth of that step.
+Each step rank 0 writes `TRUTH/STEP.pt`, gathered by torch itself (`full_tensor()`; of stages, what each rank has). A
+job that was restored writes `OUT/restored.json`: from which step, and which values differ from the truth of that step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -54,9 +55,11 @@ class Net(nn.Module):
         self.two = nn.Parameter(torch.ones(2, 5))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embed(words) + self.two.sum()
+        x = words if self.embed is None else self.embed(words) + self.two.sum()
         for block in self.blocks:
             x = block(x)
+        if self.head is None:
+            return x
         self.seen += 1
         return self.head(x)  # type: ignore[no-any-return]
 
@@ -100,6 +103,29 @@ def _fsdp_tp(net: Net, ranks: int) -> None:
     _fully_sharded(net, mesh["shards"])
 
 
+def _pp(net: Net, ranks: int) -> None:
+    _stage(net, dist.get_rank(), ranks)
+
+
+def _pp_fsdp(net: Net, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("stages", "shards"))
+    _stage(net, mesh["stages"].get_local_rank(), 2)
+    _fully_sharded(net, mesh["shards"])
+
+
+def _stage(net: Net, stage: int, stages: int) -> None:
+    """Leave the layers of one stage, under the names of the whole net."""
+    first, end = stage * LAYERS // stages, (stage + 1) * LAYERS // stages
+    for layer in range(LAYERS):
+        if not first <= layer < end:
+            net.blocks[layer] = nn.Identity()
+    if stage > 0:
+        net.embed, net.two = None, None  # type: ignore[assignment]
+    if stage < stages - 1:
+        net.head = None  # type: ignore[assignment]
+        del net.seen
+
+
 def _whole(net: Net, ranks: int) -> None:
     """Every rank has all of it, as under DistributedDataParallel."""
 
@@ -111,7 +137,36 @@ MESHES: dict[str, Callable[[Net, int], None]] = {
     "tp": _tp,
     "fsdp-tp": _fsdp_tp,
     "whole": _whole,
+    "pp": _pp,
+    "pp-fsdp": _pp_fsdp,
 }
+_STAGES = {"pp": 1, "pp-fsdp": 2}  # ranks of one stage
+
+
+class Pipeline:
+    """Trains stages by torch's own schedule; the first and the last share a weight, each with a copy of it."""
+
+    def __init__(self, net: Net, rank: int, ranks: int, ranks_of_stage: int) -> None:
+        stages = ranks // ranks_of_stage
+        self._stage, self._last = rank // ranks_of_stage, stages - 1
+        columns = [
+            dist.new_group([*range(column, ranks, ranks_of_stage)]) for column in range(ranks_of_stage)
+        ]
+        group = columns[rank % ranks_of_stage]
+        ends = [dist.new_group([column, ranks - ranks_of_stage + column]) for column in range(ranks_of_stage)]
+        self._ends = ends[rank % ranks_of_stage]
+        stage = PipelineStage(net, self._stage, stages, torch.device("cpu"), group=group)
+        self._schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, _: out.square().mean())
+        self._net = net
+
+    def train(self, words: torch.Tensor) -> None:
+        """Forwards and backwards."""
+        ends = {0: words} if self._stage == 0 else {}
+        self._schedule.step(*ends.values(), target=words if self._stage == self._last else None)
+        tied = self._net.embed if self._stage == 0 else self._net.head if self._stage == self._last else None
+        if tied is not None:
+            assert tied.weight.grad is not None
+            dist.all_reduce(getattr(tied.weight.grad, "_local_tensor", tied.weight.grad), group=self._ends)
 
 
 class Experts(NamedTuple):
@@ -139,6 +194,32 @@ def gathered(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(gathered(one) for one in value)
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def of_all_ranks(net: Net, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """State of all stages together, the optimizer's by name."""
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    saved = optimizer.state_dict()
+    numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    moments = {numbered[number]: gathered(value) for number, value in saved["state"].items()}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (gathered({**net.state_dict()}), moments, numbered))
+    (group,) = saved["param_groups"]
+    group = {**group, "params": [*dict.fromkeys(name for part in parts for name in part[2])]}
+    state = {name: value for part in parts for name, value in part[1].items()}
+    return {name: value for part in parts for name, value in part[0].items()}, {
+        "state": state,
+        "param_groups": [group],
+    }
+
+
+def by_name(truth: Any) -> Any:
+    """The same whatever stages there were: moments by name, and those of tied weights once."""
+    state, (group,) = truth["optimizer"]["state"], truth["optimizer"]["param_groups"]
+    names = [name for name, _ in Net().named_parameters()]
+    moments = {names[key] if isinstance(key, int) else key: value for key, value in state.items()}
+    moments.pop("head.weight", None)
+    return {**truth, "optimizer": [moments, {**group, "params": None}]}
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -176,10 +257,16 @@ def main() -> None:
     experts = Experts.of(rank, ranks)
     state = {"net": net, "optimizer": optimizer, "experts": {"up": experts.part}}
 
+    pipeline = Pipeline(net, rank, ranks, _STAGES[case]) if case in _STAGES else None
+
     def truth() -> Any:
-        return gathered(
-            {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "experts": state["experts"]}
-        )
+        split = gathered(state["experts"])
+        if pipeline is None:
+            return gathered({"net": net.state_dict(), "optimizer": optimizer.state_dict()}) | {
+                "experts": split
+            }
+        whole, moments = of_all_ranks(net, optimizer)
+        return {"net": whole, "optimizer": moments, "experts": split}
 
     with Checkpointer({**state, "rng": PerRank(RngState())}) as checkpointer:
         checkpointer.restore()
@@ -189,15 +276,18 @@ def main() -> None:
             here = truth()
             if rank == 0:
                 there = torch.load(truths / f"{restored.step}.pt", weights_only=True)
-                report = {"step": restored.step, "differ": differences(here, there)}
+                report = {"step": restored.step, "differ": differences(by_name(here), by_name(there))}
                 out.mkdir()
                 (out / "restored.json").write_text(json.dumps(report))
         for step in range(first, steps):
             torch.manual_seed(
                 step
             )  # the same dropout on every rank: those that share a region must stay the same
-            loss = net(torch.randint(0, WORDS, (4, 7))).square().mean()
-            loss.backward()
+            words = torch.randint(0, WORDS, (4, 7))
+            if pipeline is None:
+                net(words).square().mean().backward()
+            else:
+                pipeline.train(words)
             optimizer.step()
             optimizer.zero_grad()
             experts.part.tensor.mul_(1.25)

@@ -1,0 +1,292 @@
+"""The union of states that have other tensors on each rank, as the stages of a pipeline have them: one tree.
+
+    rank 0   {net: {layers.0: t}}                     ┐            {net: {layers.0: t, layers.1: t}}
+    rank 1   {net: {layers.1: t}}   rank 2: the same  ┴─ united ─► rank 0 pickles it, holders send the tensors
+
+Each rank says in PROPOSE which containers it has, and which tensor of its table is where (`Stage`). Rank 0's tree comes
+first, in its own order; names that it lacks are added at the end of their container, in the order of the ranks. A plain
+value that rank 0 lacks is refused: rank 0 writes the pickle, and could not know what becomes of such a value.
+
+Pure. An outline is JSON: a row of the table (a tensor), null (a plain value), `["l", [outline, …]]`, or
+`["d", [[key, outline], …], {module: {name: value}}]`, whose last part are the versions that torch keeps beside a
+module's state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.errors import ProtocolError, StateError
+
+DEPTH_MAX = 100  # of containers within each other
+_NAMED_MAX = 5
+
+_Outline = Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank says of its tree, where the ranks have other tensors.
+
+    Attributes:
+        outline: Its containers, with rows of its own table.
+        groups: Of each optimizer that is keyed by parameter name, per group the names, and the settings as a text.
+    """
+
+    outline: _Outline
+    groups: Mapping[str, Sequence[tuple[Sequence[str], str]]]
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message."""
+        return {"outline": self.outline, "groups": self.groups}
+
+    @classmethod
+    def from_json(cls, document: Any) -> Stage:
+        """Read what `to_json` made; the outline is looked at in `unite_trees`.
+
+        Raises:
+            ProtocolError: It is not that.
+        """
+        try:
+            groups = {
+                str(name): [([str(one) for one in names], str(settings)) for names, settings in of]
+                for name, of in document["groups"].items()
+            }
+            return cls(document["outline"], groups)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"PROPOSE: a stage that cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class StateUnion:
+    """The tree of the file, the same for all ranks.
+
+    Attributes:
+        table: Rows `[path, dtype, shape, owner]` of all tensors, in the order in which the file has them.
+        staged: Rows that not every rank has.
+        outline: As that of `Stage`, with rows of this table.
+        groups: Optimizer → names of the parameters of each group.
+    """
+
+    table: list[list[Any]]
+    staged: frozenset[int]
+    outline: _Outline
+    groups: Mapping[str, list[list[str]]]
+
+    def to_json(self) -> dict[str, Any]:
+        """For a message."""
+        return {
+            "table": self.table,
+            "staged": sorted(self.staged),
+            "outline": self.outline,
+            "groups": self.groups,
+        }
+
+    @classmethod
+    def from_json(cls, document: Any) -> StateUnion:
+        """Read what `to_json` made.
+
+        Raises:
+            ProtocolError: It is not that.
+        """
+        try:
+            table, staged = document["table"], frozenset(document["staged"])
+            groups = {
+                str(name): [list(map(str, names)) for names in of] for name, of in document["groups"].items()
+            }
+            rows = [leaf.row for leaf in _leaves(_read(document["outline"], len(table)))]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"RESERVED: a union that cannot be read: {error}") from error
+        if rows != list(range(len(table))) or not staged <= set(rows):
+            raise ProtocolError(
+                f"RESERVED: the outline of a union names {len(rows)} rows, its table has {len(table)}"
+            )
+        return cls(table, staged, document["outline"], groups)
+
+
+@dataclass
+class _Dict:
+    below: dict[Any, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor; row of the table of whoever has it."""
+
+    row: int
+    path: str = ""
+
+
+def unite_trees(
+    tables: Sequence[Sequence[Sequence[Any]]], stages: Sequence[Stage]
+) -> tuple[list[str], _Outline, dict[str, list[list[str]]]]:
+    """Unite the trees of all ranks.
+
+    Args:
+        tables: By rank.
+        stages: By rank.
+
+    Returns:
+        Paths of all tensors in the order of the file, the outline with their numbers, and the groups of the optimizers.
+
+    Raises:
+        StateError: They do not fit each other; names rank and place.
+        ProtocolError: An outline is none.
+    """
+    trees = []
+    for rank, (table, stage) in enumerate(zip(tables, stages, strict=True)):
+        paths = [str(row[0]) for row in table]
+        _refuse_twice(paths, f"rank {rank}")
+        tree = _read(stage.outline, len(paths), paths)
+        if [leaf.row for leaf in _leaves(tree)] != list(range(len(paths))):
+            raise ProtocolError(
+                f"PROPOSE: the outline of rank {rank} is not that of its {len(paths)} tensors"
+            )
+        trees.append(tree)
+    union = trees[0]
+    for rank, tree in enumerate(trees[1:], 1):
+        _join(union, tree, "", rank)
+    order = [leaf.path for leaf in _leaves(union)]
+    _refuse_twice(order, "the ranks together")
+    return order, _written(union, iter(range(len(order)))), _united_groups(stages)
+
+
+def _refuse_twice(paths: Sequence[str], who: str) -> None:
+    twice = _repeated(paths)
+    if twice:
+        raise StateError(
+            f"{who}: two tensors are named {twice}, and the ranks hold different tensors: give each a name of its own"
+        )
+
+
+def _repeated(names: Sequence[str]) -> str:
+    """The first name that stands there twice, or empty."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return ""
+
+
+def _join(union: Any, other: Any, where: str, rank: int) -> None:
+    if isinstance(union, _Dict) and isinstance(other, _Dict):
+        for key, node in other.below.items():
+            at = f"{where}/{key}" if where else str(key)
+            if key in union.below:
+                _join(union.below[key], node, at, rank)
+            else:
+                _refuse_plain(node, at, rank)
+                union.below[key] = node
+        union.versions = {**other.versions, **union.versions}
+    elif isinstance(union, list) and isinstance(other, list):
+        if len(union) != len(other):
+            raise StateError(
+                f"rank {rank}: {where} is a list of {len(other)} with tensors, and has {len(union)} on rank 0; where "
+                "the ranks hold different tensors, put them into a dict under the names of the whole model"
+            )
+        for number, (one, two) in enumerate(zip(union, other, strict=True)):
+            _join(one, two, f"{where}/{number}", rank)
+    elif type(union) is not type(other):
+        raise StateError(f"rank {rank}: {where} is {_kind(other)}, and on rank 0 {_kind(union)}")
+
+
+def _refuse_plain(node: Any, where: str, rank: int) -> None:
+    """Of what rank 0 lacks, rank 0 can write only tensors, in dicts."""
+    found = [*_plain(node, where)]
+    if found:
+        more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
+        raise StateError(
+            f"rank {rank}: rank 0 does not have {', '.join(found[:_NAMED_MAX])}{more}, and cannot save a plain value "
+            "(or a list) of another rank; make it a tensor, hand it over on rank 0 too, or put it into a PerRank(...)"
+        )
+
+
+def _plain(node: Any, where: str) -> Iterator[str]:
+    if node is None or isinstance(node, list):
+        yield where
+    elif isinstance(node, _Dict):
+        for key, below in node.below.items():
+            yield from _plain(below, f"{where}/{key}")
+
+
+def _united_groups(stages: Sequence[Stage]) -> dict[str, list[list[str]]]:
+    united: dict[str, list[list[str]]] = {}
+    first = stages[0].groups
+    for rank, stage in enumerate(stages):
+        if stage.groups.keys() != first.keys():
+            raise StateError(
+                f"rank {rank} hands over the optimizers {sorted(stage.groups)}, and rank 0 {sorted(first)}; every rank "
+                "hands over an optimizer of its own parameters under the same name"
+            )
+        for name, groups in stage.groups.items():
+            if len(groups) != len(first[name]):
+                raise StateError(
+                    f"rank {rank}: {name} has {len(groups)} groups of parameters, and {len(first[name])} on rank 0; "
+                    "give each rank the same groups, some of them without parameters"
+                )
+            known = united.setdefault(name, [[] for _ in groups])
+            for number, (names, settings) in enumerate(groups):
+                if settings != first[name][number][1]:
+                    raise StateError(
+                        f"rank {rank}: group {number} of {name} has the settings {settings}, and "
+                        f"{first[name][number][1]} on rank 0; a checkpoint has one of each"
+                    )
+                seen = set(known[number])
+                known[number] += [one for one in names if one not in seen]
+    for name, of in united.items():
+        if twice := _repeated([one for names in of for one in names]):
+            raise StateError(f"{name}: parameter {twice} is in another group on another rank")
+    return united
+
+
+def _read(outline: Any, rows: int, paths: Sequence[str] = (), depth: int = 0) -> Any:
+    """The tree of an outline; from outside."""
+    if outline is None:
+        return None
+    if type(outline) is int and 0 <= outline < rows:
+        return _Leaf(outline, paths[outline] if paths else "")
+    if isinstance(outline, list) and outline and depth < DEPTH_MAX:
+        if outline[0] == "l" and len(outline) == 2 and isinstance(outline[1], list):
+            return [_read(one, rows, paths, depth + 1) for one in outline[1]]
+        if outline[0] == "d" and len(outline) == 3 and isinstance(outline[1], list):
+            below = {}
+            for pair in outline[1]:
+                if not (isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)):
+                    raise ProtocolError(
+                        f"an outline with {pair!r:.80}, expected a key and what it stands for"
+                    )
+                below[pair[0]] = _read(pair[1], rows, paths, depth + 1)
+            if isinstance(outline[2], dict) and len(below) == len(outline[1]):
+                return _Dict(below, outline[2])
+    raise ProtocolError(
+        f"an outline with {outline!r:.80}, expected a row, null, or a list or dict of outlines"
+    )
+
+
+def _leaves(node: Any) -> Iterator[_Leaf]:
+    if isinstance(node, _Leaf):
+        yield node
+    elif isinstance(node, _Dict | list):
+        for below in node.below.values() if isinstance(node, _Dict) else node:
+            yield from _leaves(below)
+
+
+def _written(node: Any, numbers: Iterator[int]) -> _Outline:
+    if isinstance(node, _Leaf):
+        return next(numbers)
+    if isinstance(node, list):
+        return ["l", [_written(one, numbers) for one in node]]
+    if isinstance(node, _Dict):
+        return ["d", [[key, _written(one, numbers)] for key, one in node.below.items()], node.versions]
+    return None
+
+
+def _kind(node: Any) -> str:
+    if isinstance(node, _Dict):
+        return f"a dict of {json.dumps([*node.below][:3])}"
+    return {_Leaf: "a tensor", list: "a list with tensors"}.get(type(node), "a plain value")

@@ -1,0 +1,253 @@
+"""Leaves of a restored tree what this rank's stage of a pipeline has, and numbers its parameters as its optimizer does.
+
+    saved    {net: {layers.0, layers.1}, optimizer by name or by number}
+    rank 0   has net/layers.0  ┐
+    rank 1   has net/layers.1  ┴─ each says so ─► rank 1: {net: {layers.1}, optimizer of layers.1 by number}
+
+Only what another rank takes is left out. What nobody takes stays in the tree, and the object of the state refuses it,
+as in any other job. A file in which parameters have numbers (of a job without stages) does not say which is which: they
+are taken to be in the order of the model's state, group by group, if numbers, shapes and the order on every rank fit.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import StateError
+from trainer_side.state.parameter_names import parameter_names
+
+_Groups = Sequence[Sequence[Sequence[str]]]  # of an optimizer: group, parameter, its names
+
+
+class StageNames(NamedTuple):
+    """What one rank has.
+
+    Attributes:
+        modules: Names of the state of each module.
+        parameters: Those of each optimizer's parameters; empty where they have none.
+    """
+
+    modules: Mapping[str, Sequence[str]]
+    parameters: Mapping[str, _Groups]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], live: Mapping[str, Any]) -> StageNames:
+        """Of this rank; `live`: what `live_trees` gave."""
+        modules = {name: [*live[name]] for name, value in state.items() if isinstance(value, torch.nn.Module)}
+        try:
+            return cls(modules, parameter_names(state))
+        except StateError:
+            return cls(modules, {})  # said by `narrow`, if they are needed
+
+    def to_bytes(self) -> bytes:
+        """For the other ranks."""
+        return json.dumps([self.modules, self.parameters]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StageNames:
+        """Read what `to_bytes` made."""
+        return cls(*json.loads(data))
+
+
+def is_other(own: StageNames, state: Mapping[str, Any], tree: Any) -> bool:
+    """Whether the tree has more than this rank's modules, or optimizers by name: then all ranks say what they have."""
+    if not isinstance(tree, Mapping):
+        return False
+    more = any(set(_saved(tree, name)) - set(keys) for name, keys in own.modules.items())
+    return more or any(_is_by_name(tree[name]) for name in _optimizers(state, tree))
+
+
+def narrow(state: Mapping[str, Any], tree: dict[str, Any], ranks: Sequence[StageNames], rank: int) -> None:
+    """Leave in the tree what this rank takes, and of the rest only what no other rank does.
+
+    Args:
+        state: As the script gave it.
+        tree: What was saved; is changed.
+        ranks: What each rank has.
+        rank: This one.
+
+    Raises:
+        StateError: Parameters of an optimizer do not fit those that were saved; names them.
+    """
+    own = ranks[rank]
+    order = _order(own, tree)
+    staged = False
+    for name, keys in own.modules.items():
+        saved = _saved(tree, name)
+        taken = {key for one in ranks for key in one.modules.get(name, ())} & set(saved)
+        staged = staged or any(taken - set(one.modules.get(name, ())) for one in ranks)
+        left_out = taken - set(keys)
+        if left_out:
+            tree[name] = copy.copy(saved)
+            for key in left_out:
+                del tree[name][key]
+    for name in _optimizers(state, tree):
+        named = _is_by_name(tree[name])
+        if named or staged:
+            if name not in own.parameters:
+                parameter_names(state)  # raises what was wrong
+            every = [one.parameters.get(name, ()) for one in ranks]
+            keys_of = (
+                _by_name(name, tree[name], every) if named else _by_order(name, tree[name], every, order)
+            )
+            tree[name] = _numbered(tree[name], keys_of[rank])
+
+
+class _FilePlace(NamedTuple):
+    """Where a name of a model stands in its state; tied names stand in one place, that of the first."""
+
+    number: int
+    shape: tuple[int, ...]
+    first: str
+
+
+def _order(own: StageNames, tree: Mapping[str, Any]) -> dict[str, _FilePlace]:
+    places: dict[str, _FilePlace] = {}
+    by_memory: dict[tuple[Any, ...], _FilePlace] = {}
+    for module in own.modules:
+        for name, tensor in _saved(tree, module).items():
+            if isinstance(tensor, torch.Tensor):
+                memory = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape)
+                place = _FilePlace(len(by_memory), tuple(tensor.shape), str(name))
+                places.setdefault(
+                    str(name), by_memory.setdefault(memory if tensor.numel() else (name,), place)
+                )
+    return places
+
+
+def _by_name(at: str, saved: Mapping[str, Any], every: Sequence[_Groups]) -> list[list[list[Any]]]:
+    """By rank and group, which of the saved parameters each parameter is."""
+    groups = _same_groups(at, saved, every)
+    taken: list[set[str]] = [set() for _ in groups]
+    keys_of: list[list[list[Any]]] = []
+    for rank, own in enumerate(every):
+        keys_of.append([])
+        for number, parameters in enumerate(own):
+            known = set(groups[number])
+            keys_of[-1].append([])
+            for names in parameters:
+                key = next((name for name in names if name in known), None)
+                if key is None:
+                    raise StateError(
+                        f"{at}: rank {rank} has the parameter {names[0]} in group {number}, in which the checkpoint "
+                        "has none of that name; nothing was loaded"
+                    )
+                taken[number].update(names)
+                keys_of[-1][-1].append(key)
+    lost = [name for names, known in zip(groups, taken, strict=True) for name in names if name not in known]
+    if lost:
+        raise StateError(
+            f"{at}: the checkpoint has the parameters {', '.join(lost[:5])}, which no rank has ({len(lost)} in all); "
+            "nothing was loaded"
+        )
+    return keys_of
+
+
+def _by_order(
+    at: str, saved: Mapping[str, Any], every: Sequence[_Groups], order: Mapping[str, _FilePlace]
+) -> list[list[list[Any]]]:
+    """The same of a file that has numbers."""
+    groups = _same_groups(at, saved, every)
+    keys_of: list[list[list[Any]]] = [[] for _ in every]
+    for number, numbers in enumerate(groups):
+        of_rank = [[_file_place(at, names, order) for names in own[number]] for own in every]
+        places = sorted({place for own in of_rank for place in own})
+        in_order = all(_in_order(own[number], found) for own, found in zip(every, of_rank, strict=True))
+        if len(places) != len(numbers) or not in_order:
+            raise StateError(
+                f"{at}: group {number} has {len(numbers)} parameters in the checkpoint and {len(places)} on all ranks, "
+                "and the checkpoint does not name them: it cannot be told which is which. Give each rank the groups of "
+                "the job that saved it, with parameters in the order of the model; nothing was loaded"
+            )
+        key_of = dict(zip(places, numbers, strict=True))
+        for place, key in key_of.items():
+            for kind, tensor in _tensors(saved["state"].get(key, {})):
+                if tensor.dim() == len(place.shape) and tuple(tensor.shape) != place.shape:
+                    raise StateError(
+                        f"{at}: {kind} of parameter {key} has the shape {list(tensor.shape)}, and the parameter in its "
+                        f"place {list(place.shape)}: the parameters were in another order; nothing was loaded"
+                    )
+        for rank, own in enumerate(of_rank):
+            keys_of[rank].append([key_of[place] for place in own])
+    return keys_of
+
+
+def _in_order(parameters: Sequence[Sequence[str]], places: Sequence[_FilePlace]) -> bool:
+    """Whether parameters of a rank are in the order of the file. One that is tied to another stage's has its place."""
+    found = [place for names, place in zip(parameters, places, strict=True) if place.first in names]
+    return len(set(places)) == len(places) and found == sorted(found)
+
+
+def _file_place(at: str, names: Sequence[str], order: Mapping[str, _FilePlace]) -> _FilePlace:
+    found = [order[name] for name in names if name in order]
+    if not found:
+        raise StateError(
+            f"{at}: the checkpoint has no tensor of the parameter {names[0]}; nothing was loaded"
+        )
+    return min(found)
+
+
+def _same_groups(at: str, saved: Mapping[str, Any], every: Sequence[_Groups]) -> list[list[Any]]:
+    groups = [list(group["params"]) for group in saved["param_groups"]]
+    for rank, own in enumerate(every):
+        if len(own) != len(groups):
+            raise StateError(
+                f"{at}: rank {rank} has {len(own)} groups of parameters, the checkpoint {len(groups)}; give each rank "
+                "the same groups, some of them without parameters; nothing was loaded"
+            )
+    return groups
+
+
+def _numbered(saved: Mapping[str, Any], keys: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """What was saved, of these parameters alone, by their numbers in this order."""
+    of_parameters = {key for group in saved["param_groups"] for key in group["params"]}
+    state = {key: value for key, value in saved["state"].items() if key not in of_parameters}
+    groups, count = [], 0
+    for group, own in zip(saved["param_groups"], keys, strict=True):
+        numbers = range(count, count + len(own))
+        count += len(own)
+        groups.append({**group, "params": [*numbers]})
+        state.update(
+            (number, saved["state"][key])
+            for number, key in zip(numbers, own, strict=True)
+            if key in saved["state"]
+        )
+    return {**saved, "state": state, "param_groups": groups}
+
+
+def _saved(tree: Mapping[str, Any], name: str) -> Mapping[Any, Any]:
+    saved = tree.get(name)
+    return saved if isinstance(saved, Mapping) else {}
+
+
+def _optimizers(state: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
+    """Names of those whose saved state has the form that torch gives it."""
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.optim.Optimizer) and _has_form(tree, name)
+    ]
+
+
+def _has_form(tree: Mapping[str, Any], name: str) -> bool:
+    saved = _saved(tree, name)
+    groups = saved.get("param_groups")
+    return (
+        isinstance(saved.get("state"), dict)
+        and isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    )
+
+
+def _is_by_name(saved: Mapping[str, Any]) -> bool:
+    return any(isinstance(key, str) for group in saved["param_groups"] for key in group["params"])
+
+
+def _tensors(moments: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    if isinstance(moments, Mapping):
+        yield from ((kind, value) for kind, value in moments.items() if isinstance(value, torch.Tensor))

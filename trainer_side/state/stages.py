@@ -1,0 +1,183 @@
+"""The tree of a rank whose tensors are others than those of other ranks, made the tree that all have together.
+
+    outline   rank 1: {net: {layers.1: t}}  ─► PROPOSE ─► the union of all ranks (holdfast/wire/state_union.py)
+    fill      rank 0: {net: {layers.0: a part, layers.1: a part that is not here}}      its own tree, with what it lacks
+              rank 1: {net/layers.0: a part that is not here, net/layers.1: a part}     flat: it writes no pickle
+
+On both ranks torch then meets the same tensors in the same order, so the layout comes out the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.errors import StateError
+from holdfast.wire.state_union import DEPTH_MAX, StateUnion
+from trainer_side.state.shards import with_changes
+from trainer_side.state.split_tensor import StagePart, is_split
+from trainer_side.state.tree import children
+
+_VERSIONS = "_metadata"  # where torch.nn.Module keeps the versions of modules, beside its state
+
+
+def outline(tree: Any) -> Any:
+    """The containers of a tree of which all tensors are plain: JSON, see `state_union`. A container counts once.
+
+    Raises:
+        StateError: A key is neither text nor a whole number, or it is nested too deep; names the place.
+    """
+    numbers = iter(range(1 << 62))
+    seen: set[int] = set()
+
+    def of(node: Any, where: str, depth: int) -> Any:
+        if isinstance(node, torch.Tensor):
+            return next(numbers)
+        if not isinstance(node, dict | list | tuple) or id(node) in seen:
+            return None
+        seen.add(id(node))
+        if depth >= DEPTH_MAX:
+            raise StateError(
+                f"{where[:80]}… is nested deeper than {DEPTH_MAX} levels, and the ranks hold different tensors"
+            )
+        if not isinstance(node, dict):
+            below = [of(one, f"{where}/{key}", depth + 1) for key, one in enumerate(node)]
+            return None if all(one is None for one in below) else ["l", below]
+        pairs = []
+        for key, one in node.items():
+            if type(key) not in (str, int):
+                raise StateError(
+                    f"a key of {where or 'the state'}, {key!r}, is neither a text nor a whole number, and the ranks "
+                    "hold different tensors: rank 0 has to name those of the others"
+                )
+            pairs.append([key, of(one, f"{where}/{key}" if where else str(key), depth + 1)])
+        return ["d", pairs, _versions(node)]
+
+    return of(tree, "", 0)
+
+
+def _versions(node: Any) -> dict[str, Any]:
+    """What torch keeps beside the state of a module, as far as it is numbers."""
+    found = getattr(node, _VERSIONS, None)
+    if not isinstance(found, dict):
+        return {}
+    return {
+        str(module): {str(name): value for name, value in versions.items() if type(value) is int}
+        for module, versions in found.items()
+        if isinstance(versions, dict)
+    }
+
+
+class Stages:
+    """Fills the trees of one rank. Training thread.
+
+    Args:
+        union: Of all ranks.
+        rank: This rank.
+    """
+
+    def __init__(self, union: StateUnion, rank: int) -> None:
+        self._union, self._rank = union, rank
+        self._paths = {str(row[0]): number for number, row in enumerate(union.table)}
+
+    @property
+    def paths(self) -> list[str]:
+        """Of all tensors, in the order of the file."""
+        return [*self._paths]
+
+    def fill(self, tree: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The tree with the tensors of all ranks; None if its own are not those that were agreed on.
+
+        Args:
+            tree: With blobs in place of `PerRank` values.
+        """
+        if self._rank == 0:
+            done: dict[int, Any] = {}
+            filled: dict[str, Any] = self._of(tree, self._union.outline, done)
+            return filled
+        own = dict(_leaves(tree))
+        if not own.keys() <= self._paths.keys():
+            return None
+        flat: dict[str, Any] = {}
+        for path, row in self._paths.items():
+            value = self._part(own.get(path), row)
+            if value is None:
+                return None
+            flat[path] = value
+        return flat
+
+    def _part(self, value: Any, row: int) -> Any:
+        """What stands in the tree for the tensor of a row."""
+        if row not in self._union.staged:
+            return value
+        _, dtype, shape, _ = self._union.table[row]
+        if value is None:
+            value = torch.empty(0, dtype=getattr(torch, dtype))
+            return StagePart(value, tuple(shape), is_here=False)
+        return StagePart(value, tuple(shape), is_here=True)
+
+    def _of(self, node: Any, plan: Any, done: dict[int, Any]) -> Any:
+        if type(plan) is int:
+            return self._part(node, plan) if _is_leaf(node) else node
+        if id(node) in done:
+            return done[id(node)]
+        if plan is None or not isinstance(node, dict | list | tuple):
+            return node
+        if isinstance(node, dict):
+            changed, versions = {}, plan[2]
+            for key, below in plan[1]:
+                if key in node:
+                    value = self._of(node[key], below, done)
+                    if value is not node[key]:
+                        changed[key] = value
+                elif _has_rows(below):
+                    changed[key] = self._made(below)
+        else:
+            changed, versions = {}, {}
+            for key, (one, below) in enumerate(zip(node, plan[1], strict=False)):
+                value = self._of(one, below, done)
+                if value is not one:
+                    changed[key] = value
+        filled = with_changes(node, changed) if changed else node
+        if changed and hasattr(filled, _VERSIONS):
+            setattr(filled, _VERSIONS, OrderedDict({**versions, **getattr(node, _VERSIONS)}))
+        done[id(node)] = filled
+        return filled
+
+    def _made(self, plan: Any) -> Any:
+        """What rank 0 does not have."""
+        if type(plan) is int:
+            return self._part(None, plan)
+        return {key: self._made(below) for key, below in plan[1] if _has_rows(below)}
+
+
+def _has_rows(plan: Any) -> bool:
+    if not isinstance(plan, list):
+        return plan is not None
+    return any(_has_rows(one if plan[0] == "l" else one[1]) for one in plan[1])
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or is_split(value)
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """All tensors, and what stands for one, with the paths that `tensor_paths` gives."""
+    seen = {id(tree)}
+    pending = [("", tree)]
+    while pending:
+        prefix, node = pending.pop()
+        for key, value in children(node):
+            if _is_leaf(value):
+                yield f"{prefix}{key}", value
+            elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+                seen.add(id(value))
+                pending.append((f"{prefix}{key}/", value))
+
+
+def held_whole(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor can be sent as it lies, if not every rank has it."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
