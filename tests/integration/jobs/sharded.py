@@ -46,16 +46,16 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed: nn.Embedding | None = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head: nn.Linear | None = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(3))
-        self.two = nn.Parameter(torch.ones(2, 5))
+        self.two: nn.Parameter | None = nn.Parameter(torch.ones(2, 5))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = words if self.embed is None else self.embed(words) + self.two.sum()
+        x = words if self.embed is None or self.two is None else self.embed(words) + self.two.sum()
         for block in self.blocks:
             x = block(x)
         if self.head is None:
@@ -120,9 +120,9 @@ def _stage(net: Net, stage: int, stages: int) -> None:
         if not first <= layer < end:
             net.blocks[layer] = nn.Identity()
     if stage > 0:
-        net.embed, net.two = None, None  # type: ignore[assignment]
+        net.embed, net.two = None, None
     if stage < stages - 1:
-        net.head = None  # type: ignore[assignment]
+        net.head = None
         del net.seen
 
 
