@@ -37,7 +37,8 @@ REFUSED = {
     "fsdp2_local": ("model/0.weight", "rank 0 and rank 1 differ", "Split(tensor, shape, start)"),
     "tp_plain": ("model/0.weight", "tensor parallelism", "Split(tensor, shape, start)"),
     "pipeline_equal_names": ("model/0.weight", "pipeline stages whose tensors have the same names"),
-    "pipeline_global_names": ("rank 1: expected tensor model/layer0.weight", "pipeline stages"),
+    "pipeline_one_equal_name": ("model/norm.weight", "rank 0 and rank 1 differ"),
+    "pipeline_plain_value": ("rank 1: rank 0 does not have notes/seen", "plain value"),
     "experts": ("model/expert.weight", "expert parallelism", "same_ranks=True"),
     "one_bit": ("model/weight", "1 of 1 tensors"),
 }

@@ -20,6 +20,7 @@ from holdfast.errors import StateError
 
 _FSDP2 = "Use fully_shard (FSDP2), whose model and optimizer are saved as they are"
 _SPLIT = "hand over each part as Split(tensor, shape, start), of which the checkpoint makes whole tensors"
+_STAGES = "Hand over the module of this rank's stage, with the names of the whole model: the checkpoint has all stages"
 _PARTS = "as PerRank(..., same_ranks=True), which keeps each rank's own and comes back on as many ranks"
 
 
@@ -38,10 +39,10 @@ _OBJECTS = {
         f"{_FSDP2}; or hand over its inner optimizer, `{{path}}.optim`, {_PARTS}",
     ),
     "torch.distributed.pipelining.stage._PipelineStageBase": _SplitKind(
-        "a pipeline stage, which is other layers on each rank", f"Hand over its module {_PARTS}"
+        "a pipeline stage, which is other layers on each rank", _STAGES
     ),
     "torch.distributed.pipelining._IR.Pipe": _SplitKind(
-        "a pipeline, of which each rank trains one stage", f"Hand over this rank's stage {_PARTS}"
+        "a pipeline, of which each rank trains one stage", _STAGES
     ),
     "deepspeed.runtime.engine.DeepSpeedEngine": _SplitKind(
         "a DeepSpeed engine, which has a part of the optimizer, and with ZeRO-3 of the model, on each rank",

@@ -204,8 +204,15 @@ def pipeline_equal_names(rank: int, _: DeviceMesh) -> State:
     return {"model": model, "optimizer": optimizer}
 
 
-def pipeline_global_names(rank: int, _: DeviceMesh) -> State:
-    return {"model": nn.ModuleDict({f"layer{2 * rank + part}": nn.Linear(WIDTH, WIDTH) for part in range(2)})}
+def pipeline_one_equal_name(rank: int, _: DeviceMesh) -> State:
+    torch.manual_seed(7 + rank)
+    layers = {f"layer{rank}": nn.Linear(WIDTH, WIDTH), "norm": nn.Linear(WIDTH, WIDTH)}
+    return {"model": nn.ModuleDict(layers)}
+
+
+def pipeline_plain_value(rank: int, _: DeviceMesh) -> State:
+    layers = nn.ModuleDict({f"layer{rank}": nn.Linear(WIDTH, WIDTH)})
+    return {"model": layers, "notes": {"epoch": 1, "seen": 2} if rank else {"epoch": 1}}
 
 
 class Experts(nn.Module):
@@ -249,7 +256,8 @@ AT_THE_FIRST_SAVE: list[Callable[[int, DeviceMesh], State]] = [
     fsdp2_local,
     tp_plain,
     pipeline_equal_names,
-    pipeline_global_names,
+    pipeline_one_equal_name,
+    pipeline_plain_value,
     experts,
     one_bit,
 ]
