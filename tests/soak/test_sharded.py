@@ -26,6 +26,12 @@ CHAIN = [
     ("fsdp", 1),
     ("fsdp-tp", 4),
     ("whole", 2),
+    ("pp", 2),
+    ("pp-fsdp", 4),
+    ("whole", 2),
+    ("pp-fsdp", 4),
+    ("fsdp", 3),
+    ("pp", 2),
 ]
 
 

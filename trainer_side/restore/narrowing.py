@@ -21,6 +21,10 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.state.parameter_names import parameter_names
 
+# Moments that torch's optimizers make in the shape of the parameter; those of Adafactor are smaller.
+_LIKE_PARAMETERS = frozenset(
+    {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
+)
 _Groups = Sequence[Sequence[Sequence[str]]]  # of an optimizer: group, parameter, its names
 
 
@@ -167,7 +171,7 @@ def _by_order(
         key_of = dict(zip(places, numbers, strict=True))
         for place, key in key_of.items():
             for kind, tensor in _tensors(saved["state"].get(key, {})):
-                if tensor.dim() == len(place.shape) and tuple(tensor.shape) != place.shape:
+                if kind in _LIKE_PARAMETERS and tuple(tensor.shape) != place.shape:
                     raise StateError(
                         f"{at}: {kind} of parameter {key} has the shape {list(tensor.shape)}, and the parameter in its "
                         f"place {list(place.shape)}: the parameters were in another order; nothing was loaded"

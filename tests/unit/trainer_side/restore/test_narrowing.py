@@ -1,0 +1,79 @@
+"""A rank takes of a file what its stage has, with the moments of its own parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.errors import StateError
+from trainer_side.restore.narrowing import StageNames, is_other, narrow
+from trainer_side.state.parameter_names import by_name, first_names, parameter_names
+from trainer_side.state.tree import collect
+
+State = dict[str, Any]
+WIDTHS = (3, 4, 5)
+
+
+def job(*layers: int, backwards: bool = False) -> State:
+    """Layer n has n in all moments."""
+    net = nn.ModuleDict({str(layer): nn.Linear(WIDTHS[layer], 2) for layer in layers})
+    parameters = [*net.parameters()]
+    optimizer = torch.optim.AdamW(parameters[::-1] if backwards else parameters)
+    for name, parameter in net.named_parameters():
+        moment = torch.full_like(parameter, float(name[0]))
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment}
+    return {"net": net, "optimizer": optimizer}
+
+
+def saved(state: State, *, named: bool) -> State:
+    names = first_names(parameter_names(state))
+    return by_name(collect(state), names, names) if named else collect(state)
+
+
+def narrowed(tree: State, states: list[State], rank: int) -> State:
+    ranks = [StageNames.from_bytes(StageNames.of(one, collect(one)).to_bytes()) for one in states]
+    assert any(is_other(names, one, tree) for names, one in zip(ranks, states, strict=True))
+    narrow(states[rank], tree, ranks, rank)
+    return tree
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_each_rank_gets_its_layers_and_their_moments(named: bool) -> None:
+    states = [job(0), job(1, 2)]
+    for rank, state in enumerate(states):
+        tree = narrowed(saved(job(0, 1, 2), named=named), states, rank)
+        assert tree["net"].keys() == collect(state)["net"].keys()
+        expected = collect(state)["optimizer"]
+        assert tree["optimizer"]["state"].keys() == expected["state"].keys()
+        for number, moments in expected["state"].items():
+            assert torch.equal(tree["optimizer"]["state"][number]["exp_avg"], moments["exp_avg"]), number
+        assert tree["optimizer"]["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
+
+
+def test_a_file_of_stages_comes_back_whole() -> None:
+    state = job(0, 1, 2)
+    tree = narrowed(saved(job(0, 1, 2), named=True), [state], 0)
+    state["optimizer"].load_state_dict(tree["optimizer"])
+    assert tree["net"].keys() == collect(state)["net"].keys()
+
+
+@pytest.mark.parametrize(
+    ("tree", "states", "said"),
+    [
+        (saved(job(0, 1, 2, backwards=True), named=False), [job(0), job(1, 2)], "were in another order"),
+        (saved(job(0, 1, 2), named=False), [job(0), job(1, 2, backwards=True)], "which is which"),
+        (saved(job(0, 1), named=True), [job(0), job(1, 2)], "none of that name"),
+        (saved(job(0, 1, 2), named=True), [job(0), job(1)], "which no rank has"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tree: State, states: list[State], said: str) -> None:
+    with pytest.raises(StateError, match=said):
+        narrowed(tree, states, 0)
+
+
+def test_a_name_that_no_rank_takes_stays_and_is_refused_by_the_module() -> None:
+    tree = narrowed(saved(job(0, 1, 2), named=False), [job(0), job(0)], 0)
+    assert len(tree["net"]) == 6
