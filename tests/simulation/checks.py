@@ -74,6 +74,7 @@ class Checks:
         self._intruded = False
         self.winners: dict[str, bytes] = {}  # what another host has published since it took the run over
         self.winners_upload = ""
+        self.winners_attempt = 0
         self.failure = ""
 
     def broken(self, what: str) -> None:
@@ -108,20 +109,18 @@ class Checks:
 
     def winner_is_untouched(self) -> None:
         """Whatever a writer that was replaced still does, what the newer attempt has published stands as it was."""
-        state, intruder = self._world.store, self._world.intruder
-        if not self.winners or intruder is None:
+        if not self.winners:
             return
+        state, attempt = self._world.store, self.winners_attempt
         claims = [name for name in state.objects if name.startswith(".holdfast/writer-")]
-        if max(claims, default="") > f".holdfast/writer-{intruder.attempt:06d}.json":
+        if max(claims, default="") > f".holdfast/writer-{attempt:06d}.json":
             return  # it was replaced itself, and its successor may do as it likes
         for name, data in self.winners.items():
             if state.objects.get(name) is not data:
                 what = "removed" if name not in state.objects else "written over"
-                self.broken(
-                    f"{name} of attempt {intruder.attempt} was {what} by a writer that it had replaced"
-                )
+                self.broken(f"{name} of attempt {attempt} was {what} by a writer that it had replaced")
         if self.winners_upload not in state.uploads:
-            self.broken(f"an upload of attempt {intruder.attempt} was swept by a writer that it had replaced")
+            self.broken(f"an upload of attempt {attempt} was swept by a writer that it had replaced")
 
     # -- listed => complete --------------------------------------------------------------------------------------
 

@@ -720,7 +720,7 @@ class World:
                 self.checks.winners[name] = state.objects[name]
         token = f"{writer_id(claim.attempt)}/0"
         state.uploads[token] = OpenUpload("step-000000999.pt", token.partition("/")[0], 1, 1)
-        self.checks.winners_upload = token
+        self.checks.winners_upload, self.checks.winners_attempt = token, claim.attempt
         state.version += 1
 
     # -- what the fakes tell -------------------------------------------------------------------------------------
