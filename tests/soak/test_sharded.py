@@ -45,7 +45,7 @@ def test_each_mesh_resumes_from_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", ["fsdp", "tp"])
+@pytest.mark.parametrize("case", ["fsdp", "tp", "pp"])
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, case: str) -> None:
     steps = 12
     (tmp_path / "whole").mkdir()

@@ -162,7 +162,12 @@ class Pipeline:
     def train(self, words: torch.Tensor) -> None:
         """Forwards and backwards."""
         ends = {0: words} if self._stage == 0 else {}
+        before = self._net.seen.clone() if self._stage == self._last else None
         self._schedule.step(*ends.values(), target=words if self._stage == self._last else None)
+        if before is not None:
+            self._net.seen.copy_(
+                before + 2
+            )  # the first time, torch runs the module once more to see its shapes
         tied = self._net.embed if self._stage == 0 else self._net.head if self._stage == self._last else None
         if tied is not None:
             assert tied.weight.grad is not None
