@@ -17,11 +17,12 @@ State = dict[str, Any]
 WIDTHS = (3, 4, 5)
 
 
-def job(*layers: int, backwards: bool = False) -> State:
+def job(*layers: int, backwards: bool = False, groups: int = 1) -> State:
     """Layer n has n in all moments."""
     net = nn.ModuleDict({str(layer): nn.Linear(WIDTHS[layer], 2) for layer in layers})
     parameters = [*net.parameters()]
-    optimizer = torch.optim.AdamW(parameters[::-1] if backwards else parameters)
+    parameters = parameters[::-1] if backwards else parameters
+    optimizer = torch.optim.AdamW([{"params": parameters[number::groups]} for number in range(groups)])
     for name, parameter in net.named_parameters():
         moment = torch.full_like(parameter, float(name[0]))
         optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment}
@@ -40,17 +41,19 @@ def narrowed(tree: State, states: list[State], rank: int) -> State:
     return tree
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("named", [True, False])
-def test_each_rank_gets_its_layers_and_their_moments(named: bool) -> None:
-    states = [job(0), job(1, 2)]
+def test_each_rank_gets_its_layers_and_their_moments(named: bool, groups: int) -> None:
+    states = [job(0, groups=groups), job(1, 2, groups=groups)]
     for rank, state in enumerate(states):
-        tree = narrowed(saved(job(0, 1, 2), named=named), states, rank)
+        tree = narrowed(saved(job(0, 1, 2, groups=groups), named=named), states, rank)
         assert tree["net"].keys() == collect(state)["net"].keys()
         expected = collect(state)["optimizer"]
         assert tree["optimizer"]["state"].keys() == expected["state"].keys()
         for number, moments in expected["state"].items():
             assert torch.equal(tree["optimizer"]["state"][number]["exp_avg"], moments["exp_avg"]), number
-        assert tree["optimizer"]["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
+        for there, here in zip(tree["optimizer"]["param_groups"], expected["param_groups"], strict=True):
+            assert there["params"] == here["params"]
 
 
 def test_a_file_of_stages_comes_back_whole() -> None:

@@ -13,8 +13,10 @@ from holdfast.errors import StateError
 from holdfast.wire.agreement import Round
 from holdfast.wire.frames import Agreement, Proposal
 from trainer_side.state.parameter_names import by_name, first_names, parameter_names
+from trainer_side.state.pickling import load_structure
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
+from trainer_side.state.sparse_file import SparseFile
 from trainer_side.state.tree import classify, collect
 
 State = dict[str, Any]
@@ -119,8 +121,28 @@ def test_the_pickle_has_the_names_of_all_ranks_and_the_versions_of_their_modules
     pickled = taken(first, tree).contents[first.zip_parts.pickle_entry]
     for text in (b"layers.2.weight", b"layers.0.weight", b"norm.running_var", b"num_batches_tracked"):
         assert text in pickled
-    assert pickled.count(b"version") == 1, "once, and then by its memo"
-    assert b"norm" in pickled.split(b"_metadata")[1]
+    modules = [*tree["net"]._metadata, "layers.2", "norm"]
+    loaded = planned_versions(first, pickled)
+    assert loaded.keys() == {*modules}
+    assert loaded["norm"] == {"version": 2}, "of BatchNorm, which only the other rank has"
+
+
+def planned_versions(skeleton: Skeleton, pickled: bytes) -> dict[str, Any]:
+    """What a plain `torch.load` finds beside the state of the module."""
+    file = SparseFile.of(skeleton.literals, skeleton.layout.image_bytes)
+    entry = skeleton.layout.entries[skeleton.zip_parts.pickle_entry]
+    loaded = load_structure(file.overlaid(entry.offset, pickled))
+    versions: dict[str, Any] = loaded["net"]._metadata
+    return versions
+
+
+def test_tensors_that_are_tied_on_one_rank_alone_have_places_of_their_own() -> None:
+    tied = torch.ones(3)
+    states: list[State] = [{"a": torch.zeros(2)}, {"b": tied, "c": tied}]
+    layouts = [skeleton.layout for skeleton, _ in planned(states)]
+    assert len({layout.digest for layout in layouts}) == 1
+    entry_of = {tensor.path: tensor.entry for tensor in layouts[1].tensors}
+    assert len({*entry_of.values()}) == 3
 
 
 def test_a_plan_holds_while_the_tensors_do_and_no_longer() -> None:
