@@ -18,7 +18,7 @@ import torch
 from holdfast.errors import StateError
 from trainer_side.restore.region_targets import Claims, ScatterTarget
 from trainer_side.restore.structure import Structure, entry_at, once
-from trainer_side.state.split_tensor import Held, Split, held, is_split
+from trainer_side.state.split_tensor import Held, held, is_split
 from trainer_side.state.tree import children, tensor_paths
 
 
@@ -64,7 +64,7 @@ def split_parts(state: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, 
     trees = {
         name: live.get(name, value)
         for name, value in state.items()
-        if name in live or isinstance(value, dict | list | tuple | Split)
+        if name in live or isinstance(value, dict | list | tuple) or is_split(value)
     }
     found = list(_leaves(trees))
     clear = once(path for path, _ in found)
@@ -148,7 +148,7 @@ def place(
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """All tensors and `Split`s of a tree, as `tensor_paths` names them."""
+    """All tensors of a tree and what is split by hand, as `tensor_paths` names them."""
     tensors = tensor_paths(tree)
     yield from tensors
     seen = {id(tree)}
@@ -156,7 +156,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     while pending:
         prefix, node = pending.pop()
         for key, value in children(node):
-            if isinstance(value, Split):
+            if is_split(value) and not isinstance(value, torch.Tensor):
                 yield f"{prefix}{key}", value
             elif isinstance(value, dict | list | tuple) and id(value) not in seen:
                 seen.add(id(value))

@@ -19,7 +19,7 @@ import torch
 from holdfast.errors import StateError
 from holdfast.image.layout import SPLIT
 from holdfast.image.regions import Region
-from trainer_side.state.split_tensor import Held, Split, StagePart, held, is_split, live_of, local_of
+from trainer_side.state.split_tensor import Held, StagePart, hand_split, held, is_split, live_of, local_of
 from trainer_side.state.survey import StoragePart, StorageSource
 from trainer_side.state.tree import Ownership, children
 
@@ -39,8 +39,9 @@ class _Mark(NamedTuple):
             if is_split(value.value):
                 return cls.of(value.value)
             return cls(None, value.is_here, value.shape, value.value.dtype, tuple(value.value.shape))
-        if isinstance(value, Split):
-            return cls(None, value.start, value.shape, value.tensor.dtype, tuple(value.tensor.shape))
+        split = hand_split(value)
+        if split is not None:
+            return cls(None, split.start, split.shape, split.tensor.dtype, tuple(split.tensor.shape))
         local = local_of(value)
         return cls(value.device_mesh, value.placements, tuple(value.shape), value.dtype, tuple(local.shape))
 
@@ -139,9 +140,12 @@ class Shards:
 
         def replace(path: str, value: Any) -> torch.Tensor:
             known = self._known.get(path)
-            if known is None or _Mark.of(value) != known.mark:
-                raise _OtherError
-            live[path] = live_of(value)
+            try:
+                if known is None or _Mark.of(value) != known.mark:
+                    raise _OtherError
+                live[path] = live_of(value)
+            except StateError as error:
+                raise _OtherError from error  # the new plan says it, with the path
             local = local_of(live[path]).detach()
             if type(local) is not torch.Tensor or not local.is_contiguous():
                 raise _OtherError

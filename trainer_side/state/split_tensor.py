@@ -2,6 +2,7 @@
 
     DTensor (FSDP2, HSDP, tensor parallelism)      mesh and placements say which region of the whole it is
     Split(tensor, shape, start)                    the script says it: experts, shards of Megatron, partitions of ZeRO
+    an object with __create_chunk_list__()         says it to torch.distributed.checkpoint, and here becomes a `Split`
     StagePart                                      a tensor that not every rank has: all of it, one of these, or nothing
 
 What a DTensor claims and what it holds may differ (uneven sizes under FSDP2 and tensor parallelism); here that is seen,
@@ -22,6 +23,10 @@ from holdfast.image.regions import Region
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+_CHUNKS = "__create_chunk_list__"
+_BY_HAND = "hand over what it is made of as Split(tensor, shape, start)"
 
 
 class Split:
@@ -96,7 +101,19 @@ class Held(NamedTuple):
 
 def is_split(value: object) -> bool:
     """Whether it is a part of a tensor: `held` says which."""
-    return isinstance(value, Split | StagePart) or _is_dtensor(value)
+    return hasattr(type(value), _CHUNKS) or isinstance(value, Split | StagePart) or _is_dtensor(value)
+
+
+def hand_split(value: object) -> Split | None:
+    """What is split by hand, as a `Split`; None for DTensors and what is not split.
+
+    Raises:
+        StateError: An object that says its part to torch.distributed.checkpoint does not have it in one piece of its
+            own memory; the message lacks the path.
+    """
+    if isinstance(value, Split):
+        return value
+    return _of_chunks(value) if hasattr(type(value), _CHUNKS) and not _is_dtensor(value) else None
 
 
 def held(value: object) -> Held | None:
@@ -112,19 +129,21 @@ def held(value: object) -> Held | None:
             local = _plain(value.value.detach())
             return Held(value.shape, Region((0,) * len(value.shape), value.shape), local)
         value = value.value
-    if isinstance(value, Split):
-        local = value.tensor.detach()
-        return Held(value.shape, Region(value.start, tuple(local.shape)), _plain(local))
-    if not _is_dtensor(value):
+    if _is_dtensor(value):
+        return _of_dtensor(value)  # type: ignore[arg-type]
+    split = hand_split(value)
+    if split is None:
         return None
-    return _of_dtensor(value)  # type: ignore[arg-type]
+    local = split.tensor.detach()
+    return Held(split.shape, Region(split.start, tuple(local.shape)), _plain(local))
 
 
 def live_of(value: Any) -> torch.Tensor:
     """The tensor of the state, in which torch counts the changes in place: of a DTensor, not the one inside it."""
     if isinstance(value, StagePart):
         return live_of(value.value)
-    tensor: torch.Tensor = value.tensor if isinstance(value, Split) else value
+    split = hand_split(value)
+    tensor: torch.Tensor = value if split is None else split.tensor
     return tensor
 
 
@@ -140,6 +159,45 @@ def _is_dtensor(value: object) -> bool:
         kind.__module__.startswith("torch.distributed.tensor") and kind.__qualname__ == "DTensor"
         for kind in type(value).__mro__
     )
+
+
+def _of_chunks(value: Any) -> Split:
+    """Of what torch.distributed.checkpoint asks it, too; and of its `shape`, that of the whole."""
+    kind = f"a {type(value).__module__}.{type(value).__qualname__}"
+    try:
+        parts, shape = _parts_of(value), tuple(map(int, value.shape))
+    except Exception as error:  # the user's code may raise anything; it is named, and kept as the cause
+        raise StateError(
+            f"{kind}, which has {_CHUNKS}(), and cannot be asked for its part and its shape: {error!r}; {_BY_HAND}"
+        ) from error
+    if len(parts) != 1:
+        raise StateError(
+            f"{kind} of {len(parts)} parts on this rank, expected 1: {_BY_HAND}, each under a name of its own"
+        )
+    ((start, size, tensor, again),) = parts
+    if tuple(tensor.shape) != size:
+        raise StateError(
+            f"{kind} that says it has {list(size)} of {list(shape)} on this rank, and has {list(tensor.shape)}; "
+            f"{_BY_HAND}"
+        )
+    if type(tensor) is torch.Tensor and tensor.numel() and tensor.data_ptr() != again.data_ptr():
+        raise StateError(
+            f"{kind} that gives a copy of its part each time it is asked, so that nothing can be restored into it; "
+            f"{_BY_HAND}"
+        )
+    return Split(tensor, shape, start)
+
+
+def _parts_of(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor, torch.Tensor]]:
+    """Start, size and tensor of each part, and the tensor once more."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    found = []
+    for number, chunk in enumerate(value.__create_chunk_list__()):
+        place = MetadataIndex("", chunk.offsets, number)
+        tensor, again = (value.__get_tensor_shard__(place).detach() for _ in range(2))
+        found.append((tuple(chunk.offsets), tuple(chunk.sizes), tensor, again))
+    return found
 
 
 def _of_dtensor(tensor: DTensor) -> Held:
