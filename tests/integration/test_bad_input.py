@@ -131,7 +131,7 @@ def test_a_tier_that_one_rank_cannot_use_ends_the_first_save_of_all(tmp_path: Pa
 # -- two writers --------------------------------------------------------------------------------------------
 
 
-def test_a_second_stager_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+def check_a_second_stager_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     check_a_second_stager(tmp_path, beside=True)
 
 
@@ -175,7 +175,7 @@ def is_of(pid: int, runtime: Path) -> bool:
 # -- states that cannot be saved ----------------------------------------------------------------------------
 
 
-def test_ranks_with_different_layouts(tmp_path: Path) -> None:
+def check_ranks_with_different_layouts(tmp_path: Path) -> None:
     cluster = cluster_on(tmp_path, str(tmp_path / "store"))
     with cluster.start(RANKS, "layouts", "2") as job:
         assert job.wait(SECONDS_MAX) != 0, job.output()
@@ -263,7 +263,7 @@ DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
 ]
 
 
-def test_restore_passes_over_every_kind_of_damage_with_the_reason(tmp_path: Path) -> None:
+def check_restore_passes_over_every_kind_of_damage_with_the_reason(tmp_path: Path) -> None:
     store = tmp_path / "store"
     cluster = cluster_on(tmp_path, str(store))
     with cluster.start(RANKS, "plain", "7") as job:

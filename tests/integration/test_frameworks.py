@@ -1,4 +1,4 @@
-"""The loops that people have: an example is killed by SIGKILL and goes on to the bit. The others do at night."""
+"""The loops that people have: an example is killed by SIGKILL and goes on to the bit, at night; torchrun is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trained(
 
 
 @pytest.mark.timeout(4 * SECONDS_MAX)
-def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+def check_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     check_goes_on(tmp_path, "accelerate", STEPS, SAVES, saved=29, pause_at=33)
 
 

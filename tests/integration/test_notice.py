@@ -134,7 +134,7 @@ def check_resumes(spot: Spot, reference: Path, saved: int) -> None:
     check_continued(reference, spot.cluster, 1, 2, start=saved + 1, steps=STEPS)
 
 
-def test_a_rank_that_is_told_and_then_killed_loses_nothing_before_its_step(
+def check_a_rank_that_is_told_and_then_killed_loses_nothing_before_its_step(
     make: Callable[[int], Spot], reference: Path
 ) -> None:
     spot = make(2)
@@ -156,7 +156,7 @@ def test_a_rank_that_is_told_and_then_killed_loses_nothing_before_its_step(
     check_resumes(spot, reference, saved)
 
 
-def test_a_notice_that_comes_too_late_is_said_and_breaks_nothing(
+def check_a_notice_that_comes_too_late_is_said_and_breaks_nothing(
     make: Callable[[int], Spot], reference: Path
 ) -> None:
     spot = make(2)

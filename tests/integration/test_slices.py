@@ -370,7 +370,7 @@ def test_both_ways_make_the_same_file(run_dir: Path, image: Image, start: Start)
 
 
 @pytest.mark.parametrize("where", ["slices_read#2", "file_named", "image_named", "image_listed", "verifying"])
-def test_a_flusher_that_is_killed_anywhere_is_followed_by_one_that_ends_it(
+def check_a_flusher_that_is_killed_anywhere_is_followed_by_one_that_ends_it(
     run_dir: Path, image: Image, start: Start, where: str
 ) -> None:
     put(run_dir, image, attempt=1, step=5)
@@ -442,7 +442,7 @@ for step in (5, 6):
     ("where", "newest"),
     [("file_named#2", 0), ("slice_stored#5", 5), ("slice_sealed#5", 5), ("slice_sealed#6", 6)],
 )
-def test_ranks_that_are_killed_anywhere_leave_the_newest_complete_set(
+def check_ranks_that_are_killed_anywhere_leave_the_newest_complete_set(
     run_dir: Path, image: Image, tmp_path: Path, where: str, newest: int
 ) -> None:
     killed = subprocess.run(

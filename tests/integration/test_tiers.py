@@ -129,7 +129,7 @@ def test_beside_the_stager_a_killed_run_resumes_from_memory(cluster: Cluster, re
     assert durable >= {3, 11}, "the stager got them as well"
 
 
-def test_after_the_stager_s_death_ranks_write_to_the_store_themselves(
+def check_after_the_stager_s_death_ranks_write_to_the_store_themselves(
     tmp_path: Path, reference: Path
 ) -> None:
     env = {"HOLDFAST_TIERS": "store", "HOLDFAST_EVENTS": str(tmp_path / "events")}
@@ -174,7 +174,7 @@ def test_without_stager_and_tiers_the_message_names_both(tmp_path: Path) -> None
     assert "HOLDFAST_TIERS" in job.output()
 
 
-def test_a_killed_stager_ends_neither_training_nor_checkpoints(cluster: Cluster, reference: Path) -> None:
+def check_a_killed_stager_ends_neither_training_nor_checkpoints(cluster: Cluster, reference: Path) -> None:
     with cluster.start(RANKS, *RUN, str(PAUSE_AT)) as job:
         wait_for_pause(cluster, job, kept=SAVED)
         os.kill(stager_of(cluster.runtime), signal.SIGKILL)

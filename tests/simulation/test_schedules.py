@@ -16,7 +16,7 @@ import pytest
 
 from tests.simulation.images import SPARED_VARIABLE
 
-SCHEDULES = int(os.environ.get("SIMULATION_SCHEDULES", "1500"))
+SCHEDULES = int(os.environ.get("SIMULATION_SCHEDULES", "1000"))
 FIRST_SEED = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
 WORKERS = 2
 SECONDS_MAX = 600 + SCHEDULES // 8  # a machine that is busy with other things; alone it takes minutes

@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import test_back_pressure as nightly
 from tests.integration.test_back_pressure import MIB, RANKS, SMALL, Pressed, check_alike
 from tests.support.cluster import load, same
 from tests.support.throttled_site import sitecustomize
 
 pytestmark = [pytest.mark.mpi]
+
+test_a_killed_stager_costs_the_checkpoints_and_nothing_else = (
+    nightly.check_a_killed_stager_costs_the_checkpoints_and_nothing_else
+)
+test_a_missed_wait_says_who_waited_for_whom = nightly.check_a_missed_wait_says_who_waited_for_whom
 
 
 def test_on_full_wait_takes_every_step(tmp_path: Path) -> None:

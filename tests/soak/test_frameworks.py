@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigError
+from tests.integration import test_frameworks as nightly
 from tests.integration.test_frameworks import RANKS, SAVES, SECONDS_MAX, STEPS, check_goes_on
 from tests.support.cluster import load
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(4 * SECONDS_MAX)]
+
+test_a_killed_run_goes_on_to_the_bit = nightly.check_a_killed_run_goes_on_to_the_bit
 
 
 def test_a_killed_run_of_the_trainer_goes_on_to_the_bit(tmp_path: Path) -> None:

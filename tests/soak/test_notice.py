@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import test_notice as nightly
 from tests.integration.test_notice import (
     _WAIT_SECONDS_MAX,
     NEVER,
@@ -22,6 +23,14 @@ from tests.integration.test_notice import (
 from tests.support.cluster import load, losses, same, wait_until
 
 pytestmark = [pytest.mark.mpi]
+
+memory = nightly.memory
+test_a_rank_that_is_told_and_then_killed_loses_nothing_before_its_step = (
+    nightly.check_a_rank_that_is_told_and_then_killed_loses_nothing_before_its_step
+)
+test_a_notice_that_comes_too_late_is_said_and_breaks_nothing = (
+    nightly.check_a_notice_that_comes_too_late_is_said_and_breaks_nothing
+)
 
 
 @pytest.mark.parametrize("name", ["sigterm", "sigusr1"])

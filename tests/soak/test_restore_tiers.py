@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.integration import test_restore_tiers as nightly
 from tests.integration.test_restore_tiers import Cluster, cluster
 
 pytestmark = [pytest.mark.mpi]
+
+test_a_rank_that_is_killed_while_it_restores_changes_nothing = (
+    nightly.check_a_rank_that_is_killed_while_it_restores_changes_nothing
+)
 
 
 def test_three_ranks_go_on_from_what_two_have_kept(cluster: Cluster) -> None:

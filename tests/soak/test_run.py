@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 
 from holdfast.ring.directory import runtime_directory
+from tests.integration import test_run as nightly
 from tests.integration.test_run import Run, check_resumed, run
 from tests.support.cluster import check_continued, load, wait_until
 from tests.support.main_job import SAVED, STEPS
 
 pytestmark = [pytest.mark.mpi]
+
+test_a_checkpoint_that_the_job_crashes_on_is_set_aside_and_the_run_ends_well = (
+    nightly.check_a_checkpoint_that_the_job_crashes_on_is_set_aside_and_the_run_ends_well
+)
+test_what_the_store_has_not_got_yet_is_restored_from_the_ring = (
+    nightly.check_what_the_store_has_not_got_yet_is_restored_from_the_ring
+)
 
 
 def test_one_rank_is_enough(run: Run, reference: Path) -> None:

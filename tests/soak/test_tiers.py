@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import test_tiers as nightly
 from tests.integration.test_tiers import (
     RANKS,
     SMALL_ALONE,
@@ -25,6 +26,13 @@ from tests.support.cluster import Cluster, check_continued
 from tests.support.main_job import PAUSE_AT, RUN, SAVED, STEPS
 
 pytestmark = [pytest.mark.mpi]
+
+test_a_killed_stager_ends_neither_training_nor_checkpoints = (
+    nightly.check_a_killed_stager_ends_neither_training_nor_checkpoints
+)
+test_after_the_stager_s_death_ranks_write_to_the_store_themselves = (
+    nightly.check_after_the_stager_s_death_ranks_write_to_the_store_themselves
+)
 
 
 def test_a_store_that_is_gone_is_not_needed(cluster: Cluster, reference: Path) -> None:

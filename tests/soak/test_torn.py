@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integration.jobs import fingerprint
-from tests.integration.test_torn import _alarms, _run
+from tests.integration.test_torn import SAVES_IN_LAYERS, _alarms, _run, check_layers
 
 pytestmark = [pytest.mark.mpi]
 
@@ -52,3 +52,8 @@ def test_without_the_gate_checkpoints_are_torn(tmp_path: Path, split: tuple[str,
     if split:
         return  # nothing is there twice to be compared
     assert _alarms(events), "no fingerprint is torn without the gate: that none is with it shows nothing"
+
+
+@pytest.mark.timeout(300 + SAVES_IN_LAYERS)
+def test_no_checkpoint_of_split_tensors_mixes_two_steps(tmp_path: Path) -> None:
+    check_layers(tmp_path, "--sharded")

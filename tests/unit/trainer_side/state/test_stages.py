@@ -167,7 +167,7 @@ def test_optimizers_are_keyed_by_name_as_torch_keys_them() -> None:
     state = stepped(0, 2)
     names = first_names(parameter_names(state))
     ours = by_name(collect(state), names, names)["optimizer"]
-    theirs = get_optimizer_state_dict(state["net"], state["optimizer"])
+    theirs: Any = get_optimizer_state_dict(state["net"], state["optimizer"])
     assert ours["state"].keys() == theirs["state"].keys()
     assert ours["param_groups"][0]["params"] == theirs["param_groups"][0]["params"]
     for name, moments in ours["state"].items():
