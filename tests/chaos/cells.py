@@ -2,8 +2,7 @@
 
     stage     a point that a process reaches (holdfast/faultpoint.py), in the second of three checkpoints
     victims   who gets SIGKILL there; when others than who reaches it, that one is held by SIGSTOP until they are dead
-    cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere, with a
-              state that each rank holds or one that FSDP2 has split
+    cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere
 
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
 `regular` is run by `make check` as well: a cell for each set of victims (of the flusher, one that is killed again in
@@ -22,7 +21,6 @@ __all__ = [
     "MOMENTS",
     "RANKS",
     "SAVES",
-    "SPLIT_CELLS",
     "STAGES",
     "STEPS",
     "TORN_CELLS",
@@ -183,7 +181,6 @@ class Cell(NamedTuple):
     ulfm: bool = True
     store: str = "directory"
     elsewhere: bool = False
-    split: bool = False
 
     @property
     def regular(self) -> bool:
@@ -199,7 +196,6 @@ class Cell(NamedTuple):
                 ("S3", self.store == "s3"),
                 ("without ULFM", not self.ulfm),
                 ("elsewhere", self.elsewhere),
-                ("FSDP2", self.split),
             )
             if said
         )
@@ -226,21 +222,4 @@ def _cells() -> tuple[Cell, ...]:
 
 
 CELLS = _cells()
-_SPLIT = (
-    ("before the offer", "a rank"),
-    ("mid-copy", "a rank"),
-    ("mid-chunk", "a rank"),
-    ("mid-chunk", "all ranks"),
-    ("mid-chunk", "everything"),
-    ("chunk received", "stager"),
-    ("sealed, not staged", "stager"),
-    ("staged", "all ranks"),
-    ("mid-part", "flusher"),
-    ("mid-part", "stager and flusher"),
-    ("killed again in recovery", "flusher"),
-    ("between file and manifest", "the machine"),
-    ("mid-restore", "all ranks"),
-)
-_STAGES_BY_NAME = {stage.name: stage for stage in (*STAGES, *MOMENTS)}
-SPLIT_CELLS = tuple(Cell(_STAGES_BY_NAME[stage], _BY_NAME[victims], split=True) for stage, victims in _SPLIT)
 TORN_CELLS = (Cell(TORN, _BY_NAME["a rank"]), Cell(TORN, _BY_NAME["everything"]))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -33,7 +32,6 @@ from tests.support import other_host_site
 from tests.support.fsspec_site import sitecustomize as fsspec_driver
 from tests.support.images import Image
 from tests.support.job import REPOSITORY
-from tests.support.split_images import cut_up
 from tests.support.stager_client import StagerClient
 
 __all__ = [
@@ -62,19 +60,16 @@ TORN_STEP = 8
 
 
 class FreezeCell(NamedTuple):
-    """One run. `number`: at which act A stands still. `torn`: whether a step is withdrawn meanwhile, half received.
-    `split`: whether the tensors are split among the ranks."""
+    """One run. `number`: at which act A stands still. `torn`: whether a step is withdrawn meanwhile, half received."""
 
     store: str
     number: int
     torn: bool = False
-    split: bool = False
 
     @property
     def act(self) -> str:
         """Its row in the table."""
-        torn = ", a torn step withdrawn meanwhile" if self.torn else ""
-        return f"act {self.number}{torn}{', split state' if self.split else ''}"
+        return f"act {self.number}" + (", a torn step withdrawn meanwhile" if self.torn else "")
 
     @property
     def name(self) -> str:
@@ -84,7 +79,7 @@ class FreezeCell(NamedTuple):
     @property
     def regular(self) -> bool:
         """Whether `make check` runs it: before a file's name, a manifest, a removal."""
-        return (self.store, self.number, self.torn) in _REGULAR and not self.split
+        return (self.store, self.number, self.torn) in _REGULAR
 
 
 _REGULAR = {
@@ -99,8 +94,6 @@ _REGULAR = {
 FREEZE_CELLS = (
     *(FreezeCell(store, number) for number in range(1, ACTS + 1) for store in ("directory", "S3")),
     *(FreezeCell(store, number, torn=True) for number in (2, 7) for store in ("directory", "S3")),
-    *(FreezeCell("directory", number, split=True) for number in (1, 2)),
-    FreezeCell("directory", 2, torn=True, split=True),
 )
 
 
@@ -121,12 +114,7 @@ def freeze_parameters(cells: Iterable[FreezeCell]) -> list[object]:
 def play_freeze(cell: FreezeCell, request: pytest.FixtureRequest, directory: Path) -> None:
     """Play one cell at a fresh run."""
     url, env = _place(cell.store, request, directory)
-
-    def image(seed: int) -> Image:
-        made = image_of(directory, seed, nbytes=IMAGE_BYTES, chunk_bytes=CHUNK_BYTES)
-        return cut_up(made, random.Random(seed)) if cell.split else made
-
-    ours = [image(seed) for seed in (1, 2)]
+    ours = [image_of(directory, seed, nbytes=IMAGE_BYTES, chunk_bytes=CHUNK_BYTES) for seed in (1, 2)]
     fired = directory / "fired"
     fired.mkdir()
     fault = f"flusher@claim_seen#{cell.number}"
@@ -137,7 +125,7 @@ def play_freeze(cell: FreezeCell, request: pytest.FixtureRequest, directory: Pat
         for step in STEPS:
             stager.save(ours[0], step)
         if cell.torn:  # half of it has come, with the CRCs that its sender made of what it had copied
-            torn = image(3)
+            torn = image_of(directory, 3, nbytes=IMAGE_BYTES, chunk_bytes=CHUNK_BYTES)
             stager.begin(torn, TORN_STEP)
             stager.send(torn, TORN_STEP, range(torn.layout.chunks // 2))
         process = psutil.Process(frozen.process.pid)

@@ -52,11 +52,10 @@ class DirectoryPlace:
 
     settings = ("--chunk-bytes", "64KiB", "--ring-bytes", "4MiB")
     size: Mapping[str, str] = {"CHAOS_WIDTH": "3200"}
-    split_size: Mapping[str, str] = {**size, "CHAOS_SPLIT": "1"}
 
-    def __init__(self, directory: Path, *, split: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.url, self.env = str(directory), self.split_size if split else self.size
+        self.url, self.env = str(directory), self.size
 
     def objects(self) -> set[str]:
         """As `Place`."""
