@@ -5,8 +5,8 @@
     cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere
 
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
-`regular` is run by `make check` as well: a cell for each set of victims (of the flusher, one that is killed again in
-recovery), and a torn copy.
+`regular` is run by `make check` as well: a cell for each set of victims, a flusher that is killed again in recovery, and
+a torn copy.
 """
 
 from __future__ import annotations
@@ -144,9 +144,10 @@ _REGULAR = frozenset(
         "mid-copy x all ranks",
         "mid-chunk x mpirun (without ULFM)",
         "sealed, not staged x stager",
-        "mid-part x stager and flusher",
+        "mid-part x stager and flusher (S3)",
         "all parts written x everything",
         "between file and manifest x the machine",
+        "mid-retention x flusher",
         "killed again in recovery x flusher",
         "torn on another rank x a rank",
     }
