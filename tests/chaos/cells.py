@@ -5,8 +5,8 @@
     cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere
 
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
-`regular` is run by `make check` as well: a cell for each set of victims, a flusher that is killed again in recovery, and
-a torn copy.
+`regular` is run by `make check` as well: a cell for each set of victims, a flusher that is killed again in recovery,
+and a torn copy.
 """
 
 from __future__ import annotations
