@@ -6,7 +6,7 @@ Byte tables in docs/ring.md. One 4096-byte header, then one 8192-byte record per
 
 Rules that make a kill at any instruction harmless:
 1. Each state has one writer; no locks.
-2. What a state promises is written, with its CRC, before the state word, which is one aligned 4-byte store.
+2. What a state promises is written, with its CRC, before the state word, of which one store changes one byte.
 3. FILLING and FULL have a CRC each, over fields that the other does not rewrite, so a record torn in `mark_full` is
    still a whole FILLING record.
 4. A slot that is freed keeps its record, and its bytes. `mark_filling` takes the content part away first of all, so a
@@ -127,7 +127,7 @@ class Journal:
     @staticmethod
     def write_header(memory: mmap.mmap, header: Header, version: int = _VERSION) -> None:
         """Write a new header; the records behind it must be zero, which is FREE."""
-        # The CRC is that of version 1, so that another version is one aligned store.
+        # The CRC is that of version 1, so that another version is one store of one byte.
         raw = _HEADER.pack(_MAGIC, _VERSION, header.ring_chunks, header.chunk_bytes, header.attempt)
         crc = _STATE.pack(crc32(raw))
         raw = raw[:_VERSION_OFFSET] + _STATE.pack(version) + raw[_VERSION_OFFSET + _STATE.size :]
@@ -166,7 +166,7 @@ class Journal:
         pairs = b"".join(_PAIR.pack(*pair) for pair in ordered)
         if len(ordered) > SOURCES_INSIDE_MAX:
             # Version 2 first: who reads version 1 alone must not meet a record that it cannot read.
-            _STATE.pack_into(self._memory, _VERSION_OFFSET, _VERSION_MORE)
+            self._memory[_VERSION_OFFSET] = _VERSION_MORE  # one store: `pack_into` clears the word before
             self._more.write(slot, pairs[SOURCES_INSIDE_MAX * _PAIR.size :])
         inside = pairs[: SOURCES_INSIDE_MAX * _PAIR.size]
         self._memory[base + _PAIRS_OFFSET : base + _PAIRS_OFFSET + len(inside)] = inside
@@ -259,7 +259,9 @@ class Journal:
         return HEADER_BYTES + slot * RECORD_BYTES
 
     def _set(self, base: int, state: SlotState) -> None:
-        _STATE.pack_into(self._memory, base, state)
+        # One store of one byte, the lowest. `pack_into` clears the word before it writes it: a stager that saw FREE
+        # in between, and said FILLING, would have had that overwritten by the flusher's FREE.
+        self._memory[base] = state
 
     def _read_header(self) -> Header:
         if len(self._memory) < HEADER_BYTES:

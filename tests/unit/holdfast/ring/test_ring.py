@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,8 +21,9 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigError, ProtocolError
 from holdfast.image.layout import SOURCES_MAX, Entry, Layout
 from holdfast.ring.directory import runtime_directory
-from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SOURCES_INSIDE_MAX, SlotState
+from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SOURCES_INSIDE_MAX, Header, Journal, SlotState
 from holdfast.ring.ring import Ring
+from holdfast.ring.side_files import SourceFiles
 
 CHUNK_BYTES = 8192
 RING_CHUNKS = 4
@@ -97,6 +100,33 @@ def test_states_change_only_along_the_table(ring: Ring) -> None:
     ring.mark_full(1, [(0, 0)], 10)
     ring.free(1)
     assert ring.state(1) is SlotState.FREE
+
+
+class Stores(mmap.mmap):
+    """Memory of a journal that keeps what was stored where. `struct.pack_into` would come past it."""
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self.seen: list[tuple[Any, Any]] = [*getattr(self, "seen", []), (place, value)]
+        super().__setitem__(place, value)
+
+
+def test_a_state_is_one_store_of_one_byte(directory: Path) -> None:
+    """In two, the other process sees a state that nobody has set, and what it answers is overwritten by the second."""
+    header = Header(CHUNK_BYTES, 2, 1)
+    memory = Stores(-1, header.journal_bytes)
+    Journal.write_header(memory, header)
+    journal = Journal(memory, "journal", SourceFiles(directory))
+    place = HEADER_BYTES + RECORD_BYTES
+    changes: list[tuple[Callable[[], None], SlotState]] = [
+        (lambda: journal.mark_filling(1, 1, 5, 0), SlotState.FILLING),
+        (lambda: journal.mark_full(1, [(0, 7)], 100), SlotState.FULL),
+        (lambda: journal.free(1), SlotState.FREE),
+    ]
+    for change, state in changes:
+        change()
+        assert journal.state(1) is state
+        assert memory.seen[-1] == (place, state)
+    assert [value for where, value in memory.seen if where == place] == [1, 2, 0]
 
 
 def _sources(count: int) -> list[tuple[int, int]]:
