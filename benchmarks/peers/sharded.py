@@ -4,8 +4,8 @@
     HuggingFace      async_save as safetensors, which rank 0 consolidates into one file: safetensors opens that
     FullStateDict    all shards gathered on rank 0, and torch.save
 
-What rank 0 does after the shards are written, it does in a thread of the rank, as soon as they are there: a process of
-its own would have to be started first. Each file is synced, the optimizer is in each.
+Once the shards are written, a thread of rank 0 makes the one file of them: a process of its own would have to be
+started first. Each file is synced, the optimizer is in each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class _TensorPlanner(DefaultSavePlanner):
     pass
 
 
-class _Dcp:
+class _Dcp(ABC):
     """An asynchronous save of DCP, and what rank 0 makes of it; staged in the background and awaited by the update."""
 
     _planner: type[DefaultSavePlanner] = _StatePlanner
@@ -110,11 +111,11 @@ class _Dcp:
     def _state(self) -> dict[str, Any]:
         return self._workload.state_dict()
 
-    def _writer(self) -> FileSystemWriter:
-        raise NotImplementedError
+    @abstractmethod
+    def _writer(self) -> FileSystemWriter: ...
 
-    def _make_whole(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _make_whole(self) -> None: ...
 
 
 class DcpToTorch(_Dcp):

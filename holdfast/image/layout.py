@@ -35,9 +35,8 @@ from holdfast.errors import ProtocolError
 from holdfast.image.regions import Extent, Pattern, Share, joined
 from holdfast.price import inflate_json
 
-SOURCES_MAX = (
-    16384  # ranks that may send into one chunk: each costs the stager a receive and a line of the journal
-)
+# Ranks that may send into one chunk: each costs the stager a receive, and a line of the journal.
+SOURCES_MAX = 16384
 CHUNK_BYTES = 16 * 1024 * 1024
 REPLICATED = -1  # owner of an entry that every rank holds with the same bytes
 SPLIT = -2  # owner of an entry with the first pattern; -3 with the second one, and so on

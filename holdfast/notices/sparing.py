@@ -78,7 +78,7 @@ NOBODY = Sparing()
 
 
 def warning_of(layout: Layout, rank: int, name: str) -> str:
-    """What a spared rank holds that no other can send, and what that means; empty where others hold all of it."""
+    """A line about the bytes that only this spared rank can send; empty where other ranks hold all of them."""
     spared = set(layout.spared)
     nbytes = 0
     for number, entry in enumerate(layout.entries):

@@ -67,7 +67,7 @@ def sync_directory(directory: Path | int) -> None:
 def opened_directory(root: Path, directory: Path) -> Iterator[int]:
     """A descriptor of `directory`, which lies below `root`. No link on the way from `root` is followed.
 
-    What is done relative to it is done in that very directory, even if its path leads elsewhere by then.
+    Calls relative to it act in that very directory, even if its path leads elsewhere by then.
 
     Raises:
         StoreError: A part of the way is a symbolic link; names it.

@@ -190,7 +190,7 @@ def _patterns(
             tensor.
     """
     numbers: dict[Pattern, int] = {}
-    # What all ranks say of a row → its pattern: most rows are alike.
+    # The ranks' regions of a row → its pattern. Most rows are alike.
     by_regions: dict[tuple[object, ...], int] = {}
     split_rows: list[tuple[int, int]] = []
     for row, of_ranks in saids.items():
