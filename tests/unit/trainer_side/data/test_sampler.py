@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -88,6 +88,7 @@ class _Attempt:
         self.prefetched = data.draw(st.integers(0, 5))
 
 
+@settings(max_examples=60)
 @given(length=st.integers(1, 60), attempts=st.integers(1, 5), shuffle=st.booleans(), data=st.data())
 def test_killed_anywhere_on_any_ranks_it_takes_each_sample_once(
     length: int, attempts: int, shuffle: bool, data: st.DataObject
@@ -112,6 +113,7 @@ def test_killed_anywhere_on_any_ranks_it_takes_each_sample_once(
     assert counted == _order(length, len(counted), shuffle=shuffle)
 
 
+@settings(max_examples=50)
 @given(length=st.integers(1, 60), batch_size=st.integers(1, 4), kills=st.lists(st.integers(0, 9), max_size=4))
 def test_as_many_ranks_take_the_same_batches(length: int, batch_size: int, kills: list[int]) -> None:
     taken: list[list[int]] = []

@@ -79,7 +79,7 @@ def saved_by_dcp(folder: Path, state: Any) -> None:
         save(state, checkpoint_id=folder, no_dist=True)
 
 
-def test_dcp_itself_loads_what_was_exported_without_holdfast(tmp_path: Path, run: Command) -> None:
+def check_dcp_itself_loads_what_was_exported(tmp_path: Path, run: Command) -> None:
     state = training_state()
     state["dtypes"] = {str(dtype): _filled(dtype, [3, 5], 7) for dtype in DTYPES}
     base = torch.arange(60.0).reshape(6, 10)
@@ -106,6 +106,11 @@ def test_dcp_itself_loads_what_was_exported_without_holdfast(tmp_path: Path, run
         assert _bits(dense[0]) == _bits(dense[1]), path
     assert loaded["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
     assert (loaded["epoch"], loaded["best"]) == (3, float("inf"))
+
+
+def test_a_folder_of_dcp_is_replaced_by_force_alone_and_nothing_else_is(tmp_path: Path, run: Command) -> None:
+    publish(tmp_path / "run", 3, training_state())
+    assert run("export", tmp_path / "run", tmp_path / "folder", "--to", "dcp")[0] == 0
     code, _, err = run("export", tmp_path / "run", tmp_path / "folder", "--to", "dcp")
     assert code == 2
     assert "--force" in err

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -177,26 +175,6 @@ def test_a_byte_that_changed_on_its_way_is_read_again(tmp_path: Path) -> None:
     big = torch.arange(1000.0)
     file = written(tmp_path, {"big": big}, store=Flipping(tmp_path / "run"))
     assert torch.equal(load_file(file)["big"], big)
-
-
-_HOLDS = """
-import resource, sys
-from pathlib import Path
-from holdfast.store import open_store
-from holdfast.checkpoints.catalog import Catalog
-from trainer_side.doors.safetensors_out import write_safetensors
-store = open_store(sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-write_safetensors(store, Catalog(store).get(), Path(sys.argv[2]), only=None, quiet=True)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    publish(tmp_path / "run", 3, {"big": torch.ones(24 << 20)}, chunk_bytes=16 << 20)
-    command = [sys.executable, "-c", _HOLDS, str(tmp_path / "run"), str(tmp_path / "out.safetensors")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 64 << 10, "KiB of memory for a file of 96 MiB"
 
 
 def test_the_values_are_exact() -> None:

@@ -66,7 +66,7 @@ def test_what_two_ranks_saved_comes_back_on_any_number(tmp_path: Path, ranks: in
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(drawn=_states())
 def test_any_state_comes_back_with_its_ties_whatever_lies_in_memory(drawn: dict[str, Any]) -> None:

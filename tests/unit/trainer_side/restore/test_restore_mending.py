@@ -146,7 +146,7 @@ def test_sizes_in_a_layout_are_not_believed(store: CountingStore, where: str) ->
     assert "step 5 (attempt 1)" in results[0].skipped[0]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_is_damaged_or_lost_the_newest_that_can_be_had_comes_back(data: st.DataObject) -> None:
     """Against an oracle that looks for each frame in all places."""

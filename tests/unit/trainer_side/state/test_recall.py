@@ -360,7 +360,7 @@ def test_over_many_random_changes_both_captures_are_the_same(seed: int, referenc
     recalled = 0
     changes = {**VALUES, **OTHER_TREE, **OTHER_TENSORS}
     del changes["an int instead of a step"]  # AdamW cannot go on with it
-    for count in range(60):
+    for count in range(40):
         what = CHANCE.choice([*(VALUES if CHANCE.random() < 0.7 else changes)])
         if count % 15 == 14:
             state = _state()
@@ -373,7 +373,7 @@ def test_over_many_random_changes_both_captures_are_the_same(seed: int, referenc
         if found is None:
             skeleton = make_plan(state, reserve=65536)
             taken(state, skeleton)
-    assert recalled > 12
+    assert recalled > 8
 
 
 TYING: dict[str, Callable[[State], Any]] = {

@@ -27,7 +27,7 @@ from trainer_side.tiers.tally import Order, StepVerdict
 from trainer_side.tiers.tier import Nearness, Tier
 
 NEAR, FAR = 0, 1
-SCHEDULES = 400
+SCHEDULES = 250
 
 
 def notice(seconds: float | None, kind: NoticeKind = NoticeKind.TERMINATE) -> Notice:

@@ -1,4 +1,4 @@
-"""How much memory a rank grows by while its parts of whole tensors come back from the store."""
+"""How much memory a process grows by while it restores its parts of whole tensors, and while it exports a file."""
 
 from __future__ import annotations
 
@@ -46,3 +46,23 @@ def test_memory_is_the_ranks_own_part_and_a_constant(tmp_path: Path, count: int)
     assert child.returncode == 0, child.stderr
     own_bytes = all_rows // 10 * 4096
     assert int(child.stdout) < own_bytes + _CONSTANT_BYTES < all_rows * 4096 // 2
+
+
+_EXPORT = """
+import resource, sys
+from pathlib import Path
+from holdfast.store import open_store
+from holdfast.checkpoints.catalog import Catalog
+from trainer_side.doors.safetensors_out import write_safetensors
+store = open_store(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+write_safetensors(store, Catalog(store).get(), Path(sys.argv[2]), only=None, quiet=True)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_an_export_takes_no_memory_for_the_file(tmp_path: Path) -> None:
+    publish(tmp_path / "run", 3, {"big": torch.ones(24 << 20)}, chunk_bytes=16 << 20)
+    command = [sys.executable, "-c", _EXPORT, str(tmp_path / "run"), str(tmp_path / "out.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64 << 10, "KiB of memory for a file of 96 MiB"
