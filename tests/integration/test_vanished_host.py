@@ -98,7 +98,8 @@ def test_a_host_that_vanishes_is_noticed_by_deadline_from_both_ends(tmp_path: Pa
         assert all(f"on host {hosts.name}" in line["name"] for line in silent)
         (failed,) = story.of("failed")
         assert failed["step"] == 7
-        assert f"{silent[0]['name']} has been silent for" in failed["message"]
+        # Both fell silent at once: either may be looked at first.
+        assert any(f"{line['name']} has been silent for" in failed["message"] for line in silent)
         assert [line["step"] for line in story.of("staged")] == [3]
         wait_until(lambda: bool(story.of("durable", "flusher")), SECONDS_MAX, "step 3 is not durable")
         # It comes through mpirun, and the wire is cut.
