@@ -26,7 +26,7 @@ from holdfast.telemetry.status_socket import serve_status
 from holdfast.telemetry.tracing import export_spans
 
 if TYPE_CHECKING:
-    from stager.mpi import TrainersPort
+    from stager.trainers_port import TrainersPort
 
 
 _log = logging.getLogger("holdfast.stager")
@@ -75,7 +75,7 @@ def stager(**arguments: Any) -> None:
     store.
     """
     # Here and not above: importing it starts MPI, which `holdfast --help` must not.
-    from stager.mpi import TrainersPort
+    from stager.mpi import MpiTrainersPort
 
     # mpirun passes this signal on to every process of the job; for trainers that watch it, it is a preemption notice.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -86,7 +86,7 @@ def stager(**arguments: Any) -> None:
         yield_to_training(config.niceness)
     except HoldfastError as error:
         problem = error  # the trainers must be told, so join them first
-    port = TrainersPort.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
+    port = MpiTrainersPort.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
     try:
         lost_ranks = _serve(port, config, problem)
     except (HoldfastError, click.exceptions.Exit):

@@ -12,7 +12,6 @@ leaves out. The rank checks the CRCs that the senders stated; one whose bytes ar
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 from holdfast.errors import ProtocolError
 from holdfast.ring.remains import Asked, held_in, tell_held
@@ -20,10 +19,7 @@ from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
 from stager.flusher_line import FlusherLine
-
-if TYPE_CHECKING:
-    from stager.mpi import TrainersPort
-
+from stager.trainers_port import TrainersPort
 
 _UNSENT_MAX = 2  # answers on their way to one rank: more would only take memory
 _WAITING_MAX = 1024  # questions of one rank

@@ -1,7 +1,7 @@
 """All MPI calls of the stager; the only file of this package that imports `mpi4py.MPI` (importing it starts MPI).
 
-    Port.join()   collective at start-up: who is a trainer; one communicator of our own
-    Port          control messages from and to every trainer, payloads straight into the ring, who is dead
+    MpiTrainersPort.join()   collective at start-up: who is a trainer; one communicator of our own
+    MpiTrainersPort          control messages from and to every trainer, payloads straight into the ring, who is dead
 
 Rules: errors are returned, never abort; nothing blocks or spins; a receive is posted before its credit is sent, so a
 payload always finds its place. Under ULFM (`mpirun --with-ft ulfm`) a dead trainer shows as an error on the probe; it
@@ -16,7 +16,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import mpi4py
 import numpy as np
@@ -25,6 +24,7 @@ from holdfast.errors import ConfigError, PeerLost
 from holdfast.image.regions import Extent
 from holdfast.process import FINALIZE_SECONDS_MAX, end_within
 from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Role, data_tag, payload_messages
+from stager.trainers_port import PollResult
 
 mpi4py.rc.thread_level = "serialized"  # one thread of this process talks to MPI
 mpi4py.rc.finalize = False  # it would wait for a process that dies meanwhile: decided at exit (`_finalize`)
@@ -41,7 +41,7 @@ _MESSAGES_PER_POLL_MAX = 256  # so that payloads are looked at, too, when a rank
 
 
 def _finalize() -> None:
-    """At exit, after everything else here: end MPI, unless a process of the job is dead. As in mpi.py."""
+    """At exit, after everything else here: end MPI, unless a process of the job is dead. As in trainer_side."""
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return
     world = MPI.COMM_WORLD
@@ -62,15 +62,7 @@ def _finalize() -> None:
 atexit.register(_finalize)
 
 
-@dataclass
-class PollResult:
-    """Result of one poll: `(trainer, message)` in order of arrival, and `(trainer, reason)` of newly lost trainers."""
-
-    messages: list[tuple[int, bytes]] = field(default_factory=list)
-    lost: list[tuple[int, str]] = field(default_factory=list)
-
-
-class TrainersPort:
+class MpiTrainersPort:
     """Everything between the stager and its trainers, who are numbered 0 to `ranks` - 1. Get one by `join`."""
 
     def __init__(self, control: MPI.Intracomm, trainers: Sequence[int]) -> None:
@@ -85,7 +77,7 @@ class TrainersPort:
         self.ranks = len(self._world_ranks)
 
     @classmethod
-    def join(cls, seconds_max: float) -> TrainersPort:
+    def join(cls, seconds_max: float) -> MpiTrainersPort:
         """Meet the other processes of the job. Collective, once.
 
         Raises:
@@ -111,7 +103,7 @@ class TrainersPort:
             raise ConfigError(
                 f"{len(stagers)} stagers in one MPI job, at world ranks {stagers.tolist()}; expected one"
             )
-        control = world.Dup()  # in the same order as trainer_side.ranks.mpi.World
+        control = world.Dup()  # in the same order as trainer_side.ranks.mpi_world.MpiWorld
         control.Set_errhandler(MPI.ERRORS_RETURN)
         world.Split(MPI.UNDEFINED, world.rank)
         if not len(trainers):

@@ -8,14 +8,12 @@ Only those of which SENT has come are looked at: the test of a request costs som
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
 from holdfast.ring.ring import Ring
-
-if TYPE_CHECKING:
-    from stager.mpi import TrainersPort
+from stager.trainers_port import TrainersPort
 
 
 class Arrival(NamedTuple):

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind, Welcome
-
-if TYPE_CHECKING:
-    from stager.mpi import TrainersPort
-
+from stager.trainers_port import TrainersPort
 
 _log = logging.getLogger("holdfast.stager")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from holdfast.config import StagerConfig
 from holdfast.errors import PeerLost
@@ -32,10 +31,7 @@ from stager.session.session_messages import FlusherGone, Tick
 from stager.stager_context import StagerContext
 from stager.trainer_desk import TrainerDesk
 from stager.trainers import Trainers
-
-if TYPE_CHECKING:
-    from stager.mpi import TrainersPort
-
+from stager.trainers_port import TrainersPort
 
 _log = logging.getLogger("holdfast.stager")
 

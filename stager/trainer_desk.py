@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError, ProtocolError
@@ -40,10 +39,7 @@ from stager.session.session_messages import (
     Sent,
 )
 from stager.stager_context import StagerContext
-
-if TYPE_CHECKING:
-    from stager.mpi import TrainersPort
-
+from stager.trainers_port import TrainersPort
 
 _log = logging.getLogger("holdfast.stager")
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from holdfast.telemetry.status_document import RankSaid, RankState
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
-
-if TYPE_CHECKING:
-    from stager.mpi import TrainersPort
-
+from stager.trainers_port import TrainersPort
 
 _BEAT_SECONDS_MAX = 5.0
 _BEATS_PER_LIMIT = 4  # so many go unanswered before a rank counts as silent

@@ -14,7 +14,6 @@ import platform
 import time
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from holdfast.checkpoints.claim import may_live, note_attempt
 from holdfast.checkpoints.slice_sets import sweep_uploads
@@ -29,10 +28,10 @@ from holdfast.wire.frames import Kind, Welcome
 from trainer_side.ledger import Ledger
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import NoStager
-from trainer_side.link.outgoing import StagerPort
 from trainer_side.link.to_stager import ToStager
 from trainer_side.ranks.distributed import refuse_other_launchers
 from trainer_side.ranks.peers import Peers, agree, gather
+from trainer_side.ranks.ports import StagerPort, World
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.tiers.keeper import Keeper, open_tiers
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
@@ -40,10 +39,6 @@ from trainer_side.tiers.step_slots import TierJob
 from trainer_side.tiers.tier import Tier
 from trainer_side.tiers.tier_report import TierReport
 from trainer_side.tiers.tier_set import NoTiers, TierSet
-
-if TYPE_CHECKING:
-    from trainer_side.ranks.mpi import World
-
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -61,11 +56,13 @@ def join(config: TrainerConfig) -> ToStager:
         PeerLost: Somebody did not come.
         HoldfastError: The stager could not start.
     """
-    from trainer_side.ranks.mpi import World  # starts MPI: not when somebody only imports this package
+    from trainer_side.ranks.mpi_world import (
+        MpiWorld,  # starts MPI: not when somebody only imports this package
+    )
 
-    world = World.join(config.start_seconds_max)
+    world = MpiWorld.join(config.start_seconds_max)
     refuse_other_launchers(world.ranks)
-    alone = world.stager is None
+    alone = not world.has_stager
     compare(config, world.peers(), alone=alone)
     return NoStager(config, world) if alone and config.tiers else meet_stager(config, world)
 
@@ -163,7 +160,7 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
     """
     if not config.tiers:
         return NoTiers(link.agree)
-    from trainer_side.ranks.mpi import World
+    from trainer_side.ranks.mpi_world import MpiWorld
 
     peers = link.peers
     tiers, error = _opened(config, link.store_url)
@@ -178,7 +175,7 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
     keeper = Keeper(
         tiers,
-        World.join(config.start_seconds_max).council(),
+        MpiWorld.join(config.start_seconds_max).council(),
         config,
         job=TierJob(attempt, job),
         inventory=inventory,

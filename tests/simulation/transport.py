@@ -30,7 +30,7 @@ __all__ = ["Job", "RankPort", "Seen", "StagerPort"]
 
 @dataclass
 class Seen:
-    """As `stager.mpi.PollResult`."""
+    """As `stager.trainers_port.PollResult`."""
 
     messages: list[tuple[int, bytes]] = field(default_factory=list)
     lost: list[tuple[int, str]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Job:
 
 
 class StagerPort:
-    """As `stager.mpi.TrainersPort`."""
+    """As `stager.trainers_port.TrainersPort`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -190,7 +190,7 @@ class StagerPort:
 
 
 class RankPort:
-    """As `trainer_side.ranks.mpi.MpiStagerPort`, the part that `Link` uses."""
+    """As `trainer_side.ranks.ports.StagerPort`, the part that `Link` uses."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self.rank = job, rank

@@ -46,7 +46,7 @@ def put_in_ring(
 
 
 class FetchPort:
-    """What `Fetches` uses of `stager.mpi.TrainersPort`: what it was sent, and how much of it is still on its way."""
+    """What `Fetches` uses of a `TrainersPort`: what it was sent, and how much of it is still on its way."""
 
     def __init__(self) -> None:
         self.sent: deque[tuple[int, Frame]] = deque()

@@ -57,10 +57,12 @@ class HoldfastEnvironment(ClusterEnvironment):
     """
 
     def __init__(self, backend: Literal["gloo", "nccl"] | None = None) -> None:
-        from trainer_side.ranks.mpi import World  # starts MPI: not when somebody only imports this module
+        from trainer_side.ranks.mpi_world import (
+            MpiWorld,  # starts MPI: not when somebody only imports this module
+        )
 
         self._rank, self._ranks = init_torch_distributed(backend)
-        world = World.join(TrainerConfig().start_seconds_max)
+        world = MpiWorld.join(TrainerConfig().start_seconds_max)
         hosts = gather(world.peers(), socket.gethostname().encode())
         self._local_rank, self._node = world.local_rank, list(dict.fromkeys(hosts)).index(hosts[self._rank])
         self._nodes = len(set(hosts))

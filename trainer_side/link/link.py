@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StateError
@@ -31,17 +31,15 @@ from holdfast.wire import frames as wire
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, peer_error
 from holdfast.wire.pace import Wish
 from trainer_side.link.outbox import Outbox, StagerSilence
-from trainer_side.link.outgoing import Outgoing, SendPlan, StagerPort
+from trainer_side.link.outgoing import Outgoing, SendPlan
 from trainer_side.link.pauses import Pauses
 from trainer_side.link.questions import Questions
 from trainer_side.link.schedule import Schedule
 from trainer_side.notice.appointments import Appointments
+from trainer_side.ranks.peers import Peers
+from trainer_side.ranks.ports import StagerPort
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import SliceSource, Transfer, TransferState
-
-if TYPE_CHECKING:
-    from trainer_side.ranks.mpi import MpiPeers
-
 
 _log = logging.getLogger("holdfast.trainer.link")
 
@@ -70,7 +68,7 @@ class Link:
         *,
         rank: int,
         ranks: int,
-        peers: MpiPeers | None = None,
+        peers: Peers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port, self._clock = port, clock
@@ -111,7 +109,7 @@ class Link:
         return self.welcome.chunk_bytes
 
     @property
-    def peers(self) -> MpiPeers:
+    def peers(self) -> Peers:
         if self._peers is None:
             raise ConfigError(
                 "this link to the stager was made without peers, so it cannot reach the other ranks"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, HoldfastError
@@ -17,11 +17,10 @@ from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.pace import Wish
 from trainer_side.link.schedule import Schedule
 from trainer_side.notice.appointments import Appointments
+from trainer_side.ranks.peers import Peers
+from trainer_side.ranks.ports import World
 from trainer_side.tiers.tier_set import NoTiers, TierSet
 from trainer_side.transfer import SliceSource, Transfer, TransferState
-
-if TYPE_CHECKING:
-    from trainer_side.ranks.mpi import MpiPeers, World
 
 
 class NoStager:
@@ -56,7 +55,7 @@ class NoStager:
             )
         identify(f"rank:{world.rank}")
         self.rank, self.ranks = world.rank, world.ranks
-        self.peers: MpiPeers = world.peers()
+        self.peers: Peers = world.peers()
         self.events = EventLog(None, role="trainer", rank=self.rank)
         self._tiers: TierSet = NoTiers(self.agree)
         self.appointments = Appointments(wait_seconds_max=config.stager_seconds_max)

@@ -18,7 +18,8 @@ from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind
-from trainer_side.link.outgoing import Outgoing, StagerPort
+from trainer_side.link.outgoing import Outgoing
+from trainer_side.ranks.ports import StagerPort
 from trainer_side.transfer import TransferState
 
 _KEPT = 256

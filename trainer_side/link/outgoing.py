@@ -12,9 +12,7 @@ answered, by a payload and SENT or by RETURN. The source is read until `released
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from holdfast.crc import crc32
 from holdfast.faultpoint import Point, reach
@@ -23,6 +21,7 @@ from holdfast.image.replicas import FIELD
 from holdfast.image.slices import frames_of
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
+from trainer_side.ranks.ports import StagerPort
 from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 _FRAMES_IN_FLIGHT_MAX = 4
@@ -31,40 +30,6 @@ _FRAMES_AHEAD_MAX = (
     4  # whose CRCs wait for credits: as many as come at once; more would only take time from the copy
 )
 _FRAMES_LOOKED_AT_MAX = 16  # for one that is ready and has no CRC yet; they get ready in about this order
-
-
-class StagerPort(Protocol):
-    """The MPI calls that the link needs (`trainer_side.ranks.mpi.MpiStagerPort`)."""
-
-    @property
-    def one_machine(self) -> bool:
-        """Whether the stager is known to be on this machine: it then mostly reads payloads by itself."""
-        ...
-
-    @property
-    def crowding(self) -> float:
-        """Processes of the job on this machine for each of its cores."""
-        ...
-
-    def send(self, message: bytes) -> None:
-        """Send a control message; the order is kept."""
-        ...
-
-    def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
-        """Begin to send the bytes of one credit, which are pieces of these sizes; returns a handle."""
-        ...
-
-    def sent(self, handle: int) -> bool:
-        """Whether MPI has read that payload to its end."""
-        ...
-
-    def poll(self) -> list[bytes]:
-        """All control messages that have come."""
-        ...
-
-    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
-        """Say good-bye."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.ring.remains import Asked
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome
-from trainer_side.link.outgoing import StagerPort
+from trainer_side.ranks.ports import StagerPort
 
 _FETCH_SECONDS_MAX = 30.0  # other ranks wait for the answer, too
 _SLACK_SECONDS = 10.0  # for an answer that itself has a deadline at the stager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
@@ -15,11 +15,9 @@ from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.pace import Wish
 from trainer_side.link.schedule import Schedule
 from trainer_side.notice.appointments import Appointments
+from trainer_side.ranks.peers import Peers
 from trainer_side.tiers.tier_set import TierSet
 from trainer_side.transfer import SliceSource, Transfer, TransferState
-
-if TYPE_CHECKING:
-    from trainer_side.ranks.mpi import MpiPeers
 
 
 class ToStager(Protocol):
@@ -42,7 +40,7 @@ class ToStager(Protocol):
         ...
 
     @property
-    def peers(self) -> MpiPeers:
+    def peers(self) -> Peers:
         """The other ranks; before the first step only."""
         ...
 

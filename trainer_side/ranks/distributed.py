@@ -19,7 +19,7 @@ from holdfast.errors import ConfigError
 from trainer_side.ranks.uncaught import end_by_exit_codes
 
 if TYPE_CHECKING:
-    from trainer_side.ranks.mpi import World
+    from trainer_side.ranks.mpi_world import MpiWorld
 
 
 def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tuple[int, int]:
@@ -35,10 +35,12 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
         PeerLost: A process of the job did not come.
         ConfigError: The job was started by torchrun.
     """
-    from trainer_side.ranks.mpi import World  # starts MPI: not when somebody only imports this package
+    from trainer_side.ranks.mpi_world import (
+        MpiWorld,  # starts MPI: not when somebody only imports this package
+    )
 
     end_by_exit_codes()
-    world = World.join(TrainerConfig().start_seconds_max)
+    world = MpiWorld.join(TrainerConfig().start_seconds_max)
     refuse_other_launchers(world.ranks)
     if backend is None:
         own_device = torch.cuda.is_available() and torch.cuda.device_count() > world.local_rank
@@ -84,6 +86,6 @@ def refuse_other_launchers(ranks: int) -> None:
         )
 
 
-def _own_address(world: World) -> str:
+def _own_address(world: MpiWorld) -> str:
     """How the other ranks reach this machine."""
     return "127.0.0.1" if world.one_machine else socket.gethostname()

@@ -6,8 +6,8 @@
     poll        moves on what was queued, and never waits
     finish      returns when all that was queued has arrived
 
-`trainer_side/ranks/mpi.py` has the real one. `broadcast`, `all_agree` and `share` are collective: each rank makes the
-same calls in the same order, from its training thread. Two ranks `send` and `receive` in the same order.
+`MpiPeers` has them over MPI. `broadcast`, `all_agree` and `share` are collective: each rank makes the same calls in the
+same order, from its training thread. Two ranks `send` and `receive` in the same order.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.supervised import last_words, own_rank
+from trainer_side.ranks.ports import RanksPort
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -33,21 +33,6 @@ _NEXT_RANKS = (
 _OF_A_RANK = re.compile(r"^(rank \d+: )+")
 _PACKAGES = frozenset({"trainer_side", "holdfast"})
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-
-class RanksPort(Protocol):
-    """Messages among the training ranks."""
-
-    rank: int
-    ranks: int
-
-    def send(self, rank: int, message: bytes) -> None:
-        """Send to another rank; to a dead one it does nothing."""
-        ...
-
-    def poll(self) -> list[tuple[int, bytes]]:
-        """All messages that have come, each with its rank. Never waits."""
-        ...
 
 
 def end_by_exit_codes() -> None:
@@ -100,8 +85,8 @@ def speaks(port: RanksPort, error: HoldfastError, *, seconds_max: float = _LISTE
 
 def _port() -> RanksPort | None:
     """The way to the other ranks; None before they have met."""
-    mpi = sys.modules.get("trainer_side.ranks.mpi")
-    world = None if mpi is None else mpi.World.joined()
+    mpi = sys.modules.get("trainer_side.ranks.mpi_world")
+    world = None if mpi is None else mpi.MpiWorld.joined()
     return None if world is None else world.uncaught()
 
 

@@ -23,9 +23,10 @@ from holdfast.wire import frames as wire
 from holdfast.wire.agreement import pickle_reserve_bytes
 from holdfast.wire.frames import Agreement, Kind, Proposal
 from trainer_side.notice.appointments import Appointments
+from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.coordinator import ROOT, Coordinator, CouncilLimits
 from trainer_side.tiers.council_member import CouncilMember
-from trainer_side.tiers.council_thread import CouncilPort, CouncilThread
+from trainer_side.tiers.council_thread import CouncilThread
 from trainer_side.tiers.replica_watch import fingerprints_frame
 from trainer_side.tiers.tally import Order, StepVerdict, reason_body
 

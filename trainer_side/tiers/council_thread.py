@@ -12,11 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Frame, Kind, decode
+from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.coordinator import ROOT, Coordinator
 from trainer_side.tiers.council_member import CouncilMember
 
@@ -25,34 +25,6 @@ _log = logging.getLogger("holdfast.trainer.council")
 _PAUSE_SECONDS = 10e-3
 _AWAITING_PAUSE_SECONDS = 1e-3
 _FLUSH_SECONDS_MAX = 10.0
-
-
-class CouncilPort(Protocol):
-    """Messages among the ranks (`trainer_side.ranks.mpi.MpiCouncilPort`). For the council's thread alone.
-
-    Attributes:
-        rank: This training rank.
-        ranks: Number of training ranks.
-    """
-
-    rank: int
-    ranks: int
-
-    def send(self, rank: int, message: bytes) -> None:
-        """Send to another rank; the order is kept. To a dead one it does nothing."""
-        ...
-
-    def poll(self) -> list[tuple[int, bytes]]:
-        """All messages that have come, each with its rank. Never waits."""
-        ...
-
-    def lost(self) -> frozenset[int]:
-        """Ranks that MPI knows to be dead."""
-        ...
-
-    def flush(self, seconds_max: float) -> None:
-        """Wait until every message has left."""
-        ...
 
 
 class CouncilThread:

@@ -18,9 +18,9 @@ from holdfast.errors import ConfigError
 from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.notice.appointments import Appointments
+from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.coordinator import CouncilLimits
 from trainer_side.tiers.council import Council
-from trainer_side.tiers.council_thread import CouncilPort
 from trainer_side.tiers.found_steps import FoundSteps
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.kept_slices import Inventory

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import Reason
 from trainer_side.notice.appointments import Appointments
+from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.chair import Chair, farthest
 from trainer_side.tiers.coordinator import ROOT, Coordinator, CouncilLimits
 from trainer_side.tiers.council import Council
-from trainer_side.tiers.council_thread import CouncilPort
 from trainer_side.tiers.lane import Lane, PartOutcome
 from trainer_side.tiers.replica_watch import ReplicaWatch
 from trainer_side.tiers.tally import Order, StepVerdict

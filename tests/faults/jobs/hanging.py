@@ -17,7 +17,7 @@ import torch
 from holdfast.errors import StoreError
 from tests.integration.jobs.tiers import model, tier_of
 from tests.support.restoring import CountingStore
-from trainer_side.ranks.mpi import World
+from trainer_side.ranks.mpi_world import MpiWorld
 from trainer_side.restore.restore import RestoreOptions, restore
 from trainer_side.state.per_rank import PerRank
 from trainer_side.tiers.kept_slices import take_inventory
@@ -28,7 +28,7 @@ RESTORE_SECONDS_MAX, START_SECONDS_MAX = 10.0, 1.0
 def main() -> None:
     """Restore, report, begin anew."""
     run, tiers, out = map(Path, sys.argv[1:4])
-    peers = World.join().peers()
+    peers = MpiWorld.join().peers()
     tier, store, live = tier_of(tiers, run, peers.rank), CountingStore(run), model(0)
     state = {"model": live, "own": PerRank({"rank": -1})}
     restored = restore(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.support.restoring import CountingStore
-from trainer_side.ranks.mpi import World
+from trainer_side.ranks.mpi_world import MpiWorld
 from trainer_side.restore.restore import restore
 
 SIZES = [
@@ -38,7 +38,7 @@ def state() -> dict[str, list[torch.Tensor]]:
 
 def main() -> None:
     run, out = Path(sys.argv[1]), Path(sys.argv[2])
-    peers = World.join().peers()
+    peers = MpiWorld.join().peers()
     store = CountingStore(run)
     restored = restore({"x": []}, store, peers, events=None)
     assert restored is not None

@@ -23,7 +23,7 @@ from holdfast.faultpoint import identify
 from holdfast.telemetry.events import EventLog
 from tests.support.restoring import CountingStore
 from tests.support.slices import Checkpoint, checkpoint, keep
-from trainer_side.ranks.mpi import World
+from trainer_side.ranks.mpi_world import MpiWorld
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import restore
@@ -97,7 +97,7 @@ def bring_back(peers: Peers, tier: Tier, run: Path, out: Path) -> None:
 def main() -> None:
     """As the first argument says."""
     what, run, tiers, out = sys.argv[1], *map(Path, sys.argv[2:5])
-    peers = World.join().peers()
+    peers = MpiWorld.join().peers()
     identify(f"rank:{peers.rank}")
     tier = tier_of(tiers, run, peers.rank)
     if what == "save":

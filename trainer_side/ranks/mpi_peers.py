@@ -1,0 +1,135 @@
+"""Bytes among the training ranks over MPI, for restore: broadcasts, and tensors from memory to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainer_side.ranks.mpi import MPI, lost_peer, wait
+
+_PIECE_BYTES_MAX = 512 << 20  # MPI counts are 32 bits; well below
+_WHOLE_BYTES_MIN = 128 << 10  # from here on a piece is a message of its own
+_PARCEL_TAG = 1
+
+
+class MpiPeers:
+    """The other training ranks, as restore needs them. Main thread, before the first step.
+
+    Attributes:
+        rank: This rank. `ranks`: how many there are.
+    """
+
+    def __init__(self, trainers: MPI.Comm, *, seconds_max: float = 600.0) -> None:
+        self._comm = trainers
+        self._seconds_max = seconds_max
+        self._shared: list[tuple[MPI.Request, MPI.Datatype]] = []
+        self.rank, self.ranks = trainers.rank, trainers.size
+
+    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
+        """Give `data` of rank `root` to all; the others pass None.
+
+        Raises:
+            PeerLost: A rank is dead or did not come.
+        """
+        length = np.array([len(data) if data is not None else 0], dtype=np.int64)
+        what = f"a broadcast of rank {root}"
+        wait([self._comm.Ibcast([length, MPI.INT64_T], root)], self._seconds_max, what)
+        buffer = bytearray(data) if self.rank == root and data is not None else bytearray(int(length[0]))
+        view = memoryview(buffer)
+        for start in range(0, len(buffer), _PIECE_BYTES_MAX):
+            piece = view[start : start + _PIECE_BYTES_MAX]
+            wait([self._comm.Ibcast([piece, MPI.BYTE], root)], self._seconds_max, what)
+        return bytes(buffer)
+
+    def all_agree(self, ok: bool) -> bool:
+        """Whether every rank said True. Raises `PeerLost` as `broadcast`."""
+        mine, all_of_them = np.array([int(ok)], dtype=np.int32), np.zeros(1, dtype=np.int32)
+        request = self._comm.Iallreduce([mine, MPI.INT32_T], [all_of_them, MPI.INT32_T], MPI.LAND)
+        wait([request], self._seconds_max, "all ranks to agree")
+        return bool(all_of_them[0])
+
+    def share(self, pieces: Sequence[tuple[int, int]], root: int) -> None:
+        """Queue a broadcast of scattered memory from `root`; `finish` waits for it. Every rank queues the same ones.
+
+        Large pieces go each by itself: on one machine MPI copies what is in one piece straight from process to process,
+        and what is scattered through small buffers, several times slower.
+
+        Args:
+            pieces: `(address, nbytes)` of this rank's memory; the sizes are the same on every rank. It must stay
+                where it is, and unread (elsewhere: unchanged at `root`), until `finish`.
+            root: The rank that has the bytes.
+        """
+        self._queue(pieces, lambda buffer: self._comm.Ibcast(buffer, root), root)
+
+    def send(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+        """Queue scattered memory for `rank`; `finish` waits until it has left. It must stay unchanged until then."""
+        self._queue(pieces, lambda buffer: self._comm.Isend(buffer, rank, _PARCEL_TAG), rank)
+
+    def receive(self, pieces: Sequence[tuple[int, int]], rank: int) -> None:
+        """Queue the receiving of what `rank` sends in pieces of these sizes; `finish` waits for it."""
+        self._queue(pieces, lambda buffer: self._comm.Irecv(buffer, rank, _PARCEL_TAG), rank)
+
+    def _queue(
+        self, pieces: Sequence[tuple[int, int]], start: Callable[[Any], MPI.Request], rank: int
+    ) -> None:
+        """The same messages on all ranks that take part: they depend on the sizes alone."""
+        small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
+        for run in (*([piece] for piece in pieces if piece[1] >= _WHOLE_BYTES_MIN), small):
+            for group in _groups(run, _PIECE_BYTES_MAX):
+                sizes, addresses = [nbytes for _, nbytes in group], [address for address, _ in group]
+                scattered = MPI.BYTE.Create_hindexed(sizes, addresses).Commit()
+                try:
+                    request = start([MPI.BOTTOM, 1, scattered])
+                except MPI.Exception as error:
+                    raise lost_peer(error, f"rank {rank} or another one") from error
+                self._shared.append((request, scattered))
+
+    def poll(self) -> None:
+        """Move on what was shared. Never waits.
+
+        Raises:
+            PeerLost: A rank is dead.
+        """
+        try:
+            MPI.Request.Testsome([request for request, _ in self._shared])
+        except MPI.Exception as error:
+            raise lost_peer(error, "a process was lost during the restore") from error
+        under_way = []
+        for request, scattered in self._shared:
+            if request == MPI.REQUEST_NULL:
+                scattered.Free()
+            else:
+                under_way.append((request, scattered))
+        self._shared = under_way  # the next look is at these only
+
+    def finish(self, deadline_seconds: float) -> None:
+        """Wait until all that was queued is done, at most `deadline_seconds`.
+
+        Raises:
+            PeerLost: They were not, or a rank is dead.
+        """
+        shared, self._shared = self._shared, []
+        wait(
+            [request for request, _ in shared],
+            deadline_seconds,
+            f"{len(shared)} shared pieces of the restore",
+        )
+        for _, scattered in shared:
+            scattered.Free()
+
+
+def _groups(pieces: Iterable[tuple[int, int]], group_bytes: int) -> list[list[tuple[int, int]]]:
+    """Cut pieces into groups of exactly `group_bytes`, the last one less: the same cuts however the pieces differ."""
+    groups: list[list[tuple[int, int]]] = []
+    room = 0
+    for address, nbytes in pieces:
+        while nbytes > 0:
+            if room == 0:
+                groups.append([])
+                room = group_bytes
+            taken = min(nbytes, room)
+            groups[-1].append((address, taken))
+            address, nbytes, room = address + taken, nbytes - taken, room - taken
+    return groups

@@ -1,0 +1,128 @@
+"""Control messages and payloads between a training rank and its stager, over MPI."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+
+from holdfast.errors import PeerLost, ProtocolError
+from holdfast.wire.frames import CONTROL_TAG, MAX_MESSAGE_BYTES, Kind, data_tag, encode, payload_messages
+from trainer_side.ranks.mpi import MPI, PAUSE_SECONDS_MIN, lost_peer
+
+_log = logging.getLogger("holdfast.trainer.mpi")
+
+_given_up = (
+    False  # the stager was silent for too long: for MPI it may still live, and MPI_Finalize would wait for it
+)
+
+
+def given_up() -> bool:
+    """Whether the stager was silent for too long, so that the end of MPI must not wait for it."""
+    return _given_up
+
+
+class MpiStagerPort:
+    """Messages and payloads to and from the stager. One thread at a time.
+
+    Every method raises `PeerLost` when MPI says that the stager is dead.
+    """
+
+    def __init__(self, control: MPI.Intracomm, stager: int) -> None:
+        self._comm, self._stager = control, stager
+        self._sending: list[tuple[MPI.Request, bytes]] = []
+        self._payloads: dict[int, tuple[list[MPI.Request], memoryview]] = {}
+        self._next_payload = 0
+        # For messages as they come: fresh memory for each large one costs more than its copy.
+        self._received = bytearray()
+        self._left = False
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether mpirun says that all processes of the job are on one machine."""
+        local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+        return local is not None and local == os.environ.get("OMPI_COMM_WORLD_SIZE")
+
+    @property
+    def crowding(self) -> float:
+        """Processes of the job on this machine for each of its cores, as far as mpirun tells; 0 where it does not."""
+        # Not the cores that this rank is bound to: others share the rest of them.
+        return int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")) / (os.cpu_count() or 1)
+
+    def send(self, message: bytes) -> None:
+        try:
+            self._sending.append((self._comm.Isend([message, MPI.BYTE], self._stager, CONTROL_TAG), message))
+        except MPI.Exception as error:
+            raise lost_peer(error) from error
+
+    def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
+        """Begin to send the bytes of one credit. Returns a handle; they must not change until `sent(handle)`.
+
+        Args:
+            payload: The frame.
+            slot: As the credit says.
+            pieces: Sizes of the frame's pieces, whose sum is its size.
+        """
+        requests: list[MPI.Request] = []
+        begin = 0
+        try:
+            for nbytes in pieces if payload_messages(len(pieces)) > 1 else (len(payload),):
+                part = payload[begin : begin + nbytes]
+                requests.append(self._comm.Isend([part, MPI.BYTE], self._stager, data_tag(slot)))
+                begin += nbytes
+        except MPI.Exception as error:
+            raise lost_peer(error) from error
+        self._next_payload += 1
+        self._payloads[self._next_payload] = (requests, payload)
+        return self._next_payload
+
+    def sent(self, handle: int) -> bool:
+        try:
+            done = MPI.Request.Testall(self._payloads[handle][0])
+        except MPI.Exception as error:
+            raise lost_peer(error) from error
+        if done:
+            del self._payloads[handle]
+        return done
+
+    def poll(self) -> list[bytes]:
+        messages: list[bytes] = []
+        status = MPI.Status()
+        try:
+            while self._comm.Iprobe(self._stager, CONTROL_TAG, status):
+                nbytes = status.Get_count(MPI.BYTE)
+                if not 0 <= nbytes <= MAX_MESSAGE_BYTES:
+                    raise ProtocolError(
+                        f"the stager sent a control message of {nbytes} bytes, expected at most {MAX_MESSAGE_BYTES}; "
+                        "install the same holdfast on all machines"
+                    )
+                if len(self._received) < nbytes:
+                    self._received = bytearray(nbytes)
+                view = memoryview(self._received)[:nbytes]
+                self._comm.Recv([view, MPI.BYTE], self._stager, CONTROL_TAG)
+                messages.append(bytes(view))
+            self._sending = [(request, message) for request, message in self._sending if not request.Test()]
+        except MPI.Exception as error:
+            raise lost_peer(error) from error
+        return messages
+
+    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
+        """Say BYE, once, and wait until all that was to be sent has left. A stager that is dead is not waited for; with
+        `lost` (it was silent for too long) neither is it when this process ends.
+        """
+        global _given_up  # noqa: PLW0603 - MPI, too, is one for the process
+        _given_up = _given_up or lost
+        if self._left:
+            return
+        self._left = True
+        deadline = time.monotonic() + seconds_max
+        try:
+            self.send(encode(Kind.BYE))
+            while (self._sending or self._payloads) and time.monotonic() < deadline:
+                self.poll()
+                for handle in list(self._payloads):
+                    self.sent(handle)
+                time.sleep(PAUSE_SECONDS_MIN)
+        except (PeerLost, ProtocolError) as error:
+            _log.debug("left without a good-bye: %s", error)

@@ -1,0 +1,164 @@
+"""The MPI job of a training rank: who is a trainer and who the stager, and how MPI ends.
+
+The first that imports it starts MPI. `MpiWorld.join` is collective, once per process; three communicators of our own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import math
+import sys
+import time
+from typing import ClassVar
+
+import mpi4py
+import numpy as np
+
+from holdfast.errors import ConfigError
+from holdfast.process import FINALIZE_SECONDS_MAX, end_within
+from holdfast.wire.frames import Role
+from trainer_side.ranks.mpi import MPI, wait
+from trainer_side.ranks.mpi_council_port import MpiCouncilPort
+from trainer_side.ranks.mpi_peers import MpiPeers
+from trainer_side.ranks.mpi_stager_port import MpiStagerPort, given_up
+
+_START_SECONDS_MAX = 120.0
+_LEAVE_SECONDS_MAX = 5.0
+_END_PAUSE_SECONDS = 5e-3
+_FAILED_SECONDS = 3.0  # so long a rank that failed waits for the others to end as well
+_REVOKE_POLLS = 40
+
+
+def _finalize() -> None:
+    if mpi4py.rc.finalize is not False or not MPI.Is_initialized() or MPI.Is_finalized() or given_up():
+        return
+    # With an exception that nobody caught: the others may still work, and wait for this rank in a collective call of
+    # their own. Who waits for them without end hangs the job; who ends is seen.
+    failed = hasattr(sys, "last_value")
+    if failed and MpiWorld.joined() is None:
+        return  # nobody has met anybody yet
+    deadline = time.monotonic() + _FAILED_SECONDS if failed else math.inf
+    world = MPI.COMM_WORLD
+    world.Set_errhandler(MPI.ERRORS_RETURN)
+    try:
+        # Not a look at who is dead now: one that dies while others are in MPI_Finalize would keep them there. All come
+        # to the same answer here, or to the same error when one of them is gone.
+        everyone = world.Iagree(np.ones(1, np.int32))
+        while not everyone.Test():  # as long as the others have work to do: so would MPI_Finalize wait
+            if world.Is_revoked():
+                return
+            if time.monotonic() > deadline:
+                world.Revoke()  # a process that ends by itself is not seen as dead: this is what the others see
+                for _ in range(_REVOKE_POLLS):
+                    everyone.Test()
+                    time.sleep(_END_PAUSE_SECONDS)
+                return
+            time.sleep(_END_PAUSE_SECONDS)
+    except MPI.Exception:
+        return
+    except NotImplementedError:  # an MPI without fault tolerance: mpirun ends the job when a process dies
+        if failed:
+            return
+    code = getattr(sys.last_value, "exit_code", 1) if failed else 0
+    end_within(FINALIZE_SECONDS_MAX, ctypes.CDLL(MPI.__file__).MPI_Finalize, "MPI_Finalize", code=code)
+
+
+atexit.register(_finalize)  # first registered, last called
+
+
+class MpiWorld:
+    """The MPI job as it was told at start-up. Get it by `join`.
+
+    Attributes:
+        rank: This rank among the trainers. `ranks`: how many there are.
+        stager: Rank of the stager among all processes of the MPI job; None if the job has none.
+        has_stager: It has one.
+        local_rank: This rank among the trainers on this machine.
+        one_machine: All trainers are on it.
+    """
+
+    _joined: ClassVar[MpiWorld | None] = None
+
+    def __init__(self, seconds_max: float) -> None:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ConfigError(
+                "MPI was started without support for threads; import trainer_side before mpi4py.MPI, or set "
+                "mpi4py.rc.thread_level = 'multiple'"
+            )
+        world = MPI.COMM_WORLD
+        world.Set_errhandler(MPI.ERRORS_RETURN)
+        mine = np.array([Role.TRAINER], dtype=np.int32)
+        roles = np.zeros(world.size, dtype=np.int32)
+        wait([world.Iallgather(mine, roles)], seconds_max, "all processes of the MPI job to join holdfast")
+        stagers = np.flatnonzero(roles == Role.STAGER)
+        if len(stagers) > 1:
+            raise ConfigError(
+                f"{len(stagers)} stagers in one MPI job, at world ranks {stagers.tolist()}; expected one"
+            )
+        self.stager = int(stagers[0]) if len(stagers) else None
+        self.has_stager = self.stager is not None
+        # In the same order on every process: the stager takes part in both.
+        self._control = world.Dup()
+        self._control.Set_errhandler(MPI.ERRORS_RETURN)
+        self._trainers = world.Split(Role.TRAINER, world.rank)
+        self._trainers.Set_errhandler(MPI.ERRORS_RETURN)
+        self._council = self._trainers.Dup()
+        self._council.Set_errhandler(MPI.ERRORS_RETURN)
+        self._uncaught = self._trainers.Dup()
+        self._uncaught.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank, self.ranks = self._trainers.rank, self._trainers.size
+        self._port = None if self.stager is None else MpiStagerPort(self._control, self.stager)
+        node = self._trainers.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank = node.rank
+        self.one_machine = bool(node.size == self.ranks)
+        node.Free()
+
+    @classmethod
+    def join(cls, seconds_max: float = _START_SECONDS_MAX) -> MpiWorld:
+        """Meet the other processes of the job, the first time; later calls give the same world. Main thread.
+
+        Raises:
+            PeerLost: Not all processes joined within `seconds_max`.
+            ConfigError: More than one stager, or MPI without threads.
+        """
+        if cls._joined is None:
+            cls._joined = cls(seconds_max)
+            atexit.register(cls._joined._leave)
+        return cls._joined
+
+    @classmethod
+    def joined(cls) -> MpiWorld | None:
+        """The world, if this process has met the others."""
+        return cls._joined
+
+    def _leave(self) -> None:
+        """At exit: a rank that never got as far as a link must say good-bye as well, or the stager waits for it."""
+        if self._port is not None:
+            self._port.leave(_LEAVE_SECONDS_MAX)
+
+    def port(self) -> MpiStagerPort:
+        """The way to the stager.
+
+        Raises:
+            ConfigError: The job has none.
+        """
+        if self._port is None:
+            raise ConfigError(
+                f"no stager in this MPI job of {self.ranks} trainers; add `: -n 1 holdfast stager --store URL` to the "
+                'mpirun line, or set tiers (HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in '
+                "local tiers"
+            )
+        return self._port
+
+    def peers(self) -> MpiPeers:
+        """The way to the other trainers."""
+        return MpiPeers(self._trainers)
+
+    def council(self) -> MpiCouncilPort:
+        """The way to the other trainers for local tiers, at any time."""
+        return MpiCouncilPort(self._council)
+
+    def uncaught(self) -> MpiCouncilPort:
+        """The way to the other trainers for an error that ends this one."""
+        return MpiCouncilPort(self._uncaught)

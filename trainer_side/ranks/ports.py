@@ -1,0 +1,133 @@
+"""The ways of a training rank to its stager and to the other ranks, as everything above this room sees them.
+
+    World ── StagerPort   control messages and payloads to the stager
+        ├─── CouncilPort  messages among the ranks, for the local tiers
+        ├─── RanksPort    messages among the ranks, for the error that ends one
+        └─── Peers        bytes among the ranks, for restore (peers.py)
+
+How the job was started decides who implements them: `trainer_side.ranks.mpi_world` under mpirun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from trainer_side.ranks.peers import Peers
+
+
+class StagerPort(Protocol):
+    """Messages and payloads to and from the stager. One thread at a time.
+
+    Every method raises `PeerLost` when the stager is known to be lost.
+    """
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether the stager is known to be on this machine: it then mostly reads payloads by itself."""
+        ...
+
+    @property
+    def crowding(self) -> float:
+        """Processes of the job on this machine for each of its cores."""
+        ...
+
+    def send(self, message: bytes) -> None:
+        """Send a control message; the order is kept."""
+        ...
+
+    def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
+        """Begin to send the bytes of one credit, which are pieces of these sizes; returns a handle."""
+        ...
+
+    def sent(self, handle: int) -> bool:
+        """Whether that payload has been read to its end: its memory may change now."""
+        ...
+
+    def poll(self) -> list[bytes]:
+        """All control messages that have come."""
+        ...
+
+    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
+        """Say good-bye."""
+        ...
+
+
+class RanksPort(Protocol):
+    """Messages among the training ranks."""
+
+    rank: int
+    ranks: int
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send to another rank; to a dead one it does nothing."""
+        ...
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        """All messages that have come, each with its rank. Never waits."""
+        ...
+
+
+class CouncilPort(Protocol):
+    """Messages among the ranks. For the council's thread alone.
+
+    Attributes:
+        rank: This training rank.
+        ranks: Number of training ranks.
+    """
+
+    rank: int
+    ranks: int
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send to another rank; the order is kept. To a dead one it does nothing."""
+        ...
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        """All messages that have come, each with its rank. Never waits."""
+        ...
+
+    def lost(self) -> frozenset[int]:
+        """Ranks that are known to be dead."""
+        ...
+
+    def flush(self, seconds_max: float) -> None:
+        """Wait until every message has left."""
+        ...
+
+
+class World(Protocol):
+    """The job as its ranks met at start-up.
+
+    Attributes:
+        rank: This rank. `ranks`: how many there are.
+        local_rank: This rank among those on this machine.
+        one_machine: All ranks are on it.
+        has_stager: The job has a stager.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    one_machine: bool
+    has_stager: bool
+
+    def port(self) -> StagerPort:
+        """The way to the stager.
+
+        Raises:
+            ConfigError: The job has none.
+        """
+        ...
+
+    def peers(self) -> Peers:
+        """The way to the other ranks. Main thread, before the first step."""
+        ...
+
+    def council(self) -> CouncilPort:
+        """The way to the other ranks for local tiers, at any time."""
+        ...
+
+    def uncaught(self) -> RanksPort:
+        """The way to the other ranks for an error that ends this one."""
+        ...
