@@ -48,7 +48,7 @@ class Inbox:
 
     def wait(self, seconds: float | None) -> None:
         """Sleep until a message comes, at most this long; None: without a limit."""
-        wait_readable(self._eventfd, seconds)
+        wait_readable([self._eventfd], seconds)
 
     def close(self) -> None:
         """Give the descriptor back; nothing may be put any more."""

@@ -32,6 +32,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
+    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
@@ -44,6 +45,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from holdfast.errors import ConfigError
 from holdfast.image.layout import CHUNK_BYTES
 from holdfast.image.manifest import Key
+from holdfast.net.address import parse_address
 
 __all__ = [
     "IN_FLIGHT_MAX",
@@ -126,6 +128,11 @@ def _steps_or_auto(value: Any) -> Any:
     return text if text == "auto" else int(text)
 
 
+def _host_port(value: Any) -> str:
+    return str(parse_address(str(value)))
+
+
+_HostPort = Annotated[str, BeforeValidator(_host_port)]
 _Every = Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)]
 
 
@@ -384,6 +391,16 @@ class StagerConfig(_RingConfig):
         rebalance_seconds: Seconds for which checkpoints are more frequent after a rebalance recommendation.
         on_divergence: What to do when replicas that should be equal on all ranks differ: `warn` logs it and stages the
             step, `refuse` fails the step, `off` does not compare them.
+        listen: Address, as HOST:PORT, at which a stager outside an MPI job waits for training ranks; with port 0 the
+            system chooses one. An address that other machines reach needs a key. None: the stager is a process of an
+            MPI job.
+        ranks: Number of training ranks that a job must have to join a stager that listens. None: as many as the first
+            rank of the job says.
+        key: Secret, of at least 32 characters, with which training ranks and a stager that listens prove to each other
+            that they belong together. Give it in HOLDFAST_KEY, or use `key_file`.
+        key_file: File with nothing but the key in it; other users must not be able to read it.
+        reconnect_seconds_max: Seconds that a rank whose connection to a stager that listens was cut may take to connect
+            again; then it counts as lost.
     """
 
     role: ClassVar[str] = "stager"
@@ -395,6 +412,11 @@ class StagerConfig(_RingConfig):
     rebalance_factor: Annotated[int, Field(ge=1, le=1000)] = 4
     rebalance_seconds: _Seconds = 1800.0
     on_divergence: _OnDivergence = "warn"
+    listen: _HostPort | None = None
+    ranks: Annotated[int, Field(ge=1)] | None = None
+    key: SecretStr | None = None
+    key_file: Path | None = None
+    reconnect_seconds_max: _Seconds = 10.0
 
 
 class FlusherConfig(_RingConfig):

@@ -19,6 +19,15 @@ from holdfast.errors import ConfigError
 _DAEMONS = {"mpirun", "mpiexec", "prterun", "prte", "prted"}
 
 
+_MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
+_TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+
+
+def is_under_mpirun() -> bool:
+    """Whether this process was started as one of an MPI job; those of torchrun are not, whatever started torchrun."""
+    return _TORCHRUN_VARIABLE not in os.environ and any(name in os.environ for name in _MPI_VARIABLES)
+
+
 def find_mpirun() -> str:
     """The mpirun beside this Python, else that on PATH.
 

@@ -7,7 +7,7 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 def yield_to_training(niceness: int) -> None:
@@ -21,13 +21,14 @@ def yield_to_training(niceness: int) -> None:
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
-def wait_readable(descriptor: int, seconds: float | None) -> None:
-    """Sleep until the descriptor can be read, at most this long; None: without a limit. Any thread.
+def wait_readable(descriptors: Iterable[int], seconds: float | None) -> None:
+    """Sleep until one of the descriptors can be read, at most this long; None: without a limit. Any thread.
 
-    Whatever its number is: `select` takes none above 1023, and a process with many connections has some.
+    Whatever their numbers are: `select` takes none above 1023, and a process with many connections has some.
     """
     poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
     poll.poll(None if seconds is None else math.ceil(max(0.0, seconds) * 1000))
 
 

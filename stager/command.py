@@ -1,6 +1,7 @@
-"""`holdfast stager`: the process of the MPI job on the on-demand node, which stays when spot nodes are taken away.
+"""`holdfast stager`: the process on the on-demand node, which stays when spot nodes are taken away.
 
 mpirun --with-ft ulfm -n 8 python train.py : -n 1 holdfast stager --store s3://bucket/run
+holdfast stager --store s3://bucket/run --listen 0.0.0.0:29411
 """
 
 from __future__ import annotations
@@ -9,25 +10,18 @@ import logging
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from holdfast.command.examples import examples
 from holdfast.command.settings import setting_options
 from holdfast.config import StagerConfig
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.faultpoint import identify
+from holdfast.mpirun import is_under_mpirun
+from holdfast.net.key import new_key as make_key
 from holdfast.process import yield_to_training
-from holdfast.telemetry.board import Board
-from holdfast.telemetry.events import EventLog
-from holdfast.telemetry.metrics_page import serve_metrics
-from holdfast.telemetry.status_socket import serve_status
-from holdfast.telemetry.tracing import export_spans
-
-if TYPE_CHECKING:
-    from stager.trainers_port import TrainersPort
-
 
 _log = logging.getLogger("holdfast.stager")
 
@@ -35,10 +29,11 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
 
 
 @click.command(
-    short_help="Receive the checkpoints of an MPI job, on the on-demand node.",
+    short_help="Receive the checkpoints of a job, on the on-demand node.",
     epilog=examples(
         "mpirun --with-ft ulfm -n 8 python train.py : -n 1 holdfast stager --store s3://bucket/run",
         "mpirun -n 8 python train.py : -n 1 holdfast stager --store /mnt/nfs/run --ring-bytes 8GiB --keep-last 5",
+        "holdfast stager --store s3://bucket/run --listen 0.0.0.0:29411 --key-file key",
     ),
 )
 @setting_options(
@@ -66,17 +61,27 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
     events=click.Path(path_type=Path),
     metrics_port=int,
     metrics_address=str,
+    listen=str,
+    ranks=int,
+    key_file=click.Path(path_type=Path),
+    reconnect_seconds_max=float,
 )
-def stager(**arguments: Any) -> None:
-    """Receive the checkpoints of an MPI job and pass them to the flusher, which writes them to the store.
+@click.option("--once", is_flag=True, help="With --listen: end after one job.")
+@click.option("--new-key", is_flag=True, help="Print a new key for HOLDFAST_KEY, and do nothing else.")
+def stager(once: bool, new_key: bool, **arguments: Any) -> None:
+    """Receive the checkpoints of a job and pass them to the flusher, which writes them to the store.
 
-    The stager is one process of the job: add it to the mpirun line once, after the training script. It starts the
-    flusher if none serves the run yet. It ends when every training rank has left and every staged checkpoint is in the
-    store.
+    Under mpirun the stager is one process of the job: add it to the mpirun line once, after the training script. It
+    ends when every training rank has left and every staged checkpoint is in the store.
+
+    With --listen it stands alone, for ranks that torchrun or another launcher starts with HOLDFAST_STAGER=HOST:PORT. It
+    serves one job after the other and keeps the newest checkpoints in memory between them, until it is told to stop.
+
+    The stager starts the flusher if none serves the run yet.
     """
-    # Here and not above: importing it starts MPI, which `holdfast --help` must not.
-    from stager.mpi import MpiTrainersPort
-
+    if new_key:
+        click.echo(make_key())
+        return
     # mpirun passes this signal on to every process of the job; for trainers that watch it, it is a preemption notice.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     config, problem = None, None
@@ -85,11 +90,29 @@ def stager(**arguments: Any) -> None:
         config = StagerConfig.from_sources(**arguments)
         yield_to_training(config.niceness)
     except HoldfastError as error:
+        if not is_under_mpirun():
+            raise
         problem = error  # the trainers must be told, so join them first
+    if config is not None and config.listen is not None:
+        _stand_alone(config, once=once)
+    elif once:
+        raise ConfigError("--once is for a stager that listens: give --listen HOST:PORT as well")
+    else:
+        _take_part(config, problem)
+
+
+def _take_part(config: StagerConfig | None, problem: HoldfastError | None) -> None:
+    """As a process of an MPI job."""
+    # Here and not above: importing it starts MPI, which `holdfast --help` must not.
+    from stager.mpi import MpiTrainersPort
+    from stager.serving import StartRefused, serve
+
     port = MpiTrainersPort.join(config.start_seconds_max if config else _JOIN_SECONDS_MAX)
     try:
-        lost_ranks = _serve(port, config, problem)
-    except (HoldfastError, click.exceptions.Exit):
+        lost_ranks = serve(port, config, problem)
+    except StartRefused as refused:
+        click.get_current_context().exit(refused.error.exit_code)
+    except HoldfastError:
         raise
     except Exception:  # noqa: BLE001 - whatever it is, the trainers must not wait for it
         # Told by a death that MPI sees at once: at the end of MPI the trainers would wait for us, and we for them.
@@ -102,43 +125,16 @@ def stager(**arguments: Any) -> None:
         os._exit(0)
 
 
-def _serve(port: TrainersPort, config: StagerConfig | None, problem: HoldfastError | None) -> set[int]:
-    """Receive until the trainers have left; return the ranks that were lost. Without settings, tell them why."""
-    from stager.flusher_process import attach
-    from stager.refusal import refuse_start
-    from stager.segments import SegmentList
-    from stager.service import StagerService
+def _stand_alone(config: StagerConfig, *, once: bool) -> None:
+    """For the ranks of any launcher."""
+    from stager.standing import Standing
 
-    segments = None
-    try:
-        if config is None:
-            assert problem is not None
-            raise problem
-        segments = SegmentList(config.runtime_dir)
-        flusher = attach(config)
-    except HoldfastError as error:
-        is_told = refuse_start(port, error)
-        if segments is not None:
-            segments.close()
-        if is_told:  # the lowest rank says it: once for the job
-            _log.debug("the start was refused", exc_info=error)
-            click.get_current_context().exit(error.exit_code)
-        raise
-    events = EventLog(config.events, role="stager")
-    service = StagerService(config, port, flusher, events=events)
-    with export_spans("stager", flusher.store_url, events):  # around all else: it may take seconds to end
-        try:
-            board = Board("stager", flusher.store_url, ranks=service.ranks_said)
-            events.listen(board.hear)
-            with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", board.said):
-                events.emit(
-                    "stager_ready",
-                    {"attempt": flusher.attempt, "ranks": port.ranks, "flusher_pid": flusher.pid},
-                )
-                service.run()
-                events.emit("stager_ended")
-        finally:
-            service.close()
-            events.close()
-            segments.close()
-    return service.lost_ranks
+    if is_under_mpirun():
+        raise ConfigError(
+            "stager setting listen: mpirun has started this stager as a process of its job, whose ranks reach it over "
+            "MPI; leave --listen out, or start the stager by itself"
+        )
+    standing = Standing(config)
+    click.echo(f"the stager of {config.store} listens at {standing.address}; start the ranks with", err=True)
+    click.echo(f"  {standing.line_for_ranks}", err=True)
+    standing.run(jobs=1 if once else None)

@@ -94,12 +94,14 @@ class FlusherLine:
             self.hang_up(error)
             return []
 
-    def wait(self, seconds: float) -> None:
-        """Sleep; wake at once when the flusher says something."""
-        if self.flusher.channel.closed:
-            time.sleep(seconds)
+    def wait(self, seconds: float, *others: int) -> None:
+        """Sleep; wake at once when the flusher says something, or when one of `others` (descriptors) can be read."""
+        if not self.flusher.channel.closed:
+            others = (self.flusher.channel.fileno(), *others)
+        if others:
+            wait_readable(others, seconds)
         else:
-            wait_readable(self.flusher.channel.fileno(), seconds)
+            time.sleep(seconds)
 
     def progressed(self) -> None:
         """The flusher has done something: the next that dies starts counting anew."""

@@ -112,6 +112,12 @@ class MpiTrainersPort:
             )
         return cls(control, trainers.tolist())
 
+    def fileno(self) -> None:
+        """MPI has none."""
+
+    def left(self, rank: int) -> None:
+        """MPI tells a process that has left from one that died."""
+
     # -- control messages ----------------------------------------------------------------------------------------
 
     def send(self, rank: int, message: bytes) -> None:

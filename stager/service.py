@@ -47,7 +47,7 @@ _STREAMING_SECONDS = 0.02  # scattered payloads come in fragments that move only
 
 
 class StagerService:
-    """Serves one MPI job.
+    """Serves one job.
 
     Args:
         config: Settings.
@@ -67,6 +67,7 @@ class StagerService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._clock = config, clock
+        self._port = port
         self._line = FlusherLine(config, flusher, events=events, clock=clock)
         self._trainers = Trainers(port, rank_seconds_max=config.rank_seconds_max, clock=clock)
         self._payloads = Payloads(port, flusher.ring)
@@ -144,7 +145,11 @@ class StagerService:
         self._trainer_desk.tick(now)
 
     def _rest(self) -> None:
-        """Give the core away; wake at once when the flusher says something."""
+        """Give the core away; wake at once when the flusher says something, or a rank over TCP."""
+        wakes = self._port.fileno()
+        if wakes is not None:
+            self._line.wait(_TICK_SECONDS, wakes)
+            return
         waited_seconds, streaming = self._clock() - self._active_at, self._trainer_desk.streaming
         if streaming and waited_seconds < _STREAMING_SECONDS:
             time.sleep(0)

@@ -76,7 +76,7 @@ class TrainerDesk:
 
     @property
     def streaming(self) -> bool:
-        """Whether bytes are under way that move only while MPI is asked."""
+        """Whether bytes are under way that move only while the port is asked."""
         return self._payloads.arriving or self._fetches.busy or self._port.unsent
 
     def turn(self) -> bool:
@@ -234,6 +234,7 @@ class TrainerDesk:
         if rank not in self._trainers.present:
             return
         self._trainers.leave(rank, lost=loud)
+        self._port.left(rank)
         self._fetches.left(rank)
         if loud:
             _log.error("%s; the steps that it had not sent are given up, the other ranks go on", reason)

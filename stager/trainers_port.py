@@ -1,6 +1,6 @@
 """The training ranks, as the stager's loop sees them: their messages, their payloads into the ring, who is lost.
 
-`stager.mpi` has them as processes of the same MPI job. One thread only.
+`stager.mpi` has them as processes of the same MPI job, `stager.tcp` over connections. One thread only.
 """
 
 from __future__ import annotations
@@ -37,12 +37,20 @@ class TrainersPort(Protocol):
         """How many control messages are still on their way to this rank."""
         ...
 
+    def fileno(self) -> int | None:
+        """A descriptor that can be read when `poll` has something to do; None where only `poll` finds out."""
+        ...
+
     def send(self, rank: int, message: bytes) -> None:
         """Send a control message; to a lost rank nothing happens."""
         ...
 
     def poll(self) -> PollResult:
         """All control messages that have come, then the ranks found dead. Never waits."""
+        ...
+
+    def left(self, rank: int) -> None:
+        """This rank has left, or is heard no more: its end is no loss."""
         ...
 
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:

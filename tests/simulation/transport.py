@@ -121,6 +121,12 @@ class StagerPort:
     def unsent_to(self, rank: int) -> int:
         return 0
 
+    def fileno(self) -> None:
+        """As under MPI."""
+
+    def left(self, rank: int) -> None:
+        """MPI tells a process that has left from one that died."""
+
     def poll(self) -> Seen:
         self._job.scheduler.check_alive()
         seen = Seen(list(self._inbox), self._newly_lost)
@@ -203,6 +209,7 @@ class RankPort:
         self.left = False
         self.one_machine = rank % 2 == 0
         self.crowding = 1.0
+        self.has_threads = False
         self.wakes = 0
 
     def has_news(self) -> bool:

@@ -103,7 +103,7 @@ class Outgoing:
         On one machine the stager reads others out of this process's memory in one go, whatever that does; where the
         system does not let it, `notice_stall` finds out.
         """
-        if not self._sending:
+        if not self._sending or port.has_threads:
             return False
         return (
             self._polls

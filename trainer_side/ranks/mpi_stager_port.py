@@ -29,6 +29,8 @@ class MpiStagerPort:
     Every method raises `PeerLost` when MPI says that the stager is dead.
     """
 
+    has_threads = False
+
     def __init__(self, control: MPI.Intracomm, stager: int) -> None:
         self._comm, self._stager = control, stager
         self._sending: list[tuple[MPI.Request, bytes]] = []

@@ -20,7 +20,12 @@ class StagerPort(Protocol):
     """Messages and payloads to and from the stager. One thread at a time.
 
     Every method raises `PeerLost` when the stager is known to be lost.
+
+    Attributes:
+        has_threads: Payloads move by threads of their own, and not only while this port is asked.
     """
+
+    has_threads: bool
 
     @property
     def one_machine(self) -> bool:

@@ -61,10 +61,10 @@ def test_a_descriptor_may_have_any_number() -> None:
     high = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, 2000)
     try:
         begun = time.monotonic()
-        wait_readable(high, 0.01)
+        wait_readable([high], 0.01)
         assert time.monotonic() - begun >= 0.005, "nothing has come"
         os.write(writer, b"x")
-        wait_readable(high, None)
+        wait_readable([high], None)
     finally:
         for descriptor in (reader, writer, high):
             os.close(descriptor)

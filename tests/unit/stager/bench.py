@@ -42,12 +42,16 @@ class FakePort:
 
     ranks = 2
 
+    def fileno(self) -> None:
+        """As under MPI."""
+
     def __init__(self) -> None:
         self.seen = Seen()
         self.sent: list[tuple[int, Frame]] = []
         self.posted: dict[tuple[int, int], tuple[memoryview, tuple[Extent, ...]]] = {}
         self.arrived: dict[tuple[int, int], int] = {}
         self.cancelled: list[tuple[int, int]] = []
+        self.have_left: list[int] = []
 
     def poll(self) -> Seen:
         seen, self.seen = self.seen, Seen()
@@ -60,6 +64,9 @@ class FakePort:
 
     def unsent_to(self, rank: int) -> int:
         return 0
+
+    def left(self, rank: int) -> None:
+        self.have_left.append(rank)
 
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
         self.posted[rank, slot] = (memory, pieces)

@@ -39,6 +39,7 @@ class FakePort:
         self.left = False
         self.polls = 0
         self.one_machine = True
+        self.has_threads = False
         self.crowding = 1.0
 
     def _check(self) -> None:

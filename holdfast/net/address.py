@@ -1,0 +1,51 @@
+"""Addresses as people write them: `HOST:PORT`, `[::1]:29411`."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import NamedTuple
+
+_PORT_MAX = 65_535
+
+
+class Address(NamedTuple):
+    """Where a stager listens.
+
+    Attributes:
+        host: A name, or an IPv4 or IPv6 address without brackets.
+        port: 0 to 65535; 0 stands for any free port, where one listens.
+    """
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this machine reach it, as far as the text tells."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name of another kind may lead anywhere
+            return False
+
+
+def parse_address(text: str) -> Address:
+    """The address that `text` names.
+
+    Raises:
+        ValueError: It is not `HOST:PORT`; the message says what was expected.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""  # an IPv6 address without brackets: where its port begins is anybody's guess
+    if not (colon and host and host.isprintable() and " " not in host):
+        raise ValueError(f"HOST:PORT, such as stager-0:29411 or [fd00::1]:29411, got {text!r:.200}")
+    if not (port.isascii() and port.isdecimal() and int(port) <= _PORT_MAX):
+        raise ValueError(f"a port from 0 to {_PORT_MAX} after the last colon, got {text!r:.200}")
+    return Address(host, int(port))

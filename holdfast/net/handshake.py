@@ -1,0 +1,211 @@
+"""How a connection of a rank to a stager begins: each proves to the other that it has the key; the rank says who it is.
+
+    rank   ── hello      versions, rank of ranks, channel, launch, incarnation, nonce ──►  stager
+           ◄─ challenge  status, nonce, proof that the stager has the key ──
+           ── proof      that the rank has the key; how much it has received before ──►
+           ◄─ admission  status, how much the stager has received before, or why not ──
+
+A proof is an HMAC-SHA256 under the key of its sender's role, the whole hello and both nonces: what was recorded of one
+connection opens no other, and neither side's proof can be sent back as the other's. All sizes have a limit before any
+memory is taken. The bytes that follow are not encrypted and not signed: docs/threat-model.md says what that means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from holdfast.errors import ProtocolError
+from holdfast.wire.frames import VERSION as WIRE_VERSION
+
+VERSION = 1
+MESSAGES_CHANNEL = 0  # the others carry payloads
+CHANNELS_MAX = 17
+NONCE_BYTES = 32
+INCARNATION_BYTES = 16
+PROOF_BYTES = 32
+LAUNCH_BYTES_MAX = 255
+TEXT_BYTES_MAX = 2000
+RANKS_MAX = 1 << 20
+_MAGIC = b"HOLDFAST"
+_HELLO = struct.Struct(f"<8sHHHIIHH{INCARNATION_BYTES}s{NONCE_BYTES}s")
+_CHALLENGE = struct.Struct(f"<8sH{NONCE_BYTES}s{PROOF_BYTES}s")
+_PROOF = struct.Struct(f"<{PROOF_BYTES}sQ")
+_ADMISSION = struct.Struct("<HQH")
+HELLO_BYTES_MIN = _HELLO.size
+HELLO_BYTES_MAX = _HELLO.size + LAUNCH_BYTES_MAX
+CHALLENGE_BYTES = _CHALLENGE.size
+PROOF_MESSAGE_BYTES = _PROOF.size
+ADMISSION_BYTES = _ADMISSION.size
+
+
+class Status(IntEnum):
+    """The stager's answer. Whoever has not proved the key learns no other one than ADMITTED and VERSION."""
+
+    ADMITTED = 0
+    VERSION = 1  # another holdfast
+    KEY = 2  # the rank's proof is wrong
+    BUSY = 3  # the stager serves another job
+    RANKS = 4  # another number of ranks than the stager was told, or than other ranks of the job say
+    LOST = 5  # this rank was given up: its job goes on without it
+    ENDING = 6  # the stager takes no further job
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who connects.
+
+    Attributes:
+        rank: Of `ranks`, from 0.
+        channel: 0 for messages, from 1 on for payloads.
+        launch: Names the launcher's job; the same after a restart by the launcher.
+        incarnation: Random bytes, the same on all ranks of one start of the job, and on no other.
+        nonce: Random bytes of this connection.
+        resuming: This rank has been admitted before: only the stager that did so can go on with it.
+    """
+
+    rank: int
+    ranks: int
+    channel: int
+    launch: str
+    incarnation: bytes
+    nonce: bytes
+    resuming: bool = False
+
+    def to_bytes(self) -> bytes:
+        """As it is sent; its last bytes are `launch`."""
+        launch = self.launch.encode()[:LAUNCH_BYTES_MAX]
+        return (
+            _HELLO.pack(
+                _MAGIC,
+                VERSION,
+                WIRE_VERSION,
+                self.channel,
+                self.rank,
+                self.ranks,
+                len(launch),
+                int(self.resuming),
+                self.incarnation,
+                self.nonce,
+            )
+            + launch
+        )
+
+
+def hello_bytes(begun: bytes) -> int | None:
+    """How many bytes the hello has whose beginning this is; None as long as that is not known.
+
+    Raises:
+        ProtocolError: It is no hello.
+    """
+    if begun[: len(_MAGIC)] != _MAGIC[: len(begun)]:
+        raise ProtocolError("it speaks another protocol")
+    if len(begun) < _HELLO.size:
+        return None
+    launch_bytes = int(_HELLO.unpack_from(begun)[6])
+    if launch_bytes > LAUNCH_BYTES_MAX:
+        raise ProtocolError(f"a launch of {launch_bytes} bytes, expected at most {LAUNCH_BYTES_MAX}")
+    return _HELLO.size + launch_bytes
+
+
+class OtherVersion(ProtocolError):
+    """The other side speaks another version."""
+
+
+def read_hello(data: bytes) -> Hello:
+    """What the rank says of itself.
+
+    Raises:
+        OtherVersion: It speaks another version.
+        ProtocolError: It makes no sense.
+    """
+    _, version, wire_version, channel, rank, ranks, _, resuming, incarnation, nonce = _HELLO.unpack_from(data)
+    if (version, wire_version) != (VERSION, WIRE_VERSION):
+        raise OtherVersion(
+            f"it speaks version {version}.{wire_version}, expected {VERSION}.{WIRE_VERSION}; "
+            "install the same holdfast on all machines"
+        )
+    try:
+        launch = data[_HELLO.size :].decode()
+    except UnicodeDecodeError:
+        raise ProtocolError("its launch is not UTF-8") from None
+    if not (rank < ranks <= RANKS_MAX and channel < CHANNELS_MAX and launch.isprintable()):
+        raise ProtocolError(f"rank {rank} of {ranks}, channel {channel}: expected less of each")
+    return Hello(rank, ranks, channel, launch, incarnation, nonce, bool(resuming))
+
+
+def _prove(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(key, role + hashlib.sha256(hello).digest() + nonce, "sha256")
+
+
+def challenge(key: bytes, hello: bytes, nonce: bytes) -> bytes:
+    """The stager's answer to a hello that it can read; `nonce` is its own."""
+    return _CHALLENGE.pack(_MAGIC, Status.ADMITTED, nonce, _prove(key, b"stager", hello, nonce))
+
+
+def refuse_version() -> bytes:
+    """The stager's answer to a hello of another version."""
+    return _CHALLENGE.pack(_MAGIC, Status.VERSION, bytes(NONCE_BYTES), bytes(PROOF_BYTES))
+
+
+def answer_challenge(key: bytes, hello: bytes, data: bytes, received: int) -> bytes | None:
+    """The rank's proof, once the stager's was checked; None if the stager has another key.
+
+    Args:
+        key: The rank's.
+        hello: As this rank has sent it.
+        data: The challenge.
+        received: How much this rank has received on this channel before.
+
+    Raises:
+        OtherVersion: The stager speaks another version.
+        ProtocolError: No stager answers there.
+    """
+    magic, status, nonce, proof = _CHALLENGE.unpack(data)
+    if magic != _MAGIC:
+        raise ProtocolError("what answers there is no stager")
+    if status != Status.ADMITTED:
+        raise OtherVersion(
+            "the stager speaks another version of the protocol; install the same holdfast on all machines"
+        )
+    if not hmac.compare_digest(proof, _prove(key, b"stager", hello, nonce)):
+        return None
+    return _PROOF.pack(_prove(key, b"rank", hello, nonce), received)
+
+
+def check_proof(key: bytes, hello: bytes, nonce: bytes, data: bytes) -> int | None:
+    """How much the rank has received before, if its proof is right; None if it has another key."""
+    proof, received = _PROOF.unpack(data)
+    return int(received) if hmac.compare_digest(proof, _prove(key, b"rank", hello, nonce)) else None
+
+
+def admission(status: Status, received: int = 0, text: str = "") -> bytes:
+    """The stager's last word; `text` says why not."""
+    reason = text.encode()[:TEXT_BYTES_MAX]
+    return _ADMISSION.pack(status, received, len(reason)) + reason
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The stager's last word, without its text.
+
+    Attributes:
+        status: Whether, or why not.
+        received: How much the stager has received on this channel before.
+        text_bytes: Length of the text that follows.
+    """
+
+    status: Status
+    received: int
+    text_bytes: int
+
+
+def read_admission(data: bytes) -> Admission:
+    """Raises: ProtocolError: It makes no sense."""
+    status, received, text_bytes = _ADMISSION.unpack(data)
+    if status not in set(Status) or text_bytes > TEXT_BYTES_MAX:
+        raise ProtocolError(f"an admission with status {status} and {text_bytes} bytes of text")
+    return Admission(Status(status), received, text_bytes)

@@ -1,0 +1,168 @@
+"""Control messages over connections that may be cut: each arrives once, in order, however often it is sent.
+
+    put ─► unacknowledged ─► outgoing ═ connection ═► arrived ─► messages
+              ▲   └─ dropped ◄── acknowledged count, in the header of whatever comes back
+              └── resume(count) after a cut: what the other side has not received is sent again
+
+    record   offset 0       4        8               16
+                    kind    nbytes   received so far  the message …
+
+Messages are numbered by their order alone. Pure: the owner moves the bytes between a line and a socket.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+
+from holdfast.errors import ProtocolError
+from holdfast.wire.frames import MAX_MESSAGE_BYTES
+
+_RECORD = struct.Struct("<IIQ")
+_MESSAGE, _ACKNOWLEDGED = 1, 2
+_SCRATCH_BYTES = 64 * 1024
+
+
+class MessageLine:
+    """One end of a line of messages. One thread.
+
+    Attributes:
+        received: How many messages have arrived, over all connections.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._acknowledged = 0  # of ours, by the other side
+        self._told = 0  # of theirs, by us
+        self._unacknowledged: deque[bytes] = deque()
+        self._begun = 0  # of these, how many the present connection has taken up
+        self._outgoing: deque[memoryview] = deque()
+        self._scratch = bytearray(_SCRATCH_BYTES)
+        self._filled = 0
+        self._large: bytearray | None = None  # a message that does not fit into the scratch area
+        self._large_filled = 0
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many messages the other side has not said that it received."""
+        return len(self._unacknowledged)
+
+    def put(self, message: bytes) -> None:
+        """Send a message after all others."""
+        self._unacknowledged.append(message)
+
+    def outgoing(self) -> memoryview | None:
+        """The bytes to write next, at least one; None if there are none. Tell how many were written by `written`."""
+        if not self._outgoing:
+            if self._begun < len(self._unacknowledged):
+                message = self._unacknowledged[self._begun]
+                self._begun += 1
+                self._queue(_MESSAGE, message)
+            elif self._told < self.received:
+                self._queue(_ACKNOWLEDGED, b"")
+        return self._outgoing[0] if self._outgoing else None
+
+    def written(self, nbytes: int) -> None:
+        """So many bytes of `outgoing` were written."""
+        head = self._outgoing.popleft()
+        if nbytes < len(head):
+            self._outgoing.appendleft(head[nbytes:])
+
+    def _queue(self, kind: int, message: bytes) -> None:
+        self._told = self.received
+        header = _RECORD.pack(kind, len(message), self.received)
+        if len(message) < _SCRATCH_BYTES:
+            self._outgoing.append(memoryview(header + message))
+        else:
+            self._outgoing.extend((memoryview(header), memoryview(message)))
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def room(self) -> memoryview:
+        """Where the next bytes that come belong. Tell how many came by `arrived`."""
+        if self._large is not None:
+            return memoryview(self._large)[self._large_filled :]
+        return memoryview(self._scratch)[self._filled :]
+
+    def arrived(self, nbytes: int) -> list[bytes]:
+        """So many bytes were read into `room`; the messages that are complete now.
+
+        Raises:
+            ProtocolError: They are not what a line carries; the connection must be ended.
+        """
+        if self._large is not None:
+            self._large_filled += nbytes
+            if self._large_filled < len(self._large):
+                return []
+            message, self._large = bytes(self._large), None
+            self.received += 1
+            return [message]
+        self._filled += nbytes
+        return self._parse()
+
+    def _parse(self) -> list[bytes]:
+        messages: list[bytes] = []
+        view = memoryview(self._scratch)
+        place = 0
+        while self._filled - place >= _RECORD.size:
+            kind, size, acknowledged = _RECORD.unpack_from(self._scratch, place)
+            self._check(kind, size, acknowledged)
+            self._acknowledge(acknowledged)
+            body = place + _RECORD.size
+            if body + size > self._filled:
+                if size > _SCRATCH_BYTES - _RECORD.size:
+                    # Zero pages cost no memory until bytes have really come.
+                    self._large = bytearray(size)
+                    self._large_filled = self._filled - body
+                    self._large[: self._large_filled] = view[body : self._filled]
+                    place = self._filled
+                break
+            if kind == _MESSAGE:
+                messages.append(bytes(view[body : body + size]))
+                self.received += 1
+            place = body + size
+        rest = self._filled - place
+        self._scratch[:rest] = bytes(view[place : self._filled])
+        self._filled = rest
+        return messages
+
+    def _check(self, kind: int, size: int, acknowledged: int) -> None:
+        if kind not in {_MESSAGE, _ACKNOWLEDGED} or (kind == _ACKNOWLEDGED and size):
+            raise ProtocolError(
+                f"a record of kind {kind} and {size} bytes; expected kind 1, or 2 and no bytes"
+            )
+        if size > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a control message of {size} bytes, expected at most {MAX_MESSAGE_BYTES}")
+        if not self._acknowledged <= acknowledged <= self._acknowledged + self._begun:
+            raise ProtocolError(
+                f"it says that it has received {acknowledged} messages, expected {self._acknowledged} to "
+                f"{self._acknowledged + self._begun}"
+            )
+
+    def _acknowledge(self, count: int) -> None:
+        for _ in range(count - self._acknowledged):
+            self._unacknowledged.popleft()
+            self._begun -= 1
+        self._acknowledged = count
+
+    # -- cut ---------------------------------------------------------------------------------------------------------
+
+    def resume(self, received: int) -> None:
+        """Go on over a new connection, whose other side has received `received` messages of ours so far.
+
+        Raises:
+            ProtocolError: It cannot have received so many, or so few.
+        """
+        sent = self._acknowledged + len(self._unacknowledged)
+        if not self._acknowledged <= received <= sent:
+            raise ProtocolError(
+                f"it says that it has received {received} messages, expected {self._acknowledged} to {sent}"
+            )
+        self._begun = len(self._unacknowledged)
+        self._acknowledge(received)
+        self._begun = 0
+        self._told = self.received  # the handshake has told it
+        self._outgoing.clear()
+        self._filled, self._large = 0, None

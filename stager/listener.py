@@ -1,0 +1,336 @@
+"""Accepts connections for a stager that stands alone, and knows which job each belongs to.
+
+    accepted ─► handshake, within some seconds ─► of the job that is served ───────────► its port
+                                               ├─ of the same launch, started again ───► the next job; that one ends
+                                               ├─ of another launch, the present one silent ─► the same
+                                               ├─ of another launch, the present one alive ──► refused: BUSY
+                                               └─ nobody is served ────────────────────► the next job
+
+What waits for the next job is answered when that is taken. An incarnation that another one has replaced stays out for
+good: its processes may have been frozen, and wake up late.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.errors import ConfigError, ProtocolError
+from holdfast.net.address import Address
+from holdfast.net.handshake import (
+    HELLO_BYTES_MAX,
+    HELLO_BYTES_MIN,
+    NONCE_BYTES,
+    PROOF_MESSAGE_BYTES,
+    Hello,
+    OtherVersion,
+    Status,
+    challenge,
+    check_proof,
+    hello_bytes,
+    read_hello,
+    refuse_version,
+)
+from stager.reactor import Reactor
+from stager.tcp import TcpTrainersPort, refuse
+
+_log = logging.getLogger("holdfast.stager.listener")
+
+_BACKLOG = 1024
+_ACCEPTED_PER_TURN_MAX = 64
+_GREETINGS_MAX = 256  # beyond so many that have not proved the key the oldest is ended
+_GREETING_SECONDS_MAX = 10.0
+_REPLACED_KEPT = 4096
+_COMPLAINT_SECONDS = 10.0  # at most one line in the log of strangers in so long
+_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+@dataclass(slots=True)
+class _Greeting:
+    """A connection that has not proved the key."""
+
+    sock: socket.socket
+    peer: str
+    deadline: float
+    begun: bytearray = field(default_factory=bytearray)
+    hello: Hello | None = None
+    hello_data: bytes = b""
+    nonce: bytes = b""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A connection whose job comes next."""
+
+    sock: socket.socket
+    hello: Hello
+    received: int
+
+
+def listen(address: Address) -> socket.socket:
+    """A socket that listens there.
+
+    Raises:
+        ConfigError: There is no such address on this machine, or it is taken.
+    """
+    try:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, place = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(place)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"stager setting listen: {address}: {error.strerror or error}; give an address of this machine and a free "
+            "port"
+        ) from None
+    sock.setblocking(False)
+    return sock
+
+
+class Listener:
+    """See the module. One thread; nothing here waits.
+
+    Args:
+        sock: It listens and does not block.
+        reactor: Tells which sockets can be read.
+        key: Of the run; empty for none.
+        ranks: How many ranks a job must have; None takes what its first rank says.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        reactor: Reactor,
+        key: bytes,
+        *,
+        ranks: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sock, self._reactor, self._key, self._wanted_ranks, self._clock = (
+            sock,
+            reactor,
+            key,
+            ranks,
+            clock,
+        )
+        self._greetings: OrderedDict[socket.socket, _Greeting] = OrderedDict()
+        self._waiting: dict[socket.socket, _Waiting] = {}
+        self._replaced: OrderedDict[bytes, None] = OrderedDict()
+        self._present: TcpTrainersPort | None = None
+        self._ending = False
+        self._complained_at = -_COMPLAINT_SECONDS
+        self._complaints = 0
+        reactor.watch(sock, self._accept)
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    def next_job(self) -> Hello | None:
+        """What the first rank of the next job has said; None while there is none."""
+        return next((one.hello for one in self._waiting.values()), None)
+
+    def open(self, port: TcpTrainersPort) -> None:
+        """From now on this is the job that is served. Its connections are given to it, those of others refused."""
+        self._present = port
+        waiting, self._waiting = self._waiting, {}
+        for one in waiting.values():
+            self._unwatch(one.sock)
+            self._place(one.sock, one.hello, one.received)
+
+    def close_job(self) -> None:
+        """The job that was served is over."""
+        if self._present is not None:
+            self._replace(self._present.incarnation)
+            self._present = None
+
+    def end(self) -> None:
+        """Take no further job."""
+        self._ending = True
+        for one in list(self._waiting.values()):
+            self._unwatch(one.sock)
+            refuse(self._reactor, one.sock, Status.ENDING, "the stager is ending")
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Close every connection that no job has."""
+        for sock in [self._sock, *self._greetings, *self._waiting]:
+            self._reactor.close(sock)
+
+    def tick(self) -> None:
+        """End the connections that take too long to say who they are."""
+        now = self._clock()
+        for greeting in list(self._greetings.values()):
+            if now <= greeting.deadline:
+                break  # the others came later
+            self._complain(greeting.peer, "it has not said who it is in time")
+            self._forget(greeting)
+
+    # -- handshakes --------------------------------------------------------------------------------------------------
+
+    def _accept(self, _readable: bool, _writable: bool) -> None:
+        self.tick()
+        for _ in range(_ACCEPTED_PER_TURN_MAX):
+            try:
+                sock, place = self._sock.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTORS and self._greetings:
+                    self._forget(next(iter(self._greetings.values())))
+                    continue
+                _log.debug("a connection is not accepted: %s", error)
+                return
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            greeting = _Greeting(sock, f"{place[0]}:{place[1]}", self._clock() + _GREETING_SECONDS_MAX)
+            self._greetings[sock] = greeting
+            self._reactor.watch(sock, functools.partial(self._hear, greeting))
+            while len(self._greetings) > _GREETINGS_MAX:
+                oldest = next(iter(self._greetings.values()))
+                self._complain(oldest.peer, "too many connections have not said who they are")
+                self._forget(oldest)
+
+    def _hear(self, greeting: _Greeting, _readable: bool, _writable: bool) -> None:
+        try:
+            data = greeting.sock.recv(self._bytes_wanted(greeting))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._forget(greeting)
+            return
+        greeting.begun += data
+        try:
+            if greeting.hello is None:
+                self._hear_hello(greeting)
+            elif len(greeting.begun) >= PROOF_MESSAGE_BYTES:
+                self._hear_proof(greeting, greeting.hello)
+        except OtherVersion as error:
+            self._send_last(greeting, refuse_version())
+            self._complain(greeting.peer, str(error))
+        except (ProtocolError, OSError) as error:
+            self._complain(greeting.peer, str(error))
+            self._forget(greeting)
+
+    def _bytes_wanted(self, greeting: _Greeting) -> int:
+        if greeting.hello is not None:
+            return PROOF_MESSAGE_BYTES - len(greeting.begun)
+        if len(greeting.begun) < HELLO_BYTES_MIN:
+            return HELLO_BYTES_MIN - len(greeting.begun)
+        return HELLO_BYTES_MAX - len(greeting.begun)
+
+    def _hear_hello(self, greeting: _Greeting) -> None:
+        nbytes = hello_bytes(bytes(greeting.begun))
+        if nbytes is None or len(greeting.begun) < nbytes:
+            return
+        if len(greeting.begun) > nbytes:
+            raise ProtocolError("more than a hello came")
+        greeting.hello_data = bytes(greeting.begun)
+        greeting.hello = read_hello(greeting.hello_data)
+        greeting.nonce = os.urandom(NONCE_BYTES)
+        greeting.begun.clear()
+        greeting.sock.send(challenge(self._key, greeting.hello_data, greeting.nonce))
+
+    def _hear_proof(self, greeting: _Greeting, hello: Hello) -> None:
+        received = check_proof(self._key, greeting.hello_data, greeting.nonce, bytes(greeting.begun))
+        del self._greetings[greeting.sock]
+        self._reactor.unwatch(greeting.sock)
+        if received is None:
+            self._complain(greeting.peer, "it has another key")
+            refuse(self._reactor, greeting.sock, Status.KEY, "another key")
+        else:
+            self._place(greeting.sock, hello, received)
+
+    def _send_last(self, greeting: _Greeting, data: bytes) -> None:
+        try:
+            greeting.sock.send(data)
+        except OSError as error:
+            _log.debug("%s: %s", greeting.peer, error)
+        self._forget(greeting)
+
+    def _forget(self, greeting: _Greeting) -> None:
+        self._greetings.pop(greeting.sock, None)
+        self._reactor.close(greeting.sock)
+
+    def _complain(self, peer: str, why: str) -> None:
+        """Say it, but not as often as strangers may connect."""
+        self._complaints += 1
+        now = self._clock()
+        if now - self._complained_at >= _COMPLAINT_SECONDS:
+            more = (
+                f"; {self._complaints} connections since the last such line" if self._complaints > 1 else ""
+            )
+            _log.warning("a connection from %s is refused: %s%s", peer, why, more)
+            self._complained_at, self._complaints = now, 0
+
+    # -- whose job it is ---------------------------------------------------------------------------------------------
+
+    def _place(self, sock: socket.socket, hello: Hello, received: int) -> None:
+        present = self._present
+        if self._ending:
+            refuse(self._reactor, sock, Status.ENDING, "the stager is ending")
+        elif hello.incarnation in self._replaced:
+            refuse(self._reactor, sock, Status.LOST, "its job is over, or was started again without it")
+        elif self._wanted_ranks not in {None, hello.ranks}:
+            text = f"the job has {hello.ranks} ranks, and this stager was started with --ranks {self._wanted_ranks}"
+            refuse(self._reactor, sock, Status.RANKS, text)
+        elif present is not None and hello.incarnation == present.incarnation:
+            if hello.ranks != present.ranks:
+                text = f"rank {hello.rank} counts {hello.ranks} ranks, another one of its job {present.ranks}"
+                refuse(self._reactor, sock, Status.RANKS, text)
+            else:
+                present.admit(sock, hello, received)
+        elif hello.resuming:
+            refuse(
+                self._reactor, sock, Status.LOST, "this stager does not know its job: it was started after it"
+            )
+        elif present is not None and hello.launch != present.launch and present.is_alive:
+            text = f"this stager serves another job ({present.launch}, {present.ranks} ranks), which is alive"
+            refuse(self._reactor, sock, Status.BUSY, text)
+        else:
+            self._wait(sock, hello, received)
+
+    def _wait(self, sock: socket.socket, hello: Hello, received: int) -> None:
+        if self._present is not None:
+            present = self._present
+            self._replace(present.incarnation)
+            self._present = None
+            present.end("was left behind: its job was started again")
+        # Of two starts of one launch the later one counts; of two launches the first: `open` refuses the other one.
+        for one in list(self._waiting.values()):
+            if one.hello.launch == hello.launch and one.hello.incarnation != hello.incarnation:
+                self._unwatch(one.sock)
+                self._replace(one.hello.incarnation)
+                refuse(self._reactor, one.sock, Status.LOST, "its job was started again without it")
+        self._waiting[sock] = _Waiting(sock, hello, received)
+        self._watch_end(sock)
+
+    def _watch_end(self, sock: socket.socket) -> None:
+        """A rank that waits says nothing: what can be read is its end."""
+        self._reactor.watch(sock, functools.partial(self._waited_in_vain, sock))
+
+    def _waited_in_vain(self, sock: socket.socket, _readable: bool, _writable: bool) -> None:
+        del self._waiting[sock]
+        self._reactor.close(sock)
+
+    def _unwatch(self, sock: socket.socket) -> None:
+        self._waiting.pop(sock, None)
+        self._reactor.unwatch(sock)
+
+    def _replace(self, incarnation: bytes) -> None:
+        self._replaced[incarnation] = None
+        while len(self._replaced) > _REPLACED_KEPT:
+            self._replaced.popitem(last=False)

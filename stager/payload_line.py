@@ -1,0 +1,152 @@
+"""A connection on which a rank sends payloads: the bytes go from the kernel straight to their places in the ring.
+
+    header ─► place posted for (rank, slot)? ── yes ─► recvmsg_into the slot ─► taken ─► receipt
+                        └─ no, taken before, withdrawn, or another size ─► read and dropped ─► receipt
+
+The memory of a slot is written only as long as its place is wanted: a withdrawn one is left at once, in the middle of a
+payload if need be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.errors import ProtocolError
+from holdfast.image.regions import Extent
+from holdfast.net.payload_frame import HEADER, RECEIPT, PayloadHeader
+
+_BYTES_PER_TURN_MAX = 16 << 20  # then it is another connection's turn
+_PIECES_PER_CALL_MAX = 512  # half of what the system takes in one call
+_DROPPED_BYTES = 256 * 1024
+_NBYTES_MAX = 1 << 31
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a payload belongs.
+
+    Attributes:
+        memory: The slot.
+        pieces: Parts of it, in the order of the payload's bytes.
+        nbytes: Of all pieces together.
+        wanted: It still is.
+    """
+
+    memory: memoryview
+    pieces: tuple[Extent, ...]
+    nbytes: int
+    wanted: bool = True
+
+
+class PayloadLine:
+    """See the module. One thread.
+
+    Args:
+        sock: The connection; it does not block.
+        open_place: Where this payload belongs; None if it is to be dropped.
+        taken: Called with its header when all of a payload has been read, and with whether it lies in its place.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        open_place: Callable[[PayloadHeader], Place | None],
+        taken: Callable[[PayloadHeader, bool], None],
+    ) -> None:
+        self._sock, self._open_place, self._taken = sock, open_place, taken
+        self._header = bytearray(HEADER.size)
+        self._header_filled = 0
+        self._present: PayloadHeader | None = None
+        self._place: Place | None = None
+        self._targets: deque[memoryview] = deque()
+        self._left = 0  # of the present payload
+        self._receipts = bytearray()
+
+    def read(self) -> None:
+        """Take what has come, at most some MiB.
+
+        Raises:
+            ProtocolError: The connection has ended, or what comes is no payload.
+            OSError: The connection is broken.
+        """
+        budget = _BYTES_PER_TURN_MAX
+        while budget > 0:
+            try:
+                nbytes = self._read_some()
+            except BlockingIOError:
+                break
+            if nbytes == 0:
+                raise ProtocolError("the connection has ended")
+            budget -= nbytes
+        self.write()
+
+    def _read_some(self) -> int:
+        if self._present is None:
+            nbytes = self._sock.recv_into(memoryview(self._header)[self._header_filled :])
+            self._header_filled += nbytes
+            if self._header_filled == HEADER.size:
+                self._begin()
+            return nbytes
+        if self._place is not None and not self._place.wanted:
+            self._place = None
+            self._targets.clear()
+        nbytes = self._into_place() if self._place is not None else self._drop()
+        self._left -= nbytes
+        if self._left == 0:
+            self._end()
+        return nbytes
+
+    def _begin(self) -> None:
+        header = PayloadHeader.from_bytes(self._header)
+        if not 0 < header.nbytes <= _NBYTES_MAX or header.number == 0:
+            raise ProtocolError(f"a payload of {header.nbytes} bytes with number {header.number}")
+        self._header_filled = 0
+        self._present, self._left = header, header.nbytes
+        place = self._open_place(header)
+        if place is not None and place.nbytes == header.nbytes:
+            self._place = place
+            self._targets.extend(place.memory[piece.offset : piece.end] for piece in place.pieces)
+
+    def _into_place(self) -> int:
+        targets = self._targets
+        nbytes = self._sock.recvmsg_into(
+            [targets[i] for i in range(min(len(targets), _PIECES_PER_CALL_MAX))]
+        )[0]
+        left = nbytes
+        while left > 0:
+            first = targets.popleft()
+            if left < len(first):
+                targets.appendleft(first[left:])
+            left -= min(left, len(first))
+        return nbytes
+
+    def _drop(self) -> int:
+        return len(self._sock.recv(min(self._left, _DROPPED_BYTES)))
+
+    def _end(self) -> None:
+        header, in_place = self._present, self._place is not None
+        assert header is not None
+        self._present, self._place = None, None
+        self._targets.clear()
+        self._taken(header, in_place)
+        self._receipts += RECEIPT.pack(header.number)
+
+    def write(self) -> None:
+        """Send the receipts that are due, as far as there is room.
+
+        Raises:
+            OSError: The connection is broken.
+        """
+        if self._receipts:
+            with contextlib.suppress(BlockingIOError):
+                del self._receipts[: self._sock.send(self._receipts)]
+
+    @property
+    def owes(self) -> bool:
+        """Whether receipts wait for room."""
+        return bool(self._receipts)

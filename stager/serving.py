@@ -1,0 +1,82 @@
+"""One job, from its flusher to its end: the same however its ranks are reached."""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.config import StagerConfig
+from holdfast.errors import HoldfastError
+from holdfast.telemetry.board import Board
+from holdfast.telemetry.events import EventLog
+from holdfast.telemetry.metrics_page import serve_metrics
+from holdfast.telemetry.status_socket import serve_status
+from holdfast.telemetry.tracing import export_spans
+from stager.flusher_process import attach
+from stager.refusal import refuse_start
+from stager.segments import SegmentList
+from stager.service import StagerService
+from stager.trainers_port import TrainersPort
+
+_log = logging.getLogger("holdfast.stager")
+
+
+class StartRefused(Exception):
+    """The ranks have been told why there is no stager for them, and one of them says it.
+
+    Attributes:
+        error: Why.
+    """
+
+    def __init__(self, error: HoldfastError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def serve(port: TrainersPort, config: StagerConfig | None, problem: HoldfastError | None = None) -> set[int]:
+    """Receive until the ranks have left and all that is staged is in the store.
+
+    Args:
+        port: The ranks.
+        config: Settings; None if they are wrong.
+        problem: What is wrong with them.
+
+    Returns:
+        The ranks that were lost.
+
+    Raises:
+        StartRefused: There is no flusher, or there are no settings, and the ranks were told.
+        HoldfastError: The same, and no rank has asked; or staged checkpoints could not be written.
+    """
+    segments = None
+    try:
+        if config is None:
+            assert problem is not None
+            raise problem
+        segments = SegmentList(config.runtime_dir)
+        flusher = attach(config)
+    except HoldfastError as error:
+        is_told = refuse_start(port, error)
+        if segments is not None:
+            segments.close()
+        if is_told:  # the lowest rank says it: once for the job
+            _log.debug("the start was refused", exc_info=error)
+            raise StartRefused(error) from None
+        raise
+    events = EventLog(config.events, role="stager")
+    service = StagerService(config, port, flusher, events=events)
+    with export_spans("stager", flusher.store_url, events):  # around all else: it may take seconds to end
+        try:
+            board = Board("stager", flusher.store_url, ranks=service.ranks_said)
+            events.listen(board.hear)
+            with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", board.said):
+                events.emit(
+                    "stager_ready",
+                    {"attempt": flusher.attempt, "ranks": port.ranks, "flusher_pid": flusher.pid},
+                )
+                service.run()
+                events.emit("stager_ended")
+        finally:
+            service.close()
+            events.close()
+            segments.close()
+    return service.lost_ranks

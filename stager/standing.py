@@ -1,0 +1,180 @@
+"""A stager that stands alone: it listens, serves one job after the other, and keeps the ring between them.
+
+    listening ── first rank of a job ─► serving ── all ranks have left or are lost ─► listening
+        └── SIGTERM, SIGINT ─► no further job; what is staged is written ─► ended ◄──┘
+
+A job that is started again finds the ring as the one before left it, and restores from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+from types import FrameType
+
+from holdfast.config import StagerConfig
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.net.address import Address, parse_address
+from holdfast.net.key import read_key
+from holdfast.process import wait_readable
+from holdfast.ring.directory import runtime_directory
+from holdfast.ring.wanted import RingKeeper
+from stager.flusher_process import attach, reap
+from stager.listener import Listener, listen
+from stager.reactor import Reactor
+from stager.serving import StartRefused, serve
+from stager.tcp import TcpTrainersPort
+
+_log = logging.getLogger("holdfast.stager")
+
+_TICK_SECONDS = 1.0
+_SIGNALS_MAX = 64
+_ANY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104 - no address to connect to
+
+
+def key_of(config: StagerConfig) -> bytes:
+    """The key with which ranks are to prove themselves; empty where only this machine reaches the stager.
+
+    Raises:
+        ConfigError: There is none, and the address can be reached from other machines.
+    """
+    key = read_key(None if config.key is None else config.key.get_secret_value(), config.key_file)
+    address = parse_address(config.listen or "")
+    if not key and not address.is_loopback:
+        raise ConfigError(
+            f"stager setting listen: {address} may be reached from other machines, and there is no key: whoever "
+            "reaches it could read and replace checkpoints; make a key with `holdfast stager --new-key`, and give the "
+            "same one to stager and ranks in HOLDFAST_KEY or HOLDFAST_KEY_FILE; without a key listen to 127.0.0.1 alone"
+        )
+    return key
+
+
+class Standing:
+    """See the module. Main thread.
+
+    Args:
+        config: Settings, with `listen` among them.
+
+    Attributes:
+        address: Where it listens; its port is known when it was chosen by the system.
+
+    Raises:
+        ConfigError: It cannot listen there, or has no key and should have one.
+        StoreError: The store refuses the flusher.
+    """
+
+    def __init__(self, config: StagerConfig) -> None:
+        self._config = config
+        key = key_of(config)
+        address = parse_address(config.listen or "")
+        sock = listen(address)
+        self.address = Address(address.host, int(sock.getsockname()[1]))
+        self._keeper: RingKeeper | None = RingKeeper(runtime_directory(config.store, config.runtime_dir))
+        self._reactor = Reactor()
+        self._listener = Listener(sock, self._reactor, key, ranks=config.ranks)
+        self._port: TcpTrainersPort | None = None
+        self._stopped = False
+        # A signal wakes the loop, which then stops between two turns and not in the middle of one.
+        self._signalled, self._woken = socket.socketpair()
+        for end in (self._signalled, self._woken):
+            end.setblocking(False)
+        self._reactor.watch(self._woken, self._stop)
+        # Now, and not at the first job: a wrong store is the operator's to hear, while nothing depends on it. The
+        # flusher stays, because the ring is kept.
+        attach(config).close()
+        signal.set_wakeup_fd(self._signalled.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._told_to_stop)
+
+    @property
+    def line_for_ranks(self) -> str:
+        """How to start ranks that find this stager."""
+        host = socket.gethostname() if self.address.host in _ANY_ADDRESS else self.address.host
+        key = ""
+        if self._config.key_file is not None:
+            key = f" HOLDFAST_KEY_FILE={self._config.key_file}"
+        elif self._config.key is not None:
+            key = " HOLDFAST_KEY=..."
+        per_node = self._config.ranks or "N"
+        return f"HOLDFAST_STAGER={self.address._replace(host=host)}{key} torchrun --nproc-per-node {per_node} train.py"
+
+    def run(self, *, jobs: int | None = None) -> None:
+        """Serve until it is told to stop.
+
+        Args:
+            jobs: End after so many; None: never by itself.
+
+        Raises:
+            HoldfastError: Staged checkpoints of the last job could not be written.
+        """
+        served = 0
+        try:
+            while not self._stopped and (jobs is None or served < jobs):
+                if self._await_job():
+                    self._serve_next()
+                    served += 1
+        finally:
+            self._listener.end()
+            self._listener.close()
+            if self._keeper is not None:
+                self._keeper.close()
+
+    def _await_job(self) -> bool:
+        while not self._stopped:
+            self._listener.tick()
+            reap()
+            if self._listener.next_job() is not None:
+                return True
+            wait_readable([self._reactor.fileno()], _TICK_SECONDS)
+            self._reactor.turn()
+        return False
+
+    def _serve_next(self) -> None:
+        hello = self._listener.next_job()
+        assert hello is not None
+        port = TcpTrainersPort(
+            self._reactor,
+            hello,
+            reconnect_seconds_max=self._config.reconnect_seconds_max,
+            start_seconds_max=self._config.start_seconds_max,
+        )
+        _log.info("a job of %d ranks joins (%s)", hello.ranks, hello.launch)
+        begun = time.monotonic()
+        self._listener.open(port)
+        self._port = port
+        try:
+            lost = serve(port, self._config)
+            _log.info(
+                "the job has ended after %.0f s%s; the next one may join",
+                time.monotonic() - begun,
+                f", with ranks {sorted(lost)} lost" if lost else "",
+            )
+        except StartRefused as refused:
+            _log.error("the job was refused: %s", refused.error)
+        except HoldfastError as error:
+            if self._stopped:
+                raise
+            _log.error("the job has ended, and not all of its checkpoints are in the store: %s", error)
+        finally:
+            self._port = None
+            self._listener.close_job()
+            port.close()
+
+    def _told_to_stop(self, number: int, _frame: FrameType | None) -> None:
+        if self._stopped:  # a second one does not wait
+            raise SystemExit(128 + number)
+        self._stopped = True
+
+    def _stop(self, _readable: bool, _writable: bool) -> None:
+        self._woken.recv(_SIGNALS_MAX)
+        if not self._stopped:
+            return  # of another signal
+        _log.warning("stopping: no further job is taken, and what is staged is written to the store")
+        self._listener.end()
+        if self._keeper is not None:  # nobody comes back to this ring
+            self._keeper.close()
+            self._keeper = None
+        if self._port is not None:
+            self._port.end("is left alone: the stager was told to stop")

@@ -1,0 +1,336 @@
+"""The training ranks of one job over TCP: a line of messages and some of payloads for each, which may be cut.
+
+    admitted ─► here ── connection ends ──► cut ── comes again within reconnect_seconds_max ──► here
+                 └── says BYE ─► gone         └── does not ──► lost
+
+Only the line of messages tells whether a rank is there; one of payloads is simply made again by its rank. The ranks'
+messages are counted, so that each arrives once, over however many connections. One thread; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.errors import ProtocolError
+from holdfast.image.regions import Extent
+from holdfast.net.handshake import MESSAGES_CHANNEL, Hello, Status, admission
+from holdfast.net.message_line import MessageLine
+from holdfast.net.payload_frame import PayloadHeader, TakenNumbers
+from stager.payload_line import PayloadLine, Place
+from stager.reactor import Reactor
+from stager.trainers_port import PollResult
+
+_log = logging.getLogger("holdfast.stager.tcp")
+
+_READS_PER_TURN_MAX = 64  # so that payloads are looked at, too, when a rank talks without end
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What is known of one rank."""
+
+    line: MessageLine = field(default_factory=MessageLine)
+    sock: socket.socket | None = None
+    cut_at: float | None = None  # since when it has no connection; None before the first
+    heard_at: float = 0.0
+    blocked: bool = False
+    left: bool = False
+    lost: bool = False
+    taken: TakenNumbers = field(default_factory=TakenNumbers)
+    payload_socks: dict[int, socket.socket] = field(default_factory=dict)
+
+
+class TcpTrainersPort:
+    """See the module; a `TrainersPort`.
+
+    Args:
+        reactor: Tells which sockets can be read.
+        hello: What the first rank of the job has said: its launch, its incarnation, the number of ranks.
+        reconnect_seconds_max: How long a rank whose connection was cut may take to come again.
+        start_seconds_max: How long after the first rank the others may come.
+        clock: Seconds that only go forward.
+
+    Attributes:
+        ranks: How many there are. `launch`, `incarnation`: which job it is.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        hello: Hello,
+        *,
+        reconnect_seconds_max: float,
+        start_seconds_max: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reactor, self._clock = reactor, clock
+        self.ranks, self.launch, self.incarnation = hello.ranks, hello.launch, hello.incarnation
+        self._reconnect_seconds_max = reconnect_seconds_max
+        self._start_deadline = clock() + start_seconds_max
+        self._start_seconds_max = start_seconds_max
+        self._ranks = [_Rank() for _ in range(hello.ranks)]
+        self._places: dict[tuple[int, int], Place] = {}
+        self._received: dict[tuple[int, int], int] = {}
+        self._messages: list[tuple[int, bytes]] = []
+        self._newly_lost: list[tuple[int, str]] = []
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def admit(self, sock: socket.socket, hello: Hello, received: int) -> None:
+        """Take a connection of this job. It takes the place of an older one on the same channel.
+
+        Args:
+            sock: The connection, proved to be the rank's; it does not block.
+            hello: What the rank has said.
+            received: How many of our messages it has received before.
+        """
+        rank = self._ranks[hello.rank]
+        if rank.lost or rank.left:
+            refuse(self._reactor, sock, Status.LOST, "this rank was given up: its job goes on without it")
+            return
+        own = rank.line.received if hello.channel == MESSAGES_CHANNEL else 0
+        try:
+            if hello.channel == MESSAGES_CHANNEL:
+                rank.line.resume(received)
+            _answer(sock, admission(Status.ADMITTED, own))
+        except (ProtocolError, OSError) as error:
+            _log.warning("rank %d: its connection is refused: %s", hello.rank, error)
+            self._reactor.close(sock)
+            return
+        if hello.channel == MESSAGES_CHANNEL:
+            self._take_messages(hello.rank, rank, sock)
+        else:
+            self._take_payloads(hello.rank, rank, hello.channel, sock)
+
+    def _take_messages(self, number: int, rank: _Rank, sock: socket.socket) -> None:
+        if rank.sock is not None:
+            self._reactor.close(rank.sock)
+        if rank.cut_at is not None:
+            _log.info("rank %d is connected again after %.1f s", number, self._clock() - rank.cut_at)
+        rank.sock, rank.cut_at, rank.blocked = sock, None, False
+        rank.heard_at = self._clock()
+        self._reactor.watch(sock, functools.partial(self._messages_ready, number))
+        self._write(number)
+
+    def _take_payloads(self, number: int, rank: _Rank, channel: int, sock: socket.socket) -> None:
+        old = rank.payload_socks.pop(channel, None)
+        if old is not None:
+            self._reactor.close(old)
+        rank.payload_socks[channel] = sock
+        line = PayloadLine(
+            sock,
+            open_place=functools.partial(self._open_place, number),
+            taken=functools.partial(self._taken, number),
+        )
+        self._reactor.watch(sock, functools.partial(self._payload_ready, number, channel, sock, line))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether some rank of the job has been heard lately."""
+        now = self._clock()
+        return any(
+            rank.sock is not None and now - rank.heard_at <= self._reconnect_seconds_max
+            for rank in self._ranks
+        )
+
+    def end(self, reason: str) -> None:
+        """Take every rank that has not left for lost."""
+        for number in range(self.ranks):
+            self.drop(number, reason)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for number in range(self.ranks):
+            self._hang_up(number)
+
+    def fileno(self) -> int:
+        """A descriptor that can be read when `poll` has something to do."""
+        return self._reactor.fileno()
+
+    # -- control messages --------------------------------------------------------------------------------------------
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send a control message; to a lost rank nothing happens."""
+        if not self._ranks[rank].lost:
+            self._ranks[rank].line.put(message)
+            self._write(rank)
+
+    @property
+    def unsent(self) -> bool:
+        """False: what is on its way moves without being looked at."""
+        return False
+
+    def unsent_to(self, rank: int) -> int:
+        """How many control messages this rank has not received yet."""
+        return 0 if self._ranks[rank].lost else self._ranks[rank].line.unacknowledged
+
+    def poll(self) -> PollResult:
+        """All control messages that have come, then the ranks found lost. Never waits."""
+        self._reactor.turn()
+        now = self._clock()
+        for number, rank in enumerate(self._ranks):
+            if rank.lost or rank.left or rank.sock is not None:
+                continue
+            if rank.cut_at is None:
+                if now > self._start_deadline:
+                    self.drop(
+                        number, f"did not come within {self._start_seconds_max:g} s after the first rank"
+                    )
+            elif now > rank.cut_at + self._reconnect_seconds_max:
+                self.drop(
+                    number,
+                    f"has had no connection for {self._reconnect_seconds_max:g} s: its process is dead, or cut off",
+                )
+        seen = PollResult(self._messages, self._newly_lost)
+        self._messages, self._newly_lost = [], []
+        return seen
+
+    def _messages_ready(self, number: int, readable: bool, writable: bool) -> None:
+        if writable:
+            self._ranks[number].blocked = False
+            self._write(number)
+        if readable:
+            self._read(number)
+
+    def _read(self, number: int) -> None:
+        rank = self._ranks[number]
+        for _ in range(_READS_PER_TURN_MAX):
+            if rank.sock is None:
+                return
+            try:
+                nbytes = rank.sock.recv_into(rank.line.room())
+                if nbytes == 0:
+                    self._cut(number)
+                    return
+                self._messages.extend((number, message) for message in rank.line.arrived(nbytes))
+            except BlockingIOError:
+                break
+            except OSError as error:
+                _log.debug("rank %d: %s", number, error)
+                self._cut(number)
+                return
+            except ProtocolError as error:
+                self.drop(number, f"broke the protocol: {error}")
+                return
+        rank.heard_at = self._clock()
+        self._write(number)  # that it has arrived
+
+    def _write(self, number: int) -> None:
+        rank = self._ranks[number]
+        while rank.sock is not None and not rank.blocked:
+            data = rank.line.outgoing()
+            if data is None:
+                return
+            try:
+                rank.line.written(rank.sock.send(data))
+            except BlockingIOError:
+                rank.blocked = True
+            except OSError as error:
+                _log.debug("rank %d: %s", number, error)
+                self._cut(number)
+                return
+        if rank.sock is not None:
+            self._reactor.want_write(rank.sock, rank.blocked)
+
+    def _cut(self, number: int) -> None:
+        rank = self._ranks[number]
+        if rank.sock is not None:
+            self._reactor.close(rank.sock)
+            rank.sock, rank.cut_at = None, self._clock()
+            if not rank.left:
+                _log.debug("rank %d: its connection has ended", number)
+
+    # -- payloads ----------------------------------------------------------------------------------------------------
+
+    def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
+        """Be ready for `pieces` (offsets within `memory`, the slot) from `rank`; then send it the credit."""
+        self._places[rank, slot] = Place(memory, pieces, sum(piece.nbytes for piece in pieces))
+
+    def received(self, rank: int, slot: int) -> int | None:
+        """How many bytes have come, when the payload is complete; None before. Forgets it then."""
+        return self._received.pop((rank, slot), None)
+
+    def cancel(self, rank: int, slot: int) -> None:
+        """Expect a payload no more that will not come."""
+        place = self._places.pop((rank, slot), None)
+        if place is not None:
+            place.wanted = False
+        self._received.pop((rank, slot), None)
+
+    def _open_place(self, number: int, header: PayloadHeader) -> Place | None:
+        if header.number in self._ranks[number].taken:
+            return None
+        return self._places.get((number, header.slot))
+
+    def _taken(self, number: int, header: PayloadHeader, in_place: bool) -> None:
+        rank = self._ranks[number]
+        if header.number in rank.taken:
+            return
+        rank.taken.add(header.number)
+        place = self._places.get((number, header.slot))
+        # One of another size is told as it came: the rank has broken the protocol.
+        if place is not None and (in_place or place.nbytes != header.nbytes):
+            del self._places[number, header.slot]
+            self._received[number, header.slot] = header.nbytes
+
+    def _payload_ready(
+        self,
+        number: int,
+        channel: int,
+        sock: socket.socket,
+        line: PayloadLine,
+        readable: bool,
+        writable: bool,
+    ) -> None:
+        try:
+            if writable:
+                line.write()
+            if readable:
+                line.read()
+            self._reactor.want_write(sock, line.owes)
+        except (OSError, ProtocolError) as error:
+            _log.debug("rank %d, channel %d: %s", number, channel, error)
+            self._reactor.close(sock)
+            if self._ranks[number].payload_socks.get(channel) is sock:
+                del self._ranks[number].payload_socks[channel]
+
+    # -- who is gone -------------------------------------------------------------------------------------------------
+
+    def left(self, rank: int) -> None:
+        """The rank has said good-bye, or nobody listens to it any more: its end is no loss."""
+        self._ranks[rank].left = True
+
+    def drop(self, rank: int, reason: str) -> None:
+        """Take a rank for lost: `poll` reports it once, nothing more is sent to it."""
+        of_rank = self._ranks[rank]
+        if not (of_rank.lost or of_rank.left):
+            of_rank.lost = True
+            self._newly_lost.append((rank, f"rank {rank} {reason}"))
+            self._hang_up(rank)
+
+    def _hang_up(self, number: int) -> None:
+        rank = self._ranks[number]
+        self._cut(number)
+        for sock in rank.payload_socks.values():
+            self._reactor.close(sock)
+        rank.payload_socks.clear()
+
+
+def refuse(reactor: Reactor, sock: socket.socket, status: Status, text: str) -> None:
+    """Tell a connection why not, and end it."""
+    try:
+        _answer(sock, admission(status, text=text))
+    except OSError as error:
+        _log.debug("a refused connection does not hear why: %s", error)
+    reactor.close(sock)
+
+
+def _answer(sock: socket.socket, data: bytes) -> None:
+    # Some hundred bytes at the beginning of a connection: they always fit.
+    if sock.send(data) != len(data):
+        raise OSError("the connection takes no answer")

@@ -1,0 +1,172 @@
+"""Opens connections of a rank to a stager that stands alone, and proves on each that both have the key."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from typing import NamedTuple
+
+from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError
+from holdfast.net.address import Address
+from holdfast.net.handshake import (
+    ADMISSION_BYTES,
+    CHALLENGE_BYTES,
+    NONCE_BYTES,
+    Hello,
+    Status,
+    answer_challenge,
+    read_admission,
+)
+
+_log = logging.getLogger("holdfast.trainer.tcp")
+
+_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.05, 1.0
+_QUIET_SECONDS = 10.0  # so long nobody is told what this rank waits for
+_BUSY_SECONDS_MAX = 30.0  # a job whose nodes are gone is known to be silent sooner
+_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_SECONDS, _KEEPALIVES = 5, 2, 3
+
+
+class _BusyStager(ConfigError):
+    """It serves another job, perhaps not for long."""
+
+
+class Opened(NamedTuple):
+    """A connection that the stager has admitted.
+
+    Attributes:
+        sock: It does not block.
+        received: How many messages of this rank the stager has received on this channel before.
+    """
+
+    sock: socket.socket
+    received: int
+
+
+class Door:
+    """See the module. Any thread.
+
+    Args:
+        address: Where the stager listens.
+        key: Of the run; empty for none.
+        rank: This rank, of `ranks`.
+        launch: Names the launcher's job.
+        incarnation: Random bytes of this start of the job, the same on all its ranks.
+    """
+
+    def __init__(
+        self, address: Address, key: bytes, *, rank: int, ranks: int, launch: str, incarnation: bytes
+    ) -> None:
+        self.address = address
+        self._key, self._rank, self._ranks = key, rank, ranks
+        self._launch, self._incarnation = launch, incarnation
+
+    def open(self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False) -> Opened:
+        """Connect and be admitted, however often it takes.
+
+        Args:
+            channel: 0 for messages, from 1 on for payloads.
+            seconds_max: How long to try.
+            received: How many messages of the stager this rank has received before.
+            resuming: This rank was admitted before.
+
+        Raises:
+            ConfigError: The stager has another key, another number of ranks, or serves another job.
+            ProtocolError: It is no stager, or one of another version.
+            PeerLost: It cannot be reached, or does not go on with this rank.
+        """
+        begun = time.monotonic()
+        deadline = begun + seconds_max
+        pause_seconds, is_said, why = _PAUSE_SECONDS_MIN, False, ""
+        while True:
+            try:
+                return self._try(channel, received, resuming, deadline)
+            except _BusyStager as busy:
+                if time.monotonic() - begun > _BUSY_SECONDS_MAX:
+                    raise ConfigError(str(busy)) from None
+                why = str(busy)
+            except OSError as error:
+                why = error.strerror or str(error) or type(error).__name__
+            now = time.monotonic()
+            if now + pause_seconds >= deadline:
+                raise PeerLost(
+                    f"the stager at {self.address} could not be reached within {seconds_max:g} s: {why}; look whether "
+                    "`holdfast stager --listen` runs there, and whether HOLDFAST_STAGER names it"
+                )
+            if not is_said and now - begun > _QUIET_SECONDS:
+                is_said = True
+                until = time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - now))
+                _log.warning("waiting for the stager at %s until %s: %s", self.address, until, why)
+            time.sleep(pause_seconds)
+            pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
+
+    def _try(self, channel: int, received: int, resuming: bool, deadline: float) -> Opened:
+        sock = socket.create_connection(self.address, timeout=_left(deadline))
+        try:
+            return self._meet(sock, channel, received, resuming, deadline)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _meet(
+        self, sock: socket.socket, channel: int, received: int, resuming: bool, deadline: float
+    ) -> Opened:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
+        nonce = os.urandom(NONCE_BYTES)
+        hello = Hello(self._rank, self._ranks, channel, self._launch, self._incarnation, nonce, resuming)
+        data = hello.to_bytes()
+        sock.sendall(data)
+        proof = answer_challenge(self._key, data, _exactly(sock, CHALLENGE_BYTES, deadline), received)
+        if proof is None:
+            raise ConfigError(
+                f"the stager at {self.address} has another key than this rank, or only one of them has one; give both "
+                "the same in HOLDFAST_KEY or HOLDFAST_KEY_FILE"
+            )
+        sock.sendall(proof)
+        admission = read_admission(_exactly(sock, ADMISSION_BYTES, deadline))
+        text = _exactly(sock, admission.text_bytes, deadline).decode(errors="replace")
+        if admission.status is not Status.ADMITTED:
+            raise self._refusal(admission.status, text)
+        sock.setblocking(False)
+        return Opened(sock, admission.received)
+
+    def _refusal(self, status: Status, text: str) -> HoldfastError:
+        what = f"the stager at {self.address} refuses rank {self._rank}: {text}"
+        match status:
+            case Status.BUSY:
+                return _BusyStager(
+                    f"{what}; end that job, or start a stager for each job, each with an address and a store of its own"
+                )
+            case Status.RANKS:
+                return ConfigError(
+                    f"{what}; start as many ranks as the stager expects, or start it without --ranks"
+                )
+            case Status.KEY:
+                return ConfigError(f"{what}; give both the same in HOLDFAST_KEY or HOLDFAST_KEY_FILE")
+            case Status.LOST | Status.ENDING:
+                return PeerLost(what)
+            case _:
+                return ProtocolError(what)
+
+
+def _left(deadline: float) -> float:
+    left_seconds = deadline - time.monotonic()
+    if left_seconds <= 0:
+        raise TimeoutError("no answer in time")
+    return left_seconds
+
+
+def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < nbytes:
+        sock.settimeout(_left(deadline))
+        part = sock.recv(nbytes - len(data))
+        if not part:
+            raise ConnectionResetError("the stager has hung up")
+        data += part
+    return bytes(data)

@@ -1,0 +1,200 @@
+"""A thread that sends payloads over one connection to the stager, again over the next one if it is cut.
+
+    send ─► waiting ─► on its way ── receipt ─► over
+                          └── the connection ends: made again, and everything without a receipt is sent again
+
+The thread holds the GIL only between calls of the system: training goes on while the kernel copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from holdfast.errors import HoldfastError
+from holdfast.net.payload_frame import RECEIPT, PayloadHeader
+from trainer_side.ranks.connecting import Door
+
+_log = logging.getLogger("holdfast.trainer.tcp")
+
+_TRY_SECONDS_MAX = 5.0  # for one connection: then whether it is still wanted is looked at
+_PAUSE_SECONDS = 0.2
+_LOOK_SECONDS = 1.0
+_JOIN_SECONDS_MAX = 2.0
+_BYTES_PER_CALL_MAX = 4 << 20
+
+
+class PayloadSender:
+    """See the module. `send` and `load` belong to the link's thread, `renew` and `close` to any.
+
+    Args:
+        door: Opens the connection.
+        channel: Which one.
+        over: Called from the sender's thread with the number of each payload whose receipt has come.
+        stall_seconds: If nothing moves for so long, the connection is made again.
+    """
+
+    def __init__(
+        self, door: Door, channel: int, *, over: Callable[[int], None], stall_seconds: float
+    ) -> None:
+        self._door, self._channel, self._over, self._stall_seconds = door, channel, over, stall_seconds
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[PayloadHeader, memoryview]] = deque()
+        self._under_way: OrderedDict[int, tuple[PayloadHeader, memoryview]] = OrderedDict()
+        self._load = 0
+        self._closed = False
+        self._renewed = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name=f"holdfast-payloads-{channel}", daemon=True)
+        self._thread.start()
+
+    @property
+    def load(self) -> int:
+        """Bytes that have no receipt yet."""
+        return self._load
+
+    def send(self, header: PayloadHeader, payload: memoryview) -> None:
+        """Send it; its memory must not change until its receipt has come."""
+        with self._lock:
+            self._waiting.append((header, payload))
+            self._load += header.nbytes
+        os.eventfd_write(self._wake, 1)
+
+    def renew(self) -> None:
+        """The way to the stager was cut: this connection may be, too, without knowing."""
+        self._renewed = True
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Send nothing more; waits until no payload's memory is read any longer."""
+        self._closed = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(_JOIN_SECONDS_MAX)
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                sock = self._door.open(self._channel, seconds_max=_TRY_SECONDS_MAX, resuming=True).sock
+            except HoldfastError as error:
+                # Whether the stager is lost is found out by the line of messages.
+                _log.debug("no connection for payloads: %s", error)
+                self._pause()
+                continue
+            with sock:
+                try:
+                    _Connection(self, sock).work()
+                except OSError as error:
+                    _log.debug("a connection for payloads has ended: %s", error)
+            with self._lock:
+                self._waiting.extendleft(reversed(self._under_way.values()))
+                self._under_way.clear()
+
+    def _pause(self) -> None:
+        if not self._closed:
+            time.sleep(_PAUSE_SECONDS)
+
+    # -- for the connection, in the sender's thread --------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """The connection is to be ended."""
+        return self._closed or self._renewed
+
+    def begin(self) -> int:
+        """A new connection; the descriptor that wakes it."""
+        self._renewed = False
+        return self._wake
+
+    def next(self) -> tuple[PayloadHeader, memoryview] | None:
+        """The next payload, which is on its way from now on."""
+        with self._lock:
+            if not self._waiting:
+                return None
+            header, payload = self._waiting.popleft()
+            self._under_way[header.number] = (header, payload)
+            return header, payload
+
+    def received(self, number: int) -> None:
+        """A receipt has come."""
+        with self._lock:
+            found = self._under_way.pop(number, None)
+            if found is None:
+                return
+            self._load -= found[0].nbytes
+        self._over(number)
+
+    @property
+    def stall_seconds(self) -> float | None:
+        """How long nothing may move; None while nothing is on its way."""
+        return self._stall_seconds if self._under_way else None
+
+
+class _Connection:
+    """One connection of a sender, until it ends."""
+
+    def __init__(self, sender: PayloadSender, sock: socket.socket) -> None:
+        self._sender, self._sock = sender, sock
+        self._parts: deque[memoryview] = deque()
+        self._receipts = bytearray()
+        self._moved_at = time.monotonic()
+
+    def work(self) -> None:
+        """Send and hear until the sender is closed or renewed.
+
+        Raises:
+            OSError: The connection has ended, or nothing moves on it.
+        """
+        wake = self._sender.begin()
+        poll = select.poll()
+        poll.register(wake, select.POLLIN)
+        poll.register(self._sock, select.POLLIN)
+        while not self._sender.is_over:
+            if not self._parts and (following := self._sender.next()) is not None:
+                header, payload = following
+                self._parts.extend((memoryview(header.to_bytes()), payload))
+                self._moved_at = time.monotonic()
+            poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._parts else 0))
+            for descriptor, mask in poll.poll(_LOOK_SECONDS * 1000):
+                if descriptor == wake:
+                    os.eventfd_read(wake)
+                    continue
+                if mask & select.POLLOUT:
+                    self._send()
+                if mask & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                    self._hear()
+            stall_seconds = self._sender.stall_seconds
+            if stall_seconds is not None and time.monotonic() - self._moved_at > stall_seconds:
+                raise TimeoutError(f"nothing has moved for {stall_seconds:g} s")
+
+    def _send(self) -> None:
+        parts = list(self._parts)
+        try:
+            sent = self._sock.sendmsg([part[:_BYTES_PER_CALL_MAX] for part in parts])
+        except BlockingIOError:
+            return
+        self._moved_at = time.monotonic()
+        while sent > 0:
+            part = self._parts.popleft()
+            if sent < len(part):
+                self._parts.appendleft(part[sent:])
+            sent -= min(sent, len(part))
+
+    def _hear(self) -> None:
+        try:
+            data = self._sock.recv(4096)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionResetError("the stager has hung up")
+        self._moved_at = time.monotonic()
+        self._receipts += data
+        whole = len(self._receipts) - len(self._receipts) % RECEIPT.size
+        for (number,) in RECEIPT.iter_unpack(bytes(self._receipts[:whole])):
+            self._sender.received(number)
+        del self._receipts[:whole]

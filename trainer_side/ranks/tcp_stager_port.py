@@ -1,0 +1,252 @@
+"""Control messages and payloads between a rank and a stager that stands alone, over TCP connections that may be cut.
+
+line of messages ─ cut ─► made again within reconnect_seconds_max ─► goes on where it was
+└── not ─► PeerLost            (payload_sender.py has the others)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.net.address import parse_address
+from holdfast.net.handshake import CHANNELS_MAX, MESSAGES_CHANNEL
+from holdfast.net.message_line import MessageLine
+from holdfast.net.payload_frame import PayloadHeader
+from holdfast.wire.frames import Kind, encode
+from trainer_side.ranks.connecting import Door, Opened
+from trainer_side.ranks.payload_sender import PayloadSender
+
+_log = logging.getLogger("holdfast.trainer.tcp")
+
+_PAUSE_SECONDS = 1e-3
+_READS_PER_POLL_MAX = 64
+
+
+class TcpStagerPort:
+    """See the module; a `StagerPort`. Get it by `connect`.
+
+    Attributes:
+        one_machine: The stager is reached by an address of this machine alone.
+        crowding: Ranks on this machine for each of its cores, as far as the launcher tells; 0 where it does not.
+        has_threads: Payloads move by threads of their own.
+    """
+
+    has_threads = True
+
+    def __init__(self, door: Door, opened: Opened, *, connections: int, reconnect_seconds_max: float) -> None:
+        self._door, self._reconnect_seconds_max = door, reconnect_seconds_max
+        self.one_machine = door.address.is_loopback
+        self.crowding = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) / (os.cpu_count() or 1)
+        self._line = MessageLine()
+        self._sock: socket.socket | None = opened.sock
+        self._reopened: queue.SimpleQueue[Opened | HoldfastError] = queue.SimpleQueue()
+        self._cut_at = 0.0
+        self._problem: HoldfastError | None = None
+        self._left = False
+        self._last_number = 0
+        self._over: set[int] = set()  # by the senders' threads: one operation each
+        self._payloads = 0  # that have no receipt
+        self._senders = [
+            PayloadSender(door, channel, over=self._over.add, stall_seconds=reconnect_seconds_max)
+            for channel in range(1, 1 + min(connections, CHANNELS_MAX - 1))
+        ]
+
+    @classmethod
+    def connect(
+        cls,
+        *,
+        address: str,
+        key: bytes,
+        rank: int,
+        ranks: int,
+        launch: str,
+        incarnation: bytes,
+        connections: int,
+        reconnect_seconds_max: float,
+        start_seconds_max: float,
+    ) -> TcpStagerPort:
+        """Find the stager and be admitted. Main thread.
+
+        Args:
+            address: `HOST:PORT`.
+            key: Of the run; empty for none.
+            rank: This rank.
+            ranks: How many there are.
+            launch: Names the launcher's job.
+            incarnation: 16 random bytes of this start of the job, the same on all its ranks.
+            connections: How many carry payloads.
+            reconnect_seconds_max: How long a cut connection may take to be made again.
+            start_seconds_max: How long to try to reach the stager.
+
+        Raises:
+            ConfigError: It has another key, another number of ranks, or serves another job.
+            ProtocolError: It is no stager, or one of another version.
+            PeerLost: It cannot be reached.
+        """
+        door = Door(
+            parse_address(address), key, rank=rank, ranks=ranks, launch=launch, incarnation=incarnation
+        )
+        opened = door.open(MESSAGES_CHANNEL, seconds_max=start_seconds_max)
+        return cls(door, opened, connections=connections, reconnect_seconds_max=reconnect_seconds_max)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def send(self, message: bytes) -> None:
+        """Send a control message; the order is kept, and none is lost when the connection is cut."""
+        self._check()
+        self._line.put(message)
+        self._write()
+
+    def poll(self) -> list[bytes]:
+        """All control messages that have come. Never waits."""
+        self._check()
+        if self._sock is None:
+            self._look_for_connection()
+        messages: list[bytes] = []
+        for _ in range(_READS_PER_POLL_MAX):
+            if self._sock is None:
+                break
+            try:
+                nbytes = self._sock.recv_into(self._line.room())
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._cut(error)
+                break
+            if nbytes == 0:
+                self._cut(ConnectionResetError("the stager has hung up"))
+                break
+            try:
+                messages += self._line.arrived(nbytes)
+            except ProtocolError as error:
+                self._fail(ProtocolError(f"the stager: {error}; install the same holdfast on all machines"))
+                self._check()
+        self._write()
+        return messages
+
+    def _write(self) -> None:
+        while self._sock is not None and (data := self._line.outgoing()) is not None:
+            try:
+                self._line.written(self._sock.send(data))
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._cut(error)
+
+    def _cut(self, error: OSError) -> None:
+        assert self._sock is not None
+        self._sock.close()
+        self._sock, self._cut_at = None, time.monotonic()
+        _log.log(
+            logging.DEBUG if self._left else logging.WARNING,
+            "the connection to the stager was cut (%s); it is made again within %g s",
+            error.strerror or error,
+            self._reconnect_seconds_max,
+        )
+        threading.Thread(target=self._reopen, name="holdfast-reconnect", daemon=True).start()
+
+    def _reopen(self) -> None:
+        try:
+            self._reopened.put(
+                self._door.open(
+                    MESSAGES_CHANNEL,
+                    seconds_max=self._reconnect_seconds_max,
+                    received=self._line.received,
+                    resuming=True,
+                )
+            )
+        except HoldfastError as error:
+            self._reopened.put(error)
+
+    def _look_for_connection(self) -> None:
+        try:
+            found = self._reopened.get_nowait()
+        except queue.Empty:
+            return
+        if isinstance(found, HoldfastError):
+            self._fail(found)
+            self._check()
+            return
+        try:
+            self._line.resume(found.received)
+        except ProtocolError as error:
+            found.sock.close()
+            self._fail(ProtocolError(f"the stager: {error}"))
+            self._check()
+            return
+        self._sock = found.sock
+        _log.info("connected to the stager again after %.1f s", time.monotonic() - self._cut_at)
+        for sender in self._senders:
+            sender.renew()
+
+    # -- payloads ----------------------------------------------------------------------------------------------------
+
+    def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:  # noqa: ARG002
+        """Begin to send the bytes of one credit. Returns a handle; they must not change until `sent(handle)`.
+
+        Args:
+            payload: The frame.
+            slot: As the credit says.
+            pieces: Not needed: the stager knows where each piece belongs.
+        """
+        self._check()
+        self._last_number += 1
+        self._payloads += 1
+        header = PayloadHeader(self._last_number, slot, payload.nbytes)
+        min(self._senders, key=lambda sender: sender.load).send(header, payload)
+        return self._last_number
+
+    def sent(self, handle: int) -> bool:
+        """Whether the payload lies in the stager's ring: its memory may change now."""
+        self._check()
+        if handle not in self._over:
+            return False
+        self._over.discard(handle)
+        self._payloads -= 1
+        return True
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def leave(self, seconds_max: float, *, lost: bool = False) -> None:
+        """Say BYE, once, and wait until the stager has received all that was sent.
+
+        Args:
+            seconds_max: How long to wait.
+            lost: The stager was silent for too long: it is not waited for.
+        """
+        if self._left:
+            return
+        self._left = True
+        deadline = time.monotonic() + (0.0 if lost else seconds_max)
+        try:
+            self.send(encode(Kind.BYE))
+            while time.monotonic() < deadline and (
+                self._line.unacknowledged or self._payloads > len(self._over)
+            ):
+                self.poll()
+                time.sleep(_PAUSE_SECONDS)
+        except HoldfastError as error:
+            _log.debug("left without a good-bye: %s", error)
+        self._fail(PeerLost("this rank has left the stager"))
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _fail(self, problem: HoldfastError) -> None:
+        """Nothing more is sent: whoever hears of it may use the payloads' memory again."""
+        if self._problem is not None:
+            return
+        self._problem = problem
+        for sender in self._senders:
+            sender.close()
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
