@@ -127,14 +127,14 @@ def _take_part(config: StagerConfig | None, problem: HoldfastError | None) -> No
 
 def _stand_alone(config: StagerConfig, *, once: bool) -> None:
     """For the ranks of any launcher."""
-    from stager.standing import Standing
+    from stager.standing import StandingStager
 
     if is_under_mpirun():
         raise ConfigError(
             "stager setting listen: mpirun has started this stager as a process of its job, whose ranks reach it over "
             "MPI; leave --listen out, or start the stager by itself"
         )
-    standing = Standing(config)
+    standing = StandingStager(config)
     click.echo(f"the stager of {config.store} listens at {standing.address}; start the ranks with", err=True)
     click.echo(f"  {standing.line_for_ranks}", err=True)
     standing.run(jobs=1 if once else None)

@@ -22,8 +22,8 @@ from holdfast.process import wait_readable
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.wanted import RingKeeper
 from stager.flusher_process import attach, reap
-from stager.listener import Listener, listen
 from stager.reactor import Reactor
+from stager.reception import Reception, listen
 from stager.serving import StartRefused, serve
 from stager.tcp import TcpTrainersPort
 
@@ -51,7 +51,7 @@ def key_of(config: StagerConfig) -> bytes:
     return key
 
 
-class Standing:
+class StandingStager:
     """See the module. Main thread.
 
     Args:
@@ -73,7 +73,7 @@ class Standing:
         self.address = Address(address.host, int(sock.getsockname()[1]))
         self._keeper: RingKeeper | None = RingKeeper(runtime_directory(config.store, config.runtime_dir))
         self._reactor = Reactor()
-        self._listener = Listener(sock, self._reactor, key, ranks=config.ranks)
+        self._reception = Reception(sock, self._reactor, key, ranks=config.ranks)
         self._port: TcpTrainersPort | None = None
         self._stopped = False
         # A signal wakes the loop, which then stops between two turns and not in the middle of one.
@@ -116,23 +116,23 @@ class Standing:
                     self._serve_next()
                     served += 1
         finally:
-            self._listener.end()
-            self._listener.close()
+            self._reception.end()
+            self._reception.close()
             if self._keeper is not None:
                 self._keeper.close()
 
     def _await_job(self) -> bool:
         while not self._stopped:
-            self._listener.tick()
+            self._reception.tick()
             reap()
-            if self._listener.next_job() is not None:
+            if self._reception.next_job() is not None:
                 return True
             wait_readable([self._reactor.fileno()], _TICK_SECONDS)
             self._reactor.turn()
         return False
 
     def _serve_next(self) -> None:
-        hello = self._listener.next_job()
+        hello = self._reception.next_job()
         assert hello is not None
         port = TcpTrainersPort(
             self._reactor,
@@ -142,7 +142,7 @@ class Standing:
         )
         _log.info("a job of %d ranks joins (%s)", hello.ranks, hello.launch)
         begun = time.monotonic()
-        self._listener.open(port)
+        self._reception.open(port)
         self._port = port
         try:
             lost = serve(port, self._config)
@@ -159,7 +159,7 @@ class Standing:
             _log.error("the job has ended, and not all of its checkpoints are in the store: %s", error)
         finally:
             self._port = None
-            self._listener.close_job()
+            self._reception.close_job()
             port.close()
 
     def _told_to_stop(self, number: int, _frame: FrameType | None) -> None:
@@ -172,7 +172,7 @@ class Standing:
         if not self._stopped:
             return  # of another signal
         _log.warning("stopping: no further job is taken, and what is staged is written to the store")
-        self._listener.end()
+        self._reception.end()
         if self._keeper is not None:  # nobody comes back to this ring
             self._keeper.close()
             self._keeper = None

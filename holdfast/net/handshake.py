@@ -189,7 +189,7 @@ def admission(status: Status, received: int = 0, text: str = "") -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class StagerAnswer:
     """The stager's last word, without its text.
 
     Attributes:
@@ -203,9 +203,9 @@ class Admission:
     text_bytes: int
 
 
-def read_admission(data: bytes) -> Admission:
+def read_admission(data: bytes) -> StagerAnswer:
     """Raises: ProtocolError: It makes no sense."""
     status, received, text_bytes = _ADMISSION.unpack(data)
     if status not in set(Status) or text_bytes > TEXT_BYTES_MAX:
         raise ProtocolError(f"an admission with status {status} and {text_bytes} bytes of text")
-    return Admission(Status(status), received, text_bytes)
+    return StagerAnswer(Status(status), received, text_bytes)

@@ -32,7 +32,7 @@ class _BusyStager(ConfigError):
     """It serves another job, perhaps not for long."""
 
 
-class Opened(NamedTuple):
+class OpenedConnection(NamedTuple):
     """A connection that the stager has admitted.
 
     Attributes:
@@ -62,7 +62,9 @@ class Door:
         self._key, self._rank, self._ranks = key, rank, ranks
         self._launch, self._incarnation = launch, incarnation
 
-    def open(self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False) -> Opened:
+    def open(
+        self, channel: int, *, seconds_max: float, received: int = 0, resuming: bool = False
+    ) -> OpenedConnection:
         """Connect and be admitted, however often it takes.
 
         Args:
@@ -101,7 +103,7 @@ class Door:
             time.sleep(pause_seconds)
             pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
 
-    def _try(self, channel: int, received: int, resuming: bool, deadline: float) -> Opened:
+    def _try(self, channel: int, received: int, resuming: bool, deadline: float) -> OpenedConnection:
         sock = socket.create_connection(self.address, timeout=_left(deadline))
         try:
             return self._meet(sock, channel, received, resuming, deadline)
@@ -111,7 +113,7 @@ class Door:
 
     def _meet(
         self, sock: socket.socket, channel: int, received: int, resuming: bool, deadline: float
-    ) -> Opened:
+    ) -> OpenedConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_SECONDS)
@@ -133,7 +135,7 @@ class Door:
         if admission.status is not Status.ADMITTED:
             raise self._refusal(admission.status, text)
         sock.setblocking(False)
-        return Opened(sock, admission.received)
+        return OpenedConnection(sock, admission.received)
 
     def _refusal(self, status: Status, text: str) -> HoldfastError:
         what = f"the stager at {self.address} refuses rank {self._rank}: {text}"

@@ -20,7 +20,7 @@ from holdfast.net.handshake import CHANNELS_MAX, MESSAGES_CHANNEL
 from holdfast.net.message_line import MessageLine
 from holdfast.net.payload_frame import PayloadHeader
 from holdfast.wire.frames import Kind, encode
-from trainer_side.ranks.connecting import Door, Opened
+from trainer_side.ranks.connecting import Door, OpenedConnection
 from trainer_side.ranks.payload_sender import PayloadSender
 
 _log = logging.getLogger("holdfast.trainer.tcp")
@@ -40,13 +40,15 @@ class TcpStagerPort:
 
     has_threads = True
 
-    def __init__(self, door: Door, opened: Opened, *, connections: int, reconnect_seconds_max: float) -> None:
+    def __init__(
+        self, door: Door, opened: OpenedConnection, *, connections: int, reconnect_seconds_max: float
+    ) -> None:
         self._door, self._reconnect_seconds_max = door, reconnect_seconds_max
         self.one_machine = door.address.is_loopback
         self.crowding = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) / (os.cpu_count() or 1)
         self._line = MessageLine()
         self._sock: socket.socket | None = opened.sock
-        self._reopened: queue.SimpleQueue[Opened | HoldfastError] = queue.SimpleQueue()
+        self._reopened: queue.SimpleQueue[OpenedConnection | HoldfastError] = queue.SimpleQueue()
         self._cut_at = 0.0
         self._problem: HoldfastError | None = None
         self._left = False

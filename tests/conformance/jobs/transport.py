@@ -277,13 +277,13 @@ def _rank_over_mpi() -> RankEnd:
 
 
 def _stager_over_tcp(port_file: Path) -> TrainersPort:
-    from stager.listener import Listener, listen
     from stager.reactor import Reactor
+    from stager.reception import Reception, listen
     from stager.tcp import TcpTrainersPort
 
     sock = listen(Address("127.0.0.1", 0))
     reactor = Reactor()
-    listener = Listener(sock, reactor, _KEY, ranks=RANKS)
+    reception = Reception(sock, reactor, _KEY, ranks=RANKS)
     port_file.with_suffix(".new").write_text(str(sock.getsockname()[1]))
     port_file.with_suffix(".new").replace(port_file)
     deadline = time.monotonic() + _SECONDS_MAX
@@ -291,10 +291,10 @@ def _stager_over_tcp(port_file: Path) -> TrainersPort:
     while hello is None:
         assert time.monotonic() < deadline, "no rank has come"
         reactor.turn()
-        hello = listener.next_job()
+        hello = reception.next_job()
         time.sleep(0.001)
     port = TcpTrainersPort(reactor, hello, reconnect_seconds_max=1.0, start_seconds_max=_SECONDS_MAX)
-    listener.open(port)
+    reception.open(port)
     return port
 
 
@@ -331,7 +331,9 @@ def main() -> None:
     rank = _rank_over_mpi() if transport == "mpi" else _rank_over_tcp(Path(rest[0]), int(rest[1]))
     for _, of_rank in SCENES.values():
         of_rank(rank)
-    if transport == "mpi":  # a process of an MPI job that ends before the others is dead to them, whatever it said
+    if (
+        transport == "mpi"
+    ):  # a process of an MPI job that ends before the others is dead to them, whatever it said
         time.sleep(_STAYS_SECONDS)
     os._exit(0)
 

@@ -41,7 +41,7 @@ from holdfast.net.handshake import (
 from stager.reactor import Reactor
 from stager.tcp import TcpTrainersPort, refuse
 
-_log = logging.getLogger("holdfast.stager.listener")
+_log = logging.getLogger("holdfast.stager.reception")
 
 _BACKLOG = 1024
 _ACCEPTED_PER_TURN_MAX = 64
@@ -98,7 +98,7 @@ def listen(address: Address) -> socket.socket:
     return sock
 
 
-class Listener:
+class Reception:
     """See the module. One thread; nothing here waits.
 
     Args:
