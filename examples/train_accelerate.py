@@ -56,9 +56,7 @@ def train(
     """The whole training; returns its state. `watch` is told step, loss and labels of each step."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    rank, ranks = init_torch_distributed(
-        "gloo"
-    )  # holdfast: the ranks of this MPI job, before the Accelerator
+    rank, ranks = init_torch_distributed("gloo")  # holdfast: the ranks of this job, before the Accelerator
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate)
     if options.sharded:
         shard_on_cpu(accelerator)

@@ -120,7 +120,7 @@ class Progress:
 
 
 def train(options: argparse.Namespace) -> None:
-    # holdfast: torch.distributed among the training ranks of this MPI job
+    # holdfast: torch.distributed among the training ranks of this job
     rank, ranks = init_torch_distributed("gloo")
     torch.manual_seed(SEED)  # the same first weights on every rank
     model = GPT(layers=options.layers, width=options.width, heads=options.width // 64)

@@ -66,7 +66,7 @@ def train(options: argparse.Namespace, *callbacks: Callback) -> Trainer:
     """The whole training, with more callbacks if somebody wants to watch."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    environment = HoldfastEnvironment("gloo")  # holdfast: the ranks of this MPI job, without the stager
+    environment = HoldfastEnvironment("gloo")  # holdfast: the ranks of this job, without the stager
     rank, ranks = environment.global_rank(), environment.world_size()
     images, labels = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
     data = TensorDataset(images.float() / 16, labels)

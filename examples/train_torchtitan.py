@@ -80,7 +80,7 @@ class Trainer:
     def __init__(self, options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
-        rank, ranks = init_torch_distributed("gloo")  # holdfast: the ranks of this MPI job, before torchtitan
+        rank, ranks = init_torch_distributed("gloo")  # holdfast: the ranks of this job, before torchtitan
         self.step, self.samples_seen, self.steps = 0, 0, options.steps
         torch.manual_seed(SEED)  # the same first weights on every rank
         model = nn.Sequential(

@@ -70,7 +70,7 @@ def train(options: argparse.Namespace, *callbacks: TrainerCallback, **more: Any)
     """The whole training, with more callbacks if somebody wants to watch."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    rank, _ = init_torch_distributed("gloo")  # holdfast: the ranks of this MPI job, before TrainingArguments
+    rank, _ = init_torch_distributed("gloo")  # holdfast: the ranks of this job, before TrainingArguments
     set_seed(SEED)  # the same first weights on every rank
     model = Digits(sharded=options.sharded)
     with tempfile.TemporaryDirectory() as folder:

@@ -63,6 +63,7 @@ RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and
 _KEEP_HOURLY, _KEEP_DAILY = 24, 7
 _CHUNK_BYTES_MAX = 1 << 30  # one chunk is one MPI message, whose counts are 32 bits
 _ENVIRONMENT_PREFIX = "HOLDFAST_"
+_SECRETS = frozenset({"key"})  # settings whose values no message shows
 _CONFIG_VARIABLE = "HOLDFAST_CONFIG"
 _DEFAULT_FILE = Path("holdfast.toml")
 _PAGE_BYTES = 4096
@@ -246,6 +247,14 @@ class TrainerConfig(_RoleConfig):
             the same attempt saved after it. Separated by commas in the environment. Must be the same on every rank.
             `holdfast run` adds to the environment variable those after whose restore the job crashed repeatedly.
             Empty: none.
+        stager: HOST:PORT of the stager of a job that torchrun or another launcher than mpirun has started. In
+            holdfast.toml it stands in the table [trainer]. Must be the same on every rank. None: the job has no stager;
+            under mpirun it is a process of the job.
+        key: The key of that stager, at least 32 characters. It is shown in no message.
+        key_file: A file with nothing but that key in it, instead of `key`.
+        connections: Number of TCP connections from each rank to that stager, 1 to 16.
+        reconnect_seconds_max: Seconds that a rank tries to reach that stager again after a connection was cut; then the
+            stager counts as lost.
     """
 
     role: ClassVar[str] = "trainer"
@@ -278,6 +287,11 @@ class TrainerConfig(_RoleConfig):
     dollars_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     restore_without_store: bool = False
     restore_set_aside: Annotated[tuple[Key, ...], BeforeValidator(_checkpoints), NoDecode] = ()
+    stager: _HostPort | None = None
+    key: SecretStr | None = None
+    key_file: Path | None = None
+    connections: Annotated[int, Field(ge=1, le=16)] = 2
+    reconnect_seconds_max: _Seconds = 10.0
 
     @field_validator("tiers", mode="after")
     @classmethod
@@ -532,7 +546,8 @@ def _explanation(cls: type[_RoleConfig], detail: ErrorDetails) -> str:
         )
     expected = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     got = detail["input"]
-    return f"{cls.role} setting {name}: expected {expected}, got {got!r} ({_origin(cls, name, got)})"
+    shown = "a value that is not shown" if name in _SECRETS else repr(got)
+    return f"{cls.role} setting {name}: expected {expected}, got {shown} ({_origin(cls, name, got)})"
 
 
 def _origin(cls: type[_RoleConfig], name: str, value: Any) -> str:

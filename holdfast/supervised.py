@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ATTEMPT_VARIABLE = "HOLDFAST_RUN_ATTEMPT"
 SET_ASIDE_VARIABLE = "HOLDFAST_RESTORE_SET_ASIDE"  # the setting of this name, which the supervisor adds to
 MARK = "\x01holdfast "
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")
 
 
 def own_rank() -> int:

@@ -56,7 +56,7 @@ _EXIT_SECONDS_MAX = 10.0  # for a script that ends without close()
 class Checkpointer:
     """Takes checkpoints of a training run, and brings the newest one back.
 
-    Every training rank of the MPI job makes one Checkpointer, with the same names and tensors. Making it is collective:
+    Every training rank of the job makes one Checkpointer, with the same names and tensors. Making it is collective:
     each rank waits for all the others. All methods must be called on the training thread.
 
     Args:

@@ -29,7 +29,7 @@ from trainer_side.ledger import Ledger
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import NoStager
 from trainer_side.link.to_stager import ToStager
-from trainer_side.ranks.distributed import refuse_other_launchers
+from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.ranks.ports import StagerPort, World
 from trainer_side.restore.inventory import newest_attempt
@@ -52,16 +52,11 @@ def join(config: TrainerConfig) -> ToStager:
 
     Raises:
         ConfigError: There is no stager, and no local tiers are set either; or not the same ones on all ranks; or
-            the job was not started by mpirun.
+            `torch.distributed` has other ranks than the job.
         PeerLost: Somebody did not come.
         HoldfastError: The stager could not start.
     """
-    from trainer_side.ranks.mpi_world import (
-        MpiWorld,  # starts MPI: not when somebody only imports this package
-    )
-
-    world = MpiWorld.join(config.start_seconds_max)
-    refuse_other_launchers(world.ranks)
+    world = join_world(config)
     alone = not world.has_stager
     compare(config, world.peers(), alone=alone)
     return NoStager(config, world) if alone and config.tiers else meet_stager(config, world)
@@ -83,8 +78,8 @@ def meet_stager(config: TrainerConfig, world: World) -> Link:
         welcome = _await_welcome(port, config.start_seconds_max)
         if welcome.ranks != world.ranks:
             raise ProtocolError(
-                f"the stager counts {welcome.ranks} training ranks, expected {world.ranks} as MPI counts them; "
-                "start the whole job with one mpirun"
+                f"the stager counts {welcome.ranks} training ranks, expected {world.ranks} as the job counts them; "
+                "start all ranks by one launcher, and a stager of their own"
             )
     except HoldfastError:
         port.leave(_LEAVE_SECONDS_MAX)
@@ -118,7 +113,7 @@ def _await_welcome(port: StagerPort, seconds_max: float) -> Welcome:
 
 
 def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
-    """See that all ranks have the same tiers and the same checkpoints set aside, and with `alone` what else a stager
+    """See that all ranks have the same stager, tiers and checkpoints set aside, and with `alone` what else a stager
     would tell them. Collective.
 
     A rank without tiers would skip collective calls in which the others wait for it; ranks that set other checkpoints
@@ -128,9 +123,10 @@ def compare(config: TrainerConfig, peers: Peers, *, alone: bool) -> None:
         ConfigError: On every rank: which rank has which setting otherwise than rank 0.
         PeerLost: A rank is gone.
     """
-    if peers.all_agree(not config.tiers and not config.restore_set_aside):
+    if peers.all_agree(config.stager is None and not config.tiers and not config.restore_set_aside):
         return
     mine: dict[str, object] = {
+        "stager": config.stager,  # first: where ranks differ in it, they also differ in `alone`
         "tiers": list(config.tiers),
         "restore_set_aside": [key.label for key in config.restore_set_aside],
     }
@@ -160,8 +156,6 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
     """
     if not config.tiers:
         return NoTiers(link.agree)
-    from trainer_side.ranks.mpi_world import MpiWorld
-
     peers = link.peers
     tiers, error = _opened(config, link.store_url)
     # A tier that hangs now is refused, as one that is too small: it would hold up the first save as well.
@@ -175,7 +169,7 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
     job = peers.broadcast(uuid.uuid4().hex.encode() if peers.rank == 0 else None).decode()
     keeper = Keeper(
         tiers,
-        MpiWorld.join(config.start_seconds_max).council(),
+        join_world(config).council(),
         config,
         job=TierJob(attempt, job),
         inventory=inventory,

@@ -255,6 +255,16 @@ def _mpirun(words: Sequence[str]) -> None:
         _check(rest)
 
 
+def _torchrun(words: Sequence[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    try:
+        given = get_args_parser().parse_args(list(words))
+    except SystemExit as error:
+        raise _WrongError("torchrun: its own parser refuses that") from error
+    _python([given.training_script, *given.training_script_args])
+
+
 def _python(words: Sequence[str]) -> None:
     match list(words):
         case ["-c", code, *_]:
@@ -327,6 +337,7 @@ PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
     "holdfast": _holdfast,
     "make": _make,
     "mpirun": _mpirun,
+    "torchrun": _torchrun,
     "python": _python,
     "pip": _pip,
     "ssh": _ssh,

@@ -120,5 +120,20 @@ class Job:
     def kill(self) -> None:
         """SIGKILL mpirun and all it started (the flusher is in a session of its own and is not touched)."""
         if self.process.poll() is None:
+            workers = _workers_of_torchrun(self.process.pid)
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+            for worker in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.kill()
+
+
+def _workers_of_torchrun(pid: int) -> list[psutil.Process]:
+    """Each is in a session of its own; none where mpirun has started the ranks."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                if "TORCHELASTIC_RUN_ID" in process.environ():
+                    found.append(process)
+    return found

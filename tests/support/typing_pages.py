@@ -44,6 +44,7 @@ NOT_TYPED = {
     ". .venv/bin/activate": "that environment comes first in the PATH already",
     "make setup": _ENVIRONMENT,
     "pip install": _ENVIRONMENT,
+    "torchrun ": "several machines; tests/integration/test_torchrun.py starts jobs on this one",
     "make lint": "CI runs it before the tests",
     "make types": "CI runs it beside the tests",
     "make ci": _OWN_TARGET + "the one that this test is of",

@@ -1,7 +1,7 @@
 """Holdfast in the training loops of frameworks: one module for each framework, which needs none of the others.
 
 epochs         a loader with a length for `ResumableSampler`'s batches, for training loops that count epochs
-lightning      PyTorch Lightning: a callback, and the environment of the MPI job
+lightning      PyTorch Lightning: a callback, and the environment of the job
 transformers   Hugging Face's Trainer: a callback
 accelerate     Hugging Face's Accelerate: the state of a plain training loop
 torchtitan     torchtitan's training loop, or one that is written like it: a checkpoint manager

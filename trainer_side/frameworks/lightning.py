@@ -1,4 +1,4 @@
-"""PyTorch Lightning: a callback that saves and restores, and the environment of the MPI job.
+"""PyTorch Lightning: a callback that saves and restores, and the environment of the job.
 
     Trainer(plugins=[HoldfastEnvironment()], callbacks=[HoldfastCallback(every=100)], strategy="ddp").fit(model, loader)
 
@@ -27,6 +27,7 @@ from holdfast.errors import ConfigError, StateError
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.frameworks.missing import RngAgain, missing
 from trainer_side.ranks.distributed import init_torch_distributed
+from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import gather
 from trainer_side.state.per_rank import PerRank
 
@@ -44,7 +45,7 @@ _log = logging.getLogger("holdfast.trainer.lightning")
 
 
 class HoldfastEnvironment(ClusterEnvironment):
-    """Tells Lightning the training ranks of this MPI job: `Trainer(plugins=[HoldfastEnvironment()])`.
+    """Tells Lightning the training ranks of this job: `Trainer(plugins=[HoldfastEnvironment()])`.
 
     Making it is collective. Lightning's own environment for MPI counts every process of the job as a rank, and would
     wait for the stager.
@@ -57,12 +58,8 @@ class HoldfastEnvironment(ClusterEnvironment):
     """
 
     def __init__(self, backend: Literal["gloo", "nccl"] | None = None) -> None:
-        from trainer_side.ranks.mpi_world import (
-            MpiWorld,  # starts MPI: not when somebody only imports this module
-        )
-
         self._rank, self._ranks = init_torch_distributed(backend)
-        world = MpiWorld.join(TrainerConfig().start_seconds_max)
+        world = join_world(TrainerConfig())
         hosts = gather(world.peers(), socket.gethostname().encode())
         self._local_rank, self._node = world.local_rank, list(dict.fromkeys(hosts)).index(hosts[self._rank])
         self._nodes = len(set(hosts))
@@ -76,20 +73,20 @@ class HoldfastEnvironment(ClusterEnvironment):
     @property
     @override
     def creates_processes_externally(self) -> bool:
-        """True: mpirun starts the processes."""
+        """True: mpirun or torchrun starts the processes."""
         return True
 
     @property
     @override
     def main_address(self) -> str:
         """Not available: `torch.distributed` is set up already, so Lightning needs no address."""
-        raise StateError("lightning: torch.distributed of this MPI job was ended; make a new environment")
+        raise StateError("lightning: torch.distributed of this job was ended; make a new environment")
 
     @property
     @override
     def main_port(self) -> int:
         """Not available: `torch.distributed` is set up already, so Lightning needs no port."""
-        raise StateError("lightning: torch.distributed of this MPI job was ended; make a new environment")
+        raise StateError("lightning: torch.distributed of this job was ended; make a new environment")
 
     @override
     def world_size(self) -> int:
@@ -98,7 +95,7 @@ class HoldfastEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """Does nothing: mpirun has set the number of ranks."""
+        """Does nothing: the launcher has set the number of ranks."""
 
     @override
     def global_rank(self) -> int:
@@ -107,7 +104,7 @@ class HoldfastEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """Does nothing: mpirun has set the rank."""
+        """Does nothing: the launcher has set the rank."""
 
     @override
     def local_rank(self) -> int:
@@ -121,7 +118,7 @@ class HoldfastEnvironment(ClusterEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Check that Lightning counts as many ranks as mpirun has started.
+        """Check that Lightning counts as many ranks as the launcher has started.
 
         Raises:
             ConfigError: The two numbers differ.
@@ -129,7 +126,7 @@ class HoldfastEnvironment(ClusterEnvironment):
         if num_devices * num_nodes != self._ranks:
             raise ConfigError(
                 f"Trainer(devices={num_devices}, num_nodes={num_nodes}) makes {num_devices * num_nodes} ranks, but "
-                f"mpirun has started {self._ranks} training ranks on {self._nodes} machines; set `devices` to the "
+                f"the job has {self._ranks} training ranks on {self._nodes} machines; set `devices` to the "
                 "number of ranks on each machine, and `num_nodes` to the number of machines"
             )
 

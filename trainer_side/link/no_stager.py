@@ -50,11 +50,11 @@ class NoStager:
     def __init__(self, config: TrainerConfig, world: World) -> None:
         if config.store is None:
             raise ConfigError(
-                f"no stager in this MPI job of {world.ranks} trainers, and tiers without store: the run has no name; "
-                "set store (HOLDFAST_STORE) to its URL, or add `: -n 1 holdfast stager --store URL` to the mpirun line"
+                f"no stager in this job of {world.ranks} trainers, and tiers without store: the run has no name; set "
+                f"store (HOLDFAST_STORE) to its URL, or {world.stager_advice}"
             )
         identify(f"rank:{world.rank}")
-        self.rank, self.ranks = world.rank, world.ranks
+        self.rank, self.ranks, self._advice = world.rank, world.ranks, world.stager_advice
         self.peers: Peers = world.peers()
         self.events = EventLog(None, role="trainer", rank=self.rank)
         self._tiers: TierSet = NoTiers(self.agree)
@@ -72,8 +72,8 @@ class NoStager:
             ConfigError: Always.
         """
         raise ConfigError(
-            'every="auto" needs a stager, which brings all ranks to the same steps, and this job has none; add '
-            "`: -n 1 holdfast stager --store URL` to the mpirun line, or give a number of steps"
+            'every="auto" needs a stager, which brings all ranks to the same steps, and this job has none; '
+            f"{self._advice}, or give a number of steps"
         )
 
     def agree(self, proposal: Proposal) -> Agreement:  # noqa: ARG002
@@ -84,7 +84,7 @@ class NoStager:
         """
         raise ConfigError(
             f"rank {self.rank}: no stager in this job, and no local tiers: nobody compares the tensors of the ranks; "
-            "add `: -n 1 holdfast stager --store URL` to the mpirun line, or set tiers (HOLDFAST_TIERS)"
+            f"{self._advice}, or set tiers (HOLDFAST_TIERS)"
         )
 
     def announce(self, layout: Layout) -> None:

@@ -20,7 +20,7 @@ from trainer_side.notice.source import NoticeSource, SourceError
 
 _log = logging.getLogger("holdfast.trainer.watch")
 
-_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK", "SLURM_LOCALID")
 _CLOSE_SECONDS_MAX = 5.0
 
 

@@ -1,1 +1,1 @@
-"""A rank's way to the other ranks: MPI, torch.distributed, deadlines."""
+"""A rank's way to the other ranks: MPI or torch.distributed, deadlines."""

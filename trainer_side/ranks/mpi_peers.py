@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from trainer_side.ranks.mpi import MPI, lost_peer, wait
+from trainer_side.ranks.peers import cut
 
 _PIECE_BYTES_MAX = 512 << 20  # MPI counts are 32 bits; well below
 _WHOLE_BYTES_MIN = 128 << 10  # from here on a piece is a message of its own
@@ -77,7 +78,7 @@ class MpiPeers:
         """The same messages on all ranks that take part: they depend on the sizes alone."""
         small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
         for run in (*([piece] for piece in pieces if piece[1] >= _WHOLE_BYTES_MIN), small):
-            for group in _groups(run, _PIECE_BYTES_MAX):
+            for group in cut(run, _PIECE_BYTES_MAX):
                 sizes, addresses = [nbytes for _, nbytes in group], [address for address, _ in group]
                 scattered = MPI.BYTE.Create_hindexed(sizes, addresses).Commit()
                 try:
@@ -118,18 +119,3 @@ class MpiPeers:
         )
         for _, scattered in shared:
             scattered.Free()
-
-
-def _groups(pieces: Iterable[tuple[int, int]], group_bytes: int) -> list[list[tuple[int, int]]]:
-    """Cut pieces into groups of exactly `group_bytes`, the last one less: the same cuts however the pieces differ."""
-    groups: list[list[tuple[int, int]]] = []
-    room = 0
-    for address, nbytes in pieces:
-        while nbytes > 0:
-            if room == 0:
-                groups.append([])
-                room = group_bytes
-            taken = min(nbytes, room)
-            groups[-1].append((address, taken))
-            address, nbytes, room = address + taken, nbytes - taken, room - taken
-    return groups

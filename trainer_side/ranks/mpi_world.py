@@ -76,7 +76,10 @@ class MpiWorld:
         has_stager: It has one.
         local_rank: This rank among the trainers on this machine.
         one_machine: All trainers are on it.
+        stager_advice: How the job gets a stager, for messages.
     """
+
+    stager_advice = "add `: -n 1 holdfast stager --store URL` to the mpirun line"
 
     _joined: ClassVar[MpiWorld | None] = None
 
@@ -145,9 +148,8 @@ class MpiWorld:
         """
         if self._port is None:
             raise ConfigError(
-                f"no stager in this MPI job of {self.ranks} trainers; add `: -n 1 holdfast stager --store URL` to the "
-                'mpirun line, or set tiers (HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in '
-                "local tiers"
+                f"no stager in this job of {self.ranks} trainers; {self.stager_advice}, or set tiers "
+                '(HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in local tiers'
             )
         return self._port
 

@@ -6,14 +6,14 @@
     poll        moves on what was queued, and never waits
     finish      returns when all that was queued has arrived
 
-`MpiPeers` has them over MPI. `broadcast`, `all_agree` and `share` are collective: each rank makes the same calls in the
-same order, from its training thread. Two ranks `send` and `receive` in the same order.
+`MpiPeers` has them over MPI, `C10dPeers` over gloo. `broadcast`, `all_agree` and `share` are collective: each rank
+makes the same calls in the same order, from its training thread. Two ranks `send` and `receive` in the same order.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from holdfast.errors import DamageError, HoldfastError, StoreMissing
@@ -106,6 +106,21 @@ class LonePeers:
 
     def finish(self, deadline_seconds: float) -> None:
         """Nothing was queued."""
+
+
+def cut(pieces: Iterable[tuple[int, int]], group_bytes: int) -> list[list[tuple[int, int]]]:
+    """Cut pieces into groups of exactly `group_bytes`, the last one less: the same cuts however the pieces differ."""
+    groups: list[list[tuple[int, int]]] = []
+    room = 0
+    for address, nbytes in pieces:
+        while nbytes > 0:
+            if room == 0:
+                groups.append([])
+                room = group_bytes
+            taken = min(nbytes, room)
+            groups[-1].append((address, taken))
+            address, nbytes, room = address + taken, nbytes - taken, room - taken
+    return groups
 
 
 _NAMED = 3  # of many ranks that met damage, so many are named

@@ -5,7 +5,7 @@
         ├─── RanksPort    messages among the ranks, for the error that ends one
         └─── Peers        bytes among the ranks, for restore (peers.py)
 
-How the job was started decides who implements them: `trainer_side.ranks.mpi_world` under mpirun.
+How the job was started decides who implements them (joined.py): `MpiWorld` under mpirun, `C10dWorld` elsewhere.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class World(Protocol):
         local_rank: This rank among those on this machine.
         one_machine: All ranks are on it.
         has_stager: The job has a stager.
+        stager_advice: How a job like this one gets a stager, for messages: a command and what else is to be done.
     """
 
     rank: int
@@ -116,6 +117,7 @@ class World(Protocol):
     local_rank: int
     one_machine: bool
     has_stager: bool
+    stager_advice: str
 
     def port(self) -> StagerPort:
         """The way to the stager.

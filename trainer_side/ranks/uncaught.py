@@ -21,6 +21,7 @@ from types import TracebackType
 
 from holdfast.errors import HoldfastError
 from holdfast.supervised import last_words, own_rank
+from trainer_side.ranks.joined import joined_world
 from trainer_side.ranks.ports import RanksPort
 
 _log = logging.getLogger("holdfast.trainer")
@@ -85,8 +86,7 @@ def speaks(port: RanksPort, error: HoldfastError, *, seconds_max: float = _LISTE
 
 def _port() -> RanksPort | None:
     """The way to the other ranks; None before they have met."""
-    mpi = sys.modules.get("trainer_side.ranks.mpi_world")
-    world = None if mpi is None else mpi.MpiWorld.joined()
+    world = joined_world()
     return None if world is None else world.uncaught()
 
 

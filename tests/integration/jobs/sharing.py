@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from holdfast.config import TrainerConfig
 from tests.support.restoring import CountingStore
-from trainer_side.ranks.mpi_world import MpiWorld
+from trainer_side.ranks.joined import join_world
 from trainer_side.restore.restore import restore
 
 SIZES = [
@@ -38,7 +39,7 @@ def state() -> dict[str, list[torch.Tensor]]:
 
 def main() -> None:
     run, out = Path(sys.argv[1]), Path(sys.argv[2])
-    peers = MpiWorld.join().peers()
+    peers = join_world(TrainerConfig()).peers()
     store = CountingStore(run)
     restored = restore({"x": []}, store, peers, events=None)
     assert restored is not None

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.config import TrainerConfig
 from holdfast.faultpoint import identify
 from holdfast.telemetry.events import EventLog
 from tests.support.restoring import CountingStore
 from tests.support.slices import Checkpoint, checkpoint, keep
-from trainer_side.ranks.mpi_world import MpiWorld
+from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.inventory import newest_attempt
 from trainer_side.restore.restore import restore
@@ -97,7 +98,7 @@ def bring_back(peers: Peers, tier: Tier, run: Path, out: Path) -> None:
 def main() -> None:
     """As the first argument says."""
     what, run, tiers, out = sys.argv[1], *map(Path, sys.argv[2:5])
-    peers = MpiWorld.join().peers()
+    peers = join_world(TrainerConfig()).peers()
     identify(f"rank:{peers.rank}")
     tier = tier_of(tiers, run, peers.rank)
     if what == "save":

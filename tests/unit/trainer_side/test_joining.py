@@ -26,8 +26,8 @@ from tests.support.restoring import Ranks, ThreadPeers
 from tests.unit.trainer_side.tiers.ranks import Area, laid_out
 from trainer_side.joining import _alone, _beside, compare
 from trainer_side.link.no_stager import NoStager
-from trainer_side.ranks.mpi_world import MpiWorld
 from trainer_side.ranks.peers import LonePeers
+from trainer_side.ranks.ports import World
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
 from trainer_side.tiers.open_tiers import open_tier
 from trainer_side.tiers.tier import Tier
@@ -224,7 +224,7 @@ def test_beside_a_stager_the_attempt_is_its_own_unless_the_tiers_are_ahead(found
 
 
 def test_tiers_alone_need_a_name_for_the_run() -> None:
-    world = cast(MpiWorld, SimpleNamespace(rank=0, ranks=2))
+    world = cast(World, SimpleNamespace(rank=0, ranks=2, stager_advice="start one"))
     with pytest.raises(
         ConfigError, match=r"no stager .* 2 trainers, and tiers without store: the run has no name"
     ):
@@ -232,7 +232,7 @@ def test_tiers_alone_need_a_name_for_the_run() -> None:
 
 
 def test_without_a_stager_nobody_compares_tensors_but_the_council_of_the_tiers() -> None:
-    world = cast(MpiWorld, SimpleNamespace(rank=1, ranks=2, peers=LonePeers))
+    world = cast(World, SimpleNamespace(rank=1, ranks=2, peers=LonePeers, stager_advice="start one"))
     link = NoStager(TrainerConfig(tiers=["memory"], store="/run"), world)
     with pytest.raises(ConfigError, match=r"rank 1: no stager in this job, and no local tiers"):
         link.agree(Proposal("", [], 0, {}))

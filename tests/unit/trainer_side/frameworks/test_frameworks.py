@@ -14,7 +14,6 @@ from holdfast.errors import ConfigError, StateError
 from trainer_side import ResumableSampler
 from trainer_side.frameworks.epochs import EpochLoader
 from trainer_side.frameworks.missing import RngAgain
-from trainer_side.ranks.distributed import refuse_other_launchers
 
 DATA = TensorDataset(torch.arange(23))
 
@@ -70,20 +69,3 @@ def test_random_numbers_are_brought_back_twice_and_then_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
     numbers.again()
     assert not torch.equal(torch.rand(3), expected)
-
-
-@pytest.mark.parametrize(
-    ("mpi", "torchrun", "refused"), [(1, "2", True), (2, "2", False), (1, None, False), (2, None, False)]
-)
-def test_the_ranks_of_another_launcher_are_refused(
-    monkeypatch: pytest.MonkeyPatch, mpi: int, torchrun: str | None, refused: bool
-) -> None:
-    for name, value in (("TORCHELASTIC_RUN_ID", torchrun), ("WORLD_SIZE", torchrun)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    if refused:
-        with pytest.raises(ConfigError, match=r"torch\.distributed has 2 ranks, the MPI job has 1.*mpirun"):
-            refuse_other_launchers(mpi)
-    else:
-        refuse_other_launchers(mpi)

@@ -1,0 +1,117 @@
+"""The main job under torchrun, with local tiers and without a stager: killed, restarted, told of a preemption, refused.
+
+The reference that the resumed runs are compared with was made under mpirun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.jobs import train
+from tests.support.cluster import Cluster, check_continued, load, losses, same, wait_until
+from tests.support.events import read_events
+from tests.support.job import Job
+from tests.support.main_job import PAUSE_AT, RUN, SAVED, STEPS
+from tests.support.torchrun import by_torchrun
+
+pytestmark = [pytest.mark.mpi]
+RANKS = 2
+NEVER, MANY = 10_000, 100_000
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    env = {
+        "HOLDFAST_TIERS": f"file:{disk}",
+        "HOLDFAST_STORE": str(tmp_path / "store"),
+        "HOLDFAST_CHUNK_BYTES": "65536",
+        "HOLDFAST_EVENTS": str(tmp_path / "events"),
+        "TRAIN_WAITS_FOR": "kept",
+    }
+    return Cluster(tmp_path, env["HOLDFAST_STORE"], env, script=train.__file__)
+
+
+def start(cluster: Cluster, arguments: Sequence[str], *, restarts: int = 0, **env: str) -> Job:
+    rewrite = by_torchrun(RANKS, restarts=restarts)
+    return cluster.start(RANKS, *arguments, stager=False, rewrite=rewrite, env=env)
+
+
+def events(cluster: Cluster, kind: str) -> list[dict[str, Any]]:
+    return [line for line in read_events(cluster.directory / "events") if line["event"] == kind]
+
+
+def pid(cluster: Cluster, rank: int) -> int:
+    return int((cluster.out(1) / f"pid-{rank}").read_text())
+
+
+def wait_for_pause(cluster: Cluster, job: Job) -> None:
+    """Until all ranks stand still, and know that step SAVED is complete."""
+
+    def ready() -> bool:
+        assert job.process.poll() is None, job.output()
+        paused = all((cluster.out(1) / f"paused-{rank}").exists() for rank in range(RANKS))
+        return paused and [event["step"] for event in events(cluster, "complete")].count(SAVED) == RANKS
+
+    wait_until(ready, 240, f"no pause with step {SAVED} complete:\n{job.output()}")
+
+
+def test_a_killed_run_resumes_bit_for_bit_under_a_new_torchrun(cluster: Cluster, reference: Path) -> None:
+    with start(cluster, [*RUN, str(PAUSE_AT)]) as job:
+        wait_for_pause(cluster, job)
+        for rank in range(RANKS):
+            os.kill(pid(cluster, rank), signal.SIGKILL)
+        assert job.wait(120) != 0
+    with start(cluster, RUN) as job:
+        job.succeed(240)
+    check_continued(reference, cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    assert [event["step"] for event in events(cluster, "restore")] == [SAVED] * RANKS
+
+
+def test_torchrun_itself_restarts_the_ranks_when_one_is_killed(cluster: Cluster, reference: Path) -> None:
+    with start(cluster, [*RUN, str(PAUSE_AT)], restarts=1) as job:
+        wait_for_pause(cluster, job)
+        os.kill(pid(cluster, 1), signal.SIGKILL)
+        (
+            cluster.out(1) / "go-on"
+        ).touch()  # for the ranks of the second start; rank 0 of the first waits for rank 1
+        job.succeed(240)
+    for rank in range(RANKS):
+        final = load(cluster.out(1) / f"final-{rank}.pt")
+        assert final["start"] == SAVED + 1
+        assert same({**final, "start": 0}, load(reference / f"final-{rank}.pt"))
+        assert losses(cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
+    assert [event["step"] for event in events(cluster, "restore")] == [SAVED] * RANKS
+
+
+def test_sigterm_to_torchrun_is_a_notice_and_all_ranks_save_one_step(cluster: Cluster) -> None:
+    slowly = {"TRAIN_STEP_SECONDS": "0.02", "HOLDFAST_WATCH": "sigterm"}
+    with start(cluster, [str(MANY), str(NEVER)], **slowly) as job:
+        path = cluster.out(1) / "losses-1"
+        wait_until(lambda: path.exists() and len(losses(path)) > 5, 240, job.output())
+        os.kill(job.process.pid, signal.SIGTERM)
+        wait_until(lambda: len(events(cluster, "complete")) == RANKS, 120, job.output())
+        for rank in range(RANKS):
+            os.kill(pid(cluster, rank), signal.SIGKILL)
+        job.wait(120)
+    (saved,) = {event["step"] for event in events(cluster, "complete")}
+    with start(cluster, [str(saved + 3), str(NEVER)]) as job:
+        job.succeed(240)
+    assert [event["step"] for event in events(cluster, "restore")] == [saved] * RANKS
+
+
+def test_a_job_with_neither_stager_nor_tiers_is_told_once_how_to_get_them(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "", {}, script=train.__file__)
+    with start(cluster, RUN) as job:
+        assert job.wait(240) != 0
+    said = job.output()
+    assert said.count("ConfigError: no stager in this job of 2 trainers") == 1, said
+    assert "--listen HOST:PORT --ranks 2` and set HOLDFAST_STAGER=HOST:PORT" in said
+    assert "HOLDFAST_TIERS" in said

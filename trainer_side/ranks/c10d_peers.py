@@ -1,0 +1,286 @@
+"""Bytes among the training ranks over gloo, for restore: broadcasts, and tensors from memory to memory.
+
+The group is one of our own: it needs no default group of torch.distributed, and its order of calls is restore's alone.
+gloo waits in threads of its own; a deadline is ours, and at one every connection of the group is cut: nothing writes to
+the caller's memory any more, and the other ranks see it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOp, Store, Work
+
+from holdfast.errors import PeerLost
+from trainer_side.ranks.deadlines import within
+from trainer_side.ranks.peers import cut
+
+_PIECE_BYTES_MAX = 16 << 20  # each rank forwards whole messages: smaller ones fill the way through many ranks
+_WHOLE_BYTES_MIN = 128 << 10  # from here on a piece is sent from where it lies
+_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 50e-6, 2e-3
+_EAGER_POLLS = 200  # polls that only yield before a wait begins to sleep: a round trip takes a few of them
+_NEVER = timedelta(days=365)  # gloo's own limit of a call: deadlines are kept here
+_CUT_TAG = 0
+_CUT_SECONDS_MAX = 2.0
+_SLACK_SECONDS = 1.0
+
+Pieces = Sequence[tuple[int, int]]
+
+
+class _Moving(NamedTuple):
+    """A message on its way: its memory, and where that goes when it has come."""
+
+    work: Work
+    memory: torch.Tensor
+    scattered: Pieces
+
+
+class C10dPeers:
+    """The other training ranks, as restore needs them. Main thread, before the first step.
+
+    Args:
+        store: Where the ranks find each other's addresses; of this group alone.
+        rank: This rank. `ranks`: how many there are.
+        start_seconds_max: How long to wait for all ranks to connect.
+        seconds_max: How long a collective call waits for the other ranks.
+
+    Raises:
+        PeerLost: A rank did not connect.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        ranks: int,
+        start_seconds_max: float,
+        seconds_max: float = 600.0,
+    ) -> None:
+        self.rank, self.ranks, self._seconds_max = rank, ranks, seconds_max
+        try:
+            self._group = ProcessGroupGloo(store, rank, ranks, timedelta(seconds=start_seconds_max))
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {rank} did not connect to all {ranks} ranks within {start_seconds_max:g} s "
+                f"(gloo: {_first_line(error)}); if a rank's address is one that others do not reach, name its "
+                "network interface in GLOO_SOCKET_IFNAME"
+            ) from error
+        self._shared: list[_Moving] = []
+        self._passed: list[
+            _Moving
+        ] = []  # between two ranks: gloo does not tell whether they are done, only waits
+        self._sent, self._received = [_CUT_TAG] * ranks, [_CUT_TAG] * ranks
+
+    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
+        """Give `data` of rank `root` to all; the others pass None.
+
+        Raises:
+            PeerLost: A rank is dead or did not come.
+        """
+        what = f"a broadcast of rank {root}"
+        length = torch.tensor([len(data) if data is not None else 0])
+        self._await(self._broadcast(length, root), what)
+        nbytes = int(length[0])
+        buffer = bytearray(data) if self.rank == root and data is not None else bytearray(nbytes)
+        if nbytes:
+            self._await(self._broadcast(torch.frombuffer(buffer, dtype=torch.uint8), root), what)
+        return bytes(buffer)
+
+    def all_agree(self, ok: bool) -> bool:
+        """Whether every rank said True. Raises `PeerLost` as `broadcast`."""
+        agreed = torch.tensor([int(ok)])
+        options = AllreduceOptions()
+        options.reduceOp, options.timeout = ReduceOp.MIN, _NEVER
+        self._await(self._group.allreduce([agreed], options), "all ranks to agree")
+        return bool(agreed[0])
+
+    def share(self, pieces: Pieces, root: int) -> None:
+        """Queue a broadcast of scattered memory from `root`; `finish` waits for it. Every rank queues the same ones.
+
+        Args:
+            pieces: `(address, nbytes)` of this rank's memory; the sizes are the same on every rank. It must stay
+                where it is, and unread (elsewhere: unchanged at `root`), until `finish`.
+            root: The rank that has the bytes.
+        """
+        for memory, scattered in _messages(pieces, reads=self.rank == root):
+            self._shared.append(_Moving(self._broadcast(memory, root), memory, scattered))
+
+    def send(self, pieces: Pieces, rank: int) -> None:
+        """Queue scattered memory for `rank`; `finish` waits until it has left. It must stay unchanged until then.
+
+        Raises:
+            PeerLost: A rank is dead.
+        """
+        for memory, _ in _messages(pieces, reads=True):
+            self._pass(self._group.send, memory, (), rank, self._sent)
+
+    def receive(self, pieces: Pieces, rank: int) -> None:
+        """Queue the receiving of what `rank` sends in pieces of these sizes; `finish` waits for it.
+
+        Raises:
+            PeerLost: A rank is dead.
+        """
+        for memory, scattered in _messages(pieces, reads=False):
+            self._pass(self._group.recv, memory, scattered, rank, self._received)
+
+    def _pass(
+        self,
+        call: Callable[[list[torch.Tensor], int, int], Work],
+        memory: torch.Tensor,
+        scattered: Pieces,
+        rank: int,
+        counts: list[int],
+    ) -> None:
+        counts[rank] += 1
+        try:
+            work = call([memory], rank, counts[rank])
+        except RuntimeError as error:
+            raise _lost(f"a message between rank {self.rank} and rank {rank}", error) from error
+        self._passed.append(_Moving(work, memory, scattered))
+
+    def _broadcast(self, memory: torch.Tensor, root: int) -> Work:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = root, 0, _NEVER
+        return self._group.broadcast([memory], options)
+
+    def poll(self) -> None:
+        """Note what has been shared. Never waits: gloo moves it on by itself.
+
+        Raises:
+            PeerLost: A rank is dead.
+        """
+        under_way = []
+        for moving in self._shared:
+            if moving.work.is_completed():
+                _land(moving)
+            else:
+                under_way.append(moving)
+        self._shared = under_way
+
+    def finish(self, deadline_seconds: float) -> None:
+        """Wait until all that was queued is done, at most `deadline_seconds`.
+
+        Raises:
+            PeerLost: They were not, or a rank is dead.
+        """
+        deadline = time.monotonic() + deadline_seconds
+        passed, self._passed = self._passed, []
+        what = f"{len(self._shared) + len(passed)} shared pieces of the restore"
+        while self._shared:
+            self._await(self._shared[0].work, what, deadline, deadline_seconds)
+            _scatter(self._shared.pop(0))
+        if not passed:
+            return
+        left = max(_PAUSE_SECONDS_MAX, deadline - time.monotonic())
+
+        def wait() -> None:
+            for moving in passed:
+                # At its limit gloo itself cuts all connections.
+                moving.work.wait(timedelta(seconds=max(_PAUSE_SECONDS_MAX, deadline - time.monotonic())))
+
+        try:
+            within(wait, left + _SLACK_SECONDS, name="holdfast-exchange")
+        except TimeoutError:
+            raise self._late(what, deadline_seconds) from None
+        except RuntimeError as error:
+            if time.monotonic() >= deadline:
+                raise self._late(what, deadline_seconds) from error
+            raise _lost(what, error) from error
+        for moving in passed:
+            _scatter(moving)
+
+    def _await(
+        self, work: Work, what: str, deadline: float | None = None, seconds_max: float | None = None
+    ) -> None:
+        """Poll until it is complete: a call of gloo that waits would hold up the signals of this process."""
+        seconds_max = self._seconds_max if seconds_max is None else seconds_max
+        deadline = time.monotonic() + seconds_max if deadline is None else deadline
+        pause_seconds, polls = _PAUSE_SECONDS_MIN, 0
+        while not work.is_completed():
+            polls += 1
+            if polls <= _EAGER_POLLS:
+                time.sleep(0)
+                continue
+            if time.monotonic() > deadline:
+                raise self._late(what, seconds_max)
+            time.sleep(pause_seconds)
+            pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
+        _raise_lost(work, what)
+
+    def _late(self, what: str, seconds_max: float) -> PeerLost:
+        self._cut()
+        return PeerLost(
+            f"waited {seconds_max:g} s for {what}; a rank of the job is stopped, slow, or does not take part"
+        )
+
+    def _cut(self) -> None:
+        """End all connections of the group, and wait for its calls to end of it.
+
+        `abort` of gloo ends no call; a message that comes too late does.
+        """
+        neighbour = (self.rank + 1) % self.ranks
+        with contextlib.suppress(RuntimeError):
+            never = self._group.recv([torch.empty(1, dtype=torch.uint8)], neighbour, _CUT_TAG)
+            never.wait(timedelta(milliseconds=1))
+        deadline = time.monotonic() + _CUT_SECONDS_MAX
+        while not all(moving.work.is_completed() for moving in self._shared) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS_MAX)
+
+
+def _messages(pieces: Pieces, *, reads: bool) -> list[tuple[torch.Tensor, Pieces]]:
+    """The memory of each message, and the pieces that it is copied to when it has come.
+
+    The same messages on all ranks that take part: they depend on the sizes alone.
+    """
+    small = [piece for piece in pieces if piece[1] < _WHOLE_BYTES_MIN]
+    made: list[tuple[torch.Tensor, Pieces]] = []
+    for run in (*([piece] for piece in pieces if piece[1] >= _WHOLE_BYTES_MIN), small):
+        for group in cut(run, _PIECE_BYTES_MAX):
+            if len(group) == 1:
+                made.append((_memory(*group[0]), ()))
+                continue
+            packed = torch.empty(sum(nbytes for _, nbytes in group), dtype=torch.uint8)
+            made.append((packed, () if reads else group))
+            place = packed.data_ptr()
+            for address, nbytes in group if reads else ():
+                ctypes.memmove(place, address, nbytes)
+                place += nbytes
+    return made
+
+
+def _memory(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _land(moving: _Moving) -> None:
+    _raise_lost(moving.work, "a shared piece of the restore")
+    _scatter(moving)
+
+
+def _scatter(moving: _Moving) -> None:
+    place = moving.memory.data_ptr()
+    for address, nbytes in moving.scattered:
+        ctypes.memmove(address, place, nbytes)
+        place += nbytes
+
+
+def _raise_lost(completed: Work, what: str) -> None:
+    try:
+        completed.wait()
+    except RuntimeError as error:
+        raise _lost(what, error) from error
+
+
+def _lost(what: str, error: object) -> PeerLost:
+    return PeerLost(f"a rank was lost while waiting for {what} (gloo: {_first_line(error)})")
+
+
+def _first_line(error: object) -> str:
+    return str(error).partition("\n")[0]

