@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.spawn import start_processes
 
 from tests.integration.jobs.sharded import MESHES, WORDS, Net, differences, gathered
+from tests.support.no_compiler import do_without_compiler
 
 RANKS, LARGE, COLUMNS = 2, 4, 10_000
 
@@ -80,6 +81,7 @@ def _rank(rank: int, act: Callable[..., None], folder: str, truth: str, *more: s
 
 
 if __name__ == "__main__":
+    do_without_compiler()
     acts = {"save": _save, "load": _load}
     start_processes(  # type: ignore[no-untyped-call]
         _rank, (acts[sys.argv[1]], *sys.argv[2:]), nprocs=RANKS, start_method="fork"

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, init_torch_distributed
 
 WIDTH = 201
@@ -59,6 +60,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rank, _ = init_torch_distributed("gloo")
+    do_without_compiler()
     model = net(seed=2)
     fully_shard(model[3])
     fully_shard(model)

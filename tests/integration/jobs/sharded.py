@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank, RngState, Split, init_torch_distributed
 
 WIDTH, WORDS, LAYERS, EXPERTS = 48, 131, 2, 6
@@ -147,6 +147,8 @@ class Pipeline:
     """Trains stages by torch's own schedule; the first and the last share a weight, each with a copy of it."""
 
     def __init__(self, net: Net, rank: int, ranks: int, ranks_of_stage: int) -> None:
+        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe  # only where it is used
+
         stages = ranks // ranks_of_stage
         self._stage, self._last = rank // ranks_of_stage, stages - 1
         columns = [
@@ -253,6 +255,7 @@ def differences(one: Any, other: Any) -> list[str]:
 def main() -> None:
     out, case, steps, truths = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
     rank, ranks = init_torch_distributed("gloo")
+    do_without_compiler()
     torch.manual_seed(3)
     net = Net()
     MESHES[case](net, ranks)

@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from tests.support.cluster import same
 from tests.support.gate_copies import Copies
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import init_torch_distributed
 from trainer_side.save.gate import Gate
 from trainer_side.state.split_tensor import local_of
@@ -179,6 +180,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rank, _ = init_torch_distributed("gloo")
+    do_without_compiler()
     said: dict[str, Any] = {}
     for name, way in ways().items():
         expected, _ = train(way, rank, gated=False)

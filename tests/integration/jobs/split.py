@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.no_compiler import do_without_compiler
 from trainer_side import Checkpointer, PerRank, Split, init_torch_distributed
 from trainer_side.state import proposal
 
@@ -315,6 +316,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rank, ranks = init_torch_distributed("gloo")
+    do_without_compiler()
     mesh = init_device_mesh("cpu", (ranks,))
     said: dict[str, Any] = {}
     kinds = [tp_plain] if unproven else AT_THE_FIRST_SAVE
