@@ -2,11 +2,12 @@
 
     stage     a point that a process reaches (holdfast/faultpoint.py), in the second of three checkpoints
     victims   who gets SIGKILL there; when others than who reaches it, that one is held by SIGSTOP until they are dead
-    cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere
+    cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere, with a
+              state that each rank holds or one that FSDP2 has split
 
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
 `regular` is run by `make check` as well: a cell for each set of victims, a flusher that is killed again in recovery,
-and a torn copy.
+and a torn copy; and of split state a kill of a rank, of the stager and of the flusher.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = [
     "MOMENTS",
     "RANKS",
     "SAVES",
+    "SPLIT_CELLS",
     "STAGES",
     "STEPS",
     "TORN_CELLS",
@@ -42,6 +44,7 @@ class Stage(NamedTuple):
         name: In the table.
         where: Who reaches the point, and which: `flusher@part_written`.
         number: The how-many-th time. `number_s3`: the same moment on S3, where images and parts are larger.
+            `number_split`: the same moment where both ranks send into each chunk; 0: no other.
         staged: How many of the saves are written down as staged when it is reached: they must not be lost.
         staged_max: How many may be, at most: a kill that comes later than it says proves something else.
         durable: How many have their manifest in the store then: they must not be lost with the machine either.
@@ -56,6 +59,7 @@ class Stage(NamedTuple):
     where: str
     number: int = 2
     number_s3: int = 2
+    number_split: int = 0
     staged: int = 2
     staged_max: int = 3
     durable: int = 0
@@ -91,7 +95,7 @@ _MID_IMAGE, _MID_IMAGE_S3 = 34, 5  # the second of 23 parts each; and of 3
 STAGES = (
     Stage("before the offer", "rank:1@save_begun", staged=1, staged_max=1),
     Stage("mid-copy", "rank:1@tensor_copied", 40, 31, staged=1, staged_max=1),
-    Stage("mid-chunk", "rank:1@frame_sent", 17, 8, staged=1, staged_max=1),
+    Stage("mid-chunk", "rank:1@frame_sent", 17, 8, number_split=24, staged=1, staged_max=1),
     Stage("sealed, not staged", "stager@sealed", staged=1, staged_max=1),
     Stage("staged", "stager@staged"),
     Stage("mid-part", "flusher@part_written", _MID_IMAGE, _MID_IMAGE_S3, staged=1),
@@ -149,6 +153,9 @@ _REGULAR = frozenset(
         "between file and manifest x the machine",
         "mid-retention x flusher",
         "killed again in recovery x flusher",
+        "mid-chunk x a rank (split)",
+        "chunk received x stager (split)",
+        "mid-part x flusher (split)",
         "torn on another rank x a rank",
     }
 )
@@ -182,6 +189,7 @@ class Cell(NamedTuple):
     ulfm: bool = True
     store: str = "directory"
     elsewhere: bool = False
+    split: bool = False
 
     @property
     def regular(self) -> bool:
@@ -197,6 +205,7 @@ class Cell(NamedTuple):
                 ("S3", self.store == "s3"),
                 ("without ULFM", not self.ulfm),
                 ("elsewhere", self.elsewhere),
+                ("split", self.split),
             )
             if said
         )
@@ -223,4 +232,33 @@ def _cells() -> tuple[Cell, ...]:
 
 
 CELLS = _cells()
+_SPLIT = (
+    ("before the offer", "a rank"),
+    ("mid-copy", "a rank"),
+    ("mid-chunk", "a rank"),
+    ("mid-chunk", "all ranks"),
+    ("mid-chunk", "stager"),
+    ("mid-chunk", "flusher"),
+    ("mid-chunk", "everything"),
+    ("slice sent", "a rank"),
+    ("chunk received", "stager"),
+    ("chunk full", "stager"),
+    ("sealed, not staged", "a rank"),
+    ("sealed, not staged", "stager"),
+    ("staged", "all ranks"),
+    ("staged", "stager"),
+    ("mid-part", "a rank"),
+    ("mid-part", "flusher"),
+    ("mid-part", "stager and flusher"),
+    ("killed again in recovery", "flusher"),
+    ("all parts written", "flusher"),
+    ("between file and manifest", "flusher"),
+    ("between file and manifest", "the machine"),
+    ("mid-verify", "flusher"),
+    ("mid-retention", "flusher"),
+    ("mid-restore", "a rank"),
+    ("mid-restore", "all ranks"),
+)
+_STAGES_BY_NAME = {stage.name: stage for stage in (*STAGES, *MOMENTS)}
+SPLIT_CELLS = tuple(Cell(_STAGES_BY_NAME[stage], _BY_NAME[victims], split=True) for stage, victims in _SPLIT)
 TORN_CELLS = (Cell(TORN, _BY_NAME["a rank"]), Cell(TORN, _BY_NAME["everything"]))

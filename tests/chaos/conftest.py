@@ -35,6 +35,16 @@ def directory_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def split_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of a model that FSDP2 has split, with whole tensors of each save beside it."""
+    return made_once(
+        tmp_path_factory,
+        "chaos-split",
+        partial(uninterrupted, DirectoryPlace.settings, DirectoryPlace.split_size),
+    )
+
+
+@pytest.fixture(scope="session")
 def bucket_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of the size that scenarios on S3 have."""
     return made_once(

@@ -3,6 +3,9 @@
 `python job.py OUT STEPS EVERY`: as tests/integration/jobs/train.py, with gradients averaged by hand. CHAOS_WIDTH in the
 environment is the size of the state: 420 bytes for each unit. CHAOS_TORN is `STEP:FILE`: when that file is there, and
 before the copy of that step has begun, rank 0 changes a weight, and takes that back when the copy is over.
+
+With CHAOS_SPLIT the model is split among the ranks by FSDP2. Before each save rank 0 writes `OUT/truth-STEP.pt`: the
+state in whole tensors, which torch itself has gathered.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ def main() -> None:
     out, steps, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     rank, ranks = init_torch_distributed("gloo")
-    do_without_compiler()
+    is_split = "CHAOS_SPLIT" in os.environ
+    if not is_split:
+        do_without_compiler()
     out.mkdir(parents=True, exist_ok=True)
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     torch.manual_seed(1)
@@ -45,13 +50,20 @@ def main() -> None:
         torch.nn.Dropout(0.3),
         torch.nn.Linear(width, FEATURES),
     )
+    if is_split:  # FSDP2 cannot do without the compiler's modules, which take a second to load
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        from tests.integration.jobs.sharded import gathered
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     sampler = ResumableSampler(SAMPLES, seed=3, rank=rank, ranks=ranks)
     torch.manual_seed(100 + rank)
     np.random.seed(100 + rank)
     random.seed(100 + rank)
-    state = {
+    state: dict[str, Any] = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
@@ -60,6 +72,11 @@ def main() -> None:
     }
     weight = model[0].weight
     assert isinstance(weight, torch.Tensor)
+
+    def whole() -> dict[str, Any]:
+        flat = {name: state[name].state_dict() for name in ("model", "optimizer", "scheduler", "data")}
+        return gathered(flat) if is_split else flat
+
     tear = Tear(weight, os.environ.get("CHAOS_TORN", "-1:"))
     with Checkpointer(state, every=every) as checkpointer, (out / f"losses-{rank}").open("a") as losses:
         start = checkpointer.restore()
@@ -74,7 +91,7 @@ def main() -> None:
             loss = ((model(x) - x) ** 2).mean()
             optimizer.zero_grad()
             loss.backward()
-            for parameter in model.parameters():
+            for parameter in [] if is_split else model.parameters():  # FSDP2 averages by itself
                 assert parameter.grad is not None
                 torch.distributed.all_reduce(parameter.grad)
                 parameter.grad /= ranks
@@ -86,10 +103,12 @@ def main() -> None:
             losses.flush()
             if (step + 1) % every == 0:
                 _wait_for_the_one_before(checkpointer)
+                if is_split and (truth := whole()) and rank == 0:
+                    torch.save(truth, out / f"truth-{step}.pt")
             checkpointer.step(step)
             if step == tear.step and rank == 0:
                 tear.strike(checkpointer, out / f"torn-{rank}")
-    torch.save({**_flat(state), "start": start}, out / f"final-{rank}.pt")
+    torch.save({**whole(), "start": start}, out / f"final-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -136,10 +155,6 @@ def _wait_for_the_one_before(checkpointer: Checkpointer) -> None:
 
     while not over() and time.monotonic() < deadline:
         time.sleep(0.001)
-
-
-def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: state[name].state_dict() for name in ("model", "optimizer", "scheduler", "data")}
 
 
 if __name__ == "__main__":

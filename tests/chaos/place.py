@@ -52,10 +52,12 @@ class DirectoryPlace:
 
     settings = ("--chunk-bytes", "64KiB", "--ring-bytes", "4MiB")
     size: Mapping[str, str] = {"CHAOS_WIDTH": "3200"}
+    # Of 3,201 rows one rank has one more than the other.
+    split_size: Mapping[str, str] = {"CHAOS_WIDTH": "3201", "CHAOS_SPLIT": "1"}
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, split: bool = False) -> None:
         self._directory = directory
-        self.url, self.env = str(directory), self.size
+        self.url, self.env = str(directory), self.split_size if split else self.size
 
     def objects(self) -> set[str]:
         """As `Place`."""

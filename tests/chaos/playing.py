@@ -31,7 +31,10 @@ def play(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if stage.point is Point.FILE_RETIRED and not writes_in_place(tmp_path):
         pytest.skip(f"{tmp_path} is not on ext4 or XFS: no room is used again there")
     place: Place
-    if cell.store == "s3":
+    if cell.split:
+        place = DirectoryPlace(tmp_path / "store", split=True)
+        reference, number = request.getfixturevalue("split_reference"), stage.number_split or stage.number
+    elif cell.store == "s3":
         place = BucketPlace(request.getfixturevalue("swift_s3"))
         reference, number = request.getfixturevalue("bucket_reference"), stage.number_s3
     else:

@@ -325,6 +325,10 @@ class Scenario:
             expected = load(self._reference / "store" / f"{file[:14]}.pt")
             assert list(state) == list(_STATE_KEYS)
             assert same(state, expected), f"{file} is not what the uninterrupted run saved"
+            truth = self._reference / "out" / f"truth-{int(file[5:14])}.pt"
+            if truth.exists():
+                whole = load(truth)
+                assert same({name: state[name] for name in whole}, whole), f"{file} is not what torch gathers"
         names = files | {item.name for item in items}
         objects = self._place.objects()
         claims = {name for name in objects if name.startswith(".holdfast/writer-")}

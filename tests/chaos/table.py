@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.chaos.cells import CELLS, MOMENTS, STAGES, TORN_CELLS, VICTIMS, Stage
+from tests.chaos.cells import CELLS, MOMENTS, SPLIT_CELLS, STAGES, TORN_CELLS, VICTIMS, Stage
 from tests.chaos.cut_off import CUT_CELLS
 from tests.chaos.freezing import ELSEWHERE_CELLS, FREEZE_CELLS
 from tests.chaos.results import RESULTS, Result, read
@@ -57,6 +57,15 @@ _TORN_HEAD = """\
 The copy of rank 0 is torn: something else than its optimizer changes a tensor that is still to be copied, in the second
 of three checkpoints, when rank 1 has handed over its whole slice and gets SIGKILL. The step is withdrawn by that name,
 never staged, and saved by the relaunched job; all that the matrix looks at holds.
+"""
+
+_SPLIT_HEAD = """\
+## Split state
+
+The same for a model that FSDP2 has split, one rank with a row more than the other: each rank sends its own shards, and
+nobody has a whole tensor. A rank that is killed in mid-chunk has sent a part of its shards, which no other rank holds.
+Beside all that the matrix looks at, each published file, opened by plain `torch.load`, is equal, to the bit, to the
+whole tensors that torch has gathered (`full_tensor()`) before that save.
 """
 
 _WRAPPER_HEAD = """\
@@ -150,6 +159,11 @@ class _Counts(NamedTuple):
 
 GRIDS = (
     Grid(_TORN_HEAD, "moment", {(cell.stage.name, cell.victims.name): cell.name for cell in TORN_CELLS}),
+    Grid(
+        _SPLIT_HEAD,
+        "moment",
+        {(f"{cell.stage.name}, split", cell.victims.name): cell.name for cell in SPLIT_CELLS},
+    ),
     Grid(_WRAPPER_HEAD, "wrapper", {(cell.wrapper, "SIGKILL"): cell.name for cell in WRAPPER_CELLS}),
     Grid(
         _REPLACED_HEAD,

@@ -197,13 +197,13 @@ def gathered(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.full_tensor().clone()
     if isinstance(value, dict):
-        return {key: gathered(one) for key, one in value.items()}
+        return type(value)((key, gathered(one)) for key, one in value.items())
     if isinstance(value, list | tuple):
         return type(value)(gathered(one) for one in value)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def of_all_ranks(net: Net, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+def of_all_ranks(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """State of all stages together, the optimizer's by name."""
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     saved = optimizer.state_dict()
@@ -218,6 +218,17 @@ def of_all_ranks(net: Net, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         "state": state,
         "param_groups": [group],
     }
+
+
+def state_of_all_ranks(
+    case: str, net: Net, optimizer: torch.optim.Optimizer, experts: Experts
+) -> dict[str, Any]:
+    """All that is saved, but for the RNG, gathered by torch itself. Collective."""
+    if case in _STAGES:
+        whole, moments = of_all_ranks(net, optimizer)
+    else:
+        whole, moments = gathered(net.state_dict()), gathered(optimizer.state_dict())
+    return {"net": whole, "optimizer": moments, "experts": {"up": gathered(experts.part)}}
 
 
 def by_name(truth: Any) -> Any:
@@ -268,13 +279,7 @@ def main() -> None:
     pipeline = Pipeline(net, rank, ranks, _STAGES[case]) if case in _STAGES else None
 
     def truth() -> Any:
-        split = gathered(state["experts"])
-        if pipeline is None:
-            return gathered({"net": net.state_dict(), "optimizer": optimizer.state_dict()}) | {
-                "experts": split
-            }
-        whole, moments = of_all_ranks(net, optimizer)
-        return {"net": whole, "optimizer": moments, "experts": split}
+        return state_of_all_ranks(case, net, optimizer, experts)
 
     with Checkpointer({**state, "rng": PerRank(RngState())}) as checkpointer:
         checkpointer.restore()
