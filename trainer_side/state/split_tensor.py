@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -154,10 +155,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dtensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and _is_kind_of_dtensor(type(value))
+
+
+@lru_cache(maxsize=256)  # it is asked of each tensor several times at each save, in the training thread
+def _is_kind_of_dtensor(kind: type) -> bool:
     # Not imported for it: a script without DTensors need not pay for torch.distributed.tensor.
-    return isinstance(value, torch.Tensor) and any(
-        kind.__module__.startswith("torch.distributed.tensor") and kind.__qualname__ == "DTensor"
-        for kind in type(value).__mro__
+    return any(
+        base.__module__.startswith("torch.distributed.tensor") and base.__qualname__ == "DTensor"
+        for base in kind.__mro__
     )
 
 
