@@ -1,0 +1,50 @@
+"""How stager and ranks are started by each launcher."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Launcher(StrEnum):
+    MPIRUN = "mpirun"
+    TORCHRUN = "torchrun"
+    SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    SKYPILOT = "skypilot"
+
+
+_PORT = 29411
+_STAGER = "holdfast stager --store {store} --listen 0.0.0.0:{port} --key-file key"
+_RANKS = (
+    "HOLDFAST_STAGER={host}:{port} HOLDFAST_KEY_FILE=key "
+    "holdfast rank -- torchrun --nproc-per-node {ranks} {script}"
+)
+
+
+def start_lines(launcher: Launcher, script: str, *, ranks: int, store: str) -> list[tuple[str, str]]:
+    """What to run, in order: where, and the line of shell.
+
+    Args:
+        launcher: The launcher.
+        script: The training script.
+        ranks: Number of training ranks; where one launcher is for one machine, those of a machine.
+        store: URL of the run.
+    """
+    names = {"script": script, "ranks": ranks, "store": store, "port": _PORT}
+    if launcher is Launcher.MPIRUN:
+        line = "mpirun --with-ft ulfm -n {ranks} python {script} : -n 1 holdfast stager --store {store}"
+        return [("on the machine of the stager", line.format(**names))]
+    if launcher is Launcher.SLURM:
+        line = "sbatch --ntasks-per-node={ranks} infra/slurm/holdfast.sbatch {store} python {script}"
+        return [("on a login node", line.format(**names))]
+    hosts = {
+        Launcher.TORCHRUN: ("on the machine of the stager", "STAGER_HOST", "on each machine of the ranks"),
+        Launcher.KUBERNETES: ("in the pod of the stager", "STAGER_POD", "in each pod of the ranks"),
+        Launcher.SKYPILOT: ("as `run` of the stager's task", "STAGER_HOST", "as `run` of the ranks' task"),
+    }
+    stager, host, of_ranks = hosts[launcher]
+    return [
+        ("once, for a file that only you may read", "(umask 077 && holdfast stager --new-key > key)"),
+        (stager, _STAGER.format(**names)),
+        (of_ranks, _RANKS.format(**names, host=host)),
+    ]

@@ -1,0 +1,72 @@
+"""`holdfast init`: its diff is put into a plain script, which is then killed twice and resumes to the last bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import plain_ddp
+from tests.support.cluster import Cluster, load, same, wait_until
+from tests.support.job import HOLDFAST
+
+pytestmark = [pytest.mark.mpi]
+SECONDS_MAX = 200.0
+EVERY, STEPS = 4, 18  # six steps in each of three epochs: the step after the third checkpoint begins an epoch
+
+
+def lines(cluster: Cluster, number: int) -> list[str]:
+    path = cluster.out(number) / "losses-0"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def run(cluster: Cluster, *, kill_after: int = 0) -> list[str]:
+    """One start; SIGKILL to both ranks after so many steps of it. Returns what rank 0 has logged of its steps."""
+    number = cluster.started + 1
+    cluster.out(number).mkdir(parents=True)
+    with cluster.start(2, env={"STEP_SECONDS": "1" if kill_after else "0"}) as job:
+        if not kill_after:
+            job.succeed(SECONDS_MAX)
+            return lines(cluster, number)
+        wait_until(lambda: len(lines(cluster, number)) >= kill_after, SECONDS_MAX, job.output())
+        for rank in range(2):
+            os.kill(int((cluster.out(number) / f"pid-{rank}").read_text()), signal.SIGKILL)
+        job.wait(SECONDS_MAX)
+    assert len(lines(cluster, number)) < STEPS, "it was done before it was killed"
+    return lines(cluster, number)
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="`patch` puts the diff into the script")
+def test_the_diff_makes_a_plain_script_resume_bit_for_bit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    shutil.copy(plain_ddp.__file__, script)
+    said = subprocess.run(
+        [HOLDFAST, "init", "train.py", "--every", str(EVERY)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert script.read_bytes() == Path(plain_ddp.__file__).read_bytes(), "nothing is written"
+    subprocess.run(["patch", "-p1", "--fuzz=0"], cwd=tmp_path, input=said.stdout, text=True, check=True)
+
+    whole = Cluster(tmp_path / "whole", str(tmp_path / "whole" / "store"), {}, script=str(script))
+    reference = run(whole)
+    assert len(reference) == STEPS
+
+    killed = Cluster(tmp_path / "killed", str(tmp_path / "killed" / "store"), {}, script=str(script))
+    before = run(killed, kill_after=10)
+    assert before == reference[: len(before)]
+    again = run(killed, kill_after=6)  # from the middle of the second epoch on, past its end
+    first = STEPS - len(reference[len(before) // EVERY * EVERY :])
+    assert again == reference[first : first + len(again)]
+    rest = run(killed)
+    assert 0 < len(rest) < STEPS - first
+    assert rest == reference[-len(rest) :]
+    for rank in range(2):
+        final = load(killed.out(3) / f"final-{rank}.pt")
+        assert same(final, load(whole.out(1) / f"final-{rank}.pt"))
