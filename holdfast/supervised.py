@@ -7,15 +7,26 @@
 
 and, for people as well, the error that ends a training script (`last_words`).
 
+To `holdfast rank`, which stands around one rank or around torchrun, ranks write lines into a file (`report`), because
+torchrun passes on neither the exit code of a rank nor, if it is told so, what the rank says.
+
+    {"pid": 4711, "rank": 3, "round": 0, "joined": {"attempt": 7, "ranks": 8}}    round: restarts by torchrun's agent
+    {"pid": 4711, "rank": 3, "round": 0, "restored": {"attempt": 5}}              attempt: that saved the checkpoint
+    {"pid": 4711, "rank": 3, "round": 0, "staged": {}}                            its first checkpoint is safe
+    {"pid": 4711, "rank": 3, "round": 0, "noticed": {}}                           a host of the job will be taken away
+    {"pid": 4711, "rank": 3, "round": 0, "ended": {"exception": "…", "text": "…"}}    both empty: by itself
+
 Only the standard library: this runs in front of every rank.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import re
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +88,35 @@ def note(kind: str, value: Any) -> None:
         "pid": os.getpid(),
         kind: value,
     }
+    _append(path, line)
+
+
+REPORTS_VARIABLE = "HOLDFAST_RANK_REPORTS"
+_TEXT_MAX = 1000
+
+
+def report(kind: str, **fields: Any) -> None:
+    """Tell `holdfast rank`, if it stands around this process or around its launcher. Any thread."""
+    path = os.environ.get(REPORTS_VARIABLE)
+    if path:
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        _append(path, {"pid": os.getpid(), "rank": own_rank(), "round": int(restarts), kind: fields})
+
+
+def report_end() -> None:
+    """Have this process report at exit what ended it. A process that a signal kills does not come so far."""
+    if REPORTS_VARIABLE in os.environ:
+        atexit.register(_report_end)
+
+
+def _report_end() -> None:
+    error = getattr(sys, "last_value", None)  # set before the hook for uncaught exceptions is called
+    kind = "" if error is None else f"{type(error).__module__}.{type(error).__qualname__}"
+    text = "" if error is None else str(error)[:_TEXT_MAX]
+    report("ended", exception=kind.removeprefix("builtins."), text=text)
+
+
+def _append(path: str, line: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         if path not in _open:
             _open[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

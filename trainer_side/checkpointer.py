@@ -25,10 +25,10 @@ import torch
 from holdfast import supervised as diary
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, StateError
-from holdfast.notices.notice import Notice
+from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.notices.sparing import NO_LIMIT, Ability
 from holdfast.store import open_store
-from holdfast.supervised import tell
+from holdfast.supervised import report, report_end, tell
 from holdfast.telemetry.events import EventLog
 from trainer_side.joining import join, open_tier_set
 from trainer_side.ledger import Ledger, Stats
@@ -51,6 +51,8 @@ from trainer_side.transfer import TransferState
 _log = logging.getLogger("holdfast.trainer")
 
 _EXIT_SECONDS_MAX = 10.0  # for a script that ends without close()
+
+report_end()  # an error of joining the job is reported, too
 
 
 class Checkpointer:
@@ -134,8 +136,9 @@ class Checkpointer:
         planner = Planner(self._state, room, context)
         self._saver = Saver(self._state, planner, room, self._copier, context)
         self.restored: Restored | None = None
-        self._closed = self._stepped = self._asked = False
-        self._watching = open_watch(self._config, self._link.notice, rank=self._link.rank)
+        self._closed = self._stepped = self._asked = self._progressed = False
+        self._watching = open_watch(self._config, self._notice, rank=self._link.rank)
+        report("joined", attempt=self._link.attempt or self._tiers.attempt, ranks=self._link.ranks)
         diary.note("begins", True)
 
     @property
@@ -222,6 +225,7 @@ class Checkpointer:
         if self.restored is None:
             tell("restored", step=-1)
             return 0
+        report("restored", attempt=self.restored.attempt)
         before = {} if self.restored.before is None else {"before": self.restored.before.label}
         tell("restored", step=self.restored.step, attempt=self.restored.attempt, **before)
         return self.restored.step + 1
@@ -247,6 +251,9 @@ class Checkpointer:
             timely = self._pacer.reach(step, lambda usual: appointments.every(usual, step))
         if due is not None:
             self._events.emit("appointed", {"save": due.save, "reason": due.reason}, step=step)
+            if due.notice.kind is NoticeKind.TERMINATE:
+                report("noticed")  # by now all ranks may leave their loops, wherever the notice came from
+        self._report_progress()
         wanted = timely or (due is not None and due.save)
         saved = wanted and self.save(step)
         if self._pacer is not None:
@@ -274,6 +281,7 @@ class Checkpointer:
             PeerLost: A rank did not answer while the ranks agreed on a new layout.
         """
         self._asked = True
+        self._report_progress()
         return self._saver.save(step)
 
     def wait_copied(self) -> None:
@@ -320,7 +328,19 @@ class Checkpointer:
         finally:
             if summary := self._ledger.summary():
                 _log.warning("rank %d: %s", self.rank, summary)
+            self._report_progress()
             self._events.close()
+
+    def _notice(self, notice: Notice) -> None:
+        """Called in the watch's thread."""
+        if notice.kind is NoticeKind.TERMINATE:
+            report("noticed")
+        self._link.notice(notice)
+
+    def _report_progress(self) -> None:
+        if not self._progressed and max(self.staged_step, self.durable_step, self.kept_step) >= 0:
+            self._progressed = True
+            report("staged")
 
     def __enter__(self) -> Self:
         return self

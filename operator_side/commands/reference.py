@@ -166,7 +166,8 @@ def _exit_codes() -> str:
     head = "## Exit codes\n\n| code | in `--json` | meaning |\n|---|---|---|\n"
     return (
         f"{head}{chr(10).join(rows)}\n\nWhere a command narrows the meaning of a code, its description says so. "
-        "`holdfast run` ends with the exit code of the process that crashed.\n"
+        "`holdfast run` ends with the exit code of the process that crashed, and `holdfast rank` with 75 where another "
+        "start may help.\n"
     )
 
 

@@ -169,6 +169,7 @@ def run(command: tuple[str, ...], **options: Any) -> int:
     from operator_side.supervise.job_processes import JobProcesses, RunFiles
     from operator_side.supervise.limits import Limits
     from operator_side.supervise.supervisor import FleetWatch, Supervisor, environment_of_job, next_attempt
+    from operator_side.supervise.verdict import class_of
 
     if options["min_ranks"] is not None and options["min_ranks"] > options["ranks"]:
         raise ConfigError(f"--min-ranks {options['min_ranks']} is more than --ranks {options['ranks']}")
@@ -220,8 +221,9 @@ def run(command: tuple[str, ...], **options: Any) -> int:
         stopped = verdict.cause.value == "stopped"
         _say_why(verdict.message, [] if stopped else job.last_words(verdict), logs)
         if not stopped:
-            click.echo(f"help: {help_for(getattr(_kind(verdict.exception), 'code', 'run'))}", err=True)
-    return int(getattr(_kind(verdict.exception), "exit_code", verdict.exit_code))
+            click.echo(f"help: {help_for(getattr(class_of(verdict.exception), 'code', 'run'))}", err=True)
+    # Python ends with 1 whatever the exception; a class of holdfast's own has an exit code of its own.
+    return int(getattr(class_of(verdict.exception), "exit_code", verdict.exit_code))
 
 
 def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
@@ -230,13 +232,6 @@ def _say_why(message: str, words: Sequence[str], logs: Path) -> None:
     for word in words:
         click.echo(plain(word), err=True)
     click.echo(plain(f"holdfast run: {message}; logs: {logs}"), err=True)
-
-
-def _kind(exception: str) -> object:
-    # Python ends with 1 whatever the exception; a class of holdfast's own has an exit code of its own.
-    from holdfast import errors
-
-    return getattr(errors, exception.rpartition(".")[2], None) if exception.startswith("holdfast.") else None
 
 
 def _settings(pairs: Sequence[str]) -> dict[str, str]:

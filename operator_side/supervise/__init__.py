@@ -6,4 +6,6 @@ supervisor ── events ─► core ── actions ─► supervisor     core, 
     │  job_output     reports and log files    │  attempt        one mpirun, ended without leaving a process
     │                                          │  flusher        kept with its ring, and waited for at the end
     └─ rank           around each process of the job: reports how it ended, which mpirun does not
+
+`holdfast rank`, for other engines: wrapped_rank ── what one machine sees ─► exit_codes ─► verdict ─► an exit code
 """

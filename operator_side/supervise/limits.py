@@ -74,9 +74,12 @@ class Patience:
             return "a setting or the state is wrong, and a restart cannot help"
         if verdict.cause is Cause.CRASHED and self._same >= self._limits.crashes_max and not may_go_back:
             return f"the same crash {self._same} times in a row without a newer checkpoint: a bug, not a preemption"
-        if self.restarts <= self._limits.restarts_max:
-            return ""
-        why = f"{self.restarts} attempts in a row without a newer checkpoint"
-        if verdict.cause is Cause.KILLED:
-            why += "; if no host was taken away, look for the kernel's out-of-memory killer"
-        return why
+        return "" if self.restarts <= self._limits.restarts_max else no_progress(verdict, self.restarts)
+
+
+def no_progress(verdict: Verdict, attempts: int) -> str:
+    """Why the run ends after so many attempts in a row."""
+    why = f"{attempts} attempts in a row without a newer checkpoint"
+    if verdict.cause is Cause.KILLED:
+        why += "; if no host was taken away, look for the kernel's out-of-memory killer"
+    return why

@@ -3,10 +3,13 @@
     evidence                                                verdict
     every trainer ended with 0                              done
     a host of the attempt is gone, or had a notice          preempted
+    the kernel says that it ended a process for memory      crashed      (only `holdfast rank` can know)
     a process was killed by a signal from outside           killed       (an unannounced preemption, out of memory)
     the stager lost a rank that never reported its end      killed       (a whole container or pod)
     the stager, or mpirun itself, was killed                killed
     silent, or no step for too long, and ended by us        lost
+    all that ended complain of a peer, which is out of      lost         (only `holdfast rank`; the supervisor sees
+    sight                                                                 the end of every rank)
     a process ended with a code or a fault of its own       crashed      exit code, exception, tail of its log
     no process ever began                                   unlaunched
 
@@ -21,6 +24,9 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from holdfast import errors
+from holdfast.errors import HoldfastError
 
 _OWN_FAULTS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS}
@@ -49,12 +55,14 @@ class Death:
         status: Exit code, or minus the number of the signal.
         exception: The exception at the end of its log, such as `ValueError`; empty if there is none.
         by_us: Whether the supervisor had already begun to end the attempt.
+        lost_peer: Whether the loss of another process ended it, by its own words.
     """
 
     rank: int
     status: int
     exception: str = ""
     by_us: bool = False
+    lost_peer: bool = False
 
     @property
     def from_outside(self) -> bool:
@@ -69,11 +77,11 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known when mpirun has ended.
+    """All that is known when the launcher has ended.
 
     Attributes:
         ranks: Number of trainers.
-        mpirun_status: Exit code of mpirun, or minus the number of the signal.
+        mpirun_status: Exit code of the launcher, or minus the number of the signal.
         began: Host of each process that began, by rank.
         deaths: Processes that reported how they ended, in this order.
         lost_first: Ranks that the stager lost before any process reported a failure of its own.
@@ -81,6 +89,8 @@ class Evidence:
         noticed: Hosts of this attempt with a preemption notice.
         given_up: Why the supervisor ended the attempt; empty if it did not.
         stopping: Whether the supervisor was told to stop.
+        out_of_memory: Whether the kernel says that it has killed a process of the job to free memory.
+        launcher: Name of the launcher.
     """
 
     ranks: int
@@ -92,6 +102,8 @@ class Evidence:
     noticed: Collection[str] = ()
     given_up: str = ""
     stopping: bool = False
+    out_of_memory: bool = False
+    launcher: str = "mpirun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +147,28 @@ def judge(evidence: Evidence) -> Verdict:
         if hosts:
             names = ", ".join(sorted(hosts))
             return Verdict(Cause.PREEMPTED, f"host {names} {reason}", "preempted", exit_code=9)
-    return _killed(evidence) or _given_up(evidence) or _crashed(evidence) or _silent_end(evidence)
+    return (
+        _killed(evidence)
+        or _given_up(evidence)
+        or _crashed(evidence)
+        or _left_alone(evidence)
+        or _silent_end(evidence)
+    )
+
+
+def class_of(exception: str) -> type[HoldfastError] | None:
+    """The class of holdfast's own that an exception such as `holdfast.errors.PeerLost` names; None if it is not one."""
+    name = exception.removeprefix("holdfast.errors.")
+    return getattr(errors, name, None) if name in errors.__all__ and name != exception else None
 
 
 def _killed(evidence: Evidence) -> Verdict | None:
     killed = [death for death in evidence.deaths if death.from_outside]
     if killed:
         first = killed[0]
+        if evidence.out_of_memory and -first.status == signal.SIGKILL:
+            how = f"{_who(first.rank, evidence)} was killed by the kernel because the memory was used up"
+            return Verdict(Cause.CRASHED, how, "out of memory", first.rank, 128 + signal.SIGKILL)
         how = f"{_who(first.rank, evidence)} was killed by {_signal(-first.status)} from outside"
         return Verdict(Cause.KILLED, how, f"killed {first.status}", first.rank, 128 - first.status)
     reported = {death.rank for death in evidence.deaths}
@@ -153,7 +180,7 @@ def _killed(evidence: Evidence) -> Verdict | None:
         )
         return Verdict(Cause.KILLED, how, "killed unreported", None, 128 + signal.SIGKILL)
     if evidence.mpirun_status < 0 and not evidence.given_up:
-        how = f"mpirun was killed by {_signal(-evidence.mpirun_status)}"
+        how = f"{evidence.launcher} was killed by {_signal(-evidence.mpirun_status)}"
         return Verdict(Cause.KILLED, how, "killed mpirun", None, 128 - evidence.mpirun_status)
     return None
 
@@ -168,7 +195,7 @@ def _given_up(evidence: Evidence) -> Verdict | None:
 
 
 def _crashed(evidence: Evidence) -> Verdict | None:
-    crashed = [death for death in evidence.deaths if death.own_fault]
+    crashed = [death for death in evidence.deaths if death.own_fault and not death.lost_peer]
     if not crashed:
         return None
     # A rank that names an exception says more than one that lost its connection to it a moment before.
@@ -192,13 +219,23 @@ def _crashed(evidence: Evidence) -> Verdict | None:
     )
 
 
+def _left_alone(evidence: Evidence) -> Verdict | None:
+    left = next((death for death in evidence.deaths if death.lost_peer), None)
+    if left is None:
+        return None
+    how = f"{_who(left.rank, evidence)} ended because it had lost another process of the job"
+    if left.exception:
+        how = f"{how} ({left.exception})"
+    return Verdict(Cause.LOST, how, "lost peer", left.rank, errors.PeerLost.exit_code, left.exception)
+
+
 def _silent_end(evidence: Evidence) -> Verdict:
     if not evidence.began:
-        how = f"mpirun ended with status {evidence.mpirun_status} before any process had begun"
+        how = f"{evidence.launcher} ended with status {evidence.mpirun_status} before any process had begun"
         return Verdict(Cause.UNLAUNCHED, how, "unlaunched", None, 9)
     unheard = sorted(set(range(evidence.ranks)) - {death.rank for death in evidence.deaths})
     who = ", ".join(_who(rank, evidence) for rank in unheard) or "a rank"
-    how = f"mpirun ended with status {evidence.mpirun_status}, and the end of {who} was not reported"
+    how = f"{evidence.launcher} ended with status {evidence.mpirun_status}, and the end of {who} was not reported"
     return Verdict(Cause.LOST, how, "lost unheard", None, 9)
 
 

@@ -50,7 +50,7 @@ ELSEWHERE = {
     "sudo": "on the stager's machine on AWS",
     "journalctl": "needs systemd, on the stager's machine on AWS",
 }
-PLAIN = {"cd", "cp", "grep", "jq", "pkill", "sleep", "tail", "test", "wait", "."}
+PLAIN = {"cd", "cp", "grep", "jq", "patch", "pkill", "sleep", "tail", "test", "wait", "."}
 YOURS = {"train.py"}  # a script of the reader's own
 _KEYWORDS = {"until", "while", "do", "done", "if", "then", "fi"}
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
@@ -214,8 +214,11 @@ def _holdfast(words: Sequence[str], *, whole: bool = True) -> None:
             given = dict(pair.split("=", 1) for pair in context.params["settings"])
             _settings(StagerConfig, {"store": "/mnt/run", **given})
             _check(context.params["command"])
-        case "stager" if whole:
-            _settings(StagerConfig, context.params)
+        case "rank":
+            _check(context.params["command"])
+        case "stager" if whole and not context.params["new_key"]:
+            given = {name: value for name, value in context.params.items() if name not in {"new_key", "once"}}
+            _settings(StagerConfig, given)
         case "flusher" if whole:
             _settings(FlusherConfig, context.params)
 

@@ -3,6 +3,9 @@
     first signal ─► Notice(terminate, in grace seconds); training goes on
     second one   ─► what it would have done without the watch: SIGTERM ends the process
 
+A second one within two seconds is the first one again: Slurm sends a signal to every process of a job, and torchrun
+and `holdfast rank` among them pass it on.
+
 The handler is Python's: it runs between two operations of the main thread, and so after the collective call or kernel
 launch that thread is in. A handler that the script had set before is called as well, each time.
 """
@@ -17,6 +20,8 @@ from types import FrameType
 from typing import Any
 
 from holdfast.notices.notice import Notice, NoticeKind
+
+_SAME_SECONDS = 2.0
 
 
 class Signal:
@@ -65,9 +70,10 @@ class Signal:
             signal.signal(self._number, self._before if self._before is not None else signal.SIG_DFL)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        again = self._heard_at is not None
-        if not again:
-            self._heard_at = self._clock()
+        now = self._clock()
+        again = self._heard_at is not None and not 0 <= now - self._heard_at < _SAME_SECONDS
+        if self._heard_at is None:
+            self._heard_at = now
             self._wake()
         if callable(self._before):
             self._before(number, frame)

@@ -63,7 +63,7 @@ class Keeper:
         appointments: Appointments | None = None,
     ) -> None:
         assert tiers
-        self.tiers = tuple(tiers)
+        self.tiers, self.attempt = tuple(tiers), job.attempt
         limits = CouncilLimits(config.start_seconds_max, config.tier_seconds_max)
         self._outcomes = Outcomes(
             tiers,

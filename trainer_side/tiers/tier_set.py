@@ -68,6 +68,11 @@ class TierSet(Protocol):
         ...
 
     @property
+    def attempt(self) -> int:
+        """The attempt that the slices of this job have in their names; 0 without tiers."""
+        ...
+
+    @property
     def council(self) -> RankCouncil:
         """How the ranks agree: among themselves where there are tiers, otherwise through the stager."""
         ...
@@ -170,6 +175,7 @@ class NoTiers:
 
     tiers: Sequence[Tier] = ()
     names = ""
+    attempt = 0
     takes_steps = is_direct = False
     is_prepared = is_idle = True
     complete_step = -1

@@ -1,0 +1,245 @@
+"""The exit code of `holdfast rank`: 75 for "run me again", 0 for done, and others for bugs. Pure.
+
+    how the command ended, reports of the ranks, the end of its stderr, signals ─► Seen ─► Evidence ─► judge ─► code
+
+One wrapper has no other hosts in sight. So the loss of a peer is known by what the survivors say of it: a rank with a
+bug ends with a code of its own, in its own wrapper, and that code is not 75.
+
+How often a run was started in vain is not counted here, because this machine may be gone the next time. Each job that
+joins has an attempt of its own, one more than the one before, recorded in the store; and the checkpoint that it has
+restored names the attempt that saved it. The difference is the number of attempts without a newer checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from holdfast.errors import PeerLost
+from operator_side.supervise.job_output import exception_of
+from operator_side.supervise.limits import no_progress
+from operator_side.supervise.verdict import Cause, Death, Evidence, Verdict, class_of, judge
+
+AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
+_RANKS_MAX = 1 << 30
+_SHELL_SIGNALED = 128
+_LOST_A_PEER = frozenset(
+    {
+        "PeerLost",
+        "DistNetworkError",
+        "DistStoreError",
+        "RendezvousClosedError",
+        "RendezvousConnectionError",
+        "RendezvousTimeoutError",
+    }
+)
+_OF_COLLECTIVES = frozenset({"RuntimeError", "DistBackendError"})
+# What gloo, NCCL and its watchdog say; all of them of a connection to another process.
+_LOST_CONNECTION = re.compile(
+    r"Connection (?:closed|reset) by peer|remote process exited|ncclRemoteError|Broken pipe|Socket closed"
+    r"|Timed out waiting \d+ms for (?:recv|send) operation|Watchdog caught collective operation timeout"
+)
+# torchrun's summary, and what it has ended itself.
+_FAILURE = re.compile(r"^ *rank +: (\d+) .*\n *exitcode +: (-?\d+) \(pid: (\d+)\)", re.MULTILINE)
+_CLOSED = re.compile(r"Sending process (\d+) closing signal|Unable to shutdown process (\d+) via")
+_ROOT_CAUSE = "Root Cause (first observed failure):"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """All that a wrapper knows when its command has ended.
+
+    Attributes:
+        command: Name of the command, for people.
+        host: This machine.
+        rank: This rank, as far as the launcher tells; else 0.
+        pid: Process id of the command.
+        status: Its exit code, or minus the number of the signal.
+        told: Signals that this wrapper got, and passed on.
+        reports: What ranks have reported, in order (holdfast/supervised.py).
+        tail: The end of what the command wrote to stderr.
+        out_of_memory: Whether the kernel has killed a process of this cgroup to free memory.
+    """
+
+    command: str
+    host: str
+    rank: int
+    pid: int
+    status: int
+    told: frozenset[int] = frozenset()
+    reports: Sequence[dict[str, Any]] = ()
+    tail: str = ""
+    out_of_memory: bool = False
+
+
+class CodedEnd(NamedTuple):
+    """How the command ended, and what the wrapper ends with."""
+
+    code: int
+    message: str
+
+
+@dataclass(slots=True)
+class ReportedRank:
+    """One process of the job, by its reports. `joined`: its attempt; None: it has not met the stager."""
+
+    pid: int
+    rank: int
+    joined: int | None = None
+    ranks: int = 1
+    restored: int = 0  # the attempt that saved the checkpoint
+    staged: bool = False
+    noticed: bool = False
+    exception: str = ""
+    text: str = ""
+
+
+@dataclass(slots=True)
+class _Job:
+    """The ranks below this wrapper since torchrun last started them."""
+
+    ranks: dict[int, ReportedRank] = field(default_factory=dict)
+
+    @property
+    def joined(self) -> bool:
+        return any(rank.joined is not None for rank in self.ranks.values())
+
+    @property
+    def size(self) -> int:
+        return max((rank.ranks for rank in self.ranks.values()), default=1)
+
+    @property
+    def vain(self) -> int:
+        """Attempts in a row without a newer checkpoint, this one included; 0 if this one has saved one."""
+        if any(rank.staged for rank in self.ranks.values()):
+            return 0
+        attempt = max((rank.joined or 0 for rank in self.ranks.values()), default=0)
+        return max(0, attempt - max((rank.restored for rank in self.ranks.values()), default=0))
+
+
+def coded_end(seen: Seen, *, restarts_max: int) -> CodedEnd:
+    """Judge the end of the command.
+
+    Args:
+        seen: What is known of it.
+        restarts_max: The largest number of attempts in a row without a newer checkpoint that ends with 75.
+    """
+    job = _job(seen.reports)
+    noticed = signal.SIGTERM in seen.told or any(rank.noticed for rank in job.ranks.values())
+    deaths = _deaths(seen, job)
+    if seen.status == 0 and not noticed:
+        return CodedEnd(0, "done")
+    if seen.status == 0:
+        # Whether the script was done, or has left its loop because of the notice, only another start can tell.
+        why = f"{seen.command} ended with 0 after a preemption notice"
+        verdict = Verdict(Cause.PREEMPTED, why, "preempted", exit_code=PeerLost.exit_code)
+    else:
+        verdict = judge(_evidence(seen, deaths, noticed=noticed))
+    if verdict.cause not in {Cause.PREEMPTED, Cause.KILLED, Cause.LOST}:
+        code = getattr(class_of(verdict.exception), "exit_code", verdict.exit_code)
+        return CodedEnd(code, verdict.message)
+    if job.vain > restarts_max:
+        return CodedEnd(verdict.exit_code, f"{no_progress(verdict, job.vain)}: {verdict.message}")
+    # A preemption is somebody else's word, and so is the 75 of another wrapper. Of the rest only jobs that have joined
+    # are counted: one that never comes so far must not be started again for ever.
+    told = verdict.cause is Cause.PREEMPTED or any(death.status == AGAIN for death in deaths)
+    if told or job.joined:
+        return CodedEnd(AGAIN, verdict.message)
+    return CodedEnd(verdict.exit_code, f"{verdict.message}, before it had joined the job")
+
+
+def _evidence(seen: Seen, deaths: tuple[Death, ...], *, noticed: bool) -> Evidence:
+    return Evidence(
+        _RANKS_MAX,  # more than there are: each end that is seen here is a rank's, none the stager's
+        0 if deaths else seen.status,
+        {death.rank: seen.host for death in deaths},
+        deaths,
+        noticed=(seen.host,) if noticed else (),
+        stopping=signal.SIGINT in seen.told,
+        out_of_memory=seen.out_of_memory,
+        launcher=seen.command,
+    )
+
+
+def _deaths(seen: Seen, job: _Job) -> tuple[Death, ...]:
+    if seen.status == 0:
+        return ()
+    failures = list(_torchrun_failures(seen.tail))
+    if failures:
+        return tuple(_death(one, job, seen) for one in failures)
+    status = seen.status
+    if seen.pid in job.ranks or not job.ranks:
+        return (_death(_Failure(seen.rank, status, seen.pid), job, seen),)
+    if status < 0:
+        return ()  # the launcher itself was killed, whatever became of the ranks
+    if (
+        status > _SHELL_SIGNALED
+    ):  # what shells, srun and mpirun end with when a signal has killed their process
+        status = _SHELL_SIGNALED - status
+    ended = [one for one in job.ranks.values() if one.exception]
+    if not ended:
+        return (_death(_Failure(min(one.rank for one in job.ranks.values()), status, seen.pid), job, seen),)
+    return tuple(_death(_Failure(one.rank, max(status, 1), one.pid), job, seen) for one in ended)
+
+
+class _Failure(NamedTuple):
+    rank: int
+    status: int
+    pid: int
+    closed: bool = False  # by torchrun, after the failure of another rank
+
+
+def _torchrun_failures(tail: str) -> Iterator[_Failure]:
+    """What torchrun says of its ranks when it gives up: first the one that failed first."""
+    others, found, root = tail.rpartition(_ROOT_CAUSE)
+    closed = {int(one or other) for one, other in _CLOSED.findall(tail)}
+    for text in (root, others) if found else ():
+        for rank, status, pid in _FAILURE.findall(text):
+            yield _Failure(int(rank), int(status), int(pid), int(pid) in closed and int(status) < 0)
+
+
+def _death(failure: _Failure, job: _Job, seen: Seen) -> Death:
+    known = job.ranks.get(failure.pid)
+    exception, text = (known.exception, known.text) if known is not None else ("", "")
+    if not exception and failure.status > 0 and failure.pid == seen.pid:
+        exception, text = exception_of(seen.tail.splitlines()), seen.tail
+    if (
+        failure.status == -signal.SIGABRT and job.size > 1
+    ):  # so NCCL's watchdog ends a rank whose peer is gone
+        text = seen.tail
+        lost_peer = bool(_LOST_CONNECTION.search(text))
+    else:
+        short = exception.rpartition(".")[2]
+        lost_peer = short in _LOST_A_PEER or (
+            short in _OF_COLLECTIVES and bool(_LOST_CONNECTION.search(text))
+        )
+    lost_peer |= failure.status == AGAIN
+    return Death(failure.rank, failure.status, exception, failure.closed, lost_peer)
+
+
+def _job(reports: Sequence[dict[str, Any]]) -> _Job:
+    job, newest = _Job(), 0
+    for said in reports:
+        pid, rank, number = said.get("pid"), said.get("rank"), said.get("round")
+        if not (isinstance(pid, int) and isinstance(rank, int) and isinstance(number, int)):
+            continue
+        if number > newest:  # torchrun has started its ranks again
+            job, newest = _Job(), number
+        if number == newest:
+            _note(job.ranks.setdefault(pid, ReportedRank(pid, rank)), said)
+    return job
+
+
+def _note(rank: ReportedRank, said: dict[str, Any]) -> None:
+    rank.staged |= "staged" in said
+    rank.noticed |= "noticed" in said
+    match said:
+        case {"joined": {"attempt": int(attempt), "ranks": int(ranks)}}:
+            rank.joined, rank.ranks = attempt, ranks
+        case {"restored": {"attempt": int(attempt)}}:
+            rank.restored = attempt
+        case {"ended": {"exception": str(exception), "text": str(text)}}:
+            rank.exception, rank.text = exception, text

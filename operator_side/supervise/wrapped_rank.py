@@ -1,0 +1,190 @@
+"""One rank, or one torchrun, under `holdfast rank`: started, passed signals on to, and looked at when it has ended.
+
+    signals ─► the command ─► its stderr: passed through, and its end kept      reports of the ranks: a file
+                                                         └────────► Seen ◄───────────┘
+
+The command has a process group of its own. So what a launcher sends to the group of this process comes to the command
+once, through this process. It dies with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.supervised import REPORTS_VARIABLE, own_rank
+from operator_side.supervise.exit_codes import Seen
+from operator_side.supervise.leash import tie
+
+_PASSED_ON = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+_TAIL_BYTES = 1 << 16
+_READ_BYTES = 1 << 16
+_LOOK_SECONDS = 0.1
+_REPORTS_BYTES_MAX = 16 << 20  # a rank writes six lines at most, and one more for each notice
+_STDIN, _STDERR = 0, 2
+
+
+class WrappedRank:
+    """Runs the command. Main thread: it handles signals, and the kernel ties processes to the thread that starts them.
+
+    Args:
+        command: The command with its arguments.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._told: set[int] = set()
+        self._pending: list[int] = []  # came before there was anybody to pass them on to
+        self._tail = b""
+        self._process: subprocess.Popen[bytes] | None = None
+        # On a terminal Ctrl-C comes to the whole foreground group, and only that group may read.
+        self._own_group = not os.isatty(_STDIN)
+
+    def run(self) -> Seen:
+        """Run the command to its end.
+
+        Raises:
+            ConfigError: The command cannot be started, or there is no place for the reports of the ranks.
+        """
+        killed_before = memory_kills()
+        before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+        try:
+            with _reports_file() as path:
+                process = self._start(path)
+                status = self._relay(process)
+                reports = list(_read_reports(path))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return Seen(
+            Path(self._command[0]).name,
+            os.uname().nodename,
+            own_rank(),
+            process.pid,
+            status,
+            frozenset(self._told),
+            reports,
+            self._tail.decode(errors="replace"),
+            memory_kills() > killed_before,
+        )
+
+    def _start(self, reports: Path) -> subprocess.Popen[bytes]:
+        try:
+            # Safe: this process has one thread, and the function only makes one system call.
+            self._process = subprocess.Popen(
+                self._command,
+                stderr=subprocess.PIPE,
+                env={**os.environ, REPORTS_VARIABLE: str(reports)},
+                process_group=0 if self._own_group else None,
+                preexec_fn=tie,  # noqa: PLW1509
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"{self._command[0]}: this command cannot be started on {os.uname().nodename}: {error.strerror}; "
+                "check its path"
+            ) from error
+        while self._pending:
+            self._process.send_signal(self._pending.pop(0))
+        return self._process
+
+    def _relay(self, process: subprocess.Popen[bytes]) -> int:
+        """Pass stderr through until the command has ended. What it has left behind may hold the pipe open for ever."""
+        assert process.stderr is not None
+        with process.stderr:
+            descriptor = process.stderr.fileno()
+            os.set_blocking(descriptor, False)
+            is_open, status = True, None
+            while status is None:
+                if is_open:
+                    poll = select.poll()
+                    poll.register(descriptor, select.POLLIN)
+                    poll.poll(_LOOK_SECONDS * 1000)
+                    is_open = self._copy(descriptor)
+                    status = process.poll()
+                else:
+                    status = process.wait()
+            while is_open and self._copy(descriptor, more=True):
+                pass
+        return status
+
+    def _copy(self, descriptor: int, *, more: bool = False) -> bool:
+        """Pass on what is there. Returns whether there may come more; with `more`: whether something was there."""
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return not more
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        with contextlib.suppress(OSError):  # nobody reads this process's stderr any more
+            view = memoryview(data)
+            while view:
+                view = view[os.write(_STDERR, view) :]
+        return bool(data)
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        self._told.add(number)
+        if number == signal.SIGINT and not self._own_group:
+            return
+        if self._process is None:
+            self._pending.append(number)
+        else:
+            self._process.send_signal(number)
+
+
+@contextlib.contextmanager
+def _reports_file() -> Iterator[Path]:
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="holdfast-rank-")
+    except OSError as error:
+        raise ConfigError(
+            f"no file can be made in {tempfile.gettempdir()}: {error.strerror}; set TMPDIR to a directory with room"
+        ) from error
+    os.close(descriptor)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _read_reports(path: Path) -> Iterator[dict[str, Any]]:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file.read(_REPORTS_BYTES_MAX).splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                said = json.loads(line)
+                if isinstance(said, dict):
+                    yield said
+
+
+def memory_kills(proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many processes of this one's cgroup the kernel has killed to free memory; 0 where it does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                places = [mounts / group.lstrip("/") / "memory.events", mounts / "memory.events"]
+            elif controllers == "memory":
+                root = mounts / "memory"
+                places = [root / group.lstrip("/") / "memory.oom_control", root / "memory.oom_control"]
+            else:
+                continue
+            for place in places:  # in a container its own group may be mounted as the root
+                if place.exists():
+                    words = [one.split() for one in place.read_text().splitlines()]
+                    return int(dict(word for word in words if len(word) == 2)["oom_kill"])
+    return 0

@@ -1,0 +1,158 @@
+"""`holdfast rank` around the ranks of real jobs, and around torchrun: each end has its exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from operator_side.supervise.exit_codes import AGAIN
+from tests.integration.jobs import coded
+from tests.support.cluster import Cluster, wait_until
+from tests.support.job import HOLDFAST, Job, environment
+from tests.support.torchrun import torchrun_command
+
+SECONDS_MAX = 250.0
+_MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path, str(tmp_path / "store"), {}, script=coded.__file__)
+
+
+def signalled(cluster: Cluster, job: Job, number: int, *, wrapper: bool = False) -> None:
+    """Send the signal to rank 1, or to its wrapper, once it stands still."""
+    out = cluster.out(cluster.started)
+    wait_until((out / "paused-1").exists, SECONDS_MAX, f"no pause:\n{job.output()}")
+    rank = psutil.Process(int((out / "pid-1").read_text()))
+    target = rank.parent() if wrapper else rank
+    assert target is not None
+    target.send_signal(number)
+
+
+def codes(cluster: Cluster, job: Job) -> list[int]:
+    job.succeed(SECONDS_MAX)
+    return [int((cluster.out(cluster.started) / f"code-{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.mpi
+def test_what_is_killed_again_and_again_without_a_checkpoint_is_no_preemption(cluster: Cluster) -> None:
+    for number, expected in ((1, [AGAIN, AGAIN]), (2, [9, 128 + signal.SIGKILL])):
+        with cluster.start(2, "early", "--restarts-max", "1") as job:
+            signalled(cluster, job, signal.SIGKILL)
+            assert codes(cluster, job) == expected, f"{number}: {job.output()}"
+    assert "2 attempts in a row without a newer checkpoint" in job.output()
+
+
+@pytest.mark.mpi
+def test_a_killed_rank_and_its_survivor_ask_to_be_started_again_until_they_are_done(cluster: Cluster) -> None:
+    with cluster.start(2, "pause", "--restarts-max", "0") as job:  # it has taken checkpoints, so it may
+        signalled(cluster, job, signal.SIGKILL)
+        assert codes(cluster, job) == [AGAIN, AGAIN], job.output()
+        assert "was killed by SIGKILL from outside; exit code 75: start the job again" in job.output()
+    with cluster.start(2, "done") as job:
+        assert codes(cluster, job) == [0, 0], job.output()
+
+
+@pytest.mark.mpi
+def test_a_bug_has_its_code_and_its_survivor_asks_to_be_started_again(cluster: Cluster) -> None:
+    with cluster.start(2, "raise") as job:
+        assert codes(cluster, job) == [AGAIN, 1], job.output()
+
+
+@pytest.mark.mpi
+def test_ranks_that_leave_at_a_notice_of_one_of_them_ask_to_be_started_again(cluster: Cluster) -> None:
+    with cluster.start(2, "leave", env={"HOLDFAST_WATCH": "sigterm"}) as job:
+        signalled(cluster, job, signal.SIGTERM, wrapper=True)
+        assert codes(cluster, job) == [AGAIN, AGAIN], job.output()
+        assert "ended with 0 after a preemption notice" in job.output()
+
+
+@pytest.mark.mpi
+def test_sigterm_that_nobody_watches_ends_the_rank_and_is_a_preemption(cluster: Cluster) -> None:
+    with cluster.start(2, "pause") as job:
+        signalled(cluster, job, signal.SIGTERM, wrapper=True)
+        assert codes(cluster, job) == [AGAIN, AGAIN], job.output()
+
+
+@pytest.mark.mpi
+def test_what_is_refused_has_the_code_of_its_class(cluster: Cluster) -> None:
+    with cluster.start(2, "done", stager=False) as job:
+        assert codes(cluster, job) == [2, 2], job.output()
+
+
+def around(*command: str, runtime: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [HOLDFAST, "rank", "--", *command],
+        env=environment(runtime, **env),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+
+
+def test_around_torchrun_the_code_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    command = torchrun_command(2, [coded.__file__, str(tmp_path), "done", "in it"])
+    done = around(*command, runtime=tmp_path / "runtime")
+    assert done.returncode == 2, done.stderr  # torchrun ends with 1 whatever its ranks end with
+    assert "(holdfast.errors.ConfigError); exit code 2" in done.stderr
+
+
+def test_around_torchrun_a_killed_rank_is_a_preemption_once_the_job_has_joined(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    env = {"HOLDFAST_TIERS": f"file:{disk}", "HOLDFAST_STORE": str(tmp_path / "store"), "CODED_KILLS": "1"}
+    command = torchrun_command(2, [coded.__file__, str(tmp_path), "pause", "in it"])
+    done = around(*command, runtime=tmp_path / "runtime", **env)
+    assert done.returncode == AGAIN, done.stderr
+    assert "rank 1 on" in done.stderr
+    assert "was killed by SIGKILL from outside; exit code 75" in done.stderr
+
+
+def test_a_stager_that_cannot_be_reached_is_no_reason_to_start_again_for_ever(tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        env = {"HOLDFAST_STAGER": f"127.0.0.1:{nobody.getsockname()[1]}", "HOLDFAST_START_SECONDS_MAX": "3"}
+        command = torchrun_command(1, [coded.__file__, str(tmp_path), "done", "in it"])
+        done = around(*command, runtime=tmp_path / "runtime", **env)
+    assert done.returncode == 9, done.stderr
+    assert "before it had joined the job" in done.stderr
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group with little memory."""
+    made = _MEMORY / f"holdfast-test-{os.getpid()}"
+    try:
+        made.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group of memory can be made here: {error}")
+    try:
+        (made / "memory.limit_in_bytes").write_text(str(200 << 20))
+        yield made
+    finally:
+        made.rmdir()
+
+
+def test_a_kill_for_memory_is_told_from_a_preemption(group: Path, tmp_path: Path) -> None:
+    hungry = "print(len(b'x' * (1 << 30)))"
+    wrapped = [HOLDFAST, "rank", "--", sys.executable, "-c", hungry]
+    done = subprocess.run(
+        ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *wrapped],
+        env=environment(tmp_path / "runtime"),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
+    assert done.returncode == 137, done.stderr
+    assert "was killed by the kernel because the memory was used up" in done.stderr
