@@ -17,7 +17,7 @@ import click
 import torch
 
 from benchmarks import machine
-from holdfast.wire.frames import Agreement
+from holdfast.wire.state_messages import Agreement
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Batch, Router, SlicePlan
 from trainer_side.save.staging import Staging

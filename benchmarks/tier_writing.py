@@ -18,7 +18,7 @@ from benchmarks.workload import Workload
 from holdfast.crc import crc32
 from holdfast.image.layout import Layout
 from holdfast.image.slices import frames_of
-from holdfast.wire.frames import Agreement
+from holdfast.wire.state_messages import Agreement
 from trainer_side.save.staging import huge_buffer
 from trainer_side.state.skeleton import plan
 from trainer_side.state.tree import classify, collect

@@ -10,7 +10,8 @@ import time
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Kind, Welcome
+from holdfast.wire.frames import Kind
+from holdfast.wire.welcome import Welcome
 from stager.trainers_port import TrainersPort
 
 _log = logging.getLogger("holdfast.stager")

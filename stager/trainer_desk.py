@@ -20,7 +20,9 @@ from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import Round
-from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome
+from holdfast.wire.frames import Frame, Kind
+from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.welcome import Welcome
 from stager.actions import Actions
 from stager.fetches import Fetches
 from stager.inheritance import Inheritance

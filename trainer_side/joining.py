@@ -24,7 +24,8 @@ from holdfast.store import open_store, refuse_missing_parent
 from holdfast.store.base import Store
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Kind, Welcome
+from holdfast.wire.frames import Kind
+from holdfast.wire.welcome import Welcome
 from trainer_side.ledger import Ledger
 from trainer_side.link.link import Link
 from trainer_side.link.no_stager import NoStager

@@ -37,7 +37,8 @@ from typing import Any, Literal
 import numpy as np
 
 from holdfast.errors import ProtocolError
-from holdfast.image.layout import REPLICATED, Layout
+from holdfast.image.entries import REPLICATED
+from holdfast.image.layout import Layout
 
 OnDivergence = Literal["warn", "refuse", "off"]
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.regions import Pattern, unite
-from holdfast.wire.frames import Agreement, Proposal, peer_error
+from holdfast.wire.frames import peer_error
 from holdfast.wire.proof import Proven, prove, ranks_named
+from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.union_table import union_of
 
 _NAMED_MAX = 1000  # tensors in one message

@@ -8,26 +8,21 @@ bare bytes under a tag of their own, `data_tag(slot)`, in as many messages as `p
 message says their size and CRC.
 
 Every message is input from outside. `decode` checks magic, version, kind, sizes and CRC before anything is used;
-`json_body` and the classes below check what is inside. Whatever does not hold is a `ProtocolError`.
+`json_body`, and the class of each message that has one, check what is inside (welcome.py, state_messages.py). Whatever
+does not hold is a `ProtocolError`.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any
 
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, ProtocolError
-from holdfast.image.layout import SPLIT
-from holdfast.image.regions import Pattern, Region
-from holdfast.price import inflate_json
-from holdfast.wire.proof import decode_sums, encode_sums
-from holdfast.wire.state_union import Stage, StateUnion
 
 VERSION = 7
 CONTROL_TAG = 1
@@ -39,14 +34,11 @@ _CRC_OFFSET = _HEADER.size - 4
 HEADER_BYTES = _HEADER.size
 MAX_BODY_BYTES = 64 * 1024 * 1024  # a layout of a million tensors; checked before memory is taken for it
 MAX_MESSAGE_BYTES = HEADER_BYTES + MAX_BODY_BYTES
-_MAX_TABLE_BYTES = 512 * 1024 * 1024  # of a PROPOSE body, unpacked
 _U64_MAX, _U32_MAX = 2**64 - 1, 2**32 - 1
-_WHOLE_MAX = 2**62
+WHOLE_MAX = 2**62
 _SLOTS_MAX = 1 << 20
 _ERROR_CHARACTERS_MAX = 60_000
 _TEXT_BYTES_MAX = 4000
-_NOTHING_HELD: dict[str, Any] = {"regions": [], "rows": []}
-_SECONDS_MAX = 1e9  # what selectors and threads can wait for; also refuses infinity and NaN
 
 
 class Role(IntEnum):
@@ -207,7 +199,7 @@ def decode(buffer: bytes | bytearray | memoryview) -> Frame:
         known = Kind(kind)
     except ValueError:
         raise ProtocolError(f"control message: unknown kind {kind}") from None
-    if attempt >= _WHOLE_MAX or step >= _WHOLE_MAX or arg >= _WHOLE_MAX:
+    if attempt >= WHOLE_MAX or step >= WHOLE_MAX or arg >= WHOLE_MAX:
         raise ProtocolError(f"{known.name}: attempt {attempt}, step {step}, arg {arg}: expected below 2^62")
     return Frame(known, attempt, step, chunk, flags, arg, body)
 
@@ -238,6 +230,18 @@ def json_body(frame: Frame, **required: type) -> dict[str, Any]:
     return document
 
 
+def wholes(values: Iterable[Any]) -> tuple[int, ...]:
+    """The whole numbers from 0 to 2^62 that a field of a message holds.
+
+    Raises:
+        ValueError: One is not that.
+    """
+    found = tuple(values)
+    if not all(type(value) is int and 0 <= value < WHOLE_MAX for value in found):
+        raise ValueError(f"expected whole numbers from 0 to 2^62, got {found!r:.80}")
+    return found
+
+
 def text_body(text: str) -> bytes:
     """A body for people, cut at 4,000 bytes. A path in it may hold bytes that are no UTF-8."""
     return text.encode(errors="backslashreplace")[:_TEXT_BYTES_MAX]
@@ -248,9 +252,14 @@ def body_text(frame: Frame) -> str:
     return frame.body[:_TEXT_BYTES_MAX].decode(errors="replace")
 
 
+def error_fields(error: HoldfastError) -> dict[str, str]:
+    """What an error is in a message; `peer_error` makes the error of it again."""
+    return {"code": error.code, "message": str(error)[:_ERROR_CHARACTERS_MAX]}
+
+
 def error_body(error: HoldfastError) -> bytes:
-    """A JSON body that says what went wrong; `peer_error` makes the error of it again."""
-    return to_json({"code": error.code, "message": str(error)[:_ERROR_CHARACTERS_MAX]})
+    """A JSON body that says what went wrong."""
+    return to_json(error_fields(error))
 
 
 def peer_error(code: str, message: str) -> HoldfastError:
@@ -261,309 +270,7 @@ def peer_error(code: str, message: str) -> HoldfastError:
     return ProtocolError(f"unknown error code {code!r:.40} from a peer: {message}")
 
 
-def _is_row(row: Any) -> bool:
-    """Whether it is `[path, dtype, shape, owner]`."""
-    if not isinstance(row, list) or len(row) != 4:
-        return False
-    path, dtype, shape, owner = row
-    sizes = shape if isinstance(shape, list) else [None]
-    return (
-        isinstance(path, str)
-        and isinstance(dtype, str)
-        and all(type(size) is int and 0 <= size < _WHOLE_MAX for size in sizes)
-        and type(owner) is int
-        and SPLIT <= owner < _WHOLE_MAX
-    )
-
-
 def _error_classes(base: type[HoldfastError]) -> Iterator[type[HoldfastError]]:
     for kind in base.__subclasses__():
         yield kind
         yield from _error_classes(kind)
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """The stager's message to each rank at start-up.
-
-    Attributes:
-        store_url: URL of the run; restore reads from it.
-        attempt: Fencing epoch of this job; all later frames carry it.
-        chunk_bytes: Size of a chunk, for the layout.
-        ring_chunks: Chunks in the ring.
-        ranks: Training ranks that the stager sees.
-        offer_seconds_max: How long it waits for the last rank's offer of a step.
-        beat_seconds: How often it gives a sign of life.
-    """
-
-    store_url: str
-    attempt: int
-    chunk_bytes: int
-    ring_chunks: int
-    ranks: int
-    offer_seconds_max: float
-    beat_seconds: float
-
-    def to_frame(self) -> bytes:
-        """The WELCOME message."""
-        return encode(Kind.WELCOME, attempt=self.attempt, body=to_json(asdict(self)))
-
-    @classmethod
-    def from_frame(cls, frame: Frame) -> Welcome:
-        """Read one.
-
-        Raises:
-            HoldfastError: The stager could not start; its error, of its class.
-            ProtocolError: The message does not hold what it should.
-        """
-        document = json_body(frame)
-        error = document.get("error")
-        if isinstance(error, dict):
-            raise peer_error(str(error.get("code")), str(error.get("message")))
-        document = json_body(
-            frame,
-            store_url=str,
-            attempt=int,
-            chunk_bytes=int,
-            ring_chunks=int,
-            ranks=int,
-            offer_seconds_max=float,
-            beat_seconds=float,
-        )
-        welcome = cls(**{name: document[name] for name in cls.__slots__})
-        wholes = (welcome.attempt, welcome.chunk_bytes, welcome.ring_chunks, welcome.ranks)
-        seconds = (welcome.beat_seconds, welcome.offer_seconds_max)
-        if not all(0 < number < _WHOLE_MAX for number in wholes) or not all(
-            0 < s < _SECONDS_MAX for s in seconds
-        ):
-            raise ProtocolError(
-                f"WELCOME: expected numbers above 0 that are no infinity, got {welcome!r:.500}"
-            )
-        return welcome
-
-    @staticmethod
-    def refusal(error: HoldfastError) -> bytes:
-        """A WELCOME that says why the stager could not start."""
-        return encode(
-            Kind.WELCOME,
-            body=to_json({"error": {"code": error.code, "message": str(error)[:_ERROR_CHARACTERS_MAX]}}),
-        )
-
-
-@dataclass(frozen=True)
-class HeldRegions:
-    """The regions that one rank holds of the split tensors in its table. Many rows have the same one.
-
-    Attributes:
-        regions: `(bytes of one element, region)`; a region without elements where the rank holds nothing.
-        rows: `(row of the table, which of the regions)`, rows ascending.
-    """
-
-    regions: tuple[tuple[int, Region], ...] = ()
-    rows: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(cls, held: Iterable[tuple[int, int, Region]]) -> Self:
-        """From `(row, bytes of one element, region)` of each split tensor."""
-        numbers: dict[tuple[int, Region], int] = {}
-        rows = [
-            (row, numbers.setdefault((item_bytes, region), len(numbers))) for row, item_bytes, region in held
-        ]
-        return cls(tuple(numbers), tuple(rows))
-
-    def to_json(self) -> dict[str, Any]:
-        """For a message."""
-        regions = [[item_bytes, list(one.start), list(one.size)] for item_bytes, one in self.regions]
-        return {"regions": regions, "rows": [list(row) for row in self.rows]}
-
-    @classmethod
-    def from_json(cls, document: Any, table: list[list[Any]], *, of_stage: bool = False) -> Self:
-        """Read what `to_json` made, for the rows of this table that are split; of a stage, for others as well.
-
-        Raises:
-            ProtocolError: It is not that.
-        """
-        try:
-            regions = tuple(
-                (_wholes([item_bytes])[0], Region(_wholes(start), _wholes(size)))
-                for item_bytes, start, size in document["regions"]
-            )
-            rows = tuple((row, number) for row, number in map(_wholes, document["rows"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"PROPOSE: regions that cannot be read: {error}") from error
-        wanted = [row for row, (_, _, _, owner) in enumerate(table) if owner == SPLIT]
-        given = [row for row, _ in rows]
-        if of_stage:
-            fits = given == sorted({*given, *wanted}) and all(row < len(table) for row in given)
-        else:
-            fits = given == wanted
-        if not fits or any(number >= len(regions) for _, number in rows):
-            raise ProtocolError(
-                f"PROPOSE: regions for {len(rows)} rows, expected one for each of {len(wanted)}"
-            )
-        return cls(regions, rows)
-
-
-def _wholes(values: Iterable[Any]) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(value) is int and 0 <= value < _WHOLE_MAX for value in found):
-        raise ValueError(f"expected whole numbers from 0 to 2^62, got {found!r:.80}")
-    return found
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """One rank's view of the state, sent before the first save and whenever its tensors change.
-
-    Attributes:
-        table_digest: Digest of `table`; equal digests are not compared further.
-        table: Rows `[path, dtype, shape, owner]`, in the order of the state.
-        pickle_bytes: Size of the rank's pickle now; rank 0's decides the reserve.
-        per_rank_bytes: For each `PerRank` value the bytes this rank needs, slack included.
-        sums: For each row of the table, the CRC-32 of all bytes of the tensor; empty where they are not compared.
-        refusal: Instead of all that: why this rank cannot save its state, as `(code, message)`.
-        held: What it holds of tensors that are split.
-        stage: Where the ranks have different tensors, the places of this rank's. `held` then has the tensors, too, of
-            which a rank may have to send all.
-    """
-
-    table_digest: str
-    table: list[list[Any]]
-    pickle_bytes: int
-    per_rank_bytes: dict[str, int]
-    sums: tuple[int, ...] = ()
-    refusal: tuple[str, str] | None = None
-    held: HeldRegions = HeldRegions()
-    stage: Stage | None = None
-
-    @classmethod
-    def refused(cls, error: HoldfastError) -> Proposal:
-        """The proposal of a rank whose state cannot be saved: the others need not wait for it."""
-        return cls("", [], 0, {}, refusal=(error.code, str(error)[:_ERROR_CHARACTERS_MAX]))
-
-    def to_frame(self, attempt: int) -> bytes:
-        """The PROPOSE message."""
-        document: dict[str, Any] = {
-            "table_digest": self.table_digest,
-            "pickle_bytes": self.pickle_bytes,
-            "per_rank_bytes": self.per_rank_bytes,
-            "table": self.table,
-        }
-        if self.sums:
-            document["sums"] = encode_sums(self.sums)
-        if self.held.rows:
-            document["held"] = self.held.to_json()
-        if self.stage is not None:
-            document["stage"] = self.stage.to_json()
-        if self.refusal is not None:
-            document["refusal"] = dict(zip(("code", "message"), self.refusal, strict=True))
-        return encode(Kind.PROPOSE, attempt=attempt, body=zlib.compress(to_json(document), 1))
-
-    @classmethod
-    def from_frame(cls, frame: Frame) -> Proposal:
-        """Read one; never unpacks more than a named limit, nor what costs more than the message is worth.
-
-        Raises:
-            ProtocolError: It is not readable, or a field is not what it should be.
-        """
-        try:
-            raw = inflate_json(frame.body, _MAX_TABLE_BYTES)
-        except (zlib.error, ValueError) as error:
-            raise ProtocolError(f"PROPOSE: the body cannot be unpacked: {error}") from error
-        document = json_body(
-            Frame(frame.kind, body=raw), table_digest=str, table=list, pickle_bytes=int, per_rank_bytes=dict
-        )
-        for index, row in enumerate(document["table"]):
-            if not _is_row(row):
-                raise ProtocolError(
-                    f"PROPOSE: row {index} is {row!r:.100}, expected [path, dtype, shape, owner]"
-                )
-        sizes = [document["pickle_bytes"], *document["per_rank_bytes"].values()]
-        if not all(type(size) is int and 0 <= size < _WHOLE_MAX for size in sizes):
-            raise ProtocolError(f"PROPOSE: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
-        sums, refusal = document.get("sums", ""), document.get("refusal")
-        if not isinstance(sums, str):
-            raise ProtocolError(f"PROPOSE: sums is {type(sums).__name__}, expected text")
-        if refusal is not None and not (
-            isinstance(refusal, dict) and all(type(refusal.get(name)) is str for name in ("code", "message"))
-        ):
-            raise ProtocolError(f"PROPOSE: refusal is {refusal!r:.100}, expected code and message")
-        stage = Stage.from_json(document["stage"]) if "stage" in document else None
-        held = document.get("held", _NOTHING_HELD)
-        return cls(
-            table_digest=document["table_digest"],
-            table=document["table"],
-            pickle_bytes=document["pickle_bytes"],
-            per_rank_bytes=document["per_rank_bytes"],
-            sums=decode_sums(sums, len(document["table"])) if sums else (),
-            refusal=(refusal["code"], refusal["message"]) if refusal is not None else None,
-            held=HeldRegions.from_json(held, document["table"], of_stage=stage is not None),
-            stage=stage,
-        )
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """The room that all ranks leave, so that the layout stays the same while the pickle changes a little.
-
-    Attributes:
-        pickle_reserve_bytes: Room for data.pkl.
-        per_rank_reserve_bytes: Room for each `PerRank` value of each rank.
-        rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
-        patterns: How tensors are split that are.
-        split_rows: `(row of the table, number of its pattern)` of these.
-        asks_stages: Nothing is agreed on yet: the ranks have different tensors, and each is to say what is where.
-        union: What they have together, if they have different tensors; rows are then of its table.
-    """
-
-    pickle_reserve_bytes: int
-    per_rank_reserve_bytes: dict[str, int]
-    rank0_only: tuple[str, ...] = ()
-    patterns: tuple[Pattern, ...] = ()
-    split_rows: tuple[tuple[int, int], ...] = ()
-    asks_stages: bool = False
-    union: StateUnion | None = None
-
-    def to_frame(self, attempt: int) -> bytes:
-        """The RESERVED message."""
-        document: dict[str, Any] = {
-            "pickle_reserve_bytes": self.pickle_reserve_bytes,
-            "per_rank_reserve_bytes": self.per_rank_reserve_bytes,
-        }
-        if self.rank0_only:
-            document["rank0_only"] = self.rank0_only
-        if self.patterns:
-            document["patterns"] = [pattern.to_json() for pattern in self.patterns]
-            document["split_rows"] = self.split_rows
-        if self.asks_stages:
-            document["asks_stages"] = True
-        if self.union is not None:
-            document["union"] = self.union.to_json()
-        return encode(Kind.RESERVED, attempt=attempt, body=to_json(document))
-
-    @classmethod
-    def from_frame(cls, frame: Frame) -> Agreement:
-        """Read one. Raises `ProtocolError` when it does not hold what it should."""
-        document = json_body(frame, pickle_reserve_bytes=int, per_rank_reserve_bytes=dict)
-        sizes = [document["pickle_reserve_bytes"], *document["per_rank_reserve_bytes"].values()]
-        if not all(type(size) is int and 0 <= size < _WHOLE_MAX for size in sizes):
-            raise ProtocolError(f"RESERVED: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
-        paths = document.get("rank0_only", [])
-        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-            raise ProtocolError(f"RESERVED: rank0_only is {paths!r:.100}, expected paths")
-        try:
-            patterns = tuple(map(Pattern.from_json, document.get("patterns", [])))
-            rows = tuple((row, number) for row, number in map(_wholes, document.get("split_rows", [])))
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"RESERVED: patterns that cannot be read: {error}") from error
-        if any(number >= len(patterns) for _, number in rows):
-            raise ProtocolError(f"RESERVED: a row has a pattern that is not among the {len(patterns)}")
-        return cls(
-            document["pickle_reserve_bytes"],
-            dict(document["per_rank_reserve_bytes"]),
-            tuple(paths),
-            patterns,
-            rows,
-            document.get("asks_stages") is True,
-            StateUnion.from_json(document["union"]) if "union" in document else None,
-        )

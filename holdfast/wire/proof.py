@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import ProtocolError
-from holdfast.image.layout import REPLICATED
+from holdfast.image.entries import REPLICATED
 
 # Of all numbers in the state. Below it are counters, generators and statistics; parts of a model are far above.
 _SPLIT_FRACTION = 0.1

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
-from holdfast.image.layout import SPLIT
-from holdfast.wire.frames import Proposal
+from holdfast.image.entries import SPLIT
+from holdfast.wire.state_messages import Proposal
 from holdfast.wire.state_union import Stage, StateUnion, unite_trees
 
 

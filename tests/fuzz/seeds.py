@@ -13,7 +13,9 @@ from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, Header, Journal
 from holdfast.ring.side_files import SourceFiles
 from holdfast.sealed import unseal
 from holdfast.telemetry.status_document import CheckpointSaid, RankSaid, StatusDocument, StatusLine
-from holdfast.wire.frames import Agreement, Kind, Proposal, Welcome, decode, encode, to_json
+from holdfast.wire.frames import Kind, decode, encode, to_json
+from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.welcome import Welcome
 from tests.fuzz.files import SEED, manifest_for
 from tests.support.images import made_up
 from tests.support.memory_store import MemoryStore

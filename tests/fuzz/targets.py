@@ -43,7 +43,9 @@ from holdfast.telemetry.event_reading import Log, read_logs
 from holdfast.telemetry.rows import StoredCheckpoint
 from holdfast.telemetry.status_document import read_said
 from holdfast.wire.frames import HEADER_BYTES as FRAME_HEADER_BYTES
-from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, decode, json_body
+from holdfast.wire.frames import Frame, Kind, decode, json_body
+from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.welcome import Welcome
 from operator_side.commands.status_output import render
 from operator_side.report.facts import gather
 from operator_side.report.page import page

@@ -24,7 +24,9 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal
 from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo
-from holdfast.wire.frames import Frame, Kind, Proposal, Welcome, decode, to_json
+from holdfast.wire.frames import Frame, Kind, decode, to_json
+from holdfast.wire.state_messages import Proposal
+from holdfast.wire.welcome import Welcome
 from tests.fuzz.seeds import SEEDS
 from tests.fuzz.targets import TARGETS, within_our_errors
 from tests.support.memory_store import MemoryStore

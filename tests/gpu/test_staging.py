@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.wire.frames import Agreement
+from holdfast.wire.state_messages import Agreement
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.staging import Staging

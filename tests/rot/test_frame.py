@@ -12,17 +12,9 @@ from holdfast.errors import DamageError, ProtocolError
 from holdfast.image.chunks import Source, verify_chunk
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import Key
-from holdfast.wire.frames import (
-    HEADER_BYTES,
-    Agreement,
-    Frame,
-    Kind,
-    Proposal,
-    Welcome,
-    decode,
-    encode,
-    to_json,
-)
+from holdfast.wire.frames import HEADER_BYTES, Frame, Kind, decode, encode, to_json
+from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.welcome import Welcome
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import made_up
 

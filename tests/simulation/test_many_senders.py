@@ -14,8 +14,9 @@ from flusher.flight import Flight, chunk_complaint
 from flusher.steps import ChunkFull, Verify
 from holdfast.errors import DamageError
 from holdfast.image.chunks import verify_chunk
+from holdfast.image.entries import REPLICATED, Entry
 from holdfast.image.index import LayoutIndex
-from holdfast.image.layout import REPLICATED, Entry, Layout
+from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key
 from holdfast.image.regions import Region
 from holdfast.ring.journal import SOURCES_INSIDE_MAX, SlotState

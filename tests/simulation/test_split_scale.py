@@ -12,11 +12,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.image.layout import SPLIT, Entry, Layout
+from holdfast.image.entries import SPLIT, Entry
+from holdfast.image.layout import Layout
 from holdfast.image.regions import Comb, Extent, Region
 from holdfast.image.slices import frames_of
 from holdfast.wire.agreement import Round
-from holdfast.wire.frames import Agreement, HeldRegions, Proposal, decode
+from holdfast.wire.frames import decode
+from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.state_messages import Agreement, Proposal
 
 SHARDS, PARTS = 64, 8
 RANKS = SHARDS * PARTS

@@ -40,7 +40,8 @@ from holdfast.store.base import SMALL_BYTES_MAX
 from holdfast.store.retrying import RetryBudget, Retrying
 from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
-from holdfast.wire.frames import VERSION, Kind, Welcome, decode, encode, to_json
+from holdfast.wire.frames import VERSION, Kind, decode, encode, to_json
+from holdfast.wire.welcome import Welcome
 from stager.flusher_process import attach
 from stager.service import StagerService
 from tests.simulation.checks import RING_CHUNKS, Checks

@@ -8,7 +8,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.image.entries import REPLICATED, Entry, TensorInfo
+from holdfast.image.layout import Layout
 
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL_HEADER = struct.Struct("<IHHHHHHIIIHHHHHII")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from holdfast.image.layout import SPLIT
+from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Pattern, Region, unite
 from tests.support.images import Image
 

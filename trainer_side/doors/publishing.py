@@ -17,7 +17,7 @@ from holdfast.image.chunks import Source
 from holdfast.image.layout import CHUNK_BYTES, Layout
 from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
-from holdfast.wire.frames import Agreement
+from holdfast.wire.state_messages import Agreement
 from trainer_side.doors.contents import bytes_of
 from trainer_side.doors.dcp_parts import StoredTensor
 from trainer_side.state.proposal import table

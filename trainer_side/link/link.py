@@ -28,8 +28,10 @@ from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome, peer_error
+from holdfast.wire.frames import Frame, Kind, peer_error
 from holdfast.wire.pace import Wish
+from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.welcome import Welcome
 from trainer_side.link.outbox import Outbox, StagerSilence
 from trainer_side.link.outgoing import Outgoing, SendPlan
 from trainer_side.link.pauses import Pauses

@@ -13,8 +13,8 @@ from holdfast.notices.notice import Notice
 from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import Reason
 from holdfast.telemetry.events import EventLog
-from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.pace import Wish
+from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.link.schedule import Schedule
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.peers import Peers

@@ -17,7 +17,9 @@ from holdfast.config import TrainerConfig
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.ring.remains import Asked
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome
+from holdfast.wire.frames import Frame, Kind
+from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.welcome import Welcome
 from trainer_side.ranks.ports import StagerPort
 
 _FETCH_SECONDS_MAX = 30.0  # other ranks wait for the answer, too

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError, StateError
-from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.proof import is_statistic, some
+from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.save.rank_context import RankContext
 from trainer_side.state.parameter_names import by_name, first_names, parameter_names
 from trainer_side.state.proposal import Table, table

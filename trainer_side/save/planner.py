@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.errors import HoldfastError
-from holdfast.image.layout import REPLICATED
+from holdfast.image.entries import REPLICATED
 from holdfast.image.replicas import watched
 from holdfast.notices.sparing import NOBODY
 from holdfast.telemetry.causes import DeclineCause
-from holdfast.wire.frames import Agreement
+from holdfast.wire.state_messages import Agreement
 from trainer_side.save.agreeing import RanksAgreeing
 from trainer_side.save.areas import areas_max
 from trainer_side.save.copy_plan import Router, SlicePlan

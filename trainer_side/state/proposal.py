@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateError
-from holdfast.image.layout import SPLIT, TEXT_MAX
+from holdfast.image.entries import SPLIT, TEXT_MAX
 from holdfast.image.regions import Region
-from holdfast.wire.frames import HeldRegions
+from holdfast.wire.held_regions import HeldRegions
 from holdfast.wire.state_union import Stage
 from trainer_side.state.checksums import checksums
 from trainer_side.state.parameter_names import settings

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from holdfast.image.layout import SPLIT
+from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
 from trainer_side.state.split_tensor import Held, StagePart, hand_split, held, is_split, live_of, local_of
 from trainer_side.state.survey import StoragePart, StorageSource

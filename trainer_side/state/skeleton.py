@@ -26,7 +26,7 @@ import torch
 from holdfast.errors import StateError
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
-from holdfast.wire.frames import Agreement
+from holdfast.wire.state_messages import Agreement
 from trainer_side.state.per_rank import PerRank, encode
 from trainer_side.state.per_rank_places import Blobs
 from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure

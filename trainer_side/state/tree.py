@@ -20,7 +20,7 @@ import torch
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
 from holdfast.errors import StateError
-from holdfast.image.layout import REPLICATED
+from holdfast.image.entries import REPLICATED
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_kinds import is_quantised, subclass_refusal
 from trainer_side.state.split_tensor import local_of

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.crc import crc32
-from holdfast.image.layout import Entry, TensorInfo
+from holdfast.image.entries import Entry, TensorInfo
 from trainer_side.state.sparse_file import SparseFile
 from trainer_side.state.survey import Survey
 from trainer_side.state.tree import Ownership

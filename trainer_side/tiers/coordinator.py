@@ -17,7 +17,8 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import Round
-from holdfast.wire.frames import Agreement, Frame, Kind, Proposal
+from holdfast.wire.frames import Frame, Kind
+from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.tiers.chair import Chair
 from trainer_side.tiers.replica_watch import ReplicaWatch
 from trainer_side.tiers.tally import Muster, StepVerdict, Tally, read_reason

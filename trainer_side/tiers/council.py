@@ -21,7 +21,8 @@ from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import pickle_reserve_bytes
-from holdfast.wire.frames import Agreement, Kind, Proposal
+from holdfast.wire.frames import Kind
+from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.notice.appointments import Appointments
 from trainer_side.ranks.ports import CouncilPort
 from trainer_side.tiers.coordinator import ROOT, Coordinator, CouncilLimits

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.notices.messages import Announcement
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Agreement, Frame, Kind, peer_error
+from holdfast.wire.frames import Frame, Kind, peer_error
+from holdfast.wire.state_messages import Agreement
 from trainer_side.notice.appointments import Appointments
 from trainer_side.tiers.tally import Order, StepVerdict
 

@@ -12,7 +12,7 @@ from holdfast.errors import HoldfastError
 from holdfast.image.layout import Layout
 from holdfast.notices.notice import Notice
 from holdfast.telemetry.causes import Reason
-from holdfast.wire.frames import Agreement, Proposal
+from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.tally import Order
 from trainer_side.tiers.tier import Tier

@@ -20,10 +20,11 @@ import psutil
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError
-from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.image.entries import REPLICATED, Entry, TensorInfo
+from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.telemetry.causes import DeclineCause
-from holdfast.wire.frames import Proposal
+from holdfast.wire.state_messages import Proposal
 from trainer_side.joining import join
 from trainer_side.link.to_stager import ToStager
 from trainer_side.transfer import TransferState

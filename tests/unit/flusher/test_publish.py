@@ -20,8 +20,9 @@ from holdfast.checkpoints.publish import (
     writer_id,
 )
 from holdfast.errors import BusyError
+from holdfast.image.entries import REPLICATED, SPLIT, Entry, TensorInfo
 from holdfast.image.index import LayoutIndex
-from holdfast.image.layout import REPLICATED, SPLIT, Entry, Layout, TensorInfo
+from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key, Manifest, State, is_manifest_name, manifest_name
 from holdfast.image.regions import Region, unite
 from tests.support.images import made_up

@@ -25,7 +25,8 @@ import resource, sys
 from pathlib import Path
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
-from holdfast.wire.frames import Frame, Kind, Proposal
+from holdfast.wire.frames import Frame, Kind
+from holdfast.wire.state_messages import Proposal
 data = Path(sys.argv[2]).read_bytes()
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()

@@ -8,7 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from holdfast.image.layout import SPLIT, Entry, Layout
+from holdfast.image.entries import SPLIT, Entry
+from holdfast.image.layout import Layout
 from holdfast.image.regions import Region, unite
 from stager.actions import Actions
 from stager.session.session_messages import BeginReceiving

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from holdfast.errors import FencedError
-from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
+from holdfast.wire.welcome import Welcome
 from stager.refusal import refuse_start
 from tests.unit.stager.bench import FakePort
 
@@ -21,7 +21,7 @@ def test_a_refused_start_reaches_every_trainer() -> None:
     assert refuse_start(cast("Any", port), FencedError("host a has the run"))
     for _, frame in port.told(Kind.WELCOME):
         with pytest.raises(FencedError, match="host a has the run"):
-            wire.Welcome.from_frame(frame)
+            Welcome.from_frame(frame)
     assert [rank for rank, _ in port.told(Kind.WELCOME)] == [0, 1]
 
 

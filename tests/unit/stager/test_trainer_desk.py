@@ -7,6 +7,7 @@ import pytest
 from holdfast.ring.journal import SlotState
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
+from holdfast.wire.welcome import Welcome
 from tests.unit.stager.bench import LAYOUT, Bench
 
 
@@ -78,7 +79,7 @@ def test_every_rank_gets_beats(bench: Bench) -> None:
     _say_hello(bench)
     _pass(bench, 21, alive=(0, 1))
     assert [rank for rank, _ in bench.port.told(Kind.BEAT)].count(1) >= 4
-    assert wire.Welcome.from_frame(bench.port.told(Kind.WELCOME)[0][1]).beat_seconds == 5.0
+    assert Welcome.from_frame(bench.port.told(Kind.WELCOME)[0][1]).beat_seconds == 5.0
     assert not bench.happened("rank_silent")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.crc import crc32
 from holdfast.image.layout import Layout
-from holdfast.wire.frames import Agreement
+from holdfast.wire.state_messages import Agreement
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.image.layout import Entry, Layout
+from holdfast.image.entries import Entry
+from holdfast.image.layout import Layout
 from trainer_side.save.copy_plan import SlicePlan
 from trainer_side.state.survey import StorageSource
 

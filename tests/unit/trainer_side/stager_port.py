@@ -9,10 +9,12 @@ from typing import Any
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import PeerLost
-from holdfast.image.layout import REPLICATED, Entry, Layout
+from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Frame, Kind, Welcome
+from holdfast.wire.frames import Frame, Kind
+from holdfast.wire.welcome import Welcome
 from trainer_side.link.link import Link
 from trainer_side.transfer import Transfer
 

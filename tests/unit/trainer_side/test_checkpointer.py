@@ -24,8 +24,8 @@ from holdfast.ring.remains import Asked
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.agreement import Round
-from holdfast.wire.frames import Agreement, Proposal
 from holdfast.wire.pace import Wish
+from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.link.no_stager import NoStager

@@ -21,7 +21,7 @@ from holdfast.image.manifest import Key
 from holdfast.notices.notice import Notice, NoticeKind
 from holdfast.store import open_store
 from holdfast.store.base import Store
-from holdfast.wire.frames import Agreement, Proposal
+from holdfast.wire.state_messages import Agreement, Proposal
 from tests.support.restoring import Ranks, ThreadPeers
 from tests.unit.trainer_side.tiers.ranks import Area, laid_out
 from trainer_side.joining import _alone, _beside, compare

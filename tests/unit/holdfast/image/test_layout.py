@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError
-from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.image.entries import REPLICATED, Entry, TensorInfo
+from holdfast.image.layout import Layout
 
 CHUNK_BYTES = 4096
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ProtocolError
-from holdfast.image.layout import REPLICATED, SPLIT, Entry, Layout, TensorInfo
+from holdfast.image.entries import REPLICATED, SPLIT, Entry, TensorInfo
+from holdfast.image.layout import Layout
 from holdfast.image.regions import Region, unite
 from holdfast.image.replicas import (
     ROW_BYTES,

@@ -16,8 +16,9 @@ from holdfast.crc import crc32
 from holdfast.errors import DamageError, ProtocolError
 from holdfast.image import regions
 from holdfast.image.chunks import Source, verify_chunk
+from holdfast.image.entries import REPLICATED, SPLIT, Entry
 from holdfast.image.index import LayoutIndex
-from holdfast.image.layout import REPLICATED, SPLIT, Entry, Layout
+from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key
 from holdfast.image.regions import Pattern, Region, unite
 

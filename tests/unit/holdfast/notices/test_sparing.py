@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ProtocolError
-from holdfast.image.layout import REPLICATED, SPLIT, Entry, Layout
+from holdfast.image.entries import REPLICATED, SPLIT, Entry
+from holdfast.image.layout import Layout
 from holdfast.image.regions import Region, unite
 from holdfast.image.slices import area_bytes
 from holdfast.notices.sparing import NO_LIMIT, NOBODY, Ability, Spares, Sparing, warning_of

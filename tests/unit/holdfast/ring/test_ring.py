@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError, ProtocolError
-from holdfast.image.layout import SOURCES_MAX, Entry, Layout
+from holdfast.image.entries import Entry
+from holdfast.image.layout import SOURCES_MAX, Layout
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES, SOURCES_INSIDE_MAX, Header, Journal, SlotState
 from holdfast.ring.ring import Ring

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from holdfast.errors import PeerLost, ProtocolError, StateError
-from holdfast.image.layout import SPLIT
+from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
 from holdfast.wire.agreement import Round, pickle_reserve_bytes
-from holdfast.wire.frames import Agreement, HeldRegions, Proposal, decode
+from holdfast.wire.frames import decode
+from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.state_messages import Agreement, Proposal
 
 ROWS: list[list[Any]] = [
     ["model/a", "float32", [2, 3], -1],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
 
@@ -11,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.crc import crc32
-from holdfast.errors import FencedError, ProtocolError, StoreError
+from holdfast.errors import ProtocolError
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Agreement, Frame, Kind, Proposal, Welcome
+from holdfast.wire.frames import Frame, Kind
 
 _WHOLE = st.integers(0, 2**62 - 1)
-_WELCOME = Welcome("file:///run", 7, 1 << 20, 64, 2, 60.0, 5.0)
 
 
 @given(
@@ -118,64 +116,10 @@ def test_json_bodies_are_checked(body: bytes) -> None:
         wire.json_body(Frame(Kind.DONE, body=body), step=int)
 
 
-def test_welcome_comes_back() -> None:
-    assert Welcome.from_frame(wire.decode(_WELCOME.to_frame())) == _WELCOME
-
-
-@pytest.mark.parametrize("name", ["attempt", "chunk_bytes", "ring_chunks", "ranks", "beat_seconds"])
-def test_welcome_with_nothing_in_it_is_refused(name: str) -> None:
-    document = json.loads(wire.decode(_WELCOME.to_frame()).body)
-    for value in (0, None, "7"):
-        with pytest.raises(ProtocolError):
-            Welcome.from_frame(Frame(Kind.WELCOME, body=wire.to_json({**document, name: value})))
-
-
-def test_a_refused_start_raises_the_stagers_own_error() -> None:
-    with pytest.raises(FencedError, match="held by host a"):
-        Welcome.from_frame(wire.decode(Welcome.refusal(FencedError("held by host a"))))
-    with pytest.raises(StoreError, match="no such bucket"):
-        Welcome.from_frame(wire.decode(Welcome.refusal(StoreError("no such bucket"))))
-
-
 def test_an_unknown_error_code_is_still_an_error() -> None:
     error = wire.peer_error("from_the_future", "what happened")
     assert isinstance(error, ProtocolError)
     assert "what happened" in str(error)
-
-
-def test_proposal_and_agreement_come_back() -> None:
-    proposal = Proposal("d", [["model/a", "float32", [2, 3], -1]], 1000, {"rng": 5056})
-    assert Proposal.from_frame(wire.decode(proposal.to_frame(3))) == proposal
-    agreement = Agreement(65536, {"rng": 8192})
-    assert Agreement.from_frame(wire.decode(agreement.to_frame(3))) == agreement
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"table_digest": "d", "table": [["a", "f", [1]]], "pickle_bytes": 1, "per_rank_bytes": {}},
-        {"table_digest": "d", "table": [], "pickle_bytes": -1, "per_rank_bytes": {}},
-        {"table_digest": "d", "table": [], "pickle_bytes": 1, "per_rank_bytes": {"rng": 2**63}},
-        {"table_digest": "d", "table": [], "pickle_bytes": 1, "per_rank_bytes": {"rng": "8"}},
-        {"table": [], "pickle_bytes": 1, "per_rank_bytes": {}},
-    ],
-)
-def test_hostile_proposals_are_refused(document: dict[str, object]) -> None:
-    with pytest.raises(ProtocolError):
-        Proposal.from_frame(Frame(Kind.PROPOSE, body=zlib.compress(wire.to_json(document))))
-
-
-def test_a_proposal_that_unpacks_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_MAX_TABLE_BYTES", 1000)
-    with pytest.raises(ProtocolError, match="above 1000"):
-        Proposal.from_frame(Frame(Kind.PROPOSE, body=zlib.compress(b" " * 100_000)))
-
-
-def test_a_cut_proposal_is_refused() -> None:
-    body = wire.decode(Proposal("d", [], 1, {}).to_frame(1)).body
-    for bad in (body[:-5], b"", b"not zlib"):
-        with pytest.raises(ProtocolError):
-            Proposal.from_frame(Frame(Kind.PROPOSE, body=bad))
 
 
 def test_tags_of_slots_do_not_meet_the_control_tag() -> None:

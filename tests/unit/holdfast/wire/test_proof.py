@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ProtocolError, StateError
 from holdfast.wire.agreement import Round
-from holdfast.wire.frames import Agreement, Proposal, decode
+from holdfast.wire.frames import decode
 from holdfast.wire.proof import Proven, decode_sums, encode_sums, prove, ranks_named
+from holdfast.wire.state_messages import Agreement, Proposal
 
 ROWS: list[list[Any]] = [
     ["model/a.weight", "float32", [8, 8], -1],

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ProtocolError, StateError
-from holdfast.image.layout import SPLIT
+from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
 from holdfast.wire.agreement import Round
-from holdfast.wire.frames import Agreement, HeldRegions, Proposal, decode
+from holdfast.wire.frames import decode
+from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.state_messages import Agreement, Proposal
 from holdfast.wire.state_union import Stage, StateUnion
 
 Tree = dict[Any, Any]

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from holdfast.errors import ConfigError, ProtocolError
-from holdfast.image.layout import REPLICATED, SOURCES_MAX, Entry, Layout
+from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.layout import SOURCES_MAX, Layout
 from holdfast.ring.journal import HEADER_BYTES, RECORD_BYTES
 from holdfast.store.s3_upload import part_bytes_for
 from holdfast.wire.frames import Kind

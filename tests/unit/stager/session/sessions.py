@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.image.layout import REPLICATED, Entry, Layout
+from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.layout import Layout
 from holdfast.wire.frames import Kind
 from stager.session.checkpoint import Phase
 from stager.session.session import Session

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from holdfast.config import IN_FLIGHT_MAX
-from holdfast.image.layout import Entry, Layout
+from holdfast.image.entries import Entry
+from holdfast.image.layout import Layout
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire.frames import Kind
 from stager.session.checkpoint import Phase

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ProtocolError
-from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.image.entries import REPLICATED, Entry, TensorInfo
+from holdfast.image.layout import Layout
 from holdfast.image.replicas import OnDivergence, encode
 from holdfast.wire.frames import Kind
 from stager.session.session import Session

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.image.layout import REPLICATED, SPLIT, Entry, Layout
+from holdfast.image.entries import REPLICATED, SPLIT, Entry
+from holdfast.image.layout import Layout
 from holdfast.image.regions import Region, unite
 from holdfast.wire.frames import Kind
 from stager.session.session_messages import (

@@ -13,8 +13,10 @@ from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.notices.notice import Notice, NoticeKind, Terms
 from holdfast.telemetry.causes import DeclineCause
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Kind, Proposal, Welcome
+from holdfast.wire.frames import Kind
 from holdfast.wire.pace import Wish
+from holdfast.wire.state_messages import Proposal
+from holdfast.wire.welcome import Welcome
 from tests.unit.trainer_side.stager_port import CHUNK, LAYOUT, SECONDS_MAX, FakePort, make, offer, until
 from trainer_side.link.link import Link
 from trainer_side.link.schedule import SchedulePhase

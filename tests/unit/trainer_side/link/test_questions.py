@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StateError
-from holdfast.wire.frames import Agreement, Kind, Proposal
+from holdfast.wire.frames import Kind
+from holdfast.wire.state_messages import Agreement, Proposal
 from tests.unit.trainer_side.stager_port import FakePort, until
 from trainer_side.link.link import Link
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.image.layout import REPLICATED, Entry, Layout
+from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
 from holdfast.image.slices import frames_of
 from tests.unit.trainer_side.restore.test_windows import manifest

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError
-from holdfast.image.layout import REPLICATED, Entry, Layout
+from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
 from holdfast.telemetry.events import EventLog
 from tests.support.restoring import CountingStore, Ranks

@@ -15,7 +15,7 @@ import torch
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, area_bytes, frames_of
-from holdfast.wire.frames import Agreement
+from holdfast.wire.state_messages import Agreement
 from tests.support.seeds import each_seed
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Route, Router, SlicePlan

@@ -11,7 +11,7 @@ from torch import nn
 
 from holdfast.errors import StateError
 from holdfast.wire.agreement import Round
-from holdfast.wire.frames import Agreement, Proposal
+from holdfast.wire.state_messages import Agreement, Proposal
 from trainer_side.state.parameter_names import by_name, first_names, parameter_names
 from trainer_side.state.pickling import load_structure
 from trainer_side.state.proposal import table

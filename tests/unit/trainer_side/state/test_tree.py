@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.errors import StateError
-from holdfast.image.layout import REPLICATED
+from holdfast.image.entries import REPLICATED
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.tree import Ownership, classify, collect, tensor_paths
 

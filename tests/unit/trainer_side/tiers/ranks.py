@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from holdfast.image.layout import REPLICATED, Entry, Layout
+from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
 
 __all__ = ["Area", "Net", "laid_out", "until"]

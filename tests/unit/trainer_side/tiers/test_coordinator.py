@@ -6,7 +6,8 @@ import pytest
 
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Frame, Kind, Proposal, decode
+from holdfast.wire.frames import Frame, Kind, decode
+from holdfast.wire.state_messages import Proposal
 from trainer_side.tiers.coordinator import Coordinator, CouncilLimits
 from trainer_side.tiers.council_member import CouncilMember
 from trainer_side.tiers.tally import StepVerdict

@@ -12,7 +12,8 @@ import pytest
 from holdfast.errors import ConfigError, HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from holdfast.wire import frames as wire
-from holdfast.wire.frames import Agreement, Kind, Proposal
+from holdfast.wire.frames import Kind
+from holdfast.wire.state_messages import Agreement, Proposal
 from tests.unit.trainer_side.tiers.ranks import Net, until
 from trainer_side.tiers.coordinator import CouncilLimits
 from trainer_side.tiers.council import Council

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ProtocolError
-from holdfast.image.layout import REPLICATED, Entry, Layout, TensorInfo
+from holdfast.image.entries import REPLICATED, Entry, TensorInfo
+from holdfast.image.layout import Layout
 from holdfast.image.replicas import encode
 from holdfast.telemetry.causes import STATES_DIFFER
 from holdfast.telemetry.events import EventLog

@@ -1,0 +1,83 @@
+"""The parts of an image: its entries, the tensors in them, and the parts of entries that lie in one chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.image.regions import Extent
+
+REPLICATED = -1  # owner of an entry that every rank holds with the same bytes
+SPLIT = -2  # owner of an entry with the first pattern; -3 with the second one, and so on
+TEXT_MAX = 4096  # of a name or a path: what a manifest takes
+
+
+class Segment(NamedTuple):
+    """The part of one entry (or of the literals: `entry` is None) that lies in one chunk."""
+
+    offset: int
+    nbytes: int
+    entry: int | None
+
+    @property
+    def end(self) -> int:
+        """Image offset of the byte after the last one."""
+        return self.offset + self.nbytes
+
+
+class SentPart(NamedTuple):
+    """The bytes of one segment that one rank sends.
+
+    Attributes:
+        entry: Of the segment.
+        inside: Number of its first byte among those that the rank holds of the entry; of literals 0.
+        nbytes: How many.
+        extents: Where they lie in the image, ascending.
+    """
+
+    entry: int | None
+    inside: int
+    nbytes: int
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A run of bytes with its own CRC-32 in the zip file.
+
+    Attributes:
+        name: Name of the zip entry, such as `archive/data/17`.
+        offset: Where its bytes begin in the image.
+        nbytes: How many there are; may be 0.
+        owner: `REPLICATED`, or the one rank that sends it, or `SPLIT` - n: it is split as the layout's pattern n says.
+        crc_fields: Image offsets of the four-byte little-endian fields that state its CRC-32 (data descriptor, central
+            directory). They lie in literals.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    owner: int
+    crc_fields: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Image offset of the byte after the last one."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of the state, for people and for comparing ranks.
+
+    Attributes:
+        path: Path in the state, such as `model/blocks.0.weight`.
+        dtype: Name of the dtype without `torch.`.
+        shape: Its shape.
+        entry: Index of the entry that holds its storage (tied tensors share one).
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    entry: int

@@ -1,0 +1,193 @@
+"""The two messages about the state: what a rank proposes to save, and the room that all ranks agree to leave."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.image.entries import SPLIT
+from holdfast.image.regions import Pattern
+from holdfast.price import inflate_json
+from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, to_json, wholes
+from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.proof import decode_sums, encode_sums
+from holdfast.wire.state_union import Stage, StateUnion
+
+_MAX_TABLE_BYTES = 512 * 1024 * 1024  # of a PROPOSE body, unpacked
+_NOTHING_HELD: dict[str, Any] = {"regions": [], "rows": []}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One rank's view of the state, sent before the first save and whenever its tensors change.
+
+    Attributes:
+        table_digest: Digest of `table`; equal digests are not compared further.
+        table: Rows `[path, dtype, shape, owner]`, in the order of the state.
+        pickle_bytes: Size of the rank's pickle now; rank 0's decides the reserve.
+        per_rank_bytes: For each `PerRank` value the bytes this rank needs, slack included.
+        sums: For each row of the table, the CRC-32 of all bytes of the tensor; empty where they are not compared.
+        refusal: Instead of all that: why this rank cannot save its state, as `(code, message)`.
+        held: What it holds of tensors that are split.
+        stage: Where the ranks have different tensors, the places of this rank's. `held` then has the tensors, too, of
+            which a rank may have to send all.
+    """
+
+    table_digest: str
+    table: list[list[Any]]
+    pickle_bytes: int
+    per_rank_bytes: dict[str, int]
+    sums: tuple[int, ...] = ()
+    refusal: tuple[str, str] | None = None
+    held: HeldRegions = field(default_factory=HeldRegions)
+    stage: Stage | None = None
+
+    @classmethod
+    def refused(cls, error: HoldfastError) -> Proposal:
+        """The proposal of a rank whose state cannot be saved: the others need not wait for it."""
+        fields = error_fields(error)
+        return cls("", [], 0, {}, refusal=(fields["code"], fields["message"]))
+
+    def to_frame(self, attempt: int) -> bytes:
+        """The PROPOSE message."""
+        document: dict[str, Any] = {
+            "table_digest": self.table_digest,
+            "pickle_bytes": self.pickle_bytes,
+            "per_rank_bytes": self.per_rank_bytes,
+            "table": self.table,
+        }
+        if self.sums:
+            document["sums"] = encode_sums(self.sums)
+        if self.held.rows:
+            document["held"] = self.held.to_json()
+        if self.stage is not None:
+            document["stage"] = self.stage.to_json()
+        if self.refusal is not None:
+            document["refusal"] = dict(zip(("code", "message"), self.refusal, strict=True))
+        return encode(Kind.PROPOSE, attempt=attempt, body=zlib.compress(to_json(document), 1))
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> Proposal:
+        """Read one; never unpacks more than a named limit, nor what costs more than the message is worth.
+
+        Raises:
+            ProtocolError: It is not readable, or a field is not what it should be.
+        """
+        try:
+            raw = inflate_json(frame.body, _MAX_TABLE_BYTES)
+        except (zlib.error, ValueError) as error:
+            raise ProtocolError(f"PROPOSE: the body cannot be unpacked: {error}") from error
+        document = json_body(
+            Frame(frame.kind, body=raw), table_digest=str, table=list, pickle_bytes=int, per_rank_bytes=dict
+        )
+        for index, row in enumerate(document["table"]):
+            if not _is_row(row):
+                raise ProtocolError(
+                    f"PROPOSE: row {index} is {row!r:.100}, expected [path, dtype, shape, owner]"
+                )
+        sizes = [document["pickle_bytes"], *document["per_rank_bytes"].values()]
+        if not all(type(size) is int and 0 <= size < WHOLE_MAX for size in sizes):
+            raise ProtocolError(f"PROPOSE: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
+        sums, refusal = document.get("sums", ""), document.get("refusal")
+        if not isinstance(sums, str):
+            raise ProtocolError(f"PROPOSE: sums is {type(sums).__name__}, expected text")
+        if refusal is not None and not (
+            isinstance(refusal, dict) and all(type(refusal.get(name)) is str for name in ("code", "message"))
+        ):
+            raise ProtocolError(f"PROPOSE: refusal is {refusal!r:.100}, expected code and message")
+        stage = Stage.from_json(document["stage"]) if "stage" in document else None
+        held = document.get("held", _NOTHING_HELD)
+        return cls(
+            table_digest=document["table_digest"],
+            table=document["table"],
+            pickle_bytes=document["pickle_bytes"],
+            per_rank_bytes=document["per_rank_bytes"],
+            sums=decode_sums(sums, len(document["table"])) if sums else (),
+            refusal=(refusal["code"], refusal["message"]) if refusal is not None else None,
+            held=HeldRegions.from_json(held, document["table"], of_stage=stage is not None),
+            stage=stage,
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The room that all ranks leave, so that the layout stays the same while the pickle changes a little.
+
+    Attributes:
+        pickle_reserve_bytes: Room for data.pkl.
+        per_rank_reserve_bytes: Room for each `PerRank` value of each rank.
+        rank0_only: Paths of tensors of which other ranks hold other bytes than rank 0, whose are saved.
+        patterns: How tensors are split that are.
+        split_rows: `(row of the table, number of its pattern)` of these.
+        asks_stages: Nothing is agreed on yet: the ranks have different tensors, and each is to say what is where.
+        union: What they have together, if they have different tensors; rows are then of its table.
+    """
+
+    pickle_reserve_bytes: int
+    per_rank_reserve_bytes: dict[str, int]
+    rank0_only: tuple[str, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+    split_rows: tuple[tuple[int, int], ...] = ()
+    asks_stages: bool = False
+    union: StateUnion | None = None
+
+    def to_frame(self, attempt: int) -> bytes:
+        """The RESERVED message."""
+        document: dict[str, Any] = {
+            "pickle_reserve_bytes": self.pickle_reserve_bytes,
+            "per_rank_reserve_bytes": self.per_rank_reserve_bytes,
+        }
+        if self.rank0_only:
+            document["rank0_only"] = self.rank0_only
+        if self.patterns:
+            document["patterns"] = [pattern.to_json() for pattern in self.patterns]
+            document["split_rows"] = self.split_rows
+        if self.asks_stages:
+            document["asks_stages"] = True
+        if self.union is not None:
+            document["union"] = self.union.to_json()
+        return encode(Kind.RESERVED, attempt=attempt, body=to_json(document))
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> Agreement:
+        """Read one. Raises `ProtocolError` when it does not hold what it should."""
+        document = json_body(frame, pickle_reserve_bytes=int, per_rank_reserve_bytes=dict)
+        sizes = [document["pickle_reserve_bytes"], *document["per_rank_reserve_bytes"].values()]
+        if not all(type(size) is int and 0 <= size < WHOLE_MAX for size in sizes):
+            raise ProtocolError(f"RESERVED: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
+        paths = document.get("rank0_only", [])
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+            raise ProtocolError(f"RESERVED: rank0_only is {paths!r:.100}, expected paths")
+        try:
+            patterns = tuple(map(Pattern.from_json, document.get("patterns", [])))
+            rows = tuple((row, number) for row, number in map(wholes, document.get("split_rows", [])))
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"RESERVED: patterns that cannot be read: {error}") from error
+        if any(number >= len(patterns) for _, number in rows):
+            raise ProtocolError(f"RESERVED: a row has a pattern that is not among the {len(patterns)}")
+        return cls(
+            document["pickle_reserve_bytes"],
+            dict(document["per_rank_reserve_bytes"]),
+            tuple(paths),
+            patterns,
+            rows,
+            document.get("asks_stages") is True,
+            StateUnion.from_json(document["union"]) if "union" in document else None,
+        )
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it is `[path, dtype, shape, owner]`."""
+    if not isinstance(row, list) or len(row) != 4:
+        return False
+    path, dtype, shape, owner = row
+    sizes = shape if isinstance(shape, list) else [None]
+    return (
+        isinstance(path, str)
+        and isinstance(dtype, str)
+        and all(type(size) is int and 0 <= size < WHOLE_MAX for size in sizes)
+        and type(owner) is int
+        and SPLIT <= owner < WHOLE_MAX
+    )

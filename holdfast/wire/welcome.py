@@ -1,0 +1,75 @@
+"""The stager's first message to each rank: which run it is, and the sizes of chunks and ring."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, peer_error, to_json
+
+_SECONDS_MAX = 1e9  # what selectors and threads can wait for; also refuses infinity and NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The stager's message to each rank at start-up.
+
+    Attributes:
+        store_url: URL of the run; restore reads from it.
+        attempt: Fencing epoch of this job; all later frames carry it.
+        chunk_bytes: Size of a chunk, for the layout.
+        ring_chunks: Chunks in the ring.
+        ranks: Training ranks that the stager sees.
+        offer_seconds_max: How long it waits for the last rank's offer of a step.
+        beat_seconds: How often it gives a sign of life.
+    """
+
+    store_url: str
+    attempt: int
+    chunk_bytes: int
+    ring_chunks: int
+    ranks: int
+    offer_seconds_max: float
+    beat_seconds: float
+
+    def to_frame(self) -> bytes:
+        """The WELCOME message."""
+        return encode(Kind.WELCOME, attempt=self.attempt, body=to_json(asdict(self)))
+
+    @classmethod
+    def from_frame(cls, frame: Frame) -> Welcome:
+        """Read one.
+
+        Raises:
+            HoldfastError: The stager could not start; its error, of its class.
+            ProtocolError: The message does not hold what it should.
+        """
+        document = json_body(frame)
+        error = document.get("error")
+        if isinstance(error, dict):
+            raise peer_error(str(error.get("code")), str(error.get("message")))
+        document = json_body(
+            frame,
+            store_url=str,
+            attempt=int,
+            chunk_bytes=int,
+            ring_chunks=int,
+            ranks=int,
+            offer_seconds_max=float,
+            beat_seconds=float,
+        )
+        welcome = cls(**{name: document[name] for name in cls.__slots__})
+        wholes = (welcome.attempt, welcome.chunk_bytes, welcome.ring_chunks, welcome.ranks)
+        seconds = (welcome.beat_seconds, welcome.offer_seconds_max)
+        if not all(0 < number < WHOLE_MAX for number in wholes) or not all(
+            0 < s < _SECONDS_MAX for s in seconds
+        ):
+            raise ProtocolError(
+                f"WELCOME: expected numbers above 0 that are no infinity, got {welcome!r:.500}"
+            )
+        return welcome
+
+    @staticmethod
+    def refusal(error: HoldfastError) -> bytes:
+        """A WELCOME that says why the stager could not start."""
+        return encode(Kind.WELCOME, body=to_json({"error": error_fields(error)}))

@@ -1,0 +1,33 @@
+"""The stager's welcome: it comes back whole, or is refused, or raises the error that the stager had."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from holdfast.errors import FencedError, ProtocolError, StoreError
+from holdfast.wire import frames as wire
+from holdfast.wire.frames import Frame, Kind
+from holdfast.wire.welcome import Welcome
+
+_WELCOME = Welcome("file:///run", 7, 1 << 20, 64, 2, 60.0, 5.0)
+
+
+def test_welcome_comes_back() -> None:
+    assert Welcome.from_frame(wire.decode(_WELCOME.to_frame())) == _WELCOME
+
+
+@pytest.mark.parametrize("name", ["attempt", "chunk_bytes", "ring_chunks", "ranks", "beat_seconds"])
+def test_welcome_with_nothing_in_it_is_refused(name: str) -> None:
+    document = json.loads(wire.decode(_WELCOME.to_frame()).body)
+    for value in (0, None, "7"):
+        with pytest.raises(ProtocolError):
+            Welcome.from_frame(Frame(Kind.WELCOME, body=wire.to_json({**document, name: value})))
+
+
+def test_a_refused_start_raises_the_stagers_own_error() -> None:
+    with pytest.raises(FencedError, match="held by host a"):
+        Welcome.from_frame(wire.decode(Welcome.refusal(FencedError("held by host a"))))
+    with pytest.raises(StoreError, match="no such bucket"):
+        Welcome.from_frame(wire.decode(Welcome.refusal(StoreError("no such bucket"))))
