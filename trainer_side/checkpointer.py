@@ -234,7 +234,7 @@ class Checkpointer:
         """Tell holdfast that training step `step` (from 0) is done; a save begins if one is due.
 
         A save is due after `every` steps. After a preemption notice another save is due at the step that the stager
-        has named for all ranks; in a job without a stager rank 0 names it (docs/operations.md).
+        has named for all ranks; in a job without a stager rank 0 names it (docs/spot.md).
 
         Returns:
             Whether a save was begun.

@@ -3,7 +3,7 @@
     EventLog.emit ──► Metrics.hear ──► counters, histograms ─┐
                      ring's journal, store's failures ───────┴─► registry ──► /metrics (metrics_page.py)
 
-docs/operations.md says what each metric means. Imported only where metrics are wanted.
+docs/monitoring.md says what each metric means. Imported only where metrics are wanted.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ the stager's when it was declined or failed, and the flusher's again when no sta
 
 Nobody hands a trace's ids from one process to the next. They follow from run, attempt and step (`root_ids`), so the
 spans of both, and those of a flusher that was started for one that was killed, come together at the collector.
-docs/operations.md says what each attribute means. Imported only where spans are wanted.
+docs/monitoring.md says what each attribute means. Imported only where spans are wanted.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def tune(question: Question) -> Tuned:
         settings += sized
         notes += more
     notes.append(
-        "Local tiers are not set, since the profile has no figures of them (docs/operations.md says when they help)."
+        "Local tiers are not set, since the profile has no figures of them (docs/tiers.md says when they help)."
     )
     return Tuned(question, advice.every, advice, settings, notes)
 
