@@ -10,7 +10,9 @@ import pytest
 from tests.support.cluster import Cluster
 
 pytestmark = [pytest.mark.mpi]
-_JOB = Path(__file__).with_name("jobs") / "sharded.py"  # not imported: torch's own modules for it warn
+_JOB = (
+    Path(__file__).parents[1] / "integration" / "jobs" / "sharded.py"
+)  # not imported: torch's own modules warn
 SECONDS_MAX = 240
 
 
