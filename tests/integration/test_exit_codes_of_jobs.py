@@ -15,7 +15,7 @@ import pytest
 
 from operator_side.supervise.exit_codes import AGAIN
 from tests.integration.jobs import coded
-from tests.support.cluster import Cluster, wait_until
+from tests.support.cluster import SMALL, Cluster, wait_until
 from tests.support.job import HOLDFAST, Job, environment
 from tests.support.torchrun import torchrun_command
 
@@ -91,7 +91,7 @@ def test_what_is_refused_has_the_code_of_its_class(cluster: Cluster) -> None:
 
 def around(*command: str, runtime: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [HOLDFAST, "rank", "--", *command],
+        [HOLDFAST, "rank", *command],
         env=environment(runtime, **env),
         capture_output=True,
         text=True,
@@ -102,7 +102,7 @@ def around(*command: str, runtime: Path, **env: str) -> subprocess.CompletedProc
 
 def test_around_torchrun_the_code_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
     command = torchrun_command(2, [coded.__file__, str(tmp_path), "done", "in it"])
-    done = around(*command, runtime=tmp_path / "runtime")
+    done = around("--", *command, runtime=tmp_path / "runtime")
     assert done.returncode == 2, done.stderr  # torchrun ends with 1 whatever its ranks end with
     assert "(holdfast.errors.ConfigError); exit code 2" in done.stderr
 
@@ -112,10 +112,45 @@ def test_around_torchrun_a_killed_rank_is_a_preemption_once_the_job_has_joined(t
     disk.mkdir()
     env = {"HOLDFAST_TIERS": f"file:{disk}", "HOLDFAST_STORE": str(tmp_path / "store"), "CODED_KILLS": "1"}
     command = torchrun_command(2, [coded.__file__, str(tmp_path), "pause", "in it"])
-    done = around(*command, runtime=tmp_path / "runtime", **env)
+    done = around("--", *command, runtime=tmp_path / "runtime", **env)
     assert done.returncode == AGAIN, done.stderr
     assert "rank 1 on" in done.stderr
     assert "was killed by SIGKILL from outside; exit code 75" in done.stderr
+
+
+@pytest.fixture
+def standing(tmp_path: Path) -> Iterator[str]:
+    """Address of a stager that serves one job after the other."""
+    said = tmp_path / "stager.log"
+    line = [HOLDFAST, "stager", "--store", str(tmp_path / "store"), "--listen", "127.0.0.1:0", *SMALL]
+    with said.open("wb") as output:
+        stager = subprocess.Popen(line, env=environment(tmp_path / "runtime"), stdout=output, stderr=output)
+    try:
+        wait_until(lambda: " listens at " in said.read_text(), SECONDS_MAX, "the stager does not listen")
+        yield said.read_text().partition(" listens at ")[2].partition(";")[0]
+    finally:
+        stager.terminate()
+        stager.wait(SECONDS_MAX)
+
+
+def test_jobs_of_one_stager_are_counted_whatever_machine_they_are_started_on(
+    standing: str, tmp_path: Path
+) -> None:
+    """By the numbers that the stager gives them; it has taken one itself when it began."""
+
+    def run(number: int, how: str) -> subprocess.CompletedProcess[str]:
+        out = tmp_path / f"machine-{number}"
+        out.mkdir()
+        command = torchrun_command(2, [coded.__file__, str(out), how, "in it"])
+        return around(
+            "--restarts-max", "2", "--", *command, runtime=out, HOLDFAST_STAGER=standing, CODED_KILLS="1"
+        )
+
+    for number, (how, code) in enumerate([("early", AGAIN), ("early", 137), ("pause", AGAIN), ("done", 0)]):
+        done = run(number, how)
+        assert done.returncode == code, done.stderr
+        if code == 137:
+            assert "3 attempts in a row without a newer checkpoint" in done.stderr
 
 
 def test_a_stager_that_cannot_be_reached_is_no_reason_to_start_again_for_ever(tmp_path: Path) -> None:
@@ -123,7 +158,7 @@ def test_a_stager_that_cannot_be_reached_is_no_reason_to_start_again_for_ever(tm
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         env = {"HOLDFAST_STAGER": f"127.0.0.1:{nobody.getsockname()[1]}", "HOLDFAST_START_SECONDS_MAX": "3"}
         command = torchrun_command(1, [coded.__file__, str(tmp_path), "done", "in it"])
-        done = around(*command, runtime=tmp_path / "runtime", **env)
+        done = around("--", *command, runtime=tmp_path / "runtime", **env)
     assert done.returncode == 9, done.stderr
     assert "before it had joined the job" in done.stderr
 
