@@ -15,6 +15,8 @@ from __future__ import annotations
 import struct
 from collections import deque
 
+import numpy as np
+
 from holdfast.errors import ProtocolError
 from holdfast.wire.frames import MAX_MESSAGE_BYTES
 
@@ -39,7 +41,7 @@ class MessageLine:
         self._outgoing: deque[memoryview] = deque()
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._filled = 0
-        self._large: bytearray | None = None  # a message that does not fit into the scratch area
+        self._large: memoryview | None = None  # a message that does not fit into the scratch area
         self._large_filled = 0
 
     # -- out ---------------------------------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ class MessageLine:
     def room(self) -> memoryview:
         """Where the next bytes that come belong. Tell how many came by `arrived`."""
         if self._large is not None:
-            return memoryview(self._large)[self._large_filled :]
+            return self._large[self._large_filled :]
         return memoryview(self._scratch)[self._filled :]
 
     def arrived(self, nbytes: int) -> list[bytes]:
@@ -113,8 +115,8 @@ class MessageLine:
             body = place + _RECORD.size
             if body + size > self._filled:
                 if size > _SCRATCH_BYTES - _RECORD.size:
-                    # Zero pages cost no memory until bytes have really come.
-                    self._large = bytearray(size)
+                    # Not a bytearray, which is filled with zeros: this costs no memory until bytes have really come.
+                    self._large = memoryview(np.empty(size, dtype=np.uint8))
                     self._large_filled = self._filled - body
                     self._large[: self._large_filled] = view[body : self._filled]
                     place = self._filled

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from holdfast.net.address import Address, parse_address
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("stager-0:29411", Address("stager-0", 29411)),
+        (" 10.0.0.7:1 ", Address("10.0.0.7", 1)),
+        ("[fd00::1]:29411", Address("fd00::1", 29411)),
+        ("0.0.0.0:0", Address("0.0.0.0", 0)),
+    ],
+)
+def test_an_address_is_read_and_written(text: str, expected: Address) -> None:
+    assert parse_address(text) == expected
+    assert parse_address(str(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "29411", ":29411", "stager", "stager:", "stager:port", "stager:65536", "fd00::1:29411", "a b:1"],
+)
+def test_what_is_no_address_is_refused_with_what_was_expected(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.7", False),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("localhost.evil.example", False),
+    ],
+)
+def test_only_what_is_surely_this_machine_is_loopback(host: str, is_loopback: bool) -> None:
+    assert Address(host, 1).is_loopback is is_loopback
