@@ -116,7 +116,7 @@ class MessageLine:
             if body + size > self._filled:
                 if size > _SCRATCH_BYTES - _RECORD.size:
                     # Not a bytearray, which is filled with zeros: this costs no memory until bytes have really come.
-                    self._large = memoryview(np.empty(size, dtype=np.uint8))
+                    self._large = np.empty(size, dtype=np.uint8).data
                     self._large_filled = self._filled - body
                     self._large[: self._large_filled] = view[body : self._filled]
                     place = self._filled

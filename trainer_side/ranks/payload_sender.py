@@ -26,7 +26,7 @@ _log = logging.getLogger("holdfast.trainer.tcp")
 _TRY_SECONDS_MAX = 5.0  # for one connection: then whether it is still wanted is looked at
 _PAUSE_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
-_JOIN_SECONDS_MAX = 2.0
+_QUIET_SECONDS_MAX = 5.0
 _BYTES_PER_CALL_MAX = 4 << 20
 
 
@@ -50,9 +50,10 @@ class PayloadSender:
         self._load = 0
         self._closed = False
         self._renewed = False
+        self._quiet = threading.Event()  # no payload is read
+        self._quiet.set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name=f"holdfast-payloads-{channel}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=f"holdfast-payloads-{channel}", daemon=True).start()
 
     @property
     def load(self) -> int:
@@ -75,7 +76,7 @@ class PayloadSender:
         """Send nothing more; waits until no payload's memory is read any longer."""
         self._closed = True
         os.eventfd_write(self._wake, 1)
-        self._thread.join(_JOIN_SECONDS_MAX)
+        self._quiet.wait(_QUIET_SECONDS_MAX)  # and no longer: a thread that tries to connect reads no payload
 
     def _run(self) -> None:
         while not self._closed:
@@ -87,10 +88,13 @@ class PayloadSender:
                 self._pause()
                 continue
             with sock:
+                self._quiet.clear()
                 try:
                     _Connection(self, sock).work()
                 except OSError as error:
                     _log.debug("a connection for payloads has ended: %s", error)
+                finally:
+                    self._quiet.set()
             with self._lock:
                 self._waiting.extendleft(reversed(self._under_way.values()))
                 self._under_way.clear()

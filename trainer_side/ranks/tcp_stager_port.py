@@ -6,6 +6,7 @@ line of messages ─ cut ─► made again within reconnect_seconds_max ─► g
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -155,17 +156,26 @@ class TcpStagerPort:
         threading.Thread(target=self._reopen, name="holdfast-reconnect", daemon=True).start()
 
     def _reopen(self) -> None:
+        found: OpenedConnection | HoldfastError
         try:
-            self._reopened.put(
-                self._door.open(
-                    MESSAGES_CHANNEL,
-                    seconds_max=self._reconnect_seconds_max,
-                    received=self._line.received,
-                    resuming=True,
-                )
+            found = self._door.open(
+                MESSAGES_CHANNEL,
+                seconds_max=self._reconnect_seconds_max,
+                received=self._line.received,
+                resuming=True,
             )
         except HoldfastError as error:
-            self._reopened.put(error)
+            found = error
+        self._reopened.put(found)
+        if self._problem is not None:  # nobody looks any more
+            self._close_reopened()
+
+    def _close_reopened(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found = self._reopened.get_nowait()
+                if isinstance(found, OpenedConnection):
+                    found.sock.close()
 
     def _look_for_connection(self) -> None:
         try:
@@ -252,3 +262,4 @@ class TcpStagerPort:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+        self._close_reopened()

@@ -1,0 +1,461 @@
+"""The TCP transport on bad days: cut links, wrong keys, strangers, jobs that come twice, late awakenings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from holdfast.errors import ConfigError, PeerLost
+from holdfast.image.regions import Extent
+from holdfast.net.address import Address
+from holdfast.net.handshake import Hello, challenge
+from stager.reactor import Reactor
+from stager.reception import Reception, listen
+from stager.tcp import TcpTrainersPort
+from tests.support.cut_link import cut_link
+from trainer_side.ranks import connecting
+from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+
+_KEY = b"k" * 32
+_SECONDS_MAX = 60.0
+_RECONNECT_SECONDS = 1.0
+_LONG_SECONDS = 20.0  # to connect again where nobody is to be lost, on a busy machine
+_ranks: list[TcpStagerPort] = []  # of this test
+
+
+class _Stager:
+    """A listening stager's ports, turned by the test.
+
+    Attributes:
+        messages: What has come, each with its rank. `lost`: who was lost.
+    """
+
+    def __init__(self, *, key: bytes = _KEY, ranks: int | None = None) -> None:
+        self.sock = listen(Address("127.0.0.1", 0))
+        self.port_number = int(self.sock.getsockname()[1])
+        self.reactor = Reactor()
+        self.reception = Reception(self.sock, self.reactor, key, ranks=ranks)
+        self.port: TcpTrainersPort | None = None
+        self.messages: list[tuple[int, bytes]] = []
+        self.lost: list[tuple[int, str]] = []
+
+    def until(self, condition: Callable[[], bool], what: str = "it") -> None:
+        """Turn until the condition holds."""
+        deadline = time.monotonic() + _SECONDS_MAX
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {_SECONDS_MAX:g} s: {what}"
+            self.turn()
+            time.sleep(0.0005)
+
+    def turn(self) -> None:
+        """Look once at everything."""
+        self.reception.tick()
+        if self.port is None:
+            self.reactor.turn()
+            return
+        seen = self.port.poll()
+        self.messages += seen.messages
+        self.lost += seen.lost
+
+    def open_next(self, reconnect_seconds_max: float = _RECONNECT_SECONDS) -> TcpTrainersPort:
+        """Wait for the next job, and serve it."""
+        self.until(lambda: self.reception.next_job() is not None, "a job to come")
+        hello = self.reception.next_job()
+        assert hello is not None
+        self.port = TcpTrainersPort(
+            self.reactor, hello, reconnect_seconds_max=reconnect_seconds_max, start_seconds_max=_SECONDS_MAX
+        )
+        self.reception.open(self.port)
+        return self.port
+
+    def close(self) -> None:
+        """Close every connection."""
+        if self.port is not None:
+            self.port.close()
+        self.reception.close()
+
+
+@pytest.fixture
+def stager() -> Iterator[_Stager]:
+    with contextlib.closing(_Stager()) as stager:
+        yield stager
+
+
+@pytest.fixture(autouse=True)
+def _ranks_end() -> Iterator[None]:
+    yield
+    while _ranks:
+        _ranks.pop().leave(0.0, lost=True)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def _connect(
+    port: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    launch: str = "launch",
+    incarnation: bytes = b"1" * 16,
+    key: bytes = _KEY,
+    seconds_max: float = 20.0,
+    reconnect_seconds_max: float = _RECONNECT_SECONDS,
+) -> TcpStagerPort:
+    rank_port = TcpStagerPort.connect(
+        address=f"127.0.0.1:{port}",
+        key=key,
+        rank=rank,
+        ranks=ranks,
+        launch=launch,
+        incarnation=incarnation,
+        connections=2,
+        reconnect_seconds_max=reconnect_seconds_max,
+        start_seconds_max=seconds_max,
+    )
+    _ranks.append(rank_port)
+    return rank_port
+
+
+def _joined(
+    stager: _Stager,
+    threads: ThreadPoolExecutor,
+    port: int | None = None,
+    reconnect_seconds_max: float = _RECONNECT_SECONDS,
+) -> TcpStagerPort:
+    """A rank that the stager serves."""
+    coming = threads.submit(_connect, port or stager.port_number, reconnect_seconds_max=reconnect_seconds_max)
+    stager.open_next(reconnect_seconds_max)
+    stager.until(coming.done, "the rank to be admitted")
+    return coming.result()
+
+
+def _refused(stager: _Stager, coming: Future[TcpStagerPort], error: type[Exception]) -> str:
+    """What the rank is told."""
+    stager.until(coming.done, "the rank to be refused")
+    with pytest.raises(error) as caught:
+        coming.result()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_link_that_is_cut_again_and_again_loses_and_doubles_nothing(
+    stager: _Stager, threads: ThreadPoolExecutor, seed: int
+) -> None:
+    rng = random.Random(seed)
+    with cut_link(stager.port_number) as link:
+        rank = _joined(stager, threads, link.port, _LONG_SECONDS)
+        assert stager.port is not None
+        link.cut_each_after(rng.choice((900_000, 1_300_000, 2_000_000)))
+        payloads = [rng.randbytes(rng.choice((1, 5000, 400_000))) for _ in range(24)]
+        slots = [bytearray(len(payload)) for payload in payloads]
+        there = [rng.randbytes(rng.choice((0, 10, 90_000))) for _ in range(60)]
+        back = [rng.randbytes(rng.choice((0, 10, 90_000))) for _ in range(60)]
+        for slot, memory in enumerate(slots):
+            stager.port.post(0, slot, memoryview(memory), (Extent(0, len(memory)),))
+        for message in back:
+            stager.port.send(0, message)
+
+        is_heard = threading.Event()
+
+        def talk() -> list[bytes]:
+            heard: list[bytes] = []
+            handles = [rank.send_payload(memoryview(p), slot, [len(p)]) for slot, p in enumerate(payloads)]
+            for message in there:
+                rank.send(message)
+                heard.extend(rank.poll())
+            deadline = time.monotonic() + _SECONDS_MAX
+            while len(heard) < len(back) or handles or not is_heard.is_set():
+                assert time.monotonic() < deadline, f"{len(heard)} messages, {len(handles)} payloads left"
+                heard.extend(rank.poll())
+                handles = [handle for handle in handles if not rank.sent(handle)]
+                time.sleep(0.0005)
+            return heard
+
+        talking = threads.submit(talk)
+        received: dict[int, int] = {}
+
+        def all_came() -> bool:
+            assert stager.port is not None
+            assert not stager.lost
+            if talking.done():
+                talking.result()
+            for slot in range(len(slots)):
+                if slot not in received and (nbytes := stager.port.received(0, slot)) is not None:
+                    received[slot] = nbytes
+            if len(received) == len(slots) and len(stager.messages) == len(there):
+                is_heard.set()
+            return talking.done()
+
+        stager.until(all_came, "everything to arrive")
+        assert talking.result() == back
+        assert stager.messages == [(0, message) for message in there]
+        assert slots == payloads
+        assert link.cuts >= 3  # connections
+        assert stager.lost == []
+
+
+def test_a_rank_that_does_not_come_back_is_lost_once_on_both_sides(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    with cut_link(stager.port_number) as link:
+        rank = _joined(stager, threads, link.port)
+        link.refuse(True)
+        link.cut()
+        stager.until(lambda: bool(stager.lost), "the rank to be lost")
+        with pytest.raises(PeerLost, match="could not be reached within 1 s"):
+            _poll_until_raised(rank)
+        link.refuse(False)
+        # It has been given up: it does not come in again, as a frozen one would try that wakes up late.
+        late = threads.submit(_connect, link.port)
+        assert "given up" in _refused(stager, late, PeerLost)
+    assert [number for number, _ in stager.lost] == [0]
+
+
+def _poll_until_raised(rank: TcpStagerPort) -> None:
+    deadline = time.monotonic() + _SECONDS_MAX
+    while time.monotonic() < deadline:
+        rank.poll()
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("key", [b"", b"x" * 32])
+def test_another_key_is_refused_and_named(stager: _Stager, threads: ThreadPoolExecutor, key: bytes) -> None:
+    coming = threads.submit(_connect, stager.port_number, key=key)
+    assert "another key" in _refused(stager, coming, ConfigError)
+    assert stager.reception.next_job() is None
+
+
+def test_a_stager_is_not_believed_either(threads: ThreadPoolExecutor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        coming = threads.submit(_connect, int(server.getsockname()[1]))
+        sock, _ = server.accept()
+        with sock:
+            hello = sock.recv(4096)
+            sock.sendall(challenge(b"x" * 32, hello, os.urandom(32)))
+            with pytest.raises(ConfigError, match="another key"):
+                coming.result(_SECONDS_MAX)
+            assert sock.recv(4096) == b""  # no proof was given to a stranger
+
+
+def test_strangers_cost_neither_memory_nor_the_ranks_their_place(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    strangers = [socket.create_connection(("127.0.0.1", stager.port_number)) for _ in range(600)]
+    hello = Hello(0, 1, 0, "launch", b"1" * 16, b"n" * 32).to_bytes()
+    said = (b"", b"\xff" * 200, hello[:40], hello + b"\xff" * 5000, b"GET / HTTP/1.1\r\n\r\n")
+    for number, stranger in enumerate(strangers):
+        stranger.setblocking(False)
+        with contextlib.suppress(OSError):  # idle ones, liars, half a hello, a hello and then too much
+            stranger.send(said[number % len(said)])
+        stager.turn()
+    rank = _joined(stager, threads)
+    rank.send(b"still served")
+    stager.until(lambda: bool(stager.messages))
+    assert stager.messages == [(0, b"still served")]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_stranger_that_dawdles_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stager.reception._GREETING_SECONDS_MAX", 0.2)
+    with (
+        contextlib.closing(_Stager()) as stager,
+        socket.create_connection(("127.0.0.1", stager.port_number)) as stranger,
+    ):
+        stranger.sendall(b"HOLD")
+        stager.until(lambda: _hung_up(stranger), "the stranger to be hung up on")
+
+
+def _hung_up(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        return sock.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def test_a_recorded_hello_and_proof_open_nothing(stager: _Stager, threads: ThreadPoolExecutor) -> None:
+    recorded: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        coming = threads.submit(_connect, int(server.getsockname()[1]))
+        here, _ = server.accept()
+        with here, socket.create_connection(("127.0.0.1", stager.port_number)) as there:
+            here.settimeout(0.01)
+            there.settimeout(0.01)
+
+            def carry() -> bool:
+                for source, target in ((here, there), (there, here)):
+                    with contextlib.suppress(OSError):
+                        data = source.recv(4096)
+                        if source is here and data:
+                            recorded.append(data)
+                        target.sendall(data)
+                return stager.reception.next_job() is not None
+
+            stager.until(carry, "the hello and the proof to pass")
+            stager.open_next()
+            stager.until(lambda: carry() or coming.done(), "the rank to be admitted")
+            assert stager.port is not None
+            with socket.create_connection(("127.0.0.1", stager.port_number)) as replayed:
+                replayed.sendall(recorded[0])
+                stager.turn()
+                replayed.sendall(recorded[1])
+                stager.until(lambda: _said_then_hung_up(replayed), "the replay to be refused")
+            coming.result().send(b"the real one goes on")
+            stager.until(lambda: carry() or bool(stager.messages))
+
+
+def _said_then_hung_up(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        while sock.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def test_a_second_job_is_refused_while_the_first_lives(
+    stager: _Stager, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connecting, "_BUSY_SECONDS_MAX", 0.2)
+    rank = _joined(stager, threads)
+    second = threads.submit(_connect, stager.port_number, launch="other", incarnation=b"2" * 16)
+    beating = threading.Event()
+
+    def refused() -> bool:
+        if not beating.is_set():
+            rank.send(b"alive")
+        return second.done()
+
+    stager.until(refused)
+    beating.set()
+    assert "serves another job (launch, 1 ranks)" in _refused(stager, second, ConfigError)
+    assert stager.lost == []
+
+
+def test_a_job_of_another_launch_joins_once_the_first_is_silent(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    _joined(stager, threads)
+    second = threads.submit(_connect, stager.port_number, launch="other", incarnation=b"2" * 16)
+    stager.until(lambda: bool(stager.lost), "the silent job to be left behind")
+    stager.reception.close_job()
+    port = stager.open_next()
+    stager.until(second.done)
+    assert port.launch == "other"
+    second.result()
+
+
+def test_a_restart_of_the_same_launch_takes_over_at_once_and_the_old_one_stays_out(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    old = _joined(stager, threads)
+    restarted = threads.submit(_connect, stager.port_number, incarnation=b"2" * 16)
+    stager.until(lambda: bool(stager.lost), "the old one to be left behind")
+    assert "started again" in stager.lost[0][1]
+    stager.reception.close_job()
+    port = stager.open_next()
+    stager.until(restarted.done)
+    new = restarted.result()
+    # The old process was frozen all the time, and wakes up: its connection is gone, and so is its place.
+    with pytest.raises(PeerLost, match="job is over, or was started again without it"):
+        _turn_until_raised(stager, old)
+    late = threads.submit(_connect, stager.port_number)
+    assert "started again without it" in _refused(stager, late, PeerLost)
+    new.send(b"the new one goes on")
+    stager.until(lambda: bool(stager.messages))
+    assert stager.messages == [(0, b"the new one goes on")]
+    assert stager.port is port
+
+
+def _turn_until_raised(stager: _Stager, rank: TcpStagerPort) -> None:
+    deadline = time.monotonic() + _SECONDS_MAX
+    while time.monotonic() < deadline:
+        stager.turn()
+        rank.poll()
+        time.sleep(0.001)
+
+
+def test_a_stager_that_was_started_again_does_not_know_the_job(threads: ThreadPoolExecutor) -> None:
+    first = _Stager()
+    with cut_link(first.port_number) as link:
+        rank = _joined(first, threads, link.port)
+        with contextlib.closing(_Stager()) as second:
+            link._target = second.port_number
+            first.close()
+            with pytest.raises(PeerLost, match="does not know its job"):
+                _turn_until_raised(second, rank)
+
+
+def test_another_number_of_ranks_is_refused_with_both_numbers(threads: ThreadPoolExecutor) -> None:
+    with contextlib.closing(_Stager(ranks=4)) as stager:
+        coming = threads.submit(_connect, stager.port_number, ranks=2, rank=1)
+        assert "has 2 ranks, and this stager was started with --ranks 4" in _refused(
+            stager, coming, ConfigError
+        )
+
+
+def test_no_stager_there_is_said_with_its_address(threads: ThreadPoolExecutor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+    with pytest.raises(
+        PeerLost, match=f"127.0.0.1:{port} could not be reached within 0.5 s: Connection refused"
+    ):
+        _connect(port, seconds_max=0.5)
+
+
+def test_a_withdrawn_slot_is_left_in_the_middle_of_a_payload(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    rank = _joined(stager, threads)
+    assert stager.port is not None
+    memory = bytearray(64 << 20)
+    stager.port.post(0, 0, memoryview(memory), (Extent(0, len(memory)),))
+    payload = b"\x01" * len(memory)
+    handle = rank.send_payload(memoryview(payload), 0, [len(payload)])
+    stager.until(lambda: memory[0] == 1, "the payload to begin")
+    stager.port.cancel(0, 0)
+    written = memory.count(1)
+    assert written < len(memory)
+    done = threads.submit(_wait_sent, rank, handle)
+    stager.until(done.done)
+    assert memory.count(1) == written
+    assert stager.port.received(0, 0) is None
+
+
+def _wait_sent(rank: TcpStagerPort, handle: int) -> None:
+    deadline = time.monotonic() + _SECONDS_MAX
+    while not rank.sent(handle):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_leaving_is_no_loss(stager: _Stager, threads: ThreadPoolExecutor) -> None:
+    rank = _joined(stager, threads)
+    leaving = threads.submit(rank.leave, 10.0)
+    stager.until(lambda: bool(stager.messages))
+    assert stager.port is not None
+    stager.port.left(0)
+    stager.until(leaving.done)
+    deadline = time.monotonic() + 1.5 * _RECONNECT_SECONDS
+    while time.monotonic() < deadline:
+        stager.turn()
+        time.sleep(0.01)
+    assert stager.lost == []
