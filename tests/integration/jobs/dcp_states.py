@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from tests.integration.jobs.sharded import MESHES, WORDS, Net, differences, gathered
 from trainer_side import Checkpointer, init_torch_distributed
@@ -42,6 +43,7 @@ class Application:
         return {"net": net, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert all(isinstance(value, DTensor) for name, value in state["net"].items() if name != "seen")
         set_state_dict(
             self.net,
             self.optimizer,
