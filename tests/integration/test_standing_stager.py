@@ -1,0 +1,153 @@
+"""The main job under torchrun with a stager that stands alone: workers, the whole job, the stager killed.
+
+The reference that the resumed runs are compared with was made under mpirun.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.net.key import new_key
+from tests.integration.jobs import train
+from tests.support.cluster import (
+    Cluster,
+    check_continued,
+    check_loadable,
+    load,
+    losses,
+    same,
+    wait_until,
+)
+from tests.support.events import read_events
+from tests.support.job import Job, environment
+from tests.support.main_job import EVERY, PAUSE_AT, RUN, SAVED, STEPS
+from tests.support.standing_stager import StandingProcess, standing_stager
+from tests.support.torchrun import by_torchrun
+
+RANKS = 2
+NEWEST = STEPS // EVERY * EVERY - 1
+RING = "the stager's ring"
+
+
+class Scene:
+    """A standing stager, and jobs that join it one after the other."""
+
+    def __init__(self, directory: Path, stager: StandingProcess, key: str) -> None:
+        self.directory, self.stager = directory, stager
+        env = {
+            "HOLDFAST_STAGER": stager.address,
+            "HOLDFAST_KEY": key,
+            "HOLDFAST_EVENTS": str(directory / "events"),
+        }
+        self.cluster = Cluster(directory, str(directory / "store"), env, script=train.__file__)
+
+    def start(self, arguments: Sequence[str], *, restarts: int = 0, **env: str) -> Job:
+        """A job under torchrun."""
+        rewrite = by_torchrun(RANKS, restarts=restarts)
+        return self.cluster.start(RANKS, *arguments, stager=False, rewrite=rewrite, env=env)
+
+    def pid(self, rank: int) -> int:
+        return int((self.cluster.out(1) / f"pid-{rank}").read_text())
+
+    def wait_for_pause(self, job: Job) -> None:
+        """Until all ranks stand still, and step SAVED is in the store."""
+
+        def ready() -> bool:
+            assert job.process.poll() is None, job.output()
+            paused = all((self.cluster.out(1) / f"paused-{rank}").exists() for rank in range(RANKS))
+            return paused and any((self.directory / "store").glob(f"step-{SAVED:09d}-*.json"))
+
+        wait_until(ready, 240, f"no pause with step {SAVED} in the store:\n{job.output()}")
+
+    def restores(self) -> list[dict[str, Any]]:
+        return [line for line in read_events(self.directory / "events") if line["event"] == "restore"]
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    key = new_key()
+    env = environment(tmp_path / "stager-runtime", HOLDFAST_KEY=key)
+    (tmp_path / "store").mkdir()
+    with standing_stager(str(tmp_path / "store"), env, tmp_path / "stager.log") as stager:
+        yield Scene(tmp_path, stager, key)
+
+
+def test_a_new_torchrun_joins_the_running_stager_and_goes_on_from_its_ring(
+    scene: Scene, reference: Path
+) -> None:
+    with scene.start([*RUN, str(PAUSE_AT)]) as job:
+        scene.wait_for_pause(job)
+        job.kill()  # torchrun, and with it all its workers
+        for rank in range(RANKS):
+            wait_until(lambda rank=rank: not _lives(scene.pid(rank)), 60, "a worker lives on")  # type: ignore[misc]
+    with scene.start(RUN) as job:
+        job.succeed(240)
+    check_continued(reference, scene.cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    restores = scene.restores()
+    assert [event["step"] for event in restores] == [SAVED] * RANKS
+    assert all(set(event["sources"]) == {RING} for event in restores), restores
+    # Told to stop, it leaves nothing behind that is not in the store.
+    assert scene.stager.stop() == 0, scene.stager.output()
+    files = sorted((scene.directory / "store").glob("step-*.pt"))
+    assert files[-1].name.startswith(f"step-{NEWEST:09d}-")
+    check_loadable(files)
+    assert not list((scene.directory / "stager-runtime").glob("*/journal"))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_torchrun_restarts_the_workers_when_one_is_killed_and_the_stager_takes_them_at_once(
+    scene: Scene, reference: Path
+) -> None:
+    with scene.start([*RUN, str(PAUSE_AT)], restarts=1) as job:
+        scene.wait_for_pause(job)
+        (scene.cluster.out(1) / "go-on").touch()  # for the ranks of the second start, and rank 0 of the first
+        os.kill(scene.pid(1), signal.SIGKILL)
+        job.succeed(240)
+    for rank in range(RANKS):
+        final = load(scene.cluster.out(1) / f"final-{rank}.pt")
+        assert final["start"] == SAVED + 1
+        assert same({**final, "start": 0}, load(reference / f"final-{rank}.pt"))
+        assert losses(scene.cluster.out(1) / f"losses-{rank}") == losses(reference / f"losses-{rank}")
+    assert [event["step"] for event in scene.restores()] == [SAVED] * RANKS
+    assert "was left behind: its job was started again" in scene.stager.output()
+
+
+def test_training_goes_on_when_the_stager_is_killed_and_another_one_takes_the_next_job(
+    scene: Scene, reference: Path
+) -> None:
+    with scene.start([*RUN, str(PAUSE_AT)]) as job:
+        scene.wait_for_pause(job)
+        scene.stager.kill()
+        (scene.cluster.out(1) / "go-on").touch()
+        job.succeed(240)
+        assert "the stager" in job.output()
+        assert "could not be reached" in job.output()
+    env = environment(scene.directory / "stager-runtime", HOLDFAST_KEY=scene.cluster._env["HOLDFAST_KEY"])
+    log = scene.directory / "second-stager.log"
+    with standing_stager(str(scene.directory / "store"), env, log) as second:
+        with scene.start(RUN, HOLDFAST_STAGER=second.address) as job:
+            job.succeed(240)
+        check_continued(reference, scene.cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+        assert second.stop() == 0, second.output()
+
+
+def test_wrong_starts_are_told_once_by_their_names(scene: Scene) -> None:
+    with scene.start(RUN, HOLDFAST_KEY="x" * 32) as job:
+        assert job.wait(240) != 0
+        assert job.output().count("has another key than this rank") == 1, job.output()
+    with scene.start(RUN, HOLDFAST_STAGER="127.0.0.1:1", HOLDFAST_START_SECONDS_MAX="3") as job:
+        assert job.wait(240) != 0
+        assert job.output().count("127.0.0.1:1 could not be reached within 3 s") == 1, job.output()
