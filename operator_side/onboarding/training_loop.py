@@ -67,7 +67,11 @@ def find_training_loop(module: ast.Module) -> TrainingLoop | NoLoopFound:
         return NoLoopFound("the script has a Checkpointer already")
     found = [(scope, step, loops) for scope in _scopes(module) for step, loops in _steps_in(scope)]
     if not found:
-        return NoLoopFound("there is no loop with `optimizer.step()` in one function with the optimizer")
+        called = [str(line) for line in _lines_of_steps(module)]
+        where = f" (it is called in line {', '.join(called)})" if called else ""
+        return NoLoopFound(
+            f"no loop calls optimizer.step() in the function that makes the model and the optimizer{where}"
+        )
     scope, _, loops = found[-1]
     loop = loops[-1]
     steps = [step for _, step, _ in found]
@@ -191,6 +195,18 @@ def _steps(statement: ast.stmt, optimizers: Sequence[str]) -> bool:
     if not (isinstance(call.func, ast.Attribute) and call.func.attr == "step"):
         return False
     return name_of(call.func.value) in optimizers or any(name_of(one) in optimizers for one in call.args)
+
+
+def _lines_of_steps(module: ast.Module) -> list[int]:
+    """Where something that is called like an optimizer is stepped, whatever made it."""
+    return sorted(
+        node.lineno
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "step"
+        and name_of(node.func.value).lower().startswith(_OPTIMIZERS)
+    )
 
 
 def _steps_in(scope: Scope) -> list[tuple[ast.stmt, list[ast.For | ast.While]]]:

@@ -175,9 +175,8 @@ def _deaths(seen: Seen, job: _Job) -> tuple[Death, ...]:
         return (_death(_Failure(seen.rank, status, seen.pid), job, seen),)
     if status < 0:
         return ()  # the launcher itself was killed, whatever became of the ranks
-    if (
-        status > _SHELL_SIGNALED
-    ):  # what shells, srun and mpirun end with when a signal has killed their process
+    if status > _SHELL_SIGNALED:
+        # What shells, srun and mpirun end with when a signal has killed their process.
         status = _SHELL_SIGNALED - status
     ended = [one for one in job.ranks.values() if one.exception]
     if not ended:

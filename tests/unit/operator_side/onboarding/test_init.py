@@ -148,7 +148,7 @@ def test_variables_of_the_launcher_that_are_read_too_early_are_told() -> None:
         ("    optimizer.step()", "    if step % 4:\n            optimizer.step()", "not every turn"),
         ("range(1000)", "range(5, 1000)", "does not count steps"),
         ("range(1000)", "batches", "does not count steps"),
-        ("optimizer.step()", "train_one(model)", "there is no loop with `optimizer.step()`"),
+        ("optimizer.step()", "train_one(model)", "no loop calls optimizer.step() in"),
         ("loss.backward()", "if loss > 9: continue", "leaves out the end of a turn"),
         ("import torch\n", "import torch, lightning\n", "docs/frameworks.md"),
         ("model = Net()", "model = Checkpointer(Net())", "has a Checkpointer already"),
@@ -162,6 +162,23 @@ def test_what_cannot_be_changed_by_itself_is_left_to_people(old: str, new: str, 
     assert why in edits.notes[0]
     assert "every=50" in edits.by_hand
     ast.parse(edits.by_hand)
+
+
+def test_a_loop_in_another_function_than_the_optimizer_is_named() -> None:
+    source = """
+        def train(model, loader, optimizer):
+            for batch in loader:
+                model(batch).backward()
+                optimizer.step()
+
+        def main():
+            model = Net()
+            optimizer = SGD(model.parameters())
+            for epoch in range(3):
+                train(model, loader, optimizer)
+        """
+    edits = edits_of(textwrap.dedent(source), "train.py", every=50)
+    assert "makes the model and the optimizer (it is called in line 5)" in edits.notes[0]
 
 
 def test_two_loops_are_not_guessed_between() -> None:

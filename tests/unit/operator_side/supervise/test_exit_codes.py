@@ -152,6 +152,7 @@ BY_AGENT = (0, -15, 42)
         ),
         ((ended("holdfast.errors.ConfigError"),), ((1, 2, TRAINER),), (), 2),
         (BOTH, ((1, AGAIN, 99),), (), AGAIN),
+        ((), ((1, AGAIN, 99), (0, 3, 98)), (), 3),  # wrappers below this one: a survivor, and a bug
         ((), (KILLED,), (), 137),
     ],
 )
