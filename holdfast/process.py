@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import select
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -19,6 +21,14 @@ def yield_to_training(niceness: int) -> None:
         niceness: 0 to 19; 0 changes nothing.
     """
     os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def tie(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send signal `number` to this process when its parent dies. Survives exec, not fork."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def wait_readable(descriptors: Iterable[int], seconds: float | None) -> None:

@@ -5,17 +5,11 @@ A supervisor that is killed must not leave a job behind, which would collide wit
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
-
-
-def tie(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send signal `number` to this process when its parent dies. Survives exec, not fork."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+from holdfast.process import tie
 
 
 def main() -> None:

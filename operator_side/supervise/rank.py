@@ -17,8 +17,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from holdfast.process import tie
 from holdfast.supervised import own_rank, say
-from operator_side.supervise.leash import tie
 
 TRAINER, STAGER = "trainer", "stager"
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as a shell has them

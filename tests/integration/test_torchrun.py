@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.integration.jobs import train
@@ -39,7 +40,13 @@ def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path, env["HOLDFAST_STORE"], env, script=train.__file__)
 
 
-def start(cluster: Cluster, arguments: Sequence[str], *, restarts: int = 0, **env: str) -> Job:
+def start(
+    cluster: Cluster,
+    arguments: Sequence[str],
+    *,
+    restarts: int = 0,
+    env: Mapping[str, str] | None = None,
+) -> Job:
     rewrite = by_torchrun(RANKS, restarts=restarts)
     return cluster.start(RANKS, *arguments, stager=False, rewrite=rewrite, env=env)
 
@@ -75,6 +82,19 @@ def test_a_killed_run_resumes_bit_for_bit_under_a_new_torchrun(cluster: Cluster,
     assert [event["step"] for event in events(cluster, "restore")] == [SAVED] * RANKS
 
 
+def test_an_agent_that_is_killed_takes_its_ranks_with_it_and_a_new_one_resumes(
+    cluster: Cluster, reference: Path
+) -> None:
+    with start(cluster, [*RUN, str(PAUSE_AT)]) as job:
+        wait_for_pause(cluster, job)
+        pids = [pid(cluster, rank) for rank in range(RANKS)]
+        os.kill(job.process.pid, signal.SIGKILL)
+        wait_until(lambda: not any(map(psutil.pid_exists, pids)), 60, f"ranks {pids} live on")
+    with start(cluster, RUN) as job:
+        job.succeed(240)
+    check_continued(reference, cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+
+
 def test_torchrun_itself_restarts_the_ranks_when_one_is_killed(cluster: Cluster, reference: Path) -> None:
     with start(cluster, [*RUN, str(PAUSE_AT)], restarts=1) as job:
         wait_for_pause(cluster, job)
@@ -93,7 +113,7 @@ def test_torchrun_itself_restarts_the_ranks_when_one_is_killed(cluster: Cluster,
 
 def test_sigterm_to_torchrun_is_a_notice_and_all_ranks_save_one_step(cluster: Cluster) -> None:
     slowly = {"TRAIN_STEP_SECONDS": "0.02", "HOLDFAST_WATCH": "sigterm"}
-    with start(cluster, [str(MANY), str(NEVER)], **slowly) as job:
+    with start(cluster, [str(MANY), str(NEVER)], env=slowly) as job:
         path = cluster.out(1) / "losses-1"
         wait_until(lambda: path.exists() and len(losses(path)) > 5, 240, job.output())
         os.kill(job.process.pid, signal.SIGTERM)

@@ -12,10 +12,17 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOp, Store, Work
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    ProcessGroupGloo,
+    ReduceOp,
+    Store,
+    Work,
+)
 
 from holdfast.errors import PeerLost
 from trainer_side.ranks.deadlines import within
@@ -65,7 +72,8 @@ class C10dPeers:
     ) -> None:
         self.rank, self.ranks, self._seconds_max = rank, ranks, seconds_max
         try:
-            self._group = ProcessGroupGloo(store, rank, ranks, timedelta(seconds=start_seconds_max))
+            # torch's type stubs know none of its calls.
+            self._group: Any = ProcessGroupGloo(store, rank, ranks, timedelta(seconds=start_seconds_max))
         except RuntimeError as error:
             raise PeerLost(
                 f"rank {rank} did not connect to all {ranks} ranks within {start_seconds_max:g} s "
@@ -96,7 +104,7 @@ class C10dPeers:
     def all_agree(self, ok: bool) -> bool:
         """Whether every rank said True. Raises `PeerLost` as `broadcast`."""
         agreed = torch.tensor([int(ok)])
-        options = AllreduceOptions()
+        options: Any = AllreduceOptions()
         options.reduceOp, options.timeout = ReduceOp.MIN, _NEVER
         self._await(self._group.allreduce([agreed], options), "all ranks to agree")
         return bool(agreed[0])
@@ -142,13 +150,14 @@ class C10dPeers:
         try:
             work = call([memory], rank, counts[rank])
         except RuntimeError as error:
-            raise _lost(f"a message between rank {self.rank} and rank {rank}", error) from error
+            raise self._lost(f"a message between rank {self.rank} and rank {rank}", error) from error
         self._passed.append(_Moving(work, memory, scattered))
 
     def _broadcast(self, memory: torch.Tensor, root: int) -> Work:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = root, 0, _NEVER
-        return self._group.broadcast([memory], options)
+        work: Work = self._group.broadcast([memory], options)
+        return work
 
     def poll(self) -> None:
         """Note what has been shared. Never waits: gloo moves it on by itself.
@@ -159,7 +168,8 @@ class C10dPeers:
         under_way = []
         for moving in self._shared:
             if moving.work.is_completed():
-                _land(moving)
+                self._raise_lost(moving.work, "a shared piece of the restore")
+                _scatter(moving)
             else:
                 under_way.append(moving)
         self._shared = under_way
@@ -192,7 +202,7 @@ class C10dPeers:
         except RuntimeError as error:
             if time.monotonic() >= deadline:
                 raise self._late(what, deadline_seconds) from error
-            raise _lost(what, error) from error
+            raise self._lost(what, error) from error
         for moving in passed:
             _scatter(moving)
 
@@ -212,7 +222,17 @@ class C10dPeers:
                 raise self._late(what, seconds_max)
             time.sleep(pause_seconds)
             pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
-        _raise_lost(work, what)
+        self._raise_lost(work, what)
+
+    def _raise_lost(self, completed: Work, what: str) -> None:
+        try:
+            completed.wait()
+        except RuntimeError as error:
+            raise self._lost(what, error) from error
+
+    def _lost(self, what: str, error: RuntimeError) -> PeerLost:
+        self._cut()
+        return PeerLost(f"a rank was lost while waiting for {what} (gloo: {_first_line(error)})")
 
     def _late(self, what: str, seconds_max: float) -> PeerLost:
         self._cut()
@@ -259,27 +279,11 @@ def _memory(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def _land(moving: _Moving) -> None:
-    _raise_lost(moving.work, "a shared piece of the restore")
-    _scatter(moving)
-
-
 def _scatter(moving: _Moving) -> None:
     place = moving.memory.data_ptr()
     for address, nbytes in moving.scattered:
         ctypes.memmove(address, place, nbytes)
         place += nbytes
-
-
-def _raise_lost(completed: Work, what: str) -> None:
-    try:
-        completed.wait()
-    except RuntimeError as error:
-        raise _lost(what, error) from error
-
-
-def _lost(what: str, error: object) -> PeerLost:
-    return PeerLost(f"a rank was lost while waiting for {what} (gloo: {_first_line(error)})")
 
 
 def _first_line(error: object) -> str:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from holdfast.errors import ConfigError, PeerLost
@@ -152,7 +152,7 @@ class StoreMailbox:
         self._idle_seconds, self._next_look = 0.0, -1.0  # an answer may come soon
         line = f"{self.rank} {base64.b64encode(message).decode()}\n"
         with store_errors(self._place, f"rank {self.rank} sending to rank {rank}"):
-            self._store.append(str(rank), line)
+            append(self._store, str(rank), line)
 
     def poll(self) -> list[tuple[int, bytes]]:
         """All messages that have come, each with its rank. Never waits.
@@ -185,6 +185,11 @@ class StoreMailbox:
         """Wait until the store has what was sent."""
         with store_errors(self._place, f"rank {self.rank} sending its last messages"):
             self._store.check([str(self.rank)])
+
+
+def append(store: Any, key: str, line: str) -> None:
+    """Add to what a key holds. torch's type stubs do not know this call."""
+    store.append(key, line)
 
 
 def take(store: Store, key: str) -> str:

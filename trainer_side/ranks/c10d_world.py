@@ -10,22 +10,25 @@ So every key lies under the incarnation, which rank 0 draws anew; nobody but a l
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import platform
 import secrets
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
 from holdfast.net.key import read_key
+from holdfast.process import tie
 from trainer_side.ranks.c10d_peers import C10dPeers
-from trainer_side.ranks.c10d_store import StoreMailbox, open_job_store, store_errors, take
+from trainer_side.ranks.c10d_store import JobStore, StoreMailbox, append, open_job_store, store_errors, take
+from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.peers import LonePeers, Peers
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
@@ -36,6 +39,8 @@ _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 1e-3, 0.1
 _AGAIN_SECONDS = 5.0  # after so long without an answer a rank says again that it is there
 _LEAVE_SECONDS_MAX = 5.0
 _LINGER_SECONDS_MAX = 3.0
+_SLACK_SECONDS = 5.0
+_LOOPBACK = ("127.", "localhost:", "::1", "[::1]")
 _NAMED = 8  # of many ranks that are missing, so many are named
 
 
@@ -61,6 +66,8 @@ class C10dWorld:
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            tie()  # to torchrun's agent: a worker that outlives it would be in the way of the next start
         self.rank, self.ranks = _own_place()
         self.has_stager = config.stager is not None
         self.stager_advice = (
@@ -68,15 +75,23 @@ class C10dWorld:
             "HOLDFAST_STAGER=HOST:PORT"
         )
         seconds_max = config.start_seconds_max
-        self._job = open_job_store(self.rank, self.ranks, seconds_max)
-        self.launch = _launch(self._job.place)
-        place = self._job.place
-        with store_errors(place, "the ranks meeting in it"):
-            incarnation, hosts = _meet(self._job.store, self.rank, self.ranks, seconds_max)
+        try:  # a store whose process is stopped has no deadline of its own
+            self._job, met = within(
+                lambda: _open_and_meet(self.rank, self.ranks, seconds_max),
+                seconds_max + _SLACK_SECONDS,
+                name="holdfast-meeting",
+            )
+        except TimeoutError:
+            raise PeerLost(
+                f"rank {self.rank} waited {seconds_max:g} s for the store of this job, which does not answer; the "
+                "process that serves it (torchrun's agent or rank 0) is stopped"
+            ) from None
+        incarnation, self.launch, hosts = met
         self.incarnation, self._under = bytes.fromhex(incarnation), f"holdfast/{incarnation}"
         self.one_machine = len(set(hosts)) == 1
         of_host = [rank for rank in range(self.ranks) if hosts[rank] == hosts[self.rank]]
-        self.local_rank = int(os.environ.get("LOCAL_RANK", of_host.index(self.rank)))
+        said = os.environ.get("LOCAL_RANK", "")
+        self.local_rank = int(said) if said.isdecimal() else of_host.index(self.rank)
         # Made now: where an error ends this rank is no time to connect.
         self._uncaught = self._mailbox("uncaught")
         self._peers: Peers | None = LonePeers() if self.ranks == 1 else None
@@ -148,18 +163,13 @@ class C10dWorld:
         """At exit: say good-bye to the stager; and if this rank serves the store, let the others read it to its end."""
         if self._port is not None:
             self._port.leave(_LEAVE_SECONDS_MAX)
+        if self._job.outlives_ranks or self.ranks == 1:
+            return
         key, deadline = f"{self._under}/left", time.monotonic() + _LINGER_SECONDS_MAX
-        try:
-            left = self._job.store.add(key, 1)
-            while self._serves and left < self.ranks and time.monotonic() < deadline:
-                time.sleep(_PAUSE_SECONDS_MIN)
-                left = self._job.store.add(key, 0)
-        except RuntimeError:
-            pass  # whoever served the store has left before
-
-    @property
-    def _serves(self) -> bool:
-        return self.rank == 0 and not self._job.outlives_ranks
+        with contextlib.suppress(RuntimeError):  # whoever served the store has left before
+            append(self._job.store, key, "x")  # waits for no answer
+            if self.rank == 0:
+                _await(lambda: len(self._job.store.compare_set(key, "", "")) >= self.ranks, deadline)
 
 
 def _own_place() -> tuple[int, int]:
@@ -188,24 +198,42 @@ def _refuse_tasks_of_srun() -> None:
         )
 
 
+class _Met(NamedTuple):
+    incarnation: str
+    launch: str
+    hosts: list[str]  # of each rank
+
+
 def _launch(place: str) -> str:
-    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-    return next((os.environ[name] for name in names if name in os.environ), place or platform.node())
+    """What rank 0 calls this job: the same when its launcher starts the ranks again, and another one for other jobs."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return run_id
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return f"{job}.{os.environ.get('SLURM_STEP_ID', '0')}"
+    if "TORCHELASTIC_RUN_ID" in os.environ or not place:  # every torchrun without --rdzv-id is "none"
+        return f"{platform.node()}:{os.getppid()}"
+    return f"{platform.node()}:{place}" if place.startswith(_LOOPBACK) else place
 
 
-def _meet(store: Store, rank: int, ranks: int, seconds_max: float) -> tuple[str, list[str]]:
-    """The incarnation of this start of the job, and the host of each rank."""
+def _open_and_meet(rank: int, ranks: int, seconds_max: float) -> tuple[JobStore, _Met]:
+    job = open_job_store(rank, ranks, seconds_max)
+    with store_errors(job.place, "the ranks meeting in it"):
+        return job, _meet(job, rank, ranks, seconds_max)
+
+
+def _meet(job: JobStore, rank: int, ranks: int, seconds_max: float) -> _Met:
     deadline = time.monotonic() + seconds_max
-    meeting = PrefixStore("holdfast/meeting", store)
+    meeting = PrefixStore("holdfast/meeting", job.store)
     if rank == 0:
-        return _receive(meeting, ranks, seconds_max, deadline)
+        return _receive(meeting, _launch(job.place), ranks, seconds_max, deadline)
     nonce = secrets.token_hex(_INCARNATION_BYTES)
 
     def told(key: str) -> str:
         return str(meeting.compare_set(key, "", "").decode())
 
     while True:
-        meeting.append("hello", f"{nonce}\n")
+        append(meeting, "hello", f"{nonce}\n")
         until = min(deadline, time.monotonic() + _AGAIN_SECONDS)
         if incarnation := _await(lambda: told(f"welcome/{nonce}"), until):
             break
@@ -214,16 +242,16 @@ def _meet(store: Store, rank: int, ranks: int, seconds_max: float) -> tuple[str,
                 f"rank {rank} waited {seconds_max:g} s for rank 0 to meet it; rank 0 did not start or did not come to "
                 "holdfast"
             )
-    meeting.append(f"{incarnation}/here", f"{json.dumps([rank, platform.node()])}\n")
-    hosts = _await(lambda: told(f"{incarnation}/hosts"), deadline)
-    if not hosts:
+    append(meeting, f"{incarnation}/here", f"{json.dumps([rank, platform.node()])}\n")
+    all_here = _await(lambda: told(f"{incarnation}/all"), deadline)
+    if not all_here:
         raise PeerLost(
             f"rank {rank} waited {seconds_max:g} s for all {ranks} ranks; rank 0's log names those that did not come"
         )
-    return incarnation, json.loads(hosts)
+    return _Met(incarnation, *json.loads(all_here))
 
 
-def _receive(meeting: Store, ranks: int, seconds_max: float, deadline: float) -> tuple[str, list[str]]:
+def _receive(meeting: Store, launch: str, ranks: int, seconds_max: float, deadline: float) -> _Met:
     incarnation = secrets.token_hex(_INCARNATION_BYTES)
     hosts = {0: platform.node()}
 
@@ -243,8 +271,8 @@ def _receive(meeting: Store, ranks: int, seconds_max: float, deadline: float) ->
             f"rank 0 waited {seconds_max:g} s for all {ranks} ranks; rank {named}{more} did not come to holdfast"
         )
     in_order = [hosts[rank] for rank in range(ranks)]
-    meeting.set(f"{incarnation}/hosts", json.dumps(in_order))
-    return incarnation, in_order
+    meeting.set(f"{incarnation}/all", json.dumps([launch, in_order]))
+    return _Met(incarnation, launch, in_order)
 
 
 def _await(look: Callable[[], _T], deadline: float) -> _T:

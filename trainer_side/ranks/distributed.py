@@ -14,6 +14,7 @@ import socket
 from typing import Literal
 
 import torch
+from torch.distributed.constants import default_pg_timeout
 
 from holdfast.config import TrainerConfig
 from trainer_side.ranks.c10d_world import C10dWorld
@@ -44,8 +45,11 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
         own_device = torch.cuda.is_available() and torch.cuda.device_count() > world.local_rank
         backend = "nccl" if world.peers().all_agree(own_device) else "gloo"
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.ranks), LOCAL_RANK=str(world.local_rank))
-    store = world.store("torch.distributed") if isinstance(world, C10dWorld) else None
-    if store is None:
+    store = None
+    if isinstance(world, C10dWorld):
+        store = world.store("torch.distributed")
+        store.set_timeout(default_pg_timeout)
+    else:
         _agree_where_to_meet(world)
     if backend == "nccl":
         torch.cuda.set_device(world.local_rank)

@@ -21,6 +21,7 @@ from types import TracebackType
 
 from holdfast.errors import HoldfastError
 from holdfast.supervised import last_words, own_rank
+from trainer_side.ranks.deadlines import within
 from trainer_side.ranks.joined import joined_world
 from trainer_side.ranks.ports import RanksPort
 
@@ -59,11 +60,19 @@ def end_by_exit_codes() -> None:
 
 def _say(error: HoldfastError, trace: TracebackType | None) -> None:
     port = _port()
-    if (port is None or speaks(port, error)) and sys.__stderr__ is not None:
+    if (port is None or _speaks_in_time(port, error)) and sys.__stderr__ is not None:
         # Not sys.stderr: torch.distributed replaces it while its own hook runs around this one.
         rank = own_rank() if port is None else port.rank
         sys.__stderr__.write(last_words(error, rank=rank, place=_place(trace)))
         sys.__stderr__.flush()
+
+
+def _speaks_in_time(port: RanksPort, error: HoldfastError) -> bool:
+    """`speaks`, and True where nothing comes of asking: the messages may go through a process that is stopped."""
+    try:
+        return within(lambda: speaks(port, error), 2 * _LISTEN_SECONDS, name="holdfast-last-words")
+    except TimeoutError:
+        return True
 
 
 def speaks(port: RanksPort, error: HoldfastError, *, seconds_max: float = _LISTEN_SECONDS) -> bool:

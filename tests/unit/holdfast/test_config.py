@@ -313,3 +313,36 @@ def test_a_checkpoint_to_set_aside_that_is_none(value: str, monkeypatch: pytest.
 def test_what_is_not_even_a_text(value: object) -> None:
     with pytest.raises(ConfigError, match=r"restore_set_aside: expected checkpoints as STEP-aATTEMPT.*got"):
         TrainerConfig.from_sources(restore_set_aside=value)
+
+
+SECRET = "kept-to-oneself-" * 4
+
+
+def test_the_key_of_a_run_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_KEY", SECRET)
+    config = TrainerConfig(connections=3)
+    assert config.key is not None
+    assert config.key.get_secret_value() == SECRET
+    for shown in (repr(config), str(config), config.model_dump_json(), str(config.model_dump())):
+        assert SECRET not in shown
+    for role in (TrainerConfig, StagerConfig):
+        with pytest.raises(
+            ConfigError, match=f"{role.role} setting key: .*a value that is not shown"
+        ) as caught:
+            role.from_sources(key=[SECRET], store="/run") if role is StagerConfig else role(key=[SECRET])
+        assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["host", "host:", ":1", "host:port", "host:65536", "fd00::1:29411"])
+def test_a_stager_that_is_no_address(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_STAGER", value)
+    with pytest.raises(ConfigError, match=r"trainer setting stager: expected .*got .*from HOLDFAST_STAGER"):
+        TrainerConfig()
+
+
+def test_in_the_file_the_trainers_stager_stands_in_their_table() -> None:
+    write_toml('[trainer]\nstager = "[fd00::1]:29411"\nconnections = 16')
+    assert (TrainerConfig().stager, TrainerConfig().connections) == ("[fd00::1]:29411", 16)
+    write_toml('stager = "host:29411"')
+    with pytest.raises(ConfigError, match=r"expected the table \[stager\], got 'host:29411'"):
+        TrainerConfig()

@@ -64,6 +64,11 @@ class Together:
     ("alone", "other", "words"),
     [
         (False, {"tiers": ()}, r"tiers: rank 1 has none, rank 0 has \['memory'\]; give all ranks the same"),
+        (
+            False,
+            {"stager": "other:1"},
+            "stager: rank 1 has other:1, rank 0 has none; give all ranks the same",
+        ),
         (True, {"store": "/else"}, "store: rank 1 has /else, rank 0 has /run"),
         (True, {"chunk_bytes": 8192}, "chunk_bytes: rank 1 has 8192, rank 0 has 4096"),
         (True, {"on_divergence": "refuse"}, "on_divergence: rank 1 has refuse, rank 0 has warn"),

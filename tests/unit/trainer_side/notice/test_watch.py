@@ -104,6 +104,7 @@ def test_off_unless_configured_and_one_rank_of_a_machine_asks() -> None:
     assert asks_for_machine({})
     assert asks_for_machine({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "SLURM_LOCALID": "3"})
     assert not asks_for_machine({"OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    assert not asks_for_machine({"LOCAL_RANK": "1", "SLURM_LOCALID": "0"})  # torchrun under srun
     with FakeMetadata() as server:
         config = TrainerConfig(watch=("aws",), watch_seconds=0.001)
         other = open_watch(config, lambda _: None, rank=1, environ={**server.environ, "SLURM_LOCALID": "1"})

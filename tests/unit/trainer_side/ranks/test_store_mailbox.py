@@ -9,7 +9,7 @@ from collections import Counter
 from datetime import timedelta
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from holdfast.errors import PeerLost
 from trainer_side.ranks.c10d_store import StoreMailbox

@@ -1,0 +1,117 @@
+"""How ranks meet in a store that earlier starts of the job have used, who is missing, and what a job is called."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from holdfast.errors import ConfigError, PeerLost
+from trainer_side.ranks.c10d_store import JobStore, append
+from trainer_side.ranks.c10d_world import _launch, _meet, _own_place
+
+_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "RANK", "WORLD_SIZE")
+
+
+@pytest.fixture
+def server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+
+
+@pytest.fixture(autouse=True)
+def _outside_any_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(_LAUNCHERS):
+            monkeypatch.delenv(name)
+
+
+def meet(server: TCPStore, ranks: int, who: range, seconds_max: float = 60.0) -> dict[int, Any]:
+    """What each of these ranks finds, or its error."""
+    found: dict[int, Any] = {}
+
+    def work(rank: int) -> None:
+        place = f"127.0.0.1:{server.port}"
+        job = JobStore(server, place, outlives_ranks=True)
+        try:
+            found[rank] = _meet(job._replace(store=job.connect(5.0)), rank, ranks, seconds_max)
+        except PeerLost as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in who]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return found
+
+
+def test_each_start_of_a_job_meets_by_itself_in_the_same_store(server: TCPStore) -> None:
+    ranks = 4
+    first = meet(server, ranks, range(ranks))
+    # Of a rank that was killed before rank 0 had seen it.
+    append(PrefixStore("holdfast/meeting", server), "hello", "0123456789abcdef\n")
+    second = meet(server, ranks, range(ranks))
+    for found in (first, second):
+        assert set(found) == set(range(ranks))
+        assert len(set(map(str, found.values()))) == 1, found
+        assert found[0].hosts == [platform.node()] * ranks
+        assert len(bytes.fromhex(found[0].incarnation)) == 16
+    assert first[0].incarnation != second[0].incarnation
+    assert first[0].launch == second[0].launch
+
+
+def test_who_does_not_come_is_named(server: TCPStore) -> None:
+    found = meet(server, 14, range(2), seconds_max=0.5)
+    assert found[0] == (
+        "rank 0 waited 0.5 s for all 14 ranks; rank 2, 3, 4, 5, 6, 7, 8, 9 and 4 more did not come to holdfast"
+    )
+    assert "rank 1 waited 0.5 s for all 14 ranks; rank 0's log names those" in found[1]
+
+
+def test_a_rank_does_not_take_an_earlier_rank_0_for_its_own(server: TCPStore) -> None:
+    meet(server, 2, range(2))
+    found = meet(server, 2, range(1, 2), seconds_max=0.5)
+    assert "rank 1 waited 0.5 s for rank 0 to meet it" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("environ", "place", "launch"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "mine", "SLURM_JOB_ID": "7"}, "node-0:1", "mine"),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7"}, "node-0:1", "7.0"),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}, "node-0:1", "7.2"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "node-0:1", f"{platform.node()}:{os.getppid()}"),
+        ({}, "node-0:1", "node-0:1"),
+        ({}, "127.0.0.1:29500", f"{platform.node()}:127.0.0.1:29500"),
+        ({}, "", f"{platform.node()}:{os.getppid()}"),
+    ],
+)
+def test_two_jobs_have_two_names_and_two_starts_of_one_job_have_one(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], place: str, launch: str
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert _launch(place) == launch
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2: expected a rank and how many there are"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x"),
+        ({"RANK": "0"}, "RANK=0, WORLD_SIZE=none"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, r"srun has started 4 tasks.*RANK=\$SLURM_PROCID"),
+    ],
+)
+def test_an_environment_that_does_not_tell_the_rank_is_refused(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], words: str
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        _own_place()
