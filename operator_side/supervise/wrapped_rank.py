@@ -22,9 +22,9 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.process import tie
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from operator_side.supervise.exit_codes import Seen
-from operator_side.supervise.leash import tie
 
 _PASSED_ON = (
     signal.SIGTERM,
