@@ -31,9 +31,8 @@ class Flight:
     came: dict[int, ChunkFull] = field(default_factory=dict)  # the event of each chunk in `slots`
     opened: bool = False
     resumable: bool = True  # by another process
-    keeps_slots: bool = (
-        False  # nobody could go on with the upload, so the ring keeps all until it is published
-    )
+    # nobody could go on with the upload, so the ring keeps all until it is published
+    keeps_slots: bool = False
     anew: bool = False  # once the last job has ended, it begins anew
     seen: set[int] = field(default_factory=set)  # chunks that have come
     busy: set[int] = field(default_factory=set)  # slots that a job uses

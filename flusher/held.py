@@ -107,7 +107,6 @@ class Later:
         self._order = itertools.count()
 
     def __bool__(self) -> bool:
-        """Whether anything waits."""
         return bool(self._waiting)
 
     @property
@@ -129,7 +128,6 @@ class Later:
         heapq.heapify(self._waiting)
 
     def do_due(self) -> None:
-        """Do all that is due."""
         while self._waiting and self._waiting[0][0] <= self._clock():
             _, _, _, act = heapq.heappop(self._waiting)
             act()

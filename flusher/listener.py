@@ -20,13 +20,9 @@ class FlushListener(Protocol):
         """The upload takes parts of this many chunks: the ring must keep that many slots for the lowest one."""
         ...
 
-    def freed(self, slots: tuple[int, ...]) -> None:
-        """These slots are FREE in the journal."""
-        ...
+    def freed(self, slots: tuple[int, ...]) -> None: ...
 
-    def durable(self, key: Key, durable: DurableStep) -> None:
-        """Published."""
-        ...
+    def durable(self, key: Key, durable: DurableStep) -> None: ...
 
     def read_back(self, result: ReadBack) -> None:
         """Verified, bad, or not known."""
@@ -47,7 +43,6 @@ class DurableStep:
 
     @classmethod
     def of(cls, manifest: Manifest) -> DurableStep:
-        """As its manifest has it."""
         by_flusher = manifest.record.get("flusher")
         return cls(manifest.file, manifest.pgt2_seconds, by_flusher if isinstance(by_flusher, dict) else {})
 
@@ -79,7 +74,6 @@ class EndedCheckpoints:
         self._ended: OrderedDict[Key, DurableStep | HoldfastError] = OrderedDict()
 
     def remember(self, key: Key, ended: DurableStep | HoldfastError) -> None:
-        """A checkpoint has ended like this."""
         self._ended[key] = ended
         while len(self._ended) > _KEPT:
             self._ended.popitem(last=False)
@@ -93,7 +87,6 @@ class EndedCheckpoints:
             self.say(key, ended)
 
     def say(self, key: Key, ended: DurableStep | HoldfastError) -> None:
-        """Tell the listener."""
         if isinstance(ended, DurableStep):
             self._listener.durable(key, ended)
         else:

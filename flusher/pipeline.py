@@ -184,7 +184,6 @@ class Pipeline:
         flight.came[event.chunk] = event
 
     def _keep_or_free(self, flight: Flight, event: ChunkFull) -> list[Action]:
-        """A chunk of a checkpoint that is being given up."""
         said_again = event.slot in flight.slots.values()
         return [] if said_again else [FreeSlots((event.slot,))]
 

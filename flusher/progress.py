@@ -117,7 +117,6 @@ class Progress:
         return progress
 
     def resume(self, chunk_bytes: int) -> Resume:
-        """For the pipeline."""
         return Resume(self.head.part_bytes // chunk_bytes, dict(self.parts))
 
     def add_part(self, part: int, segment_crcs: tuple[tuple[int, ...], ...]) -> None:

@@ -37,9 +37,8 @@ _log = logging.getLogger("holdfast.flusher")
 _FIRST_STAGER_SECONDS_MAX = 120.0  # a stager that started us and died must not leave us here for ever
 _OLD_STAGER_SECONDS_MIN = 30.0  # it comes back at once if it lives, but its machine may be busy
 _LOOK_AGAIN_SECONDS = 5.0  # for a stager that lives and says nothing
-_DYING_SECONDS = (
-    0.2  # of a dead process the kernel may close the socket a moment before it lets go of the ring
-)
+# of a dead process the kernel may close the socket a moment before it lets go of the ring
+_DYING_SECONDS = 0.2
 _LAST_WORDS_SECONDS_MAX = 5.0
 _LOOK_FOR_KEEPER_SECONDS = 0.3
 

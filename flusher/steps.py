@@ -171,7 +171,6 @@ class WritePart:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The slots it reads."""
         return tuple(slot for slot, _ in self.pieces)
 
 

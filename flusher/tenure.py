@@ -43,7 +43,6 @@ class Tenure:
 
     @property
     def attempt(self) -> int:
-        """The attempt that is ours now."""
         return self._claim.attempt
 
     def check(self) -> None:

@@ -50,7 +50,6 @@ class ReadBack(NamedTuple):
 
     @property
     def event(self) -> str:
-        """What it is called in the event log."""
         if self.is_drifted:
             return "drifted"
         return {State.VERIFIED: "verified", State.BAD: "bad", State.DURABLE: "verify_failed"}[self.state]
@@ -272,7 +271,6 @@ class Upkeep:
             self._inbox.put(None)  # the loop looks whether all is done
 
     def _is_removed(self, known: StoredStep) -> bool:
-        """Whether retention was faster."""
         return known.write_id in self._removed
 
     def _is_behind(self) -> bool:

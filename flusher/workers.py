@@ -29,12 +29,10 @@ class Inbox:
         return self._eventfd
 
     def put(self, item: Any) -> None:
-        """Say something."""
         self._items.put(item)
         os.eventfd_write(self._eventfd, 1)
 
     def take(self) -> list[Any]:
-        """All that was said since."""
         try:
             os.eventfd_read(self._eventfd)
         except BlockingIOError:

@@ -115,10 +115,8 @@ def _settings_in_file(cls: type[RoleConfig]) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); make it readable, or let {_CONFIG_VARIABLE} name another file"
         ) from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # no TOML, no UTF-8, a number without end, nesting without end
+    except (ValueError, RecursionError) as error:
+        # no TOML, no UTF-8, a number without end, nesting without end
         raise ConfigError(
             f"{path}: expected TOML: {error}; correct it, or let {_CONFIG_VARIABLE} name another file"
         ) from error

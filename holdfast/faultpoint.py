@@ -46,17 +46,15 @@ class Point(StrEnum):
     PART_WRITTEN = "part_written"  # flusher: the store has it, the ring's own record does not say so
     PART_RECORDED = "part_recorded"  # flusher: that is recorded, its slots are not free yet
     PARTS_DONE = "parts_done"  # flusher: all parts written, nothing published
-    CLAIM_SEEN = (
-        "claim_seen"  # flusher: the run is its own; now it names, lists, marks or removes something in it
-    )
+    # flusher: the run is its own; now it names, lists, marks or removes something in it
+    CLAIM_SEEN = "claim_seen"
     FILE_NAMED = "file_named"  # flusher: the file has its name, which is not yet known to be durable
     FILE_PUBLISHED = "file_published"  # flusher: the file is in place, its manifest is not
     MANIFEST_WRITTEN = "manifest_written"  # flusher: durable, and nobody was told
     VERIFYING = "verifying"  # flusher: in the middle of a read-back
     MANIFEST_DELETED = "manifest_deleted"  # flusher: retention has removed a manifest, not yet its file
-    FILE_RETIRED = (
-        "file_retired"  # flusher: a file that is no longer kept has lost its name; its room is kept
-    )
+    # flusher: a file that is no longer kept has lost its name; its room is kept
+    FILE_RETIRED = "file_retired"
     ROOM_TAKEN = "room_taken"  # flusher: the next upload has that room, nothing is written over it
     RECOVERING = "recovering"  # flusher: has found a dead one's ring, and done nothing yet
     SLICE_STORED = "slice_stored"  # rank: its slice is in the store, its seal is not
@@ -66,9 +64,8 @@ class Point(StrEnum):
     IMAGE_LISTED = "image_listed"  # flusher, tool: its manifest is there too, and so are the slices
     SEAL_DELETED = "seal_deleted"  # who removes slices: a seal is gone, its slice is not
     RESTORE_READ = "restore_read"  # rank: has read a part of the checkpoint to restore
-    SLOT_RECYCLED = (
-        "slot_recycled"  # rank: a slot with an older slice is to be used again, the record names it still
-    )
+    # rank: a slot with an older slice is to be used again, the record names it still
+    SLOT_RECYCLED = "slot_recycled"
     SLOT_UNSEALED = "slot_unsealed"  # rank: the record names it no more, nothing of it is overwritten
     SLOT_WRITTEN = "slot_written"  # rank: one frame is in its slot, others are not
     SLOT_SEALED = "slot_sealed"  # rank: the seal is behind its slice, neither is durable
@@ -87,7 +84,6 @@ class Fault(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The file that says that it has struck."""
         return f"{self.victim}@{self.point}#{self.number}"
 
 

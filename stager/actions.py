@@ -67,7 +67,6 @@ class Actions:
         self._warned_of = ""  # the layout whose spared ranks were last warned of
 
     def offered(self, step: int) -> None:
-        """A rank has offered this step."""
         self._offered_at.setdefault(step, self._clock())
 
     def take(self, event: Event, blame: Callable[[ProtocolError], None] | None = None) -> None:

@@ -126,7 +126,6 @@ def _take_part(config: StagerConfig | None, problem: HoldfastError | None) -> No
 
 
 def _stand_alone(config: StagerConfig, *, once: bool) -> None:
-    """For the ranks of any launcher."""
     from stager.standing import StandingStager
 
     if is_under_mpirun():

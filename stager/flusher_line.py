@@ -30,9 +30,8 @@ _log = logging.getLogger("holdfast.stager")
 
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.5, 30.0
 _LOOK_AT_LOG_AFTER = 5  # flushers that ended without having done anything
-_UNSENT_MAX = (
-    1024  # messages in the channel; more wait here, so that a long replay is not taken for a dead peer
-)
+# messages in the channel; more wait here, so that a long replay is not taken for a dead peer
+_UNSENT_MAX = 1024
 
 
 class FlusherLine:
@@ -72,7 +71,6 @@ class FlusherLine:
 
     @property
     def log_path(self) -> Path:
-        """Where the flushers of this run say what happened to them."""
         return log_path(self._config.store)
 
     # -- while it is whole ---------------------------------------------------------------------------------------

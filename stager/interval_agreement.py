@@ -90,7 +90,6 @@ class IntervalAgreement:
         return self.doubtful(reason) if lost else self._give_up(reason)
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed."""
         overdue = self._agreement.overdue(now)
         return self._call_off(overdue) if overdue else []
 
@@ -180,7 +179,6 @@ class IntervalDesk:
         self._do(self._agreement.left(reason, lost=lost))
 
     def tick(self) -> None:
-        """Look at the deadline."""
         self._do(self._agreement.tick(self._clock()))
 
     def _do(self, effects: Sequence[Effect]) -> None:

@@ -76,7 +76,6 @@ class Notices:
         self._do(self._emergency.rank_left(rank, reason, self._clock()))
 
     def tick(self) -> None:
-        """Look at the deadlines."""
         self._do(self._emergency.tick(self._clock()))
 
     def _do(self, effects: Sequence[Effect]) -> None:

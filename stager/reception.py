@@ -149,13 +149,11 @@ class Reception:
             self._place(one.sock, one.hello, one.received)
 
     def close_job(self) -> None:
-        """The job that was served is over."""
         if self._present is not None:
             self._replace(self._present.incarnation)
             self._present = None
 
     def end(self) -> None:
-        """Take no further job."""
         self._ending = True
         for one in list(self._waiting.values()):
             self._unwatch(one.sock)

@@ -90,7 +90,6 @@ class StandingStager:
 
     @property
     def line_for_ranks(self) -> str:
-        """How to start ranks that find this stager."""
         host = socket.gethostname() if self.address.host in _ANY_ADDRESS else self.address.host
         key = ""
         if self._config.key_file is not None:

@@ -144,7 +144,6 @@ class TcpTrainersPort:
             self.drop(number, reason)
 
     def close(self) -> None:
-        """Close all connections."""
         for number in range(self.ranks):
             self._hang_up(number)
 

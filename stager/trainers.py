@@ -76,12 +76,10 @@ class Trainers:
         self._port.send(rank, message)
 
     def send_all(self, message: bytes) -> None:
-        """Send to every rank that is there."""
         for rank in self.present:
             self._port.send(rank, message)
 
     def hello(self, rank: int, frame: Frame) -> None:
-        """A rank has said who it is."""
         body = wire.json_body(frame)
         host, pid = body.get("host"), body.get("pid")
         self._known[rank] = _Heard(

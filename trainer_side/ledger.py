@@ -62,7 +62,6 @@ class Ledger:
 
     @property
     def stats(self) -> Stats:
-        """As of now."""
         self._settle()
         self._stats.causes = dict(self._causes.most_common())
         with self._guard:

@@ -97,13 +97,9 @@ class Image(Protocol):
     """An image whose chunks can be made, in order."""
 
     @property
-    def layout(self) -> Layout:
-        """Its layout."""
-        ...
+    def layout(self) -> Layout: ...
 
-    def senders(self, chunk: int) -> tuple[int, ...]:
-        """The ranks that have something of a chunk."""
-        ...
+    def senders(self, chunk: int) -> tuple[int, ...]: ...
 
     def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:
         """Put what `rank` has of `chunk` in its place. Any thread."""
@@ -134,7 +130,6 @@ class ChunkFinisher:
 
     @property
     def chunk(self) -> int:
-        """The next one."""
         return len(self._chunk_crcs)
 
     def finish(self, memory: memoryview, sources: tuple[Source, ...]) -> int:

@@ -23,9 +23,8 @@ from holdfast.store.base import ObjectInfo, Store
 _log = logging.getLogger("holdfast.catalog")
 
 _NAME = re.compile(r"step-(\d+)(?:-a(\d+))?\.json")
-_READERS = (
-    8  # a manifest is one small request: a long run on S3 would otherwise be listed one round trip at a time
-)
+# a manifest is one small request: a long run on S3 would otherwise be listed one round trip at a time
+_READERS = 8
 _NEAR_STEPS = 5
 
 
@@ -72,7 +71,6 @@ class Catalog:
 
     @property
     def store(self) -> Store:
-        """The run."""
         return self._store
 
     def list(self) -> Sequence[CatalogItem]:

@@ -43,9 +43,8 @@ from holdfast.sealed import seal, unseal
 from holdfast.store.base import Store
 
 _PUBLISHED = re.compile(r"-a(\d{3,10})[.-]")  # in names of files, manifests and slices
-_ATTEMPTS_SKIPPED_MAX = (
-    1_000_000  # old claims are removed, so the first that is left may have any number up to it
-)
+# old claims are removed, so the first that is left may have any number up to it
+_ATTEMPTS_SKIPPED_MAX = 1_000_000
 _CLAIM_BYTES_MAX = 1 << 16
 _NAME = re.compile(r"\.holdfast/writer-(\d{6,18})\.json")
 _CRC_FIELD = "claim_crc32"
@@ -80,7 +79,6 @@ class Identity:
 
     @classmethod
     def of_this_process(cls) -> Identity:
-        """The identity of the caller's process."""
         pid = os.getpid()
         return cls(
             host=platform.node(),
@@ -243,7 +241,6 @@ class Claim:
 
     @property
     def write_id(self) -> str:
-        """Random name of this claim."""
         return self._record.write_id
 
     def check(self, *, at_once: bool = False) -> None:

@@ -63,7 +63,6 @@ class Intent(BaseModel):
 
     @classmethod
     def to_publish(cls, file: str, upload: Upload, *, nbytes: int, chunk_bytes: int, write_id: str) -> Self:
-        """Of an upload that was begun with these arguments."""
         return cls(
             act="publish",
             file=file,
@@ -87,7 +86,6 @@ class Intent(BaseModel):
 
     @property
     def name(self) -> str:
-        """Name of its object."""
         return intent_name(self.write_id)
 
     def write(self, store: Store) -> None:

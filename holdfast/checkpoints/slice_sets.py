@@ -49,17 +49,14 @@ class SliceName(NamedTuple):
 
     @property
     def slice(self) -> str:
-        """Name of the object with its bytes."""
         return f"{self._base}.slice"
 
     @property
     def seal(self) -> str:
-        """Name of its seal."""
         return f"{self._base}.seal.json"
 
     @property
     def order(self) -> Key:
-        """Which checkpoint it is of."""
         return Key(self.attempt, self.step)
 
 
@@ -119,7 +116,6 @@ class SliceSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its slices."""
         return sum(self.slices.values())
 
     @property
@@ -130,11 +126,9 @@ class SliceSet:
         return ""
 
     def name(self, rank: int) -> SliceName:
-        """The name of one rank's slice."""
         return SliceName(self.attempt, self.step, rank, self.ranks)
 
     def names(self) -> list[SliceName]:
-        """All of which the store has something."""
         return [self.name(rank) for rank in sorted(self.seals.keys() | self.slices.keys())]
 
 

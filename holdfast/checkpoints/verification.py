@@ -95,7 +95,6 @@ class VerifyReport:
         return tuple(dict.fromkeys(path for damage in self.damage for path in damage.tensors))
 
     def summary(self) -> str:
-        """One line for notes and messages."""
         if self.ok:
             return f"{self.file}: {self.checked_bytes} bytes are as they were written"
         names = _shortened(self.tensors)

@@ -44,18 +44,14 @@ class Foreign(Protocol):
         ...
 
     @property
-    def tensors(self) -> int:
-        """Number of tensors."""
-        ...
+    def tensors(self) -> int: ...
 
     @property
     def image_bytes(self) -> int:
         """Size of the checkpoint file."""
         ...
 
-    def image(self, key: Key) -> Image:
-        """The image to publish as this checkpoint."""
-        ...
+    def image(self, key: Key) -> Image: ...
 
 
 def door(name: str) -> Any:

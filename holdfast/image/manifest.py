@@ -248,7 +248,6 @@ def step_file_name(step: int, *, attempt: int = 0) -> str:
 
 
 def manifest_name(file_name: str) -> str:
-    """Name of the manifest that belongs to a portable file."""
     return file_name.removesuffix(".pt") + ".json"
 
 

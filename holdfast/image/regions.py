@@ -245,7 +245,6 @@ class Pattern:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
         return math.prod(self.shape) * self.item_bytes
 
     @cached_property
@@ -255,7 +254,6 @@ class Pattern:
 
     @cached_property
     def combs(self) -> tuple[Comb, ...]:
-        """Of each region."""
         return tuple(Comb(self.shape, self.item_bytes, region) for region in self.regions)
 
     @cached_property

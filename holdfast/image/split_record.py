@@ -48,7 +48,6 @@ class SplitRecord(BaseModel):
 
     @classmethod
     def of(cls, pattern: Pattern) -> Self:
-        """The record of a pattern."""
         in_order = sorted(zip(pattern.regions, pattern.holders, strict=True))
         copies = [len(holders) for _, holders in in_order]
         cuts = [_sizes(sizes) for sizes in pattern.cuts or ()]

@@ -30,7 +30,6 @@ class PayloadHeader(NamedTuple):
     nbytes: int
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
         return HEADER.pack(self.number, self.slot, 0, self.nbytes)
 
     @classmethod
@@ -51,7 +50,6 @@ class TakenNumbers:
         return number <= self._all_up_to or number in self._beyond
 
     def add(self, number: int) -> None:
-        """It was taken."""
         self._beyond.add(number)
         while self._all_up_to + 1 in self._beyond:
             self._all_up_to += 1

@@ -79,7 +79,6 @@ class Emergency:
 
     @property
     def open(self) -> bool:
-        """Whether a notice is being dealt with."""
         return self._agreement.open or self._appointed_at is not None
 
     # -- messages of ranks ---------------------------------------------------------------------------------------
@@ -134,7 +133,6 @@ class Emergency:
         return [said, self._agreement.begin(now)]
 
     def answered(self, rank: int, answer: StepAnswer, now: float) -> list[Effect]:
-        """A rank has answered a proposal."""
         agreement = self._agreement
         match agreement.answered(rank, answer):
             case Answers.INCOMPLETE:
@@ -191,7 +189,6 @@ class Emergency:
         return self._over(f"no checkpoint can be whole: {reason}", now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Look at the deadlines."""
         overdue, left = self._agreement.overdue(now), self._left(now)
         if overdue:
             self._again_at = (

@@ -68,7 +68,6 @@ class Notice:
         return f"{self.kind}{when}, said by {by}"
 
     def to_json(self, now_unix: float | None = None) -> dict[str, Any]:
-        """The fields of the message."""
         return {
             "kind": self.kind.value,
             "seconds_left": self.seconds_left(now_unix),

@@ -151,7 +151,6 @@ class Spares:
         return len(self._going) > before
 
     def can(self, rank: int, ability: Ability) -> None:
-        """A rank has stated its ability."""
         self._abilities[rank] = ability
 
     @property

@@ -86,7 +86,6 @@ class Decision:
 
 
 def decide(outlook: Outlook) -> Decision:
-    """Decide about a notice."""
     flight_seconds = _flight_seconds(outlook)
     left = outlook.seconds_left
     if left is None:

@@ -68,7 +68,6 @@ class Advice:
     lost_dollars: float | None
 
     def line(self) -> str:
-        """One line with the reasons."""
         steps = "every step" if self.every == 1 else f"every {self.every} steps"
         loss = f"{self.lost_seconds:.{0 if self.lost_seconds >= _TENTHS_BELOW_SECONDS else 1}f} s"
         if self.lost_dollars is not None:

@@ -29,7 +29,6 @@ class Change:
     problem: str = ""
 
     def line(self) -> str:
-        """One line with the reasons."""
         return f"{self.advice.line()}; {self.problem}" if self.problem else self.advice.line()
 
 

@@ -82,12 +82,10 @@ class Header(NamedTuple):
 
     @property
     def journal_bytes(self) -> int:
-        """Size of the journal file."""
         return HEADER_BYTES + self.ring_chunks * RECORD_BYTES
 
     @property
     def ring_bytes(self) -> int:
-        """Size of the ring file."""
         return self.chunk_bytes * self.ring_chunks
 
     def checked(self, source: str) -> Header:

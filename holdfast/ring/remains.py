@@ -62,7 +62,6 @@ class HeldCheckpoint(NamedTuple):
     drift: str = ""
 
     def fitting(self, layout: Layout) -> frozenset[int]:
-        """The chunks that are those of this layout."""
         return frozenset(
             chunk
             for chunk, record in self.chunks.items()

@@ -298,7 +298,6 @@ class Ring:
         return self._journal.remains(slot)
 
     def records(self) -> list[SlotRecord]:
-        """The records of all slots."""
         return [self.record(slot) for slot in range(self.ring_chunks)]
 
     # -- checkpoints and layouts ---------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ class ViewsBody:
         return self._total
 
     def tell(self) -> int:
-        """Position in bytes."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:

@@ -85,7 +85,6 @@ class GenericFolder:
                 file.write(self._fs.cat_file(source))
 
     def move(self, source: str, target: str) -> None:
-        """Give a finished object its name."""
         with self._translated("publish", target):
             self._make_parent(target)
             self._fs.mv(source, target)

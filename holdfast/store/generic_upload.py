@@ -73,7 +73,6 @@ class GenericUpload:
 
     @property
     def published(self) -> bool:
-        """Whether the object is in place."""
         return self._published
 
     def written(self) -> frozenset[int]:

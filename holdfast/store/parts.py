@@ -91,7 +91,6 @@ class PartLedger:
                 self._changed.notify_all()
 
     def present(self) -> frozenset[int]:
-        """The parts that are there."""
         with self._changed:
             return frozenset(self._present)
 

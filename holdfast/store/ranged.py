@@ -36,11 +36,9 @@ class RangedFile(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
         return True
 
     def tell(self) -> int:

@@ -57,7 +57,6 @@ class S3Bucket:
         return f"s3://{self.name}/{key}"
 
     def check(self, prefix: str) -> None:
-        """See that bucket and credentials hold."""
         with translated("list", self.url(prefix).rstrip("/")):
             self.client.list_objects_v2(Bucket=self.name, Prefix=prefix, MaxKeys=1)
 

@@ -116,7 +116,6 @@ class S3Upload:
 
     @property
     def token(self) -> str:
-        """The server's upload id."""
         return self._upload_id
 
     @property

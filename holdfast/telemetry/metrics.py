@@ -295,7 +295,6 @@ class StoreRetries(Collector):
         self._failures = failures
 
     def collect(self) -> Iterable[Metric]:
-        """As the library wants it."""
         retries = CounterMetricFamily(
             "holdfast_store_retries", "Calls of the store that were tried again.", labels=["call"]
         )

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("holdfast.metrics")
-_CONNECTIONS_MAX = (
-    8  # one Prometheus asks over one; each costs a descriptor, which the ring and the store need, too
-)
+# one Prometheus asks over one; each costs a descriptor, which the ring and the store need, too
+_CONNECTIONS_MAX = 8
 _SILENT_SECONDS_MAX = 5.0  # a connection that says nothing, or takes nothing, is closed after that
 _NO_DESCRIPTOR_SECONDS = 0.5
 

@@ -149,7 +149,6 @@ class CheckpointRows:
         return Counter(one.cause for one in self.not_taken)
 
     def newest(self, *states: str) -> CheckpointRow | None:
-        """The newest in one of these states."""
         return next((row for row in reversed(self.rows) if row.state in states), None)
 
 
@@ -173,7 +172,6 @@ class _Gathering:
             self._stored_attempts[one.step] = max(one.attempt, self._stored_attempts.get(one.step, 0))
 
     def hear(self, event: LoggedEvent) -> None:
-        """One event."""
         named = whole(event.fields.get("attempt"))
         if event.event in {"stager_ready", "flusher_ready", "stager_attached", "flusher_replaced"}:
             self._attempt = self._attempt if named is None else named

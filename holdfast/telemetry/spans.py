@@ -254,11 +254,9 @@ class _Ids(IdGenerator):
         self.chosen: tuple[int, int] | None = None
 
     def generate_trace_id(self) -> int:
-        """As the library wants it."""
         return self.chosen[0] if self.chosen else self._random.generate_trace_id()
 
     def generate_span_id(self) -> int:
-        """As the library wants it."""
         return self.chosen[1] if self.chosen else self._random.generate_span_id()
 
 

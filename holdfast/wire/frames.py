@@ -91,7 +91,6 @@ class Kind(IntEnum):
 
     @property
     def to_stager(self) -> bool:
-        """Whether a rank may send it to the stager."""
         return self < Kind.WELCOME or self is Kind.BEAT
 
 
@@ -205,7 +204,6 @@ def decode(buffer: bytes | bytearray | memoryview) -> Frame:
 
 
 def to_json(document: Mapping[str, Any]) -> bytes:
-    """A JSON body."""
     return json.dumps(document, separators=(",", ":")).encode()
 
 

@@ -34,7 +34,6 @@ class HeldRegions:
         return cls(tuple(numbers), tuple(rows))
 
     def to_json(self) -> dict[str, Any]:
-        """For a message."""
         regions = [[item_bytes, list(one.start), list(one.size)] for item_bytes, one in self.regions]
         return {"regions": regions, "rows": [list(row) for row in self.rows]}
 

@@ -27,7 +27,6 @@ class Pace:
     every: int
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of the message."""
         return asdict(self)
 
     @classmethod
@@ -60,7 +59,6 @@ class Wish:
     why: str
 
     def to_json(self) -> dict[str, Any]:
-        """The fields of the message."""
         return {"every": self.every, "after": self.after, "why": self.why[:_CHARACTERS_MAX]}
 
     @classmethod

@@ -51,7 +51,6 @@ class Proposal:
         return cls("", [], 0, {}, refusal=(fields["code"], fields["message"]))
 
     def to_frame(self, attempt: int) -> bytes:
-        """The PROPOSE message."""
         document: dict[str, Any] = {
             "table_digest": self.table_digest,
             "pickle_bytes": self.pickle_bytes,
@@ -134,7 +133,6 @@ class Agreement:
     union: StateUnion | None = None
 
     def to_frame(self, attempt: int) -> bytes:
-        """The RESERVED message."""
         document: dict[str, Any] = {
             "pickle_reserve_bytes": self.pickle_reserve_bytes,
             "per_rank_reserve_bytes": self.per_rank_reserve_bytes,

@@ -40,7 +40,6 @@ class Stage:
     groups: Mapping[str, Sequence[tuple[Sequence[str], str]]]
 
     def to_json(self) -> dict[str, Any]:
-        """For a message."""
         return {"outline": self.outline, "groups": self.groups}
 
     @classmethod
@@ -77,7 +76,6 @@ class StateUnion:
     groups: Mapping[str, list[list[str]]]
 
     def to_json(self) -> dict[str, Any]:
-        """For a message."""
         return {
             "table": self.table,
             "staged": sorted(self.staged),

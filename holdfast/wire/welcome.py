@@ -33,7 +33,6 @@ class Welcome:
     beat_seconds: float
 
     def to_frame(self) -> bytes:
-        """The WELCOME message."""
         return encode(Kind.WELCOME, attempt=self.attempt, body=to_json(asdict(self)))
 
     @classmethod

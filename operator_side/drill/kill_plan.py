@@ -133,7 +133,6 @@ class Sequence:
         self._trains = True
 
     def stepped(self, step: int, at: float) -> None:
-        """Note that a step is done."""
         if step == self._step + 1:
             self._step_seconds = max(0.0, at - self._stepped_at)
         self._step, self._stepped_at = step, at

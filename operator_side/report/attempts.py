@@ -61,7 +61,6 @@ class ReportedAttempt:
 
     @property
     def stopped_at_unix(self) -> float:
-        """When its work ended."""
         ended = self.heard_at_unix if self.ended_at_unix is None else self.ended_at_unix
         return ended if self.lost_at_unix is None or not self.was_lost else self.lost_at_unix
 

@@ -41,7 +41,6 @@ def declined(facts: RunFacts) -> Html | None:
 
 
 def troubles(facts: RunFacts) -> Html | None:
-    """Notices and troubles."""
     found = facts.happened
     if not found:
         return None

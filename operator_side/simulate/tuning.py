@@ -219,7 +219,6 @@ def _whence(question: Question) -> str:
 
 
 def _replayed(question: Question, name: str, measured: Measured, every: int, nodes: int) -> str:
-    """Sentences on the replay of the trace."""
     assert question.trace is not None
     plan = StudyPlan(
         question.profile.model_copy(update={"strategies": {name: measured}}),

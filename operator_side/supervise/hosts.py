@@ -112,7 +112,6 @@ class HostFile:
         return tuple(Host(name, slots) for name, slots in found.items() if slots)
 
     def look(self) -> tuple[Host, ...]:
-        """The hosts of the file on which a command can be started."""
         hosts = self.read()
         with ThreadPoolExecutor(_PROBES_AT_ONCE, thread_name_prefix="probe") as probes:
             there = list(probes.map(lambda host: is_here(host.name) or self._answers(host.name), hosts))

@@ -71,7 +71,6 @@ class Death:
 
     @property
     def own_fault(self) -> bool:
-        """Whether it failed by itself."""
         return (self.status > 0 or (self.status < 0 and -self.status in _OWN_FAULTS)) and not self.by_us
 
 

@@ -46,7 +46,6 @@ class Admission:
         return self.lost.keys() | self._silent.keys()
 
     def silent(self, event: RankSilent, now: float) -> None:
-        """A rank says nothing any more."""
         self._silent[event.rank] = (event.name, now - event.silent_seconds)
 
     def back(self, rank: int) -> None:
@@ -60,7 +59,6 @@ class Admission:
         return self._verdicts.get(step)
 
     def told(self, verdict: Tell) -> None:
-        """All are told this of a step."""
         self.came_to(verdict.step)
         self._verdicts[verdict.step] = verdict
         while len(self._verdicts) > _VERDICTS_KEPT:
@@ -90,7 +88,6 @@ class Admission:
         return None
 
     def announced(self, layout: Layout) -> None:
-        """Offers may name this layout."""
         self._layouts[layout.digest] = layout
         self._layouts.move_to_end(layout.digest)
         while len(self._layouts) > _LAYOUTS_KEPT:

@@ -91,7 +91,6 @@ class Checkpoint:
 
     @property
     def handed_over_fraction(self) -> float:
-        """How much of it that is."""
         return self.handed_over / self.layout.chunks if self.layout is not None else 0.0
 
     @property

@@ -67,7 +67,6 @@ class Contents:
         return self._entries.get(tensor.untyped_storage().data_ptr())
 
     def nbytes(self, entry: int) -> int:
-        """Size of an entry."""
         return self.manifest.entries[entry].nbytes
 
     def stream(self, entry: int, sink: Sink) -> None:

@@ -46,12 +46,10 @@ class Import:
 
     @property
     def names(self) -> Sequence[str]:
-        """The names at the top of the state."""
         return list(self._tree)
 
     @property
     def tensors(self) -> int:
-        """How many there are."""
         return len(tensor_paths(self._tree))
 
     @property
@@ -60,7 +58,6 @@ class Import:
         return self._skeleton.layout.image_bytes
 
     def image(self, key: Key) -> StateImage:
-        """The image to publish as this checkpoint."""
         return StateImage(key, self._tree, self._skeleton, self._stored)
 
 

@@ -92,7 +92,6 @@ class SafetensorsPlan:
 
     @property
     def read_bytes(self) -> int:
-        """How many bytes are read for it."""
         return sum(self._contents.nbytes(entry) for entry in self._by_entry())
 
     def write(self, fd: int, advance: Callable[[int], None]) -> None:

@@ -91,7 +91,6 @@ class NoStager:
         """Nobody needs it."""
 
     def offer(self, step: int, source: SliceSource, record: dict[str, Any]) -> Transfer:  # noqa: ARG002
-        """Nobody takes it."""
         return Transfer.none(step, record)
 
     def fetch(

@@ -26,9 +26,8 @@ from trainer_side.transfer import SliceSource, Transfer, TransferState
 
 _FRAMES_IN_FLIGHT_MAX = 4
 _STALL_SECONDS = 0.1  # much longer than a busy stager takes until it comes to a payload
-_FRAMES_AHEAD_MAX = (
-    4  # whose CRCs wait for credits: as many as come at once; more would only take time from the copy
-)
+# whose CRCs wait for credits: as many as come at once; more would only take time from the copy
+_FRAMES_AHEAD_MAX = 4
 _FRAMES_LOOKED_AT_MAX = 16  # for one that is ready and has no CRC yet; they get ready in about this order
 
 
@@ -125,7 +124,6 @@ class Outgoing:
         return self.transfer.state.final and self.transfer.released.is_set()
 
     def offer(self, port: StagerPort, attempt: int) -> None:
-        """Say OFFER."""
         body = {**self.transfer.summary(), "layout_digest": self.plan.digest}
         port.send(wire.encode(Kind.OFFER, attempt=attempt, step=self.transfer.step, body=wire.to_json(body)))
 

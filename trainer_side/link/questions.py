@@ -71,7 +71,6 @@ class Questions:
 
     @property
     def fetching(self) -> bool:
-        """Whether a fetch is open."""
         return bool(self._fetches)
 
     def agree(self, proposal: Proposal) -> Agreement:

@@ -75,7 +75,6 @@ class Aws:
         return notices
 
     def present(self) -> bool:
-        """Whether the server is there and is AWS's."""
         try:
             self._renew()
         except SourceError:

@@ -51,7 +51,6 @@ class Azure:
         return [notice for event in preempts if (notice := self._notice(event)) is not None]
 
     def present(self) -> bool:
-        """Whether the server is there and is Azure's."""
         try:
             answer = self._server.ask(_NAME, headers=_HEADERS)
         except SourceError:

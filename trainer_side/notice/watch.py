@@ -68,7 +68,6 @@ class NoticeWatch:
         self._thread = threading.Thread(target=self._run, name="holdfast-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def close(self) -> None:

@@ -129,7 +129,6 @@ class Pacer:
             self._profile.declined()
 
     def close(self) -> None:
-        """Take the hooks off."""
         self._updates.remove()
 
     def _consider(self, wish: Callable[[Wish], None]) -> None:

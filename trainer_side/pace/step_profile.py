@@ -139,7 +139,6 @@ class StepProfile:
         return Cost(iteration, stall, staged, max(staged, durable), self.in_flight_max)
 
     def fields(self, host_peak_bytes: int) -> Mapping[str, Any]:
-        """The profile as an event has it."""
         return {
             "iterations": len(self._iterations),
             "iteration_seconds": _middle(self._iterations),

@@ -40,7 +40,6 @@ class JobStore(NamedTuple):
     outlives_ranks: bool
 
     def connect(self, seconds_max: float) -> Store:
-        """Another connection to it."""
         if not self.place:
             return self.store
         host, _, port = self.place.rpartition(":")

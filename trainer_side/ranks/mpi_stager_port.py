@@ -13,9 +13,8 @@ from trainer_side.ranks.mpi import MPI, PAUSE_SECONDS_MIN, lost_peer
 
 _log = logging.getLogger("holdfast.trainer.mpi")
 
-_given_up = (
-    False  # the stager was silent for too long: for MPI it may still live, and MPI_Finalize would wait for it
-)
+# the stager was silent for too long: for MPI it may still live, and MPI_Finalize would wait for it
+_given_up = False
 
 
 def given_up() -> bool:

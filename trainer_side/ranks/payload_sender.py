@@ -107,7 +107,6 @@ class PayloadSender:
 
     @property
     def is_over(self) -> bool:
-        """The connection is to be ended."""
         return self._closed or self._renewed
 
     def begin(self) -> int:
@@ -125,7 +124,6 @@ class PayloadSender:
             return header, payload
 
     def received(self, number: int) -> None:
-        """A receipt has come."""
         with self._lock:
             found = self._under_way.pop(number, None)
             if found is None:

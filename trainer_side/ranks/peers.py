@@ -24,14 +24,10 @@ class Peers(Protocol):
     """The training ranks, as restore sees them. All calls raise `PeerLost` when a rank is gone."""
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        ...
+    def rank(self) -> int: ...
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        ...
+    def ranks(self) -> int: ...
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
         """Return on every rank the bytes that `root` gave; the others give None."""
@@ -84,7 +80,6 @@ class LonePeers:
     ranks = 1
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """The bytes themselves."""
         assert data is not None, f"rank {root} gave nothing"
         return data
 

@@ -338,7 +338,6 @@ class Trial:
         return None
 
     def _parse(self, data: bytes) -> None:
-        """Make the tree."""
         if self._rounds is None:
             assert self._manifest is not None
             file, store = self._manifest.file, self._job.store

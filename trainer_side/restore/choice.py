@@ -120,7 +120,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """For people."""
         return str(self.checkpoint)
 
     @property
@@ -329,7 +328,6 @@ def _nearest(
     failed: Collection[tuple[int, FrameSource]],
     broken: Collection[FrameSource],
 ) -> FrameSource | None:
-    """The source that is tried next for a piece."""
     options = [
         (holder.nearness, loads[holder.rank], FrameSource(holder.rank, holder.number))
         for holder in candidate.slices.get(piece.slice_rank, ())

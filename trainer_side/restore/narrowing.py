@@ -49,7 +49,6 @@ class StageNames(NamedTuple):
             return cls(modules, {})  # said by `narrow`, if they are needed
 
     def to_bytes(self) -> bytes:
-        """For the other ranks."""
         return json.dumps([self.modules, self.parameters]).encode()
 
     @classmethod
@@ -155,7 +154,6 @@ def _by_name(at: str, saved: Mapping[str, Any], every: Sequence[_Groups]) -> lis
 def _by_order(
     at: str, saved: Mapping[str, Any], every: Sequence[_Groups], order: Mapping[str, _FilePlace]
 ) -> list[list[list[Any]]]:
-    """The same of a file that has numbers."""
     groups = _same_groups(at, saved, every)
     keys_of: list[list[list[Any]]] = [[] for _ in every]
     for number, numbers in enumerate(groups):

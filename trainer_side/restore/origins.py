@@ -52,9 +52,7 @@ class Origin(Protocol):
         """Which part of the time for restoring one request may take; then it hangs, and another source is asked."""
         ...
 
-    def lying(self, unit: Unit) -> Lying:
-        """Where a unit lies in it."""
-        ...
+    def lying(self, unit: Unit) -> Lying: ...
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset` on.
@@ -86,7 +84,6 @@ class StoredFile:
         return Lying((extent,), offset, manifest.chunk_crc32s[unit.chunk], what)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """As the store does it."""
         self._store.read_into(self._manifest.file, offset, view)
 
 
@@ -105,7 +102,6 @@ class KeptSlice:
         self.what = f"{tier.name}: {whose} in {kept.place} slot {kept.slot}"
 
     def lying(self, unit: Unit) -> Lying:
-        """One frame of the slice."""
         frame = self._frames[unit.frame]
         what = f"frame {unit.frame} ({frame.nbytes} bytes from {frame.offset})"
         return Lying(frame.extents, frame.offset, self._kept.seal.frame_crc32s[unit.frame], what)

@@ -307,7 +307,6 @@ class _Crew:
         self._broken.update((number, error) for number, of in self._origins.items() if of.tier == origin.tier)
 
     def hangs(self, unit: Unit) -> bool:
-        """Whether the tier that it is in does."""
         return self._origins[unit.number].tier in self._hanging
 
     def stop(self) -> None:
@@ -320,7 +319,6 @@ class _Crew:
         return f"{origin.what}: {origin.lying(unit).what}"
 
     def uses(self) -> dict[str, Use]:
-        """What each tier gave."""
         return {tier: Use(nbytes, end - begun) for tier, (begun, end, nbytes) in self._spans.items()}
 
     def read(self, unit: Unit) -> None:

@@ -49,7 +49,6 @@ class RegionTarget:
         copy_runs(self.comb, inside - self.base, source, self.memory, 0)
 
     def chunks(self, image: Mapped) -> Iterable[int]:
-        """The chunks of the image in which it has a byte."""
         base, span = image.entries[self.entry].offset + self.base, self.comb.span
         first, last = (base + span.offset) // image.chunk_bytes, (base + span.end - 1) // image.chunk_bytes
         before = 0

@@ -146,7 +146,6 @@ class Structure:
 
     @property
     def entry_of(self) -> dict[int, int]:
-        """Address of a storage → its entry."""
         return {storage.data_ptr(): index for index, storage in self.storages.items()}
 
     @property

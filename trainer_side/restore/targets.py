@@ -19,7 +19,6 @@ class Sum(NamedTuple):
 
     @classmethod
     def of(cls, view: memoryview) -> Sum:
-        """Compute it."""
         return cls(crc32(view), view.nbytes)
 
 

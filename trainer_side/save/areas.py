@@ -59,7 +59,6 @@ class _All:
         self._events = events
 
     def is_set(self) -> bool:
-        """Whether all are set."""
         return all(event.is_set() for event in self._events)
 
     def wait(self, seconds_max: float) -> bool:
@@ -84,7 +83,6 @@ class AreaUse:
 
     @property
     def step(self) -> int:
-        """Which step."""
         return self.transfer.step
 
 
@@ -101,12 +99,10 @@ class Areas:
 
     @property
     def count_max(self) -> int:
-        """How many there may be."""
         return self._count_max
 
     @property
     def nbytes(self) -> int:
-        """Memory of those that were taken."""
         return sum(area.area_bytes for area in self._areas)
 
     def renew(
@@ -142,10 +138,8 @@ class Areas:
             return None
         try:
             area = self._make(None)
-        except (
-            MemoryError,
-            RuntimeError,
-        ) as error:  # torch's own for memory; training goes on with what there is
+        except (MemoryError, RuntimeError) as error:
+            # torch's own for memory; training goes on with what there is
             _log.warning(
                 "no memory for one more staging area, %d are in use; lower in_flight_max, or free memory: %s",
                 len(self._areas),

@@ -258,7 +258,6 @@ class Room:
         )
 
     def _waited_for(self, flight: AreaUse) -> str:
-        """Who waited for whom."""
         before = flight.transfer
         who = f"rank {self._link.rank} waited {self._config.full_seconds_max:g} s for step {before.step}"
         if before.released.is_set() and before.settled.is_set():

@@ -124,7 +124,6 @@ class Staging:
 
     @property
     def area_bytes(self) -> int:
-        """Memory that it takes."""
         return self._plan.area_bytes
 
     def view(self, offset: int, nbytes: int) -> memoryview:

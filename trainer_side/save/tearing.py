@@ -34,9 +34,8 @@ _WORD_BYTES = 8
 _WORDS = 4  # of one piece
 _DRAWN_OF = 1 << 24
 _LOOKS_MAX = 4096  # batches; they hold no tensor
-_DEVICE_PIECES_MAX = (
-    32  # at one save: each takes a call of torch or two, and others have their turn at the next
-)
+# at one save: each takes a call of torch or two, and others have their turn at the next
+_DEVICE_PIECES_MAX = 32
 _version = attrgetter("_version")
 _address = attrgetter("data_ptr")
 

@@ -168,7 +168,6 @@ class Outline:
 
 
 def _parts(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
-    """Keys and values of a container."""
     if type(node) in _DICTS:
         return tuple(node), [*node.values()]
     if type(node) is list or type(node) is tuple:
@@ -226,7 +225,6 @@ class _Identities:
         self._firsts = None if len(set(values)) == self._count else _firsts(values)
 
     def hold(self, values: list[int]) -> bool:
-        """Whether the same of these are equal."""
         if len(values) != self._count:
             return False
         return len(set(values)) == self._count if self._firsts is None else _firsts(values) == self._firsts

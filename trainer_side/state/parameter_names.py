@@ -58,7 +58,6 @@ def parameter_names(state: Mapping[str, Any]) -> dict[str, list[list[list[str]]]
 
 
 def first_names(names: Mapping[str, Sequence[Sequence[Sequence[str]]]]) -> dict[str, list[list[str]]]:
-    """The names that stand for the parameters."""
     return {at: [[own[0] for own in group] for group in groups] for at, groups in names.items()}
 
 

@@ -29,7 +29,6 @@ class Blobs:
 
     @classmethod
     def of(cls, ranks: int, reserves: Mapping[str, int]) -> Blobs:
-        """With so many bytes for each value."""
         return cls(
             {
                 name: [torch.empty(reserve, dtype=torch.uint8, device="cpu") for _ in range(ranks)]
@@ -39,7 +38,6 @@ class Blobs:
 
     @property
     def paths(self) -> set[str]:
-        """The paths of all of them in the expanded tree."""
         return {f"{name}/{rank}" for name, tensors in self.by_name.items() for rank in range(len(tensors))}
 
     def expand(self, tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,12 +80,10 @@ class Shards:
 
     @property
     def storages(self) -> list[int]:
-        """Addresses of the stand-ins' storages."""
         return [*self._path_of]
 
     @staticmethod
     def are_in(tree: Any) -> bool:
-        """Whether there is a split tensor in the tree."""
         seen: set[int] = set()
         pending = [tree]
         while pending:

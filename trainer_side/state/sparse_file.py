@@ -82,7 +82,6 @@ class Literals:
         return Literals(kept)
 
     def _merged(self) -> list[tuple[int, bytearray]]:
-        """Neighbours as one run."""
         pieces: list[tuple[int, bytearray]] = []
         for start, data in self.runs:
             if pieces and pieces[-1][0] + len(pieces[-1][1]) == start:
@@ -135,19 +134,15 @@ class SparseFile(io.RawIOBase):
         return file
 
     def readable(self) -> bool:
-        """Yes."""
         return True
 
     def writable(self) -> bool:
-        """Yes."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
         return True
 
     def tell(self) -> int:
-        """Position in bytes."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -158,7 +153,6 @@ class SparseFile(io.RawIOBase):
         return self._position
 
     def write(self, data: Buffer, /) -> int:
-        """Append a literal."""
         copied = bytes(data)  # the writer reuses its memory
         if self._position != self.nbytes:
             raise io.UnsupportedOperation("a sparse file is written front to back")

@@ -96,7 +96,6 @@ class Held(NamedTuple):
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the whole."""
         return math.prod(self.shape)
 
 

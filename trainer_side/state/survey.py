@@ -66,7 +66,6 @@ class StoragePart(NamedTuple):
     nbytes: int
 
     def source(self, entry: int) -> StorageSource:
-        """Where its bytes are now."""
         address = self.storage.data_ptr() + self.start_bytes if self.nbytes else 0
         return StorageSource(entry, self.storage, self.start_bytes, self.nbytes, address, self.storage.device)
 

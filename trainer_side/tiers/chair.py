@@ -117,7 +117,6 @@ class Chair:
         return self._do(self._emergency.rank_left(rank, f"rank {rank} {why}", self._clock()))
 
     def tick(self) -> list[bytes]:
-        """Look at the deadlines."""
         return self._do(self._emergency.tick(self._clock()))
 
     def _in_flight(self) -> list[InFlight]:

@@ -99,11 +99,9 @@ class Coordinator:
                 raise ProtocolError(f"rank {rank} sent {frame.kind.name} to rank 0, which it must not")
 
     def died(self, rank: int) -> list[bytes]:
-        """MPI says that a rank is dead."""
         return self._rank_left(rank, "is dead")
 
     def tick(self, now: float) -> list[bytes]:
-        """Look at the deadlines."""
         if late := self._round.late(now):
             _log.warning("%s", late)
         messages = self._verdicts(self._tally.overdue(now))

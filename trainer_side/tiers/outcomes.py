@@ -102,7 +102,6 @@ class Outcomes:
         return lane.idle and not self.council.undecided and lane.idle
 
     def laid_out(self, layout: Layout) -> None:
-        """Slices of this layout come."""
         if self._watch is not None:
             self._watch.laid_out(layout)
 

@@ -111,15 +111,12 @@ class Superblock:
 
     @property
     def seal_room_bytes(self) -> int:
-        """Largest size of a seal."""
         return self.slot_bytes - self.area_bytes
 
     def slot_offset(self, slot: int) -> int:
-        """Where the area of a slot begins."""
         return self.slots_offset + slot * self.slot_bytes
 
     def seal_offset(self, slot: int) -> int:
-        """Where the seal of a slot begins."""
         return self.slot_offset(slot) + self.area_bytes
 
     def to_bytes(self) -> bytes:

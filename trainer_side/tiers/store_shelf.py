@@ -80,7 +80,6 @@ class SliceShelf:
             return key in self._void or (self._complete is not None and key < self._complete)
 
     def sealed(self, name: SliceName, digest: str) -> None:
-        """The seal of this slice is in the store."""
         with self._lock:
             self._digests[name.order] = digest
             self._sealed.setdefault(name.order, set()).add(name)

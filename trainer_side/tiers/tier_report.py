@@ -34,7 +34,6 @@ class TierReport:
         self._warned: set[str] = set()
 
     def kept(self, tier: Tier, outcome: PartOutcome) -> None:
-        """A slice is sealed."""
         keeping = outcome.keeping
         self._ledger.kept(tier.name)
         self.events.emit(
@@ -68,7 +67,6 @@ class TierReport:
             _log.warning("rank %d: step %d is not kept in tier %s: %s", self._rank, step, tier.name, reason)
 
     def no_slot(self, tier: Tier, step: int, error: HoldfastError) -> None:
-        """The tier refuses a slot."""
         if self._is_news(str(error)):
             _log.error("rank %d: tier %s gives no slot for step %d: %s", self._rank, tier.name, step, error)
 

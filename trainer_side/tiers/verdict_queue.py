@@ -52,7 +52,6 @@ class VerdictQueue:
         return ready
 
     def delivered(self) -> None:
-        """One verdict that was taken has reached the tier."""
         self._delivering -= 1
 
     def _is_held_back(self, verdict: StepVerdict) -> bool:
