@@ -44,6 +44,7 @@ NOT_TYPED = {
     ". .venv/bin/activate": "that environment comes first in the PATH already",
     "make setup": _ENVIRONMENT,
     "pip install": _ENVIRONMENT,
+    "holdfast stager --store ": "stands until told to stop; tests/integration/test_standing_stager.py starts some",
     "torchrun ": "several machines; tests/integration/test_torchrun.py starts jobs on this one",
     "make lint": "CI runs it before the tests",
     "make types": "CI runs it beside the tests",
