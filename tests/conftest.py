@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.support.costs import Costs
 from tests.support.hangs import Hangs
 from tests.support.moto_s3 import running_moto
 from tests.support.once import made_once
+from tests.support.quick_site import sitecustomize  # noqa: F401 - what it says of a job is so here, too
 from tests.support.s3_place import S3Place, fresh_bucket, s3_environment
 from tests.support.swift import SwiftServer, install, running_swift
 
@@ -34,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Count what each test costs; end what a hung one leaves."""
     config.pluginmanager.register(Costs(config))
     config.pluginmanager.register(Hangs())
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives until the end: the collector need not look at it again with every test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.support.images import Image, from_torch_file
-from tests.support.job import REPOSITORY
+from tests.support.job import QUICK_SITE, REPOSITORY
 from tests.support.stager_client import FlusherProcess
 
 __all__ = ["FaultedFlusher", "flusher_environment", "image_of", "original", "wait_until"]
@@ -86,7 +86,7 @@ class FaultedFlusher(FlusherProcess):
 def flusher_environment(more: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without holdfast's settings."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
-    return clean | {"PYTHONPATH": str(REPOSITORY)} | dict(more)
+    return clean | {"PYTHONPATH": f"{QUICK_SITE}{os.pathsep}{REPOSITORY}"} | dict(more)
 
 
 def original(seed: int, *, nbytes: int) -> dict[str, torch.Tensor]:

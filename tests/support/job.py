@@ -15,12 +15,13 @@ import psutil
 
 from holdfast.mpirun import mpirun_command
 
-__all__ = ["HOLDFAST", "NOT_LAUNCHED", "REPOSITORY", "Job", "environment"]
+__all__ = ["HOLDFAST", "NOT_LAUNCHED", "QUICK_SITE", "REPOSITORY", "Job", "environment"]
 
 _LAUNCHES_MAX = 3
 _LAUNCH_SECONDS_MAX = 60.0
 NOT_LAUNCHED = "PMIx server's listener thread failed to start"
 REPOSITORY = Path(__file__).resolve().parents[2]
+QUICK_SITE = REPOSITORY / "tests" / "support" / "quick_site"
 HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
 
 
@@ -38,7 +39,7 @@ def environment(runtime: Path, **more: str) -> dict[str, str]:
         "XDG_STATE_HOME": str(runtime.with_name(f"{runtime.name}-logs")),
         # Open MPI leaves its shared-memory files behind when a rank is killed.
         "OMPI_MCA_btl_sm_backing_directory": str(runtime),
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": f"{QUICK_SITE}{os.pathsep}{REPOSITORY}",
         "OMP_NUM_THREADS": "1",
         "HOLDFAST_GRACE_SECONDS": "1",  # a flusher whose job was killed waits for another one, and so do the tests
         **more,
