@@ -14,6 +14,7 @@ data-parallel run hold the same bytes.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -59,18 +60,21 @@ def _flat(model: str) -> nn.Module:
 def _build(model: str) -> nn.Module:
     if model.startswith("flat-"):
         return _flat(model)
-    import transformers  # takes seconds, and not every model needs it
-
+    # Takes seconds, and not every model needs it. mypy leaves the models out (pyproject.toml).
+    transformers: Any = importlib.import_module("transformers")
+    net: nn.Module
     if model.startswith("resnet"):
         depths = {"resnet50": [3, 4, 6, 3], "resnet152": [3, 8, 36, 3]}[model]
         labels: dict[str, Any] = {"num_labels": 1000}
-        return transformers.ResNetForImageClassification(transformers.ResNetConfig(depths=depths, **labels))
-    if model == "bert-large":
+        net = transformers.ResNetForImageClassification(transformers.ResNetConfig(depths=depths, **labels))
+    elif model == "bert-large":
         config = transformers.BertConfig(
             hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
         )
-        return transformers.BertForMaskedLM(config)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**(_TINY if model == "tiny" else {})))
+        net = transformers.BertForMaskedLM(config)
+    else:
+        net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**(_TINY if model == "tiny" else {})))
+    return net
 
 
 class Workload:
