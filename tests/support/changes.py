@@ -314,6 +314,28 @@ class _ScheduleFreePackage(Training):
         self.optimizer.train()
 
 
+class _ScheduleFreeWrapper(_ScheduleFreePackage):
+    """It has an optimizer of torch inside, and is none itself."""
+
+    def make(self) -> Any:
+        inner = torch.optim.SGD(self.parameters, lr=0.01)
+        return importlib.import_module("schedulefree").ScheduleFreeWrapper(inner, momentum=0.9)
+
+
+class _SharpnessPackage(Training):
+    """Its first step climbs, outside of any `step()`, and so outside of any hook."""
+
+    def make(self) -> Any:
+        package = importlib.import_module("pytorch_optimizer")
+        return package.SAM(self.parameters, torch.optim.SGD, lr=0.01, momentum=0.9)
+
+    def step(self, step: int) -> None:
+        self.gradients(step)
+        self.optimizer.first_step()
+        self.gradients(step + 1)
+        self.optimizer.second_step()
+
+
 class _Sharded(Training):
     """Parameters and moments are DTensors. torch.distributed is set up, with one rank."""
 
@@ -429,16 +451,26 @@ SHARDED_WAITING: tuple[type[Training], ...] = (
     ShardedInBackward,
 )
 SHARDED_TEARING: tuple[type[Training], ...] = (ShardedSharpness, ShardedBest, ShardedAverage, ShardedMoments)
+# By PACKAGE or PACKAGE:CLASS. Only tests/soak has them: they are not in the project's environment.
 PACKAGES: dict[str, type[Training]] = {
     "schedulefree": _ScheduleFreePackage,
+    "schedulefree:ScheduleFreeWrapper": _ScheduleFreeWrapper,
     "timm": _of_a_package(
         "timm.optim", lambda timm, parameters: timm.Lookahead(torch.optim.AdamW(parameters, lr=0.01))
     ),
     "pytorch_optimizer": _of_a_package(
         "pytorch_optimizer", lambda package, parameters: package.Lion(parameters, lr=0.01)
     ),
+    "pytorch_optimizer:Lookahead": _of_a_package(
+        "pytorch_optimizer",
+        lambda package, parameters: package.Lookahead(torch.optim.AdamW(parameters, lr=0.01)),
+    ),
+    "pytorch_optimizer:SAM": _SharpnessPackage,
     "bitsandbytes": _of_a_package(
         "bitsandbytes.optim", lambda package, parameters: package.AdamW(parameters, lr=0.01)
+    ),
+    "bitsandbytes:AdamW8bit": _of_a_package(
+        "bitsandbytes.optim", lambda package, parameters: package.AdamW8bit(parameters, lr=0.01)
     ),
 }
 
