@@ -35,6 +35,12 @@ def _arguments() -> argparse.Namespace:
         help="folder for all that it writes (default %(default)s)",
     )
     parser.add_argument(
+        "--launcher",
+        choices=("mpirun", "torchrun"),
+        default="mpirun",
+        help="what starts the training ranks; with torchrun the stager stands alone (default %(default)s)",
+    )
+    parser.add_argument(
         "--small", action="store_true", help="a model of half a million parameters, for a quick look"
     )
     arguments = parser.parse_args()
@@ -47,7 +53,9 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = _arguments()
-    plan = Plan(arguments.out.resolve(), arguments.ranks, arguments.steps, arguments.every)
+    plan = Plan(
+        arguments.out.resolve(), arguments.ranks, arguments.steps, arguments.every, arguments.launcher
+    )
     if arguments.small:
         plan = dataclasses.replace(plan, training=_SMALL, ring_bytes=8 << 20, chunk_bytes=1 << 20)
     console = Console()

@@ -1,6 +1,6 @@
-"""One MPI job of the demo: start it, follow its progress file, kill its training ranks, see what it leaves behind.
+"""One job of the demo: start it, follow its progress file, kill its training ranks, see what it leaves behind.
 
-Only processes that this job started are ever touched: ranks are found as descendants of our own mpirun, and what
+Only processes that this job started are ever touched: ranks are found as descendants of our own launcher, and what
 is left over by the runtime directory in its environment, which no other job on the machine has.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ TRAIN_SCRIPT = Path(__file__).resolve().parents[1] / "train_gpt.py"
 POLL_SECONDS = 0.02
 QUIET_SECONDS_MAX = 120.0  # a job that tells nothing for so long is taken to hang
 END_SECONDS_MAX = 90.0
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+_LISTENS = re.compile(r"listens at (\S+);")
 
 
 class DemoError(Exception):
@@ -57,7 +60,9 @@ def clean_environment(runtime: Path, **settings: str) -> dict[str, str]:
 
 
 class Job:
-    """One mpirun with training ranks and, given a store, a stager. A context manager: at its end nothing runs.
+    """One launcher with training ranks and, given a store, a stager. A context manager: at its end nothing runs.
+
+    Under mpirun the stager is a process of the job. Under torchrun it stands alone and ends after this job.
 
     Args:
         name: Names the files of this job in `folder`.
@@ -66,6 +71,7 @@ class Job:
         arguments: For the training script.
         store: The store's URL; None runs without a stager.
         runtime: A directory for the ring that no other job uses.
+        launcher: `mpirun` or `torchrun`.
         settings: `HOLDFAST_*` settings, without that prefix.
     """
 
@@ -78,28 +84,50 @@ class Job:
         arguments: list[str],
         store: Path | None,
         runtime: Path,
+        launcher: str,
         settings: Mapping[str, str],
     ) -> None:
-        self.name, self.runtime = name, runtime
+        self.name, self.runtime, self.launcher = name, runtime, launcher
         self.progress, self.log, self.events = (
             folder / f"{name}.{kind}" for kind in ("jsonl", "log", "events.jsonl")
         )
         self.progress.touch()
-        trainer = [sys.executable, str(TRAIN_SCRIPT), "--progress", str(self.progress), *arguments]
+        self._environment = clean_environment(runtime, EVENTS=str(self.events), **settings)
+        self._folder = folder
+        training = [str(TRAIN_SCRIPT), "--progress", str(self.progress), *arguments]
         holdfast = str(Path(sys.executable).with_name("holdfast"))
-        command = mpirun_command(
-            ranks, trainer, stager=None if store is None else [holdfast, "stager", "--store", str(store)]
-        )
-        environment = clean_environment(runtime, EVENTS=str(self.events), **settings)
-        with self.log.open("wb") as output:
-            self._mpirun = psutil.Popen(
+        stager = None if store is None else [holdfast, "stager", "--store", str(store)]
+        self._stager: psutil.Popen | None = None
+        if launcher == "torchrun":
+            if stager is not None:
+                self._stager = self._start([*stager, "--listen", "127.0.0.1:0", "--once"])
+                self._environment["HOLDFAST_STAGER"] = self._address()
+            command = [sys.executable, *_TORCHRUN, "--nproc-per-node", str(ranks), *training]
+        else:
+            command = mpirun_command(ranks, [sys.executable, *training], stager=stager)
+        self._launcher = self._start(command)
+
+    def _start(self, command: list[str]) -> psutil.Popen:
+        with self.log.open("ab") as output:
+            return psutil.Popen(
                 command,
-                cwd=folder,
-                env=environment,
+                cwd=self._folder,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+
+    def _address(self) -> str:
+        """Where the stager says that it listens."""
+        assert self._stager is not None
+        deadline = time.monotonic() + QUIET_SECONDS_MAX
+        while self._stager.poll() is None and time.monotonic() < deadline:
+            if found := _LISTENS.search(self.log.read_text(errors="replace")):
+                return found[1]
+            time.sleep(POLL_SECONDS)
+        self._stager.kill()
+        raise DemoError(f"{self.name}: the stager does not listen; it said:\n{self.output()}")
 
     def __enter__(self) -> Job:
         return self
@@ -107,13 +135,15 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self.leftovers():  # mpirun itself among them, if it still runs
+        for process in self.leftovers():  # the launcher itself among them, if it still runs
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._mpirun.wait()
+        self._launcher.wait()
+        if self._stager is not None:
+            self._stager.wait()
 
     def follow(self, watch: Callable[[], None] = lambda: None) -> Iterator[Step]:
-        """Steps as the training tells them, until mpirun has ended. Calls `watch` on every look.
+        """Steps as the training tells them, until the launcher has ended. Calls `watch` on every look.
 
         Raises:
             DemoError: Nothing was told for too long; the job is still running.
@@ -122,7 +152,7 @@ class Job:
         with self.progress.open(encoding="utf-8") as lines:
             while True:
                 ended = (
-                    self._mpirun.poll() is not None
+                    self._launcher.poll() is not None
                 )  # asked before reading, so that no last line is missed
                 watch()
                 while (line := lines.readline()).endswith("\n"):
@@ -140,9 +170,9 @@ class Job:
                 time.sleep(POLL_SECONDS)
 
     def training_ranks(self) -> list[psutil.Process]:
-        """The training processes of this job that are alive, found below our own mpirun."""
+        """The training processes of this job that are alive, found below our own launcher."""
         found = []
-        for process in self._mpirun.children(recursive=True):
+        for process in self._launcher.children(recursive=True):
             try:
                 if str(TRAIN_SCRIPT) in process.cmdline():  # a zombie has no command line any more
                     found.append(process)
@@ -158,17 +188,19 @@ class Job:
         return [process.pid for process in ranks]
 
     def succeed(self) -> None:
-        """Wait for mpirun's end and demand that it went well.
+        """Wait for the launcher's end and demand that it went well.
 
         Raises:
             DemoError: It did not.
         """
-        code = self._wait_for_mpirun()
+        code = self._wait_for_launcher()
         if code != 0:
-            raise DemoError(f"{self.name}: mpirun ended with exit code {code}; it said:\n{self.output()}")
+            raise DemoError(
+                f"{self.name}: {self.launcher} ended with exit code {code}; it said:\n{self.output()}"
+            )
 
     def settle(self, watch: Callable[[], None] = lambda: None) -> list[psutil.Process]:
-        """Wait until mpirun and all that it started has ended. Returns what is still there after the limit."""
+        """Wait until the launcher and all that it started has ended. Returns what is still there after the limit."""
         deadline = time.monotonic() + END_SECONDS_MAX
         while (left := self._everything()) and time.monotonic() < deadline:
             watch()
@@ -177,7 +209,7 @@ class Job:
         return left
 
     def leftovers(self) -> list[psutil.Process]:
-        """Processes of this job that are alive, also those outside mpirun's family, such as the flusher."""
+        """Processes of this job that are alive, also those outside its family, such as the flusher."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -192,14 +224,16 @@ class Job:
         """The last lines of what the job has said."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
-    def _wait_for_mpirun(self) -> int:
+    def _wait_for_launcher(self) -> int:
         try:
-            return int(self._mpirun.wait(END_SECONDS_MAX))
+            return int(self._launcher.wait(END_SECONDS_MAX))
         except psutil.TimeoutExpired:
             raise DemoError(
-                f"{self.name}: mpirun did not end in {END_SECONDS_MAX:.0f} s; it said:\n{self.output()}"
+                f"{self.name}: {self.launcher} did not end in {END_SECONDS_MAX:.0f} s; it said:\n{self.output()}"
             ) from None
 
     def _everything(self) -> list[psutil.Process]:
-        self._mpirun.poll()  # reaps it once it has ended
+        for process in (self._launcher, self._stager):
+            if process is not None:
+                process.poll()  # reaps it once it has ended
         return self.leftovers()

@@ -2,7 +2,7 @@
 
 reference      the training, uninterrupted and without checkpoints: what the result must be, to the bit
 until killed   the same training with checkpoints; every training rank gets SIGKILL in mid-run
-fresh cluster  a new mpirun that knows nothing but the store's URL; it resumes and finishes
+fresh cluster  a new launcher that knows nothing but the store's URL; it resumes and finishes
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Plan:
     """What to play.
 
     Attributes:
+        launcher: `mpirun` or `torchrun`.
         training: More arguments for the training script, such as the model's size.
         ring_bytes: Memory for the ring. `chunk_bytes`: of one chunk in it.
     """
@@ -49,6 +50,7 @@ class Plan:
     ranks: int = 2
     steps: int = 150
     every: int = 10
+    launcher: str = "mpirun"
     training: tuple[str, ...] = ()
     ring_bytes: int = 256 << 20
     chunk_bytes: int = 16 << 20
@@ -174,6 +176,7 @@ def _job(name: str, outcome: Outcome, arguments: list[str], runtime: Path, *, st
         arguments=["--steps", str(plan.steps), *plan.training, *arguments],
         store=store,
         runtime=runtime,
+        launcher=plan.launcher,
         settings={"RING_BYTES": str(plan.ring_bytes), "CHUNK_BYTES": str(plan.chunk_bytes)},
     )
 
