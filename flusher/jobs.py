@@ -50,7 +50,7 @@ from holdfast.image.chunks import patch_chunk, verify_chunk
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key, Manifest, manifest_name
 from holdfast.ring.ring import Ring
-from holdfast.store.base import Store, Upload
+from holdfast.store.base import BegunUpload, Store, Upload
 
 if TYPE_CHECKING:
     from flusher.tenure import Tenure
@@ -253,15 +253,9 @@ class Jobs:
 
     def _resume_upload(self, progress: Progress, layout: Layout) -> Upload:
         head = progress.head
-        return self._store.resume(
-            head.file,
-            nbytes=layout.image_bytes,
-            chunk_bytes=layout.chunk_bytes,
-            part_bytes=head.part_bytes,
-            write_id=head.write_id,
-            token=head.token,
-            crc32s=_part_crcs(progress, layout),
-        )
+        crc32s = _part_crcs(progress, layout)
+        begun = BegunUpload(layout.image_bytes, head.part_bytes, head.write_id, head.token, crc32s)
+        return self._store.resume(head.file, begun)
 
     def _manifest(self, file: str) -> Manifest | None:
         name = manifest_name(file)

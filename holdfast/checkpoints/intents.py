@@ -24,7 +24,7 @@ from holdfast.checkpoints.publish import writer_attempt
 from holdfast.errors import DamageError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest, manifest_name
 from holdfast.sealed import seal, unseal
-from holdfast.store.base import Store, Upload
+from holdfast.store.base import BegunUpload, Store, Upload
 
 _log = logging.getLogger("holdfast.intents")
 
@@ -188,14 +188,8 @@ def _is_that_write(store: Store, intent: Intent) -> bool:
             return False
         if not intent.token:
             return True  # a removal that had begun, or a store that cannot tell one write from another
-        upload = store.resume(
-            intent.file,
-            nbytes=intent.nbytes,
-            chunk_bytes=intent.chunk_bytes,
-            part_bytes=intent.part_bytes,
-            write_id=intent.write_id,
-            token=intent.token,
-        )
+        begun = BegunUpload(intent.nbytes, intent.part_bytes, intent.write_id, intent.token)
+        upload = store.resume(intent.file, begun)
     except (StoreMissing, DamageError):
         return False
     return upload.published

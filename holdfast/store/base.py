@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import builtins  # `list` is a method of the classes below
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from holdfast.errors import DamageError
@@ -86,6 +87,25 @@ class Upload(Protocol):
     def abort(self) -> None:
         """Take back everything that was written. Nothing stays; may be called twice, never raises `StoreMissing`."""
         ...
+
+
+class BegunUpload(NamedTuple):
+    """What is known of an upload that a dead process began.
+
+    Attributes:
+        nbytes: As given to `begin`.
+        part_bytes: The upload's `part_bytes`.
+        write_id: As given to `begin`.
+        token: The upload's `token`.
+        crc32s: CRC-32 of parts as the caller recorded them; a part that the store is known to hold with another one
+            does not count as written.
+    """
+
+    nbytes: int
+    part_bytes: int
+    write_id: str
+    token: str
+    crc32s: Mapping[int, int] = MappingProxyType({})
 
 
 class Store(Protocol):
@@ -163,30 +183,10 @@ class Store(Protocol):
         """
         ...
 
-    def resume(
-        self,
-        name: str,
-        *,
-        nbytes: int,
-        chunk_bytes: int,
-        part_bytes: int,
-        write_id: str,
-        token: str,
-        crc32s: Mapping[int, int] | None = None,
-    ) -> Upload:
-        """Go on with an upload that a dead process began with `begin` and the same arguments.
+    def resume(self, name: str, begun: BegunUpload) -> Upload:
+        """Go on with an upload that a dead process began with `begin`, under the same name.
 
         Only the run's single writer may call this. What the dead one was still sending may or may not count.
-
-        Args:
-            name: As given to `begin`.
-            nbytes: As given to `begin`.
-            chunk_bytes: As given to `begin`.
-            part_bytes: The upload's `part_bytes`.
-            write_id: As given to `begin`.
-            token: The upload's `token`.
-            crc32s: CRC-32 of parts as the caller recorded them; a part that the store is known to hold with another
-                one does not count as written.
 
         Raises:
             StoreMissing: Nothing of it is left (swept, aborted), or the token is none of this upload; `begin_anew`.

@@ -15,10 +15,9 @@ from __future__ import annotations
 import builtins
 import secrets
 import threading
-from collections.abc import Mapping
 
 from holdfast.errors import DamageError
-from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo
 from holdfast.store.generic_folder import GenericFolder
 from holdfast.store.generic_upload import GenericUpload
 from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
@@ -96,26 +95,16 @@ class GenericStore:
         path, temporary = self._path(name), self._temporary(write_id, name)
         return GenericUpload(self._folder, path, temporary, nbytes=nbytes, part_bytes=chunk_bytes)
 
-    def resume(
-        self,
-        name: str,
-        *,
-        nbytes: int,
-        chunk_bytes: int,  # noqa: ARG002
-        part_bytes: int,
-        write_id: str,
-        token: str,
-        crc32s: Mapping[int, int] | None = None,
-    ) -> GenericUpload:
+    def resume(self, name: str, begun: BegunUpload) -> GenericUpload:
         """Go on with the parts that lie there with their right size; those in `crc32s` are read and compared."""
         return GenericUpload(
             self._folder,
             self._path(name),
-            self._temporary(write_id, name),
-            nbytes=nbytes,
-            part_bytes=part_bytes,
-            token=token,
-            crc32s=crc32s,
+            self._temporary(begun.write_id, name),
+            nbytes=begun.nbytes,
+            part_bytes=begun.part_bytes,
+            token=begun.token,
+            crc32s=begun.crc32s,
         )
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:

@@ -10,10 +10,10 @@ names that only its writer uses, and needs no look.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from holdfast.faultpoint import Point, reach
-from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, Store, Upload
+from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, Store, Upload
 from holdfast.store.names import Keep
 from holdfast.store.retrying import Retrying
 
@@ -92,27 +92,8 @@ class GuardedStore:
             self._inner.begin(name, nbytes=nbytes, chunk_bytes=chunk_bytes, write_id=write_id), self._check
         )
 
-    def resume(
-        self,
-        name: str,
-        *,
-        nbytes: int,
-        chunk_bytes: int,
-        part_bytes: int,
-        write_id: str,
-        token: str,
-        crc32s: Mapping[int, int] | None = None,
-    ) -> GuardedUpload:
-        upload = self._inner.resume(
-            name,
-            nbytes=nbytes,
-            chunk_bytes=chunk_bytes,
-            part_bytes=part_bytes,
-            write_id=write_id,
-            token=token,
-            crc32s=crc32s,
-        )
-        return GuardedUpload(upload, self._check)
+    def resume(self, name: str, begun: BegunUpload) -> GuardedUpload:
+        return GuardedUpload(self._inner.resume(name, begun), self._check)
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
         """As the store's, while the run is ours."""

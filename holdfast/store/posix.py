@@ -17,12 +17,11 @@ import builtins
 import os
 import secrets
 import stat
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from holdfast.errors import DamageError, StoreError
-from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, refuse_large
+from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, refuse_large
 from holdfast.store.names import TEMPORARY, Keep, check_name, is_kept, temporary_name
 from holdfast.store.posix_errors import is_full, translated
 from holdfast.store.posix_io import (
@@ -218,25 +217,15 @@ class PosixStore:
             room=self._room,
         )
 
-    def resume(
-        self,
-        name: str,
-        *,
-        nbytes: int,
-        chunk_bytes: int,  # noqa: ARG002
-        part_bytes: int,
-        write_id: str,
-        token: str,
-        crc32s: Mapping[int, int] | None = None,  # noqa: ARG002
-    ) -> PosixUpload:
+    def resume(self, name: str, begun: BegunUpload) -> PosixUpload:
         """Go on with a file; which of its parts were written, only the caller's own record knows."""
         return PosixUpload(
             root=self._root,
             path=self._path(name),
-            temporary=self._temporary_path(write_id, name),
-            nbytes=nbytes,
-            part_bytes=part_bytes,
-            token=token,
+            temporary=self._temporary_path(begun.write_id, name),
+            nbytes=begun.nbytes,
+            part_bytes=begun.part_bytes,
+            token=begun.token,
         )
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:

@@ -13,14 +13,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import tenacity
 
 from holdfast.errors import StoreError
-from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, Store, Upload
+from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, Store, Upload
 from holdfast.store.names import Keep
 
 _log = logging.getLogger("holdfast.store.retrying")
@@ -200,30 +200,8 @@ class Retrying:
         )
         return RetryingUpload(upload, self._call)
 
-    def resume(
-        self,
-        name: str,
-        *,
-        nbytes: int,
-        chunk_bytes: int,
-        part_bytes: int,
-        write_id: str,
-        token: str,
-        crc32s: Mapping[int, int] | None = None,
-    ) -> RetryingUpload:
-        upload = self._call(
-            "resume",
-            lambda: self._inner.resume(
-                name,
-                nbytes=nbytes,
-                chunk_bytes=chunk_bytes,
-                part_bytes=part_bytes,
-                write_id=write_id,
-                token=token,
-                crc32s=crc32s,
-            ),
-        )
-        return RetryingUpload(upload, self._call)
+    def resume(self, name: str, begun: BegunUpload) -> RetryingUpload:
+        return RetryingUpload(self._call("resume", lambda: self._inner.resume(name, begun)), self._call)
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:
         return self._call("sweep", lambda: self._inner.sweep(keep))

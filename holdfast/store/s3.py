@@ -14,13 +14,12 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Mapping
 
 from holdfast.errors import DamageError, StoreMissing
-from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo
 from holdfast.store.names import TEMPORARY, Keep, check_name, check_write_id, is_kept
 from holdfast.store.s3_bucket import S3Bucket
-from holdfast.store.s3_upload import BegunUpload, S3Upload, part_bytes_for
+from holdfast.store.s3_upload import S3Upload, part_bytes_for
 
 _log = logging.getLogger("holdfast.store.s3")
 
@@ -113,26 +112,16 @@ class S3Store:
             self.bucket, key, record=record, nbytes=nbytes, part_bytes=part_bytes, write_id=write_id
         )
 
-    def resume(
-        self,
-        name: str,
-        *,
-        nbytes: int,
-        chunk_bytes: int,  # noqa: ARG002
-        part_bytes: int,
-        write_id: str,
-        token: str,
-        crc32s: Mapping[int, int] | None = None,
-    ) -> S3Upload:
-        """Go on with the multipart upload whose id is `token`; the server says which parts it has."""
+    def resume(self, name: str, begun: BegunUpload) -> S3Upload:
+        """Go on with the multipart upload whose id is the token; the server says which parts it has."""
         return S3Upload(
             self.bucket,
             self._key(name),
-            record=self._record(write_id),
-            nbytes=nbytes,
-            part_bytes=part_bytes,
-            write_id=write_id,
-            begun=BegunUpload(token, crc32s or {}),
+            record=self._record(begun.write_id),
+            nbytes=begun.nbytes,
+            part_bytes=begun.part_bytes,
+            write_id=begun.write_id,
+            begun=begun,
         )
 
     def sweep(self, keep: Keep = ()) -> builtins.list[str]:

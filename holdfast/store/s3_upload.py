@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, TYPE_CHECKING, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from holdfast.errors import StoreError, StoreMissing
 from holdfast.faultpoint import Point, reach
+from holdfast.store.base import BegunUpload
 from holdfast.store.body import ViewsBody
 from holdfast.store.parts import PartLedger
 from holdfast.store.s3_bucket import S3Bucket
@@ -60,13 +61,6 @@ def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
             f"{_PARTS_MAX} parts of {_PART_BYTES_MAX} bytes"
         )
     return part_bytes
-
-
-class BegunUpload(NamedTuple):
-    """An upload that another process began. `token`: its id; `crc32s`: part → CRC-32 as it must be."""
-
-    token: str
-    crc32s: Mapping[int, int]
 
 
 class S3Upload:

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.crc import crc32
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.store.base import ObjectInfo, Store, Upload
+from holdfast.store.base import BegunUpload, ObjectInfo, Store, Upload
 from tests.conformance.conftest import Backend
 
 _CHUNK_BYTES = 1 << 20
@@ -333,12 +333,9 @@ def _resume(
     assert upload.token is not None
     return backend.again().resume(
         name,
-        nbytes=nbytes,
-        chunk_bytes=_CHUNK_BYTES,
-        part_bytes=upload.part_bytes,
-        write_id=write_id,
-        token=upload.token if token is None else token,
-        crc32s=crc32s,
+        BegunUpload(
+            nbytes, upload.part_bytes, write_id, upload.token if token is None else token, crc32s or {}
+        ),
     )
 
 
@@ -466,12 +463,7 @@ def test_a_part_of_another_size_does_not_count(backend: Backend) -> None:
     _send(upload, image, 0)
     assert upload.token is not None
     second = backend.again().resume(
-        "step-000000001.pt",
-        nbytes=len(image),
-        chunk_bytes=_CHUNK_BYTES,
-        part_bytes=other_bytes,
-        write_id="w1",
-        token=upload.token,
+        "step-000000001.pt", BegunUpload(len(image), other_bytes, "w1", upload.token)
     )
     everything = frozenset(range(-(-len(image) // other_bytes)))
     assert second.written() == (everything if backend.name == "posix" else frozenset())

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import builtins
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, refuse_large
+from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, refuse_large
 from holdfast.store.names import Keep, is_kept
 from tests.simulation.scheduler import Process
 
@@ -181,31 +181,25 @@ class StoreClient:
         token = self.act("begin", name, open_upload, writes=True)
         return SimUpload(self, name, nbytes, chunk_bytes * state.part_chunks, write_id, token)
 
-    def resume(
-        self,
-        name: str,
-        *,
-        nbytes: int,
-        chunk_bytes: int,
-        part_bytes: int,
-        write_id: str,
-        token: str,
-        crc32s: Mapping[int, int] | None = None,
-    ) -> SimUpload:
+    def resume(self, name: str, begun: BegunUpload) -> SimUpload:
         state = self.state
 
         def find() -> SimUpload:
             if state.kind == "opaque":
                 raise StoreError(f"{URL}/{name}: this store cannot resume an upload")
-            mine = state.owners.get(name) == write_id and len(state.objects.get(name, b"")) == nbytes
-            upload = state.uploads.get(token)
-            if not mine and (upload is None or upload.write_id != write_id):
-                raise StoreMissing(f"{URL}/{name}: no upload {token!r}", begin_anew=True)
+            mine = (
+                state.owners.get(name) == begun.write_id and len(state.objects.get(name, b"")) == begun.nbytes
+            )
+            upload = state.uploads.get(begun.token)
+            if not mine and (upload is None or upload.write_id != begun.write_id):
+                raise StoreMissing(f"{URL}/{name}: no upload {begun.token!r}", begin_anew=True)
             if upload is not None and state.kind == "parts":
-                for index, crc in (crc32s or {}).items():
+                for index, crc in begun.crc32s.items():
                     if index in upload.parts and zlib.crc32(upload.parts[index]) != crc:
                         del upload.parts[index]
-            return SimUpload(self, name, nbytes, part_bytes, write_id, token, published=mine)
+            return SimUpload(
+                self, name, begun.nbytes, begun.part_bytes, begun.write_id, begun.token, published=mine
+            )
 
         return self.act("resume", name, find)
 

@@ -16,7 +16,7 @@ from holdfast.image.manifest import EntryRecord, Manifest, manifest_name, step_f
 from holdfast.store import posix as posix_module
 from holdfast.store import posix_io, posix_upload
 from holdfast.store import posix_reuse as posix_room
-from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo
+from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo
 from holdfast.store.names import TEMPORARY
 from holdfast.store.posix import PosixStore
 from tests.simulation.disk import Call, Disk, PowerCut
@@ -58,15 +58,15 @@ def save(store: PosixStore, disk: Disk, step: int, *, resume: str | None = None)
     """What a flusher does with one checkpoint; with `resume`, what the next one does with it."""
     made = image(step, 2, 0, step)
     layout, name = made.layout, step_file_name(step)
-    how = {"nbytes": layout.image_bytes, "chunk_bytes": CHUNK_BYTES, "write_id": f"w{step}"}
+    nbytes, write_id = layout.image_bytes, f"w{step}"
     if resume is None:
-        upload = store.begin(name, **how)  # type: ignore[arg-type]
+        upload = store.begin(name, nbytes=nbytes, chunk_bytes=CHUNK_BYTES, write_id=write_id)
         disk.returned(("token", step, upload.token))
     else:
         try:
-            upload = store.resume(name, **how, part_bytes=CHUNK_BYTES, token=resume)  # type: ignore[arg-type]
+            upload = store.resume(name, BegunUpload(nbytes, CHUNK_BYTES, write_id, resume))
         except StoreMissing:
-            upload = store.begin(name, **how)  # type: ignore[arg-type]
+            upload = store.begin(name, nbytes=nbytes, chunk_bytes=CHUNK_BYTES, write_id=write_id)
     if not upload.published:
         for part in range(layout.chunks):
             data = made.final[part * CHUNK_BYTES : (part + 1) * CHUNK_BYTES]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import builtins
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from holdfast.errors import DamageError, StoreError, StoreMissing
-from holdfast.store.base import SMALL_BYTES_MAX, ObjectInfo, refuse_large
+from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, refuse_large
 from holdfast.store.names import Keep, is_kept
 
 
@@ -99,24 +99,15 @@ class MemoryStore:
             self.uploads[key], self.upload_names[key] = {}, name
         return MemoryUpload(self, name, nbytes, chunk_bytes * self.part_chunks, write_id, key)
 
-    def resume(
-        self,
-        name: str,
-        *,
-        nbytes: int,
-        chunk_bytes: int,
-        part_bytes: int,
-        write_id: str,
-        token: str,
-        crc32s: Mapping[int, int] | None = None,
-    ) -> MemoryUpload:
+    def resume(self, name: str, begun: BegunUpload) -> MemoryUpload:
         self.before("resume", name)
+        nbytes, part_bytes, write_id, token, crc32s = begun
         with self.lock:
             published = self.owners.get(name) == write_id and len(self.objects.get(name, b"")) == nbytes
             parts = self.uploads.get(token)
             if not published and (parts is None or not token.startswith(f"{write_id}/")):
                 raise StoreMissing(f"{self.url}/{name}: no upload {token!r}", begin_anew=True)
-            for index, crc in (crc32s or {}).items():
+            for index, crc in crc32s.items():
                 if parts and index in parts and zlib.crc32(parts[index]) != crc:
                     del parts[index]
         return MemoryUpload(self, name, nbytes, part_bytes, write_id, token, published=published)

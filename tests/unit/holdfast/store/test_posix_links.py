@@ -13,6 +13,7 @@ from holdfast.checkpoints.claim import Claim
 from holdfast.crc import crc32
 from holdfast.errors import HoldfastError, StoreError, StoreMissing
 from holdfast.store import posix, posix_io, posix_upload
+from holdfast.store.base import BegunUpload
 from holdfast.store.posix import PosixStore
 
 DATA = b"x" * 5000
@@ -25,9 +26,7 @@ def uploaded(store: PosixStore, name: str = "step-000000001.pt") -> None:
 
 
 def resumed(store: PosixStore) -> None:
-    store.resume(
-        "step-000000001.pt", nbytes=5000, chunk_bytes=8192, part_bytes=8192, write_id="w1", token="inode-1"
-    )
+    store.resume("step-000000001.pt", BegunUpload(5000, 8192, "w1", "inode-1"))
 
 
 ACTS: dict[str, Callable[[PosixStore], object]] = {
