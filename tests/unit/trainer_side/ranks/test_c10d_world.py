@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from typing import Any
@@ -11,9 +14,11 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError, PeerLost
+from tests.unit.trainer_side.ranks.test_store_mailbox import SERVER
 from trainer_side.ranks.c10d_store import JobStore, append
-from trainer_side.ranks.c10d_world import _launch, _meet, _own_place
+from trainer_side.ranks.c10d_world import C10dWorld, _launch, _meet, _own_place
 
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "RANK", "WORLD_SIZE")
 
@@ -115,3 +120,27 @@ def test_an_environment_that_does_not_tell_the_rank_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
         _own_place()
+
+
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "not-there"])
+def test_a_store_that_does_not_answer_costs_the_time_to_start_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+            for name, value in {**environ, "MASTER_PORT": process.stdout.readline().strip()}.items():
+                monkeypatch.setenv(name, value)
+            if is_stopped:
+                process.send_signal(signal.SIGSTOP)
+            else:
+                process.kill()
+                process.wait()
+            lost = r"the store of this job( at 127\.0\.0\.1:\d+ is lost|, which does not answer)"
+            with pytest.raises(PeerLost, match=lost):
+                C10dWorld(TrainerConfig(start_seconds_max=1.0))
+        finally:
+            process.kill()

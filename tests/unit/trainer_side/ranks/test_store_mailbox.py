@@ -15,7 +15,7 @@ from holdfast.errors import PeerLost
 from trainer_side.ranks.c10d_store import StoreMailbox
 
 # A store in a process of its own, which prints its port and lives until its input ends.
-_SERVER = """
+SERVER = """
 import sys
 from datetime import timedelta
 from torch.distributed import TCPStore
@@ -124,7 +124,7 @@ def test_an_idle_mailbox_looks_less_and_less_often_until_something_comes(server:
 
 def test_a_store_that_dies_is_a_lost_peer_by_name() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         box = StoreMailbox(connect(int(process.stdout.readline())), "node-0:29400", rank=1, ranks=2)
