@@ -333,7 +333,7 @@ def test_auto_saves_where_the_schedule_says_and_at_the_appointed_step(link: Fake
 def test_auto_without_a_stager_is_refused() -> None:
     class Lone(NoStager):
         def __init__(self) -> None:
-            """There is no MPI."""
+            self._advice = "start a stager"
 
     with pytest.raises(ConfigError, match='every="auto" needs a stager'):
         open_pacer(TrainerConfig(), Lone(), EventLog(None, role="trainer"), [])
