@@ -1,9 +1,7 @@
-"""The loops that people have: an example is killed by SIGKILL and goes on to the bit, at night; torchrun is refused."""
+"""The loops that people have: an example is killed by SIGKILL and goes on to the bit, at night."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
 from tests.support.cluster import Cluster, kill_ranks, load, losses, same
-from tests.support.job import REPOSITORY, environment
+from tests.support.job import REPOSITORY
 
 pytestmark = [pytest.mark.mpi]
 RANKS = 2
@@ -64,27 +62,3 @@ def check_goes_on(
         assert [part for part in final if not same(final[part], expected[part])] == []
     for cluster in (through, killed):
         assert {item.step for item in Catalog(open_store(cluster.store)).list()} == saves
-
-
-def test_torchrun_is_refused_by_name_before_anything_is_written(tmp_path: Path) -> None:
-    tier, store = tmp_path / "tier", tmp_path / "store"
-    for folder in (tier, store):
-        folder.mkdir()
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(REPOSITORY / "tests/integration/jobs/launched.py"),
-        ],
-        env=environment(tmp_path / "runtime", HOLDFAST_TIERS=f"nvme:{tier}", HOLDFAST_STORE=str(store)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "torch.distributed has 2 ranks, the MPI job has 1" in done.stderr
-    assert list(tier.iterdir()) == list(store.iterdir()) == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import pytest
 from tests.integration.jobs import train
 from tests.support.cluster import Cluster, check_continued, load, losses, same, wait_until
 from tests.support.events import read_events
-from tests.support.job import Job
+from tests.support.job import REPOSITORY, Job, environment
 from tests.support.main_job import PAUSE_AT, RUN, SAVED, STEPS
-from tests.support.torchrun import by_torchrun
+from tests.support.torchrun import by_torchrun, torchrun_command
 
 pytestmark = [pytest.mark.mpi]
 RANKS = 2
@@ -125,6 +126,16 @@ def test_sigterm_to_torchrun_is_a_notice_and_all_ranks_save_one_step(cluster: Cl
     with start(cluster, [str(saved + 3), str(NEVER)]) as job:
         job.succeed(240)
     assert [event["step"] for event in events(cluster, "restore")] == [saved] * RANKS
+
+
+def test_a_script_that_sets_up_torch_distributed_by_itself_saves_and_restores(cluster: Cluster) -> None:
+    command = torchrun_command(RANKS, [str(REPOSITORY / "tests/integration/jobs/launched.py")])
+    env = environment(cluster.directory / "runtime", **cluster._env)
+    for _ in range(2):
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=240)
+        assert done.returncode == 0, done.stderr
+    assert [event["step"] for event in events(cluster, "complete")] == [0] * RANKS + [1] * RANKS
+    assert [event["step"] for event in events(cluster, "restore")] == [0] * RANKS
 
 
 def test_a_job_with_neither_stager_nor_tiers_is_told_once_how_to_get_them(tmp_path: Path) -> None:
