@@ -11,7 +11,7 @@ from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
 from holdfast.telemetry.status_socket import serve_status
 from holdfast.telemetry.tracing import export_spans
-from stager.flusher_process import attach
+from stager.flusher_process import Flusher, attach
 from stager.refusal import refuse_start
 from stager.segments import SegmentList
 from stager.service import StagerService
@@ -32,13 +32,19 @@ class StartRefused(Exception):
         self.error = error
 
 
-def serve(port: TrainersPort, config: StagerConfig | None, problem: HoldfastError | None = None) -> set[int]:
+def serve(
+    port: TrainersPort,
+    config: StagerConfig | None,
+    problem: HoldfastError | None = None,
+    attached: Flusher | None = None,
+) -> set[int]:
     """Receive until the ranks have left and all that is staged is in the store.
 
     Args:
         port: The ranks.
         config: Settings; None if they are wrong.
         problem: What is wrong with them.
+        attached: The flusher, if this stager has attached to it already.
 
     Returns:
         The ranks that were lost.
@@ -53,7 +59,7 @@ def serve(port: TrainersPort, config: StagerConfig | None, problem: HoldfastErro
             assert problem is not None
             raise problem
         segments = SegmentList(config.runtime_dir)
-        flusher = attach(config)
+        flusher = attached or attach(config)
     except HoldfastError as error:
         is_told = refuse_start(port, error)
         if segments is not None:

@@ -21,7 +21,7 @@ from holdfast.net.key import read_key
 from holdfast.process import wait_readable
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.wanted import RingKeeper
-from stager.flusher_process import attach, reap
+from stager.flusher_process import Flusher, attach, reap
 from stager.reactor import Reactor
 from stager.reception import Reception, listen
 from stager.serving import StartRefused, serve
@@ -81,9 +81,8 @@ class StandingStager:
         for end in (self._signalled, self._woken):
             end.setblocking(False)
         self._reactor.watch(self._woken, self._stop)
-        # Now, and not at the first job: a wrong store is the operator's to hear, while nothing depends on it. The
-        # flusher stays, because the ring is kept.
-        attach(config).close()
+        # Now, and not at the first job: a wrong store is the operator's to hear, while nothing depends on it.
+        self._attached: Flusher | None = attach(config)
         signal.set_wakeup_fd(self._signalled.fileno())
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._told_to_stop)
@@ -117,6 +116,8 @@ class StandingStager:
         finally:
             self._reception.end()
             self._reception.close()
+            if self._attached is not None:
+                self._attached.close()
             if self._keeper is not None:
                 self._keeper.close()
 
@@ -144,7 +145,8 @@ class StandingStager:
         self._reception.open(port)
         self._port = port
         try:
-            lost = serve(port, self._config)
+            attached, self._attached = self._attached, None
+            lost = serve(port, self._config, attached=attached)
             _log.info(
                 "the job has ended after %.0f s%s; the next one may join",
                 time.monotonic() - begun,

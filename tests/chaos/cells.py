@@ -3,11 +3,12 @@
     stage     a point that a process reaches (holdfast/faultpoint.py), in the second of three checkpoints
     victims   who gets SIGKILL there; when others than who reaches it, that one is held by SIGSTOP until they are dead
     cell      a stage, its victims, with or without ULFM, on a directory or on S3, relaunched here or elsewhere, with a
-              state that each rank holds or one that FSDP2 has split
+              state that each rank holds or one that FSDP2 has split, over MPI or over TCP
 
 `make chaos` runs every cell. `MOMENTS` are further points, killed at by who reaches them and by all at once. What is
 `regular` is run by `make check` as well: a cell for each set of victims, a flusher that is killed again in recovery,
-and a torn copy; and of split state a kill of a rank, of the stager and of the flusher.
+and a torn copy; of split state a kill of a rank, of the stager and of the flusher; and over TCP
+of a rank and of the stager.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = [
     "SPLIT_CELLS",
     "STAGES",
     "STEPS",
+    "TCP_CELLS",
     "TORN_CELLS",
     "VICTIMS",
     "Cell",
@@ -156,6 +158,8 @@ _REGULAR = frozenset(
         "mid-chunk x a rank (split)",
         "chunk received x stager (split)",
         "mid-part x flusher (split)",
+        "mid-chunk x a rank (TCP)",
+        "chunk received x stager (TCP)",
         "torn on another rank x a rank",
     }
 )
@@ -190,6 +194,7 @@ class Cell(NamedTuple):
     store: str = "directory"
     elsewhere: bool = False
     split: bool = False
+    tcp: bool = False
 
     @property
     def regular(self) -> bool:
@@ -206,6 +211,7 @@ class Cell(NamedTuple):
                 ("without ULFM", not self.ulfm),
                 ("elsewhere", self.elsewhere),
                 ("split", self.split),
+                ("TCP", self.tcp),
             )
             if said
         )
@@ -261,4 +267,29 @@ _SPLIT = (
 )
 _STAGES_BY_NAME = {stage.name: stage for stage in (*STAGES, *MOMENTS)}
 SPLIT_CELLS = tuple(Cell(_STAGES_BY_NAME[stage], _BY_NAME[victims], split=True) for stage, victims in _SPLIT)
+_OVER_TCP = (
+    ("before the offer", "a rank"),
+    ("mid-copy", "a rank"),
+    ("mid-chunk", "a rank"),
+    ("mid-chunk", "all ranks"),
+    ("mid-chunk", "stager"),
+    ("mid-chunk", "flusher"),
+    ("mid-chunk", "everything"),
+    ("slice sent", "a rank"),
+    ("chunk received", "stager"),
+    ("chunk full", "stager"),
+    ("sealed, not staged", "a rank"),
+    ("sealed, not staged", "stager"),
+    ("staged", "all ranks"),
+    ("staged", "stager"),
+    ("mid-part", "a rank"),
+    ("mid-part", "flusher"),
+    ("mid-part", "stager and flusher"),
+    ("mid-part", "everything"),
+    ("all parts written", "flusher"),
+    ("between file and manifest", "the machine"),
+    ("mid-restore", "a rank"),
+    ("mid-restore", "all ranks"),
+)
+TCP_CELLS = tuple(Cell(_STAGES_BY_NAME[stage], _BY_NAME[victims], tcp=True) for stage, victims in _OVER_TCP)
 TORN_CELLS = (Cell(TORN, _BY_NAME["a rank"]), Cell(TORN, _BY_NAME["everything"]))

@@ -41,7 +41,13 @@ def play(cell: Cell, request: pytest.FixtureRequest, tmp_path: Path) -> None:
         place = DirectoryPlace(tmp_path / "store")
         reference, number = request.getfixturevalue("directory_reference"), stage.number
     scenario = Scenario(
-        place, tmp_path, reference, ulfm=cell.ulfm, keep_last=stage.keep_last, ring=stage.ring
+        place,
+        tmp_path,
+        reference,
+        ulfm=cell.ulfm,
+        keep_last=stage.keep_last,
+        ring=stage.ring,
+        tcp=cell.tcp,
     )
     with contextlib.closing(scenario):
         if stage.seeded:

@@ -38,6 +38,8 @@ from tests.chaos.place import Place
 from tests.support.cluster import assert_nothing_left, load, losses, same, wait_until
 from tests.support.events import read_events
 from tests.support.job import Job, environment
+from tests.support.standing_stager import StandingProcess
+from tests.support.torchrun import by_torchrun
 
 __all__ = ["Scenario", "uninterrupted"]
 
@@ -54,6 +56,7 @@ class Scenario:
     ulfm: Whether mpirun is asked to survive a process's death.
     keep_last: As the setting; 0 keeps all.
     ring: Size of the ring, instead of the place's own.
+    tcp: Whether torchrun starts the ranks, which reach a standing stager over TCP.
     reference: The directory of an uninterrupted run, as `uninterrupted` made it.
     """
 
@@ -66,10 +69,12 @@ class Scenario:
         ulfm: bool = True,
         keep_last: int = 0,
         ring: str = "",
+        tcp: bool = False,
     ) -> None:
         self._settings = (*place.settings, *(("--ring-bytes", ring) if ring else ()))
         self._place, self._directory, self._reference, self._ulfm = place, directory, reference, ulfm
-        self._keep_last = keep_last
+        self._keep_last, self._tcp = keep_last, tcp
+        self._stager: StandingProcess | None = None
         self._machines = [directory / "machine-1"]
         self._lost_machines: set[Path] = set()
         self._jobs = 0
@@ -134,6 +139,7 @@ class Scenario:
             if machine:
                 self._lose_machine()
             job.wait(_END_SECONDS_MAX)
+            self._wait_for_stager()
         all_staged = self._events("staged", "stager") | set(SAVES[:staged])
         all_durable = self._events("durable", "flusher") | set(SAVES[:durable])
         self._promised = all_durable if machine else all_staged
@@ -164,6 +170,7 @@ class Scenario:
         with self._start(self._then) as job:
             if not self._then:
                 job.succeed(_END_SECONDS_MAX)
+                self._wait_for_stager()
             elif (
                 job.wait(_END_SECONDS_MAX) != 0
             ):  # its flusher died before it was ready: said so, and started again
@@ -207,14 +214,23 @@ class Scenario:
         env["HOLDFAST_EVENTS"] = str(self._event_log(self._jobs))
         if faults:
             env[VARIABLE] = faults
-        return Job(
-            RANKS,
-            [training.__file__, str(out), str(STEPS), str(EVERY)],
-            ["--store", self._place.url, *self._settings, "--keep-last", str(self._keep_last)],
-            env=environment(self._machines[-1], **env),
-            log=self._directory / f"job-{self._jobs}.log",
-            ulfm=self._ulfm,
-        )
+        trainer = [training.__file__, str(out), str(STEPS), str(EVERY)]
+        settings = (*self._settings, "--keep-last", str(self._keep_last))
+        env = environment(self._machines[-1], **env)
+        log = self._directory / f"job-{self._jobs}.log"
+        if not self._tcp:
+            stager = ["--store", self._place.url, *settings]
+            return Job(RANKS, trainer, stager, env=env, log=log, ulfm=self._ulfm)
+        alone = (*settings, "--once", "--reconnect-seconds-max", "1")
+        self._stager = StandingProcess(self._place.url, env, log.with_suffix(".stager.log"), alone)
+        env |= {"HOLDFAST_STAGER": self._stager.address}
+        return Job(RANKS, trainer, None, env=env, log=log, rewrite=by_torchrun(RANKS))
+
+    def _wait_for_stager(self) -> None:
+        """A standing one ends after its job by itself."""
+        if self._stager is not None:
+            self._stager.process.wait(_END_SECONDS_MAX)
+            self._stager = None
 
     def _out(self, number: int) -> Path:
         return self._directory / f"out-{number}"
@@ -253,6 +269,8 @@ class Scenario:
             directory = runtime_directory(self._place.url, self._machines[-1])
             return int((directory / "flusher.pid").read_text())
         assert victim == "stager", victim
+        if self._stager is not None:
+            return self._stager.process.pid
         children = psutil.Process(job.process.pid).children(recursive=True)
         (pid,) = [child.pid for child in children if "stager" in child.cmdline()]
         return pid

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.chaos.cells import CELLS, MOMENTS, SPLIT_CELLS, STAGES, TORN_CELLS, VICTIMS, Stage
+from tests.chaos.cells import CELLS, MOMENTS, SPLIT_CELLS, STAGES, TCP_CELLS, TORN_CELLS, VICTIMS, Stage
 from tests.chaos.cut_off import CUT_CELLS
 from tests.chaos.freezing import ELSEWHERE_CELLS, FREEZE_CELLS
 from tests.chaos.results import RESULTS, Result, read
@@ -66,6 +66,13 @@ The same for a model that FSDP2 has split, one rank with a row more than the oth
 nobody has a whole tensor. A rank that is killed in mid-chunk has sent a part of its shards, which no other rank holds.
 Beside all that the matrix looks at, each published file, opened by plain `torch.load`, is equal, to the bit, to the
 whole tensors that torch has gathered (`full_tensor()`) before that save.
+"""
+
+_TCP_HEAD = """\
+## Over TCP
+
+The same under torchrun, with a standing stager that the ranks reach over TCP, and a new one of each for the relaunch. A
+rank whose connection ends has one second to come again; then it is lost.
 """
 
 _WRAPPER_HEAD = """\
@@ -163,6 +170,11 @@ GRIDS = (
         _SPLIT_HEAD,
         "moment",
         {(f"{cell.stage.name}, split", cell.victims.name): cell.name for cell in SPLIT_CELLS},
+    ),
+    Grid(
+        _TCP_HEAD,
+        "moment",
+        {(f"{cell.stage.name}, TCP", cell.victims.name): cell.name for cell in TCP_CELLS},
     ),
     Grid(_WRAPPER_HEAD, "wrapper", {(cell.wrapper, "SIGKILL"): cell.name for cell in WRAPPER_CELLS}),
     Grid(

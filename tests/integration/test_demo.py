@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.mpi]
 STEPS, EVERY = 60, 10
 
 
-def demo(out: Path) -> subprocess.CompletedProcess[str]:
+def demo(out: Path, launcher: str = "mpirun") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "examples.demo", "--small", "--steps", str(STEPS), "--every", str(EVERY)]
     return subprocess.run(
-        [*command, "--out", str(out)],
+        [*command, "--out", str(out), "--launcher", launcher],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -12,9 +12,10 @@ from tests.integration.test_demo import EVERY, STEPS, demo
 pytestmark = [pytest.mark.mpi]
 
 
-def test_a_killed_run_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_a_killed_run_ends_as_the_uninterrupted_one(launcher: str, tmp_path: Path) -> None:
     out = tmp_path / "demo-run"
-    done = demo(out)
+    done = demo(out, launcher)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((out / "result.json").read_text())
     assert result["passed"]
