@@ -77,13 +77,14 @@ def round_figures(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     reached when the last rank has reached it.
 
     Returns:
-        `stall_seconds`, `first_update_seconds` of it, `done_seconds`, and `<mark>_seconds` for each mark that all ranks
-        have.
+        `stall_seconds`, `first_update_seconds` and `stall_cpu_seconds` of it, `done_seconds`, and `<mark>_seconds` for
+        each mark that all ranks have.
     """
     start = min(sample["start"] for sample in samples)
     figures = {
         "stall_seconds": max(sample["stall_seconds"] for sample in samples),
         "first_update_seconds": max(sample.get("first_update_seconds", 0.0) for sample in samples),
+        "stall_cpu_seconds": max(sample.get("stall_cpu_seconds", 0.0) for sample in samples),
         "done_seconds": max(sample["end"] for sample in samples) - start,
     }
     shared = set.intersection(*(set(sample.get("marks", {})) for sample in samples))

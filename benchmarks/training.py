@@ -32,6 +32,7 @@ class Sample:
         start, end: Begin of `save()`; durable.
         stall_seconds: In `save()`, before updates, and in them.
         first_update_seconds: Of that, before and in the first update: the one that may wait.
+        stall_cpu_seconds: Of the stall, what the training thread was on a core: the rest it slept, or waited for one.
         marks: Moments on the way.
     """
 
@@ -39,6 +40,7 @@ class Sample:
     end: float
     stall_seconds: float
     first_update_seconds: float = 0.0
+    stall_cpu_seconds: float = 0.0
     marks: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,9 +74,9 @@ def measure(peer: Peer, workload: Workload, step: int, compute_seconds: float) -
     Raises:
         TimeoutError: It was not done within five minutes.
     """
-    start = time.monotonic()
+    start, begun = time.monotonic(), time.thread_time()
     peer.save(step)
-    stall = time.monotonic() - start
+    stall, cpu = time.monotonic() - start, time.thread_time() - begun
     end = first_update = 0.0
     while not end:
         computed = time.monotonic() + compute_seconds
@@ -82,16 +84,17 @@ def measure(peer: Peer, workload: Workload, step: int, compute_seconds: float) -
             if not end and peer.done():
                 end = now
             time.sleep(_POLL_SECONDS)
-        waiting = time.monotonic()
+        waiting, begun = time.monotonic(), time.thread_time()
         peer.before_update()
         workload.update()
         waited = time.monotonic() - waiting
+        cpu += time.thread_time() - begun
         stall, first_update = stall + waited, first_update or waited
         if not end and peer.done():
             end = time.monotonic()
         if now - start > _DONE_SECONDS_MAX:
             raise TimeoutError(f"step {step} was not durable after {_DONE_SECONDS_MAX:.0f} s")
-    return Sample(start, end, stall, first_update, peer.marks())
+    return Sample(start, end, stall, first_update, cpu, peer.marks())
 
 
 def train(

@@ -30,7 +30,7 @@ _ROUNDS = 5
 _RANKS = (2, 4)
 _MODEL, _TOY = "fsdp2-1500", "fsdp2-24"
 _PEERS = ("holdfast", *SHARDED)
-_STALL, _DONE = "stall_seconds", "done_seconds"
+_STALL, _DONE, _ON_A_CORE = "stall_seconds", "done_seconds", "stall_cpu_seconds"
 _MIB = 1 << 20
 
 
@@ -157,7 +157,9 @@ def _part(cell: Mapping[str, Any], peer: str, figure: str) -> Spread:
 def grids(document: dict[str, Any]) -> list[Grid]:
     cells, restores = document["cells"], document["restores"]
     compared = [cell for cell in cells if len(cell["rounds"][0]) > 1]
-    return [*map(_times, compared), _memory(cells), _sent(cells), *map(_restored, restores)]
+    on_a_core = _on_a_core(compared)
+    shown = [on_a_core] if on_a_core.rows else []  # what was measured before it was counted has none
+    return [*map(_times, compared), *shown, _memory(cells), _sent(cells), *map(_restored, restores)]
 
 
 def _times(cell: Mapping[str, Any]) -> Grid:
@@ -177,6 +179,17 @@ def _times(cell: Mapping[str, Any]) -> Grid:
     )
     names = ("peer", "shards written", "one file opens", "holdfast / peer", "stall", "holdfast / peer")
     return Grid(title, names, tuple(rows))
+
+
+def _on_a_core(cells: Sequence[Mapping[str, Any]]) -> Grid:
+    rows = tuple(
+        (cell["mesh"], peer, spread(seconds).text(3))
+        for cell in cells
+        for peer in cell["rounds"][0]
+        if (seconds := columns(cell["rounds"], peer, _ON_A_CORE))
+    )
+    title = "Of the stall, seconds that the training thread was on a core; else it slept, or waited for one"
+    return Grid(title, ("mesh", "peer", "on a core"), rows)
 
 
 def _memory(cells: Sequence[Mapping[str, Any]]) -> Grid:

@@ -121,7 +121,12 @@ _KEPT = {"in_flight": 1, "writers": 2, "restore_seconds": [0.5, 0.6]}
 def _sharded_cell(mesh: str, peers: tuple[str, ...]) -> dict[str, Any]:
     """holdfast takes 0.4 s and stalls for 0.01 s; the peers take 1, 2, … s and stall for 0.1, 0.2, … s."""
     theirs = {
-        peer: {"stall_seconds": number / 10, "done_seconds": float(number), "written_seconds": 0.9}
+        peer: {
+            "stall_seconds": number / 10,
+            "stall_cpu_seconds": number / 20,
+            "done_seconds": float(number),
+            "written_seconds": 0.9,
+        }
         for number, peer in enumerate(peers[1:], 1)
     }
     return {
@@ -328,6 +333,12 @@ def test_verdicts_of_the_other_experiments() -> None:
     assert rows["FSDP2: sent by all ranks / image"] == ("FSDP2 on 2: 1.0000; HSDP on 2 x 2: 1.0000", "yes")
     assert rows["FSDP2 on 4 ranks, restored onto another mesh"] == ("FSDP2 on 2: 0.50 (0.50–0.50)", "yes")
     assert rows["FSDP2, restored onto another mesh: memory of a rank"] == ("FSDP2 on 2: 100 MiB", "yes")
+
+
+def test_what_of_a_stall_the_training_thread_was_on_a_core_is_shown_where_it_was_counted() -> None:
+    grids = {grid.title.partition(",")[0]: grid for grid in experiment("sharded").grids(_shown("sharded"))}
+    assert ("FSDP2 on 2", "dcp+to-torch", "0.050 (0.050–0.050)") in grids["Of the stall"].rows
+    assert {row[1] for row in grids["Of the stall"].rows} == {"dcp+to-torch", "dcp-hf", "full-state-dict"}
 
 
 def test_figures_of_sharded_state_that_are_not_reached_are_said_to_be() -> None:

@@ -55,12 +55,19 @@ def test_a_round_is_as_slow_as_its_slowest_rank() -> None:
     figures = round_figures(
         [
             {"start": 10.0, "end": 12.0, "stall_seconds": 0.5, "marks": {"staged": 11.0, "mine": 1.0}},
-            {"start": 10.5, "end": 11.0, "stall_seconds": 0.1, "marks": {"staged": 11.5}},
+            {
+                "start": 10.5,
+                "end": 11.0,
+                "stall_seconds": 0.1,
+                "stall_cpu_seconds": 0.05,
+                "marks": {"staged": 11.5},
+            },
         ]
     )
     assert figures == {
         "stall_seconds": 0.5,
         "first_update_seconds": 0.0,
+        "stall_cpu_seconds": 0.05,
         "done_seconds": 2.0,
         "staged_seconds": 1.5,
     }
