@@ -19,7 +19,7 @@ from benchmarks import machine
 from benchmarks.cluster import Cluster, Clusters, Shape
 from benchmarks.grid import Grid
 
-__all__ = ["EXPERIMENTS", "Experiment", "Options", "available", "document", "experiment"]
+__all__ = ["EXPERIMENTS", "Experiment", "Options", "available", "command_of", "document", "experiment"]
 
 # In the order in which `make bench` runs them: what has the same shape stands together, so that one job serves for it.
 EXPERIMENTS = {
@@ -37,6 +37,7 @@ EXPERIMENTS = {
     "steady": "Resident bytes over 200 checkpoints",
     "restore": "From disk with a cold page cache, against torch.load, and from the ring; time to the first step",
     "sharded": "State that is split among the ranks (FSDP2), until torch.load opens one file; and onto another mesh",
+    "transport": "Bytes into the ring over TCP, against bare sockets and MPI",
     "tiers": "Local tiers: bytes written per byte, speed beside the bare device, layouts",
     "tiered": "Training that saves into a local tier: slowdown, gate, recovery from each tier",
     "reality": "`holdfast simulate` against a run whose ranks are killed at the times of a trace",
@@ -110,7 +111,7 @@ def document(name: str, options: Options, shape: Shape, **content: Any) -> dict[
     return {
         "experiment": name,
         "what": EXPERIMENTS.get(name, ""),
-        "command": shlex.join(["python", "-m", "benchmarks", *_arguments(name, options)]),
+        "command": command_of(name, options),
         "quick": options.quick,
         "machine": machine.describe(options.folder or Path("/tmp")),
         "shape": {
@@ -121,6 +122,11 @@ def document(name: str, options: Options, shape: Shape, **content: Any) -> dict[
         },
         **content,
     }
+
+
+def command_of(name: str, options: Options) -> str:
+    """The line that measures this again."""
+    return shlex.join(["python", "-m", "benchmarks", *_arguments(name, options)])
 
 
 def _arguments(name: str, options: Options) -> list[str]:
