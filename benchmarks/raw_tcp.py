@@ -4,19 +4,19 @@
     mpirun … raw_tcp mpi rank … : -n 1 … mpi stager …                              the same over MPI
     python -m benchmarks.raw_tcp bare stager PLACE …     ◄─ bare rank PLACE N …    as many connections, nothing else
 
-PLACE is a folder that all of them see. The stager's end waits for both ranks, receives all chunks, and prints one line of
-JSON: seconds from its first look until all bytes are there, and its own CPU seconds meanwhile.
+PLACE is a folder that all of them see. The stager's end waits for both ranks, receives all chunks, and prints one line
+of JSON: seconds from its first look until all bytes are there, and its own CPU seconds meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +95,7 @@ def _send(port: StagerPort, chunk_bytes: int) -> None:
     """Send a chunk for each credit, as the link does: a few at a time."""
     chunk = np.ones(chunk_bytes, dtype=np.uint8).data
     port.send(wire.encode(Kind.HELLO))
-    credits: list[int] = []
+    credited: list[int] = []
     sending: list[int] = []
     deadline = time.monotonic() + _SECONDS_MAX
     while time.monotonic() < deadline:
@@ -103,10 +103,10 @@ def _send(port: StagerPort, chunk_bytes: int) -> None:
             frame = wire.decode(message)
             if frame.kind is Kind.STAGED:
                 return
-            credits.append(frame.arg)
+            credited.append(frame.arg)
         sending = [handle for handle in sending if not port.sent(handle)]
-        while credits and len(sending) < _IN_FLIGHT:
-            sending.append(port.send_payload(chunk, credits.pop(0), [chunk_bytes]))
+        while credited and len(sending) < _IN_FLIGHT:
+            sending.append(port.send_payload(chunk, credited.pop(0), [chunk_bytes]))
         time.sleep(_PAUSE_SECONDS)
 
 
@@ -170,16 +170,15 @@ def _bare_stager(place: Path, host: str, chunks: int, chunk_bytes: int) -> None:
     with selectors.DefaultSelector() as selector:
         for number, sock in enumerate(socks):
             sock.setblocking(False)
-            selector.register(sock, selectors.EVENT_READ, _targets(slots, number))
+            selector.register(sock, selectors.EVENT_READ, _Targets(sock, slots[number :: len(socks)]))
         for sock in socks:
             sock.sendall(b"!")
         begun, cpu = time.monotonic(), time.process_time()
         left = chunks * RANKS * chunk_bytes
         while left:
             for key, _ in selector.select():
-                sock, targets = key.fileobj, key.data
-                assert isinstance(sock, socket.socket)
-                nbytes = sock.recv_into(targets.present)
+                targets = key.data
+                nbytes = targets.sock.recv_into(targets.present)
                 targets.present = targets.present[nbytes:]
                 if not len(targets.present):
                     targets.present = next(targets.following)
@@ -188,19 +187,11 @@ def _bare_stager(place: Path, host: str, chunks: int, chunk_bytes: int) -> None:
 
 
 class _Targets:
-    def __init__(self, following: Iterator[memoryview]) -> None:
-        self.following = following
-        self.present = next(following)
+    """A connection, and where its next bytes go: round and round through its own slots."""
 
-
-def _targets(slots: list[memoryview], number: int) -> _Targets:
-    own = slots[number :: RANKS * CONNECTIONS]
-
-    def following() -> Iterator[memoryview]:
-        while True:
-            yield from own
-
-    return _Targets(following())
+    def __init__(self, sock: socket.socket, slots: list[memoryview]) -> None:
+        self.sock, self.following = sock, itertools.cycle(slots)
+        self.present = next(self.following)
 
 
 def _bare_rank(place: Path, chunks: int, chunk_bytes: int) -> None:

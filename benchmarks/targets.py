@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.experiments import s3, sharded
+from benchmarks.experiments import s3, sharded, transport
 from benchmarks.experiments.makespan import interval_under, overheads
 from benchmarks.experiments.restore import RAW
 from benchmarks.experiments.table import ratio
@@ -454,6 +454,24 @@ TARGETS = (
         "own shards + 256 MiB",
         "sharded",
         _restored_memory,
+    ),
+    Target(
+        "bandwidth into the ring over TCP / bare sockets",
+        "at least 0.85",
+        "transport",
+        lambda d: _at_least(transport.bandwidth(d), 0.85),
+    ),
+    Target(
+        "the same over a link of 2 Gb/s",
+        "at least 95 % of the link",
+        "transport",
+        lambda d: _at_least(transport.of_link(d), 0.95, percent=True),
+    ),
+    Target(
+        "CPU time of the stager, TCP / MPI over TCP",
+        "no more",
+        "transport",
+        lambda d: _at_most(transport.cpu(d), 1.0),
     ),
     Target("memory of a rank, N = 1", "slice + 64 MiB", "table", _memory),
     Target("memory over 200 checkpoints", "flat", "steady", _flat),

@@ -1,9 +1,9 @@
 """Bytes from two ranks into the ring: holdfast's TCP against bare sockets of as many connections, and against MPI.
 
-The stager's end and the ranks are processes of their own (benchmarks/raw_tcp.py), with 16 MiB chunks and two connections
-for each rank; the three ways take turns within a round. MPI goes over TCP too (`--mca btl tcp,self`): its shared memory
-would say nothing about a network. As root, where `ip` and `tc` are, TCP is measured a second time over a link between
-two network namespaces that tbf limits to 2 Gb/s.
+The stager's end and the ranks are processes of their own (benchmarks/raw_tcp.py), with chunks of 16 MiB and two
+connections for each rank; the three ways take turns within a round. MPI goes over TCP too (`--mca btl tcp,self`): its
+shared memory would say nothing about a network. As root, where `ip` and `tc` are, TCP is measured a second time over a
+link between two network namespaces that tbf limits to 2 Gb/s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,9 @@ def _play(way: str, chunks: int, folder: Path | None, hosts: _Hosts | None = Non
             for process in processes:
                 process.kill()
                 process.wait()
-        for line in said[0][0].splitlines():
-            if line.startswith("{"):
-                return {name: float(value) for name, value in json.loads(line).items()}
+        for told in said[0][0].splitlines():
+            if told.startswith("{"):
+                return {name: float(value) for name, value in json.loads(told).items()}
         raise RuntimeError(f"{way}: {said}")
 
 
@@ -151,19 +151,19 @@ def _run(*command: str) -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def bandwidth(document: dict[str, Any]) -> Spread:
+def bandwidth(document: Mapping[str, Any]) -> Spread:
     """How much of the bare sockets' bandwidth holdfast has over TCP, round by round."""
     rounds = document["rounds"]
     return ratios(columns(rounds, BARE, "seconds"), columns(rounds, TCP, "seconds"))
 
 
-def cpu(document: dict[str, Any]) -> Spread:
+def cpu(document: Mapping[str, Any]) -> Spread:
     """CPU time of the stager's end over TCP, for each second of it over MPI."""
     rounds = document["rounds"]
     return ratios(columns(rounds, TCP, "cpu_seconds"), columns(rounds, MPI, "cpu_seconds"))
 
 
-def of_link(document: dict[str, Any]) -> Spread | None:
+def of_link(document: Mapping[str, Any]) -> Spread | None:
     """How much of the shaped link was used; None where it was not measured."""
     shares = [of["nbytes"] * 8 / of["seconds"] / document["link_bits"] for of in document["link"]]
     return spread(shares) if shares else None

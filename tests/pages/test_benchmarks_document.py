@@ -255,6 +255,20 @@ _CONTENT: dict[str, dict[str, Any]] = {
             )
         ]
     },
+    "transport": {
+        "rounds": [
+            {
+                way: {"seconds": seconds, "cpu_seconds": 0.2, "nbytes": 2e9}
+                for way, seconds in (
+                    ("holdfast over TCP", 1.1),
+                    ("bare sockets", 1.0),
+                    ("holdfast over MPI", 1.2),
+                )
+            }
+        ],
+        "link": [{"seconds": 1.04, "cpu_seconds": 0.1, "nbytes": 0.25e9}],
+        "link_bits": 2_000_000_000,
+    },
     "sharded": {
         "cells": [
             _sharded_cell("FSDP2 on 2", ("holdfast", "dcp+to-torch", "dcp-hf", "full-state-dict")),
