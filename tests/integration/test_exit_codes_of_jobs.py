@@ -150,7 +150,7 @@ def test_jobs_of_one_stager_are_counted_whatever_machine_they_are_started_on(
         done = run(number, how)
         assert done.returncode == code, done.stderr
         if code == 137:
-            assert "3 attempts in a row without a newer checkpoint" in done.stderr
+            assert "2 attempts in a row without a newer checkpoint" in done.stderr
 
 
 def test_a_stager_that_cannot_be_reached_is_no_reason_to_start_again_for_ever(tmp_path: Path) -> None:
