@@ -5,6 +5,7 @@ The reference that the resumed runs are compared with was made under mpirun.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from tests.support.standing_stager import StandingProcess, standing_stager
 from tests.support.torchrun import by_torchrun
 
 RANKS = 2
+NEVER, MANY = 10_000, 100_000
 NEWEST = STEPS // EVERY * EVERY - 1
 RING = "the stager's ring"
 
@@ -142,6 +144,24 @@ def test_training_goes_on_when_the_stager_is_killed_and_another_one_takes_the_ne
             job.succeed(240)
         check_continued(reference, scene.cluster, 1, 2, start=SAVED + 1, steps=STEPS)
         assert second.stop() == 0, second.output()
+
+
+def test_sigterm_to_torchrun_is_a_notice_and_the_stager_brings_all_ranks_to_one_step(scene: Scene) -> None:
+    slowly = {"TRAIN_STEP_SECONDS": "0.02", "HOLDFAST_WATCH": "sigterm"}
+    with scene.start([str(MANY), str(NEVER)], **slowly) as job:
+        path = scene.cluster.out(1) / "losses-1"
+        wait_until(lambda: path.exists() and len(losses(path)) > 5, 240, job.output())
+        os.kill(job.process.pid, signal.SIGTERM)
+        wait_until(lambda: bool(list((scene.directory / "store").glob("step-*.json"))), 120, job.output())
+        for rank in range(RANKS):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(scene.pid(rank), signal.SIGKILL)
+        job.wait(120)
+    (file,) = (scene.directory / "store").glob("step-*.json")
+    saved = int(file.name[5:14])
+    with scene.start([str(saved + 3), str(NEVER)]) as job:
+        job.succeed(240)
+    assert [event["step"] for event in scene.restores()] == [saved] * RANKS
 
 
 def test_wrong_starts_are_told_once_by_their_names(scene: Scene) -> None:
