@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from holdfast.net.key import new_key
-from tests.integration.jobs import train
+from tests.integration.jobs import pacing, train
 from tests.support.cluster import (
     Cluster,
     check_continued,
@@ -42,12 +42,12 @@ class Scene:
 
     def __init__(self, directory: Path, stager: StandingProcess, key: str) -> None:
         self.directory, self.stager = directory, stager
-        env = {
+        self.env = {
             "HOLDFAST_STAGER": stager.address,
             "HOLDFAST_KEY": key,
             "HOLDFAST_EVENTS": str(directory / "events"),
         }
-        self.cluster = Cluster(directory, str(directory / "store"), env, script=train.__file__)
+        self.cluster = Cluster(directory, str(directory / "store"), self.env, script=train.__file__)
 
     def start(self, arguments: Sequence[str], *, restarts: int = 0, **env: str) -> Job:
         """A job under torchrun."""
@@ -67,14 +67,17 @@ class Scene:
 
         wait_until(ready, 240, f"no pause with step {SAVED} in the store:\n{job.output()}")
 
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [line for line in read_events(self.directory / "events") if line["event"] in kinds]
+
     def restores(self) -> list[dict[str, Any]]:
-        return [line for line in read_events(self.directory / "events") if line["event"] == "restore"]
+        return self.events("restore")
 
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     key = new_key()
-    env = environment(tmp_path / "stager-runtime", HOLDFAST_KEY=key)
+    env = environment(tmp_path / "stager-runtime", HOLDFAST_KEY=key, HOLDFAST_EVENTS=str(tmp_path / "events"))
     (tmp_path / "store").mkdir()
     with standing_stager(str(tmp_path / "store"), env, tmp_path / "stager.log") as stager:
         yield Scene(tmp_path, stager, key)
@@ -137,7 +140,7 @@ def test_training_goes_on_when_the_stager_is_killed_and_another_one_takes_the_ne
         job.succeed(240)
         assert "the stager" in job.output()
         assert "could not be reached" in job.output()
-    env = environment(scene.directory / "stager-runtime", HOLDFAST_KEY=scene.cluster._env["HOLDFAST_KEY"])
+    env = environment(scene.directory / "stager-runtime", HOLDFAST_KEY=scene.env["HOLDFAST_KEY"])
     log = scene.directory / "second-stager.log"
     with standing_stager(str(scene.directory / "store"), env, log) as second:
         with scene.start(RUN, HOLDFAST_STAGER=second.address) as job:
@@ -147,8 +150,7 @@ def test_training_goes_on_when_the_stager_is_killed_and_another_one_takes_the_ne
 
 
 def test_sigterm_to_torchrun_is_a_notice_and_the_stager_brings_all_ranks_to_one_step(scene: Scene) -> None:
-    slowly = {"TRAIN_STEP_SECONDS": "0.02", "HOLDFAST_WATCH": "sigterm"}
-    with scene.start([str(MANY), str(NEVER)], **slowly) as job:
+    with scene.start([str(MANY), str(NEVER)], TRAIN_STEP_SECONDS="0.02", HOLDFAST_WATCH="sigterm") as job:
         path = scene.cluster.out(1) / "losses-1"
         wait_until(lambda: path.exists() and len(losses(path)) > 5, 240, job.output())
         os.kill(job.process.pid, signal.SIGTERM)
@@ -162,6 +164,25 @@ def test_sigterm_to_torchrun_is_a_notice_and_the_stager_brings_all_ranks_to_one_
     with scene.start([str(saved + 3), str(NEVER)]) as job:
         job.succeed(240)
     assert [event["step"] for event in scene.restores()] == [saved] * RANKS
+
+
+def test_an_interval_that_is_found_by_itself_is_the_same_on_all_ranks(scene: Scene) -> None:
+    scene.cluster = Cluster(scene.directory, scene.cluster.store, scene.env, script=pacing.__file__)
+    with scene.start([], PACING_STEP_SECONDS="0.01") as job:
+        wait_until(lambda: len(scene.events("interval")) > 0, 120, f"no interval:\n{job.output()}")
+        (interval, *_) = scene.events("interval")
+        step = scene.cluster.out(1) / "step"
+        wait_until(
+            lambda: int(step.read_text() or 0) > interval["first_step"] + interval["every"], 120, job.output()
+        )
+        (scene.cluster.out(1) / "stop").touch()
+        job.succeed(120)
+    tried = [
+        sorted({line["step"] for line in scene.events("save", "declined") if line.get("rank") == rank})
+        for rank in range(RANKS)
+    ]
+    assert tried[0] == tried[1]
+    assert interval["first_step"] in tried[0]
 
 
 def test_wrong_starts_are_told_once_by_their_names(scene: Scene) -> None:
