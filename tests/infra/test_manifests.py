@@ -1,0 +1,209 @@
+"""infra/kubernetes by the published models of Kubernetes, JobSet and Kubeflow's Trainer, and the exit codes' page."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from yamllint import linter  # type: ignore[import-untyped]
+from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
+
+from operator_side.supervise.exit_codes import AGAIN
+from tests.infra.toolbox import INFRA, Unavailable, manifest_python
+
+FOLDER = INFRA / "kubernetes"
+FILES = sorted(FOLDER.glob("*.yaml"))
+PAGE = INFRA.parent / "docs" / "exit-codes.md"
+OPEN = {
+    "labels",
+    "annotations",
+    "nodeSelector",
+    "requests",
+    "limits",
+    "stringData",
+    "torch",
+}  # names are the user's
+
+
+@pytest.fixture(scope="session")
+def checker() -> Path:
+    try:
+        return manifest_python()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+
+
+def check(checker: Path, given: list[dict[str, Any]]) -> list[list[str]]:
+    script = Path(__file__).with_name("check_manifests.py")
+    done = subprocess.run(
+        [checker, script], input=json.dumps(given), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, list)
+    return found
+
+
+def job_specs(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each replicated job of a JobSet or a runtime: its name, and the spec of its Job."""
+    spec = document["spec"]
+    for replicated in (spec["template"]["spec"] if "template" in spec else spec).get("replicatedJobs", []):
+        yield replicated["name"], replicated["template"]["spec"]
+
+
+JOBS = [
+    pytest.param(path, job, id=f"{path.stem}-{name}")
+    for path in FILES
+    for document in documents(path)
+    for name, job in job_specs(document)
+]
+
+
+def environment_of(job: dict[str, Any]) -> dict[str, Any]:
+    """The variables of the job's container that have a value of their own."""
+    (container,) = job["template"]["spec"]["containers"]
+    return {item["name"]: item.get("value") for item in container.get("env", [])}
+
+
+def with_variable(name: str) -> list[Any]:
+    return [
+        pytest.param(path, job, id=f"{path.stem}-{job_name}")
+        for path in FILES
+        for document in documents(path)
+        for job_name, job in job_specs(document)
+        if name in environment_of(job)
+    ]
+
+
+def test_some_pods_hear_notices_and_some_have_a_ring() -> None:
+    assert len(with_variable("HOLDFAST_WATCH")) == 2
+    assert len(with_variable("HOLDFAST_RING_BYTES")) == 3
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_published_models_know_every_word(path: Path, checker: Path) -> None:
+    given = documents(path)
+    assert check(checker, given) == [[] for _ in given]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_misspelt_field_is_refused_wherever_it_is(path: Path, checker: Path) -> None:
+    wrong = [mutant for document in documents(path) for mutant in misspelt(document)]
+    assert len(wrong) >= 4
+    unseen = [
+        where
+        for (where, _), found in zip(wrong, check(checker, [one for _, one in wrong]), strict=True)
+        if not found
+    ]
+    assert unseen == []
+
+
+def misspelt(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The document once for each of its fields, with a letter added to the field's name."""
+    for path in _fields(document, ()):
+        if path[0] in {"apiVersion", "kind"}:
+            continue
+        mutant = copy.deepcopy(document)
+        parent: Any = mutant
+        for step in path[:-1]:
+            parent = parent[step]
+        parent[f"{path[-1]}x"] = parent.pop(path[-1])
+        yield ".".join(map(str, path)), mutant
+
+
+def _fields(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, dict) and (not path or path[-1] not in OPEN):
+        for name, inner in value.items():
+            yield (*path, name)
+            yield from _fields(inner, (*path, name))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _fields(inner, (*path, number))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_they_are_tidy(path: Path) -> None:
+    config = YamlLintConfig(
+        "{extends: default, rules: {line-length: {max: 140}, document-start: disable, braces: "
+        "{max-spaces-inside: 1}, octal-values: disable}}"
+    )
+    assert [str(problem) for problem in linter.run(path.read_text(), config)] == []
+
+
+@pytest.mark.parametrize(("path", "job"), JOBS)
+def test_no_pod_has_a_privilege_that_it_does_not_need(path: Path, job: dict[str, Any]) -> None:
+    pod = job["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    (container,) = pod["containers"]
+    context = container["securityContext"]
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert context["allowPrivilegeEscalation"] is False
+    assert context.get("readOnlyRootFilesystem") is (
+        None if container["command"] == ["/usr/sbin/sshd"] else True
+    )
+    for volume in pod["volumes"]:
+        assert "hostPath" not in volume
+        if "secret" in volume:
+            assert volume["secret"]["defaultMode"] == 0o440
+
+
+@pytest.mark.parametrize(("path", "job"), with_variable("HOLDFAST_WATCH"))
+def test_each_wait_is_shorter_than_the_one_around_it(path: Path, job: dict[str, Any]) -> None:
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    given = environment_of(job)
+    assert given["HOLDFAST_WATCH"] == "sigterm"
+    arguments = container["args"]
+    shutdown = float(arguments[arguments.index("--shutdown-timeout") + 1])
+    assert float(given["HOLDFAST_WATCH_GRACE_SECONDS"]) < shutdown < pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize(("path", "job"), with_variable("HOLDFAST_RING_BYTES"))
+def test_the_ring_has_room_in_memory(path: Path, job: dict[str, Any]) -> None:
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    given = environment_of(job)
+    ring = gibibytes(given["HOLDFAST_RING_BYTES"].removesuffix("B"))
+    (volume,) = (one for one in pod["volumes"] if one["name"] == "ring")
+    assert volume["emptyDir"]["medium"] == "Memory"
+    (mount,) = (one for one in container["volumeMounts"] if one["name"] == "ring")
+    assert given["HOLDFAST_RUNTIME_DIR"].startswith(f"{mount['mountPath']}/")
+    room = gibibytes(volume["emptyDir"]["sizeLimit"])
+    assert ring + 16 / 1024 <= room <= gibibytes(container["resources"]["limits"]["memory"]) - 2
+    assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
+
+
+def gibibytes(text: str) -> float:
+    found = re.fullmatch(r"(\d+)Gi", text)
+    assert found, text
+    return float(found[1])
+
+
+def test_the_page_of_exit_codes_says_what_the_files_say() -> None:
+    blocks = re.findall(
+        r"```yaml\n(.*?)```", PAGE.read_text().partition("## Kubernetes")[2].partition("\n## ")[0], re.DOTALL
+    )
+    shown: dict[str, Any] = {}
+    for block in blocks:
+        shown |= yaml.safe_load(block)
+    (jobset,) = documents(FOLDER / "jobset.yaml")
+    assert jobset["spec"]["failurePolicy"] == shown["failurePolicy"]
+    for _, job in job_specs(jobset):
+        assert job["backoffLimit"] == shown["backoffLimit"]
+        assert job["podFailurePolicy"] == shown["podFailurePolicy"]
+        assert job["template"]["spec"]["restartPolicy"] == "Never"
+        (rule,) = (one for one in job["podFailurePolicy"]["rules"] if "onExitCodes" in one)
+        assert rule["onExitCodes"]["values"] == [AGAIN]
