@@ -2,7 +2,7 @@
 
     accepted ─► handshake, within some seconds ─► of the job that is served ───────────► its port
                                                ├─ of the same launch, started again ───► the next job; that one ends
-                                               ├─ of another launch, the present one silent ─► the same
+                                               ├─ of another launch, the present one gone ───► the same
                                                ├─ of another launch, the present one alive ──► refused: BUSY
                                                └─ nobody is served ────────────────────► the next job
 
@@ -27,6 +27,7 @@ from holdfast.net.address import Address
 from holdfast.net.handshake import (
     HELLO_BYTES_MAX,
     HELLO_BYTES_MIN,
+    MESSAGES_CHANNEL,
     NONCE_BYTES,
     PROOF_MESSAGE_BYTES,
     Hello,
@@ -38,6 +39,7 @@ from holdfast.net.handshake import (
     read_hello,
     refuse_version,
 )
+from holdfast.net.lifelines import find_dead_peers
 from stager.reactor import Reactor
 from stager.tcp import TcpTrainersPort, refuse
 
@@ -190,8 +192,6 @@ class Reception:
                 _log.debug("a connection is not accepted: %s", error)
                 return
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             greeting = _Greeting(sock, f"{place[0]}:{place[1]}", self._clock() + _GREETING_SECONDS_MAX)
             self._greetings[sock] = greeting
             self._reactor.watch(sock, functools.partial(self._hear, greeting))
@@ -246,6 +246,7 @@ class Reception:
         received = check_proof(self._key, greeting.hello_data, greeting.nonce, bytes(greeting.begun))
         del self._greetings[greeting.sock]
         self._reactor.unwatch(greeting.sock)
+        find_dead_peers(greeting.sock, messages=hello.channel == MESSAGES_CHANNEL)
         if received is None:
             self._complain(greeting.peer, "it has another key")
             refuse(self._reactor, greeting.sock, Status.KEY, "another key")

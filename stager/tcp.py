@@ -37,7 +37,6 @@ class _Rank:
     line: MessageLine = field(default_factory=MessageLine)
     sock: socket.socket | None = None
     cut_at: float | None = None  # since when it has no connection; None before the first
-    heard_at: float = 0.0
     blocked: bool = False
     left: bool = False
     lost: bool = False
@@ -113,7 +112,6 @@ class TcpTrainersPort:
         if rank.cut_at is not None:
             _log.info("rank %d is connected again after %.1f s", number, self._clock() - rank.cut_at)
         rank.sock, rank.cut_at, rank.blocked = sock, None, False
-        rank.heard_at = self._clock()
         self._reactor.watch(sock, functools.partial(self._messages_ready, number))
         self._write(number)
 
@@ -131,12 +129,8 @@ class TcpTrainersPort:
 
     @property
     def is_alive(self) -> bool:
-        """Whether some rank of the job has been heard lately."""
-        now = self._clock()
-        return any(
-            rank.sock is not None and now - rank.heard_at <= self._reconnect_seconds_max
-            for rank in self._ranks
-        )
+        """Whether some rank of the job is connected; a machine that is gone is no more after some ten seconds."""
+        return any(rank.sock is not None for rank in self._ranks)
 
     def end(self, reason: str) -> None:
         """Take every rank that has not left for lost."""
@@ -216,7 +210,6 @@ class TcpTrainersPort:
             except ProtocolError as error:
                 self.drop(number, f"broke the protocol: {error}")
                 return
-        rank.heard_at = self._clock()
         self._write(number)  # that it has arrived
 
     def _write(self, number: int) -> None:

@@ -350,12 +350,12 @@ def test_a_second_job_is_refused_while_the_first_lives(
     assert stager.lost == []
 
 
-def test_a_job_of_another_launch_joins_once_the_first_is_silent(
+def test_a_job_of_another_launch_joins_once_the_first_is_gone(
     stager: _Stager, threads: ThreadPoolExecutor
 ) -> None:
-    _joined(stager, threads)
+    _joined(stager, threads).leave(0.0, lost=True)  # as when its process dies
     second = threads.submit(_connect, stager.port_number, launch="other", incarnation=b"2" * 16)
-    stager.until(lambda: bool(stager.lost), "the silent job to be left behind")
+    stager.until(lambda: bool(stager.lost), "the first job to be left behind")
     stager.reception.close_job()
     port = stager.open_next()
     stager.until(second.done)

@@ -13,19 +13,20 @@ from holdfast.net.address import Address
 from holdfast.net.handshake import (
     ADMISSION_BYTES,
     CHALLENGE_BYTES,
+    MESSAGES_CHANNEL,
     NONCE_BYTES,
     Hello,
     Status,
     answer_challenge,
     read_admission,
 )
+from holdfast.net.lifelines import find_dead_peers
 
 _log = logging.getLogger("holdfast.trainer.tcp")
 
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.05, 1.0
 _QUIET_SECONDS = 10.0  # so long nobody is told what this rank waits for
 _BUSY_SECONDS_MAX = 30.0  # a job whose nodes are gone is known to be silent sooner
-_KEEPALIVE_IDLE_SECONDS, _KEEPALIVE_SECONDS, _KEEPALIVES = 5, 2, 3
 
 
 class _BusyStager(ConfigError):
@@ -114,11 +115,7 @@ class Door:
     def _meet(
         self, sock: socket.socket, channel: int, received: int, resuming: bool, deadline: float
     ) -> OpenedConnection:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
+        find_dead_peers(sock, messages=channel == MESSAGES_CHANNEL)
         nonce = os.urandom(NONCE_BYTES)
         hello = Hello(self._rank, self._ranks, channel, self._launch, self._incarnation, nonce, resuming)
         data = hello.to_bytes()
