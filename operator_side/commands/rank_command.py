@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import click
 
 from holdfast.command.examples import examples
@@ -40,9 +42,13 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     """
     from holdfast.command.output import plain
     from operator_side.supervise.exit_codes import AGAIN, coded_end
-    from operator_side.supervise.wrapped_rank import WrappedRank
+    from operator_side.supervise.wrapped_rank import PASSED_ON, WrappedRank
 
-    end = coded_end(WrappedRank(command).run(), restarts_max=restarts_max)
+    seen = WrappedRank(command).run()
+    # A signal that comes too late for the command must not take the place of the code.
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
+    end = coded_end(seen, restarts_max=restarts_max)
     if end.code:
         what = ": start the job again" if end.code == AGAIN else ""
         click.echo(plain(f"holdfast rank: {end.message}; exit code {end.code}{what}"), err=True)

@@ -26,7 +26,7 @@ from holdfast.process import tie
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from operator_side.supervise.exit_codes import Seen
 
-_PASSED_ON = (
+PASSED_ON = (
     signal.SIGTERM,
     signal.SIGINT,
     signal.SIGHUP,
@@ -64,7 +64,7 @@ class WrappedRank:
             ConfigError: The command cannot be started, or there is no place for the reports of the ranks.
         """
         killed_before = memory_kills()
-        before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+        before = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
         try:
             with _reports_file() as path:
                 process = self._start(path)

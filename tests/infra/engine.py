@@ -1,0 +1,260 @@
+"""An engine that runs a JobSet's pods as processes of this machine, and restarts them as the manifest says.
+
+The commands, arguments and environment are those of the file. Replaced are: names of pods by 127.0.0.1, ports by free
+ones, mount points by folders, and the variables that a test gives (sizes, store). Not played: nodes, images, limits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.cluster import wait_until
+from tests.support.job import HOLDFAST, environment
+from tests.support.swift import free_port
+
+__all__ = ["PlayedJobSet", "PlayedPod"]
+
+_SECONDS_MAX = 240.0
+
+
+@dataclass
+class PlayedPod:
+    """One pod of a replicated job: its container's process, and whether its node was taken away."""
+
+    job: str
+    index: int
+    process: subprocess.Popen[bytes]
+    disrupted: bool = False
+
+    def terminate(self) -> None:
+        """What the kubelet does first: SIGTERM to the container's first process."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def lose_node(self) -> None:
+        """The node is gone, with all processes of the pod."""
+        self.disrupted = True
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to each process of the pod."""
+        if self.process.poll() is None:
+            for inner in psutil.Process(self.process.pid).children(recursive=True):
+                if inner.name() != "holdfast-flush":
+                    inner.kill()
+            self.process.kill()
+        self.process.wait()
+
+
+class PlayedJobSet:
+    """Pods of one JobSet. A context manager: no pod outlives the block.
+
+    Args:
+        jobset: The document.
+        folder: Where mounts and logs go; `workspace/train.py` in it is the script.
+        key: Content of the secret.
+        variables: In the place of the file's own, or added.
+
+    Attributes:
+        pods: Those of the newest start. `actions`: what the failure policy has done, in order.
+    """
+
+    def __init__(
+        self, jobset: Mapping[str, Any], folder: Path, *, key: str, variables: Mapping[str, str]
+    ) -> None:
+        self.folder, self.pods, self.actions = folder, list[PlayedPod](), list[str]()
+        self._spec, self._name, self._variables = jobset["spec"], jobset["metadata"]["name"], variables
+        self._key, self._restarts = key, 0
+        self._ports = {
+            str(port["containerPort"]): str(free_port())
+            for job in self._spec["replicatedJobs"]
+            for container in job["template"]["spec"]["template"]["spec"]["containers"]
+            for port in container.get("ports", [])
+        }
+
+    def __enter__(self) -> PlayedJobSet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pod in self.pods:
+            pod.kill()
+
+    def start(self, *jobs: str) -> None:
+        """Start the pods of these jobs, or of all, in the file's order; each waits for what it depends on."""
+        for job in self._spec["replicatedJobs"]:
+            if jobs and job["name"] not in jobs:
+                continue
+            for other in job.get("dependsOn", []):
+                assert other["status"] == "Ready"
+                self._wait_ready(other["name"])
+            for index in range(job["template"]["spec"]["parallelism"]):
+                self.pods.append(self._pod(job, index))
+
+    def of(self, job: str) -> list[PlayedPod]:
+        """The pods of a job that run now, by index."""
+        return [pod for pod in self.pods if pod.job == job]
+
+    def output(self) -> str:
+        """What all pods have said."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in logs)
+
+    def settle(self) -> str:
+        """Follow the pods until the policies have acted once: "Completed", or the action. A restart has begun then."""
+        targets = self._spec["successPolicy"]["targetReplicatedJobs"]
+        failed: list[PlayedPod] = []
+
+        def settled() -> bool:
+            failed[:] = [pod for pod in self.pods if pod.process.poll() not in {None, 0}]
+            return bool(failed) or all(pod.process.poll() == 0 for job in targets for pod in self.of(job))
+
+        wait_until(settled, _SECONDS_MAX, f"no pod has failed, and the job is not done:\n{self.output()}")
+        if not failed:
+            self._stop(self.pods)
+            return "Completed"
+        action = self._action(failed[0])
+        self.actions.append(action)
+        if action in {"RestartJobAndIgnoreMaxRestarts", "RestartJob"}:
+            self._restart(failed[0].job)
+        elif action.startswith("RestartJobSet"):
+            self._restart()
+        else:
+            self._stop(self.pods)
+        return action
+
+    def _restart(self, *jobs: str) -> None:
+        # BlockingRecreate: the old pods are gone before the first new one starts.
+        gone = [pod for pod in self.pods if not jobs or pod.job in jobs]
+        self._stop(gone)
+        self.pods = [pod for pod in self.pods if pod not in gone]
+        self.start(*jobs)
+
+    def _stop(self, pods: list[PlayedPod]) -> None:
+        for pod in pods:
+            pod.terminate()
+        for pod in pods:
+            spec = self._job(pod.job)["template"]["spec"]["template"]["spec"]
+            try:
+                pod.process.wait(spec["terminationGracePeriodSeconds"])
+            except subprocess.TimeoutExpired:
+                pod.kill()
+
+    def _action(self, pod: PlayedPod) -> str:
+        reason = self._reason(pod)
+        policy = self._spec["failurePolicy"]
+        for rule in policy["rules"]:
+            if pod.job in rule["targetReplicatedJobs"] and reason in rule["onJobFailureReasons"]:
+                action = str(rule["action"])
+                break
+        else:
+            action = "RestartJobSet"
+        if action in {"RestartJobSet", "RestartJob"}:
+            self._restarts += 1
+            if self._restarts > policy["maxRestarts"]:
+                return "FailJobSet"
+        return action
+
+    def _reason(self, pod: PlayedPod) -> str:
+        """Why the pod's Job fails: its pod failure policy, else its backoffLimit, which is 0."""
+        job = self._job(pod.job)["template"]["spec"]
+        assert job["backoffLimit"] == 0
+        for rule in job["podFailurePolicy"]["rules"]:
+            if "onPodConditions" in rule:
+                matches = pod.disrupted
+            else:
+                code, codes = pod.process.returncode, rule["onExitCodes"]
+                shown = 128 - code if code < 0 else code
+                matches = (shown in codes["values"]) == (codes["operator"] == "In")
+            if matches:
+                return "PodFailurePolicy" if rule["action"] == "FailJob" else "BackoffLimitExceeded"
+        return "BackoffLimitExceeded"
+
+    def _job(self, name: str) -> Any:
+        (job,) = (job for job in self._spec["replicatedJobs"] if job["name"] == name)
+        return job
+
+    def _wait_ready(self, name: str) -> None:
+        (container,) = self._job(name)["template"]["spec"]["template"]["spec"]["containers"]
+        port = int(self._ports[str(container["startupProbe"]["tcpSocket"]["port"])])
+
+        def listens() -> bool:
+            assert all(pod.process.poll() is None for pod in self.of(name)), self.output()
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_until(listens, _SECONDS_MAX, f"{name} does not become ready:\n{self.output()}")
+
+    def _pod(self, job: Mapping[str, Any], index: int) -> PlayedPod:
+        pod = job["template"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        home = self.folder / f"{job['name']}-{index}"
+        # What a pod has is gone with it.
+        shutil.rmtree(home, ignore_errors=True)
+        mounts = {mount["mountPath"]: home / mount["name"] for mount in container["volumeMounts"]}
+        for volume in pod["volumes"]:
+            folder = home / volume["name"]
+            folder.mkdir(parents=True)
+            if "secret" in volume:
+                (folder / "key").write_text(self._key)
+                (folder / "key").chmod(volume["secret"]["defaultMode"])
+        given: dict[str, str] = {}
+        for item in container["env"]:
+            value = item["value"] if "value" in item else self._field(item, index)
+            given[item["name"]] = self._here(_expanded(value, given), mounts)
+        given |= self._variables
+        env = environment(home / "unused", PATH=f"{Path(HOLDFAST).parent}{os.pathsep}{os.environ['PATH']}")
+        command = [
+            self._here(_expanded(word, given), mounts) for word in container["command"] + container["args"]
+        ]
+        workspace = self.folder / "workspace" if "workingDir" in container else home
+        with (self.folder / f"{job['name']}-{index}.log").open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=workspace,
+                env={**env, **given},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        return PlayedPod(job["name"], index, process)
+
+    def _field(self, item: Mapping[str, Any], index: int) -> str:
+        path = str(item["valueFrom"]["fieldRef"]["fieldPath"])
+        fields: dict[str, str] = {
+            "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+            "metadata.labels['jobset.sigs.k8s.io/jobset-name']": self._name,
+        }
+        return fields[path]
+
+    def _here(self, text: str, mounts: Mapping[str, Path]) -> str:
+        """The value as it is on this machine; each part is replaced once."""
+        domain = re.escape(self._spec["network"].get("subdomain", self._name))
+        pods = "|".join(rf"{self._name}-{job['name']}-\d+-\d+" for job in self._spec["replicatedJobs"])
+        ports = "|".join(self._ports)
+        found = re.fullmatch(
+            rf"(?:(?P<pod>(?:{pods})\.{domain})|(?P<any>0\.0\.0\.0))?:?(?P<port>{ports})?", text
+        )
+        if found and text:
+            host = "127.0.0.1" if found["pod"] or found["any"] else ""
+            port = self._ports[found["port"]] if found["port"] else ""
+            return f"{host}:{port}" if host and port else host or port
+        for path, folder in mounts.items():
+            if text.startswith(f"{path}/"):
+                return f"{folder}{text.removeprefix(path)}"
+        return text
+
+
+def _expanded(text: str, known: Mapping[str, str]) -> str:
+    return re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], text)

@@ -1,0 +1,63 @@
+"""Scenes of the pods of infra/kubernetes: two ranks, one in each pod, and their stager."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from holdfast.net.key import new_key
+from tests.infra.engine import PlayedJobSet
+from tests.infra.toolbox import INFRA
+from tests.integration.jobs import in_a_pod
+from tests.support.cluster import wait_until
+
+__all__ = ["go_on", "jobset_document", "played", "starts", "wait_for_ranks"]
+
+RANKS = 2
+# In the place of the file's own: sizes of a machine, and a store that is not there.
+SMALLER = {"HOLDFAST_RING_BYTES": "4MiB", "PET_NPROC_PER_NODE": "1"}
+
+
+def jobset_document() -> Any:
+    return yaml.safe_load((INFRA / "kubernetes" / "jobset.yaml").read_text())
+
+
+@contextlib.contextmanager
+def played(folder: Path, document: Any = None) -> Iterator[PlayedJobSet]:
+    """The pods of the document, of jobset.yaml without one; none runs yet."""
+    (folder / "workspace").mkdir()
+    shutil.copy(in_a_pod.__file__, folder / "workspace" / "train.py")
+    (folder / "out").mkdir()
+    variables = {
+        **SMALLER,
+        "HOLDFAST_STORE": str(folder / "store"),
+        "HOLDFAST_CHUNK_BYTES": "64KiB",
+        "OUT": str(folder / "out"),
+    }
+    with PlayedJobSet(document or jobset_document(), folder, key=new_key(), variables=variables) as jobset:
+        yield jobset
+
+
+def wait_for_ranks(jobset: PlayedJobSet) -> None:
+    """Until all ranks stand by in the middle of the run."""
+
+    def ready() -> bool:
+        assert all(pod.process.poll() is None for pod in jobset.pods), jobset.output()
+        return all((jobset.folder / "out" / f"ready-{rank}").exists() for rank in range(RANKS))
+
+    wait_until(ready, 240, f"the ranks do not come so far:\n{jobset.output()}")
+
+
+def go_on(jobset: PlayedJobSet) -> None:
+    """Ranks of the next start do not stand by."""
+    (jobset.folder / "out" / "go-on").touch()
+
+
+def starts(jobset: PlayedJobSet, rank: int) -> list[int]:
+    """The first step of each start of a rank."""
+    return [int(line) for line in (jobset.folder / "out" / f"start-{rank}").read_text().split()]
