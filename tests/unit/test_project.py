@@ -199,3 +199,13 @@ def test_its_scripts_are_there_and_can_run(services: dict[str, Any]) -> None:
             assert subprocess.run(["sh", "-n", script], check=False).returncode == 0, name
         else:
             ast.parse(script.read_text())
+
+
+@pytest.mark.parametrize(
+    "ignored", ["infra/docker/Dockerfile.dockerignore", "infra/kubernetes/Containerfile.dockerignore"]
+)
+def test_an_image_has_every_package(ignored: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    let_through = (ROOT / ignored).read_text().splitlines()
+    assert {f"!{package.rstrip('*')}" for package in packages} <= set(let_through)
