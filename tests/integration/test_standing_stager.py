@@ -63,7 +63,7 @@ class Scene:
         def ready() -> bool:
             assert job.process.poll() is None, job.output()
             paused = all((self.cluster.out(1) / f"paused-{rank}").exists() for rank in range(RANKS))
-            return paused and any((self.directory / "store").glob(f"step-{SAVED:09d}-*.json"))
+            return paused and any((self.directory / "store").glob(f"step-{SAVED:09d}*.json"))
 
         wait_until(ready, 240, f"no pause with step {SAVED} in the store:\n{job.output()}")
 
@@ -100,7 +100,7 @@ def test_a_new_torchrun_joins_the_running_stager_and_goes_on_from_its_ring(
     # Told to stop, it leaves nothing behind that is not in the store.
     assert scene.stager.stop() == 0, scene.stager.output()
     files = sorted((scene.directory / "store").glob("step-*.pt"))
-    assert files[-1].name.startswith(f"step-{NEWEST:09d}-")
+    assert files[-1].name.startswith(f"step-{NEWEST:09d}")
     check_loadable(files)
     assert not list((scene.directory / "stager-runtime").glob("*/journal"))
 
