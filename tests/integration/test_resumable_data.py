@@ -17,7 +17,10 @@ from trainer_side import ResumableSampler
 
 pytestmark = [pytest.mark.mpi]
 EVERY, SAMPLES, BATCH = 5, 53, 3  # an epoch is no whole number of batches, neither of 2 ranks nor of 1
-STEPS = 30  # of an attempt, at most
+STEPS, LAST_STEPS = (
+    30,
+    40,
+)  # of an attempt, at most; the last one ends a fourth epoch, however early the kills are
 
 _Lines = dict[int, list[Any]]
 
@@ -45,7 +48,7 @@ def test_each_sample_is_trained_on_once_per_epoch(tmp_path: Path) -> None:
     lines = [
         attempt(cluster, 2, steps=first + STEPS, dies_at=kills[0]),
         attempt(cluster, 2, steps=first + STEPS, dies_at=kills[1]),
-        attempt(cluster, 1, steps=first + STEPS),
+        attempt(cluster, 1, steps=first + LAST_STEPS),
     ]
     starts = [min(of_attempt) for of_attempt in lines]
     assert starts[0] == 0 < starts[1] <= kills[0] < starts[2] <= kills[1], (starts, kills)
@@ -56,7 +59,7 @@ def test_each_sample_is_trained_on_once_per_epoch(tmp_path: Path) -> None:
     assert again, "nothing was done again: the test has shown nothing of the bits"
     counted = [
         step
-        for of_attempt, end in zip(lines, [*starts[1:], first + STEPS], strict=True)
+        for of_attempt, end in zip(lines, [*starts[1:], first + LAST_STEPS], strict=True)
         for step in (of_attempt[number] for number in range(min(of_attempt), end))
     ]
     samples = [sample for step in counted for of_rank in step for sample in of_rank["samples"]]

@@ -159,10 +159,10 @@ def check_a_stopped_rank_is_named_and_when_it_goes_on_so_do_checkpoints(tmp_path
         ran.assert_ring_empty()
 
 
-@pytest.mark.parametrize("package", ["trainer_side.ranks", "stager"])
-def test_the_end_of_mpi_is_left_when_another_process_never_comes_to_it(tmp_path: Path, package: str) -> None:
+@pytest.mark.parametrize("module", ["trainer_side.ranks.mpi_world", "stager.mpi"])
+def test_the_end_of_mpi_is_left_when_another_process_never_comes_to_it(tmp_path: Path, module: str) -> None:
     env = environment(tmp_path / "runtime")
-    with Job(2, [last_call.__file__, package, str(tmp_path)], None, env=env, log=tmp_path / "log") as job:
+    with Job(2, [last_call.__file__, module, str(tmp_path)], None, env=env, log=tmp_path / "log") as job:
         job.wait(SECONDS_MAX)
         assert (tmp_path / "saw-it-leave").read_text() == "True", job.output()
         assert "MPI_Finalize did not return within 0.5 s" in job.output()

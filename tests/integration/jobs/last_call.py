@@ -1,6 +1,6 @@
 """Rank 0 ends as a process of holdfast does; the others have agreed to end MPI, and never do: as if killed in it.
 
-`python last_call.py trainer_side.ranks|stager DIRECTORY`
+`python last_call.py trainer_side.ranks.mpi_world|stager.mpi DIRECTORY`
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _SECONDS_MAX = 60.0
 
 
 def main() -> None:
-    package, directory = sys.argv[1], Path(sys.argv[2])
-    mpi: Any = importlib.import_module(f"{package}.mpi")
+    module, directory = sys.argv[1], Path(sys.argv[2])
+    mpi: Any = importlib.import_module(module)
     mpi.FINALIZE_SECONDS_MAX = 0.5
     world, pid = mpi.MPI.COMM_WORLD, os.getpid()
     leaver = world.bcast(pid)
