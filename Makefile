@@ -55,12 +55,12 @@ RUN_TESTS := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reord
 chosen = $(if $(findstring tests/,$(PYTEST)),,$(1)) $(PYTEST)
 
 .PHONY: test
-test: $(READY) ## Test as you go: all units, every store, one job per store killed and resumed (8 minutes on 2 cores)
+test: $(READY) ## Test as you go: all units, every store, one job per store killed and resumed (5 minutes on 2 cores)
 	@$(BIN)/python -m tests.support.swift --install
 	@$(RUN_TESTS) $(call chosen,$(TEST_FOLDERS))
 
 .PHONY: check
-check: test rest ## Test all that is promised: `make test`, then `make rest` (28 minutes)
+check: test rest ## Test all that is promised: `make test`, then `make rest` (25 minutes)
 
 .PHONY: rest
 rest: $(READY) ## The other part of `make check`: pages, simulation, jobs, faults, infra, fuzz, kill matrix (20 minutes)
