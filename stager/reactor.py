@@ -19,6 +19,7 @@ class Reactor:
         self._epoll = select.epoll()
         self._on_ready: dict[int, OnReady] = {}
         self._wanting: set[int] = set()
+        self._each_turn: list[Callable[[], None]] = []
 
     def fileno(self) -> int:
         """A descriptor that can be read when `turn` has something to do."""
@@ -48,8 +49,14 @@ class Reactor:
         self.unwatch(sock)
         sock.close()
 
+    def each_turn(self, call: Callable[[], None]) -> None:
+        """Call this in every turn, for what has a deadline."""
+        self._each_turn.append(call)
+
     def turn(self) -> bool:
         """Call whom the present events concern; whether there were any."""
+        for call in self._each_turn:
+            call()
         events = self._epoll.poll(0, _EVENTS_PER_TURN_MAX)
         for descriptor, mask in events:
             on_ready = self._on_ready.get(descriptor)

@@ -135,6 +135,7 @@ class Reception:
         self._complained_at = -_COMPLAINT_SECONDS
         self._complaints = 0
         reactor.watch(sock, self._accept)
+        reactor.each_turn(self._end_the_late)  # while a job is served, too
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class Reception:
         for sock in [self._sock, *self._greetings, *self._waiting]:
             self._reactor.close(sock)
 
-    def tick(self) -> None:
+    def _end_the_late(self) -> None:
         """End the connections that take too long to say who they are."""
         now = self._clock()
         for greeting in list(self._greetings.values()):
@@ -179,7 +180,6 @@ class Reception:
     # -- handshakes --------------------------------------------------------------------------------------------------
 
     def _accept(self, _readable: bool, _writable: bool) -> None:
-        self.tick()
         for _ in range(_ACCEPTED_PER_TURN_MAX):
             try:
                 sock, place = self._sock.accept()

@@ -123,7 +123,6 @@ class StandingStager:
 
     def _await_job(self) -> bool:
         while not self._stopped:
-            self._reception.tick()
             reap()
             if self._reception.next_job() is not None:
                 return True

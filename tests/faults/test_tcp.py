@@ -57,7 +57,6 @@ class _Stager:
 
     def turn(self) -> None:
         """Look once at everything."""
-        self.reception.tick()
         if self.port is None:
             self.reactor.turn()
             return
@@ -268,13 +267,16 @@ def test_strangers_cost_neither_memory_nor_the_ranks_their_place(
         stranger.close()
 
 
-def test_a_stranger_that_dawdles_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_dawdles_is_hung_up_on(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("stager.reception._GREETING_SECONDS_MAX", 0.2)
     with (
         contextlib.closing(_Stager()) as stager,
         socket.create_connection(("127.0.0.1", stager.port_number)) as stranger,
     ):
         stranger.sendall(b"HOLD")
+        _joined(stager, threads)  # a stager that serves a job looks as well
         stager.until(lambda: _hung_up(stranger), "the stranger to be hung up on")
 
 

@@ -52,7 +52,6 @@ class FakePort:
         self.posted: dict[tuple[int, int], tuple[memoryview, tuple[Extent, ...]]] = {}
         self.arrived: dict[tuple[int, int], int] = {}
         self.cancelled: list[tuple[int, int]] = []
-        self.have_left: list[int] = []
 
     def poll(self) -> Seen:
         seen, self.seen = self.seen, Seen()
@@ -67,7 +66,7 @@ class FakePort:
         return 0
 
     def left(self, rank: int) -> None:
-        self.have_left.append(rank)
+        """As under MPI."""
 
     def post(self, rank: int, slot: int, memory: memoryview, pieces: tuple[Extent, ...]) -> None:
         self.posted[rank, slot] = (memory, pieces)
