@@ -37,7 +37,7 @@ def parse_address(text: str) -> Address:
     """The address that `text` names.
 
     Raises:
-        ValueError: It is not `HOST:PORT`; the message says what was expected.
+        ValueError: It is not `HOST:PORT`; the message says what was expected, and not what was given.
     """
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -45,7 +45,7 @@ def parse_address(text: str) -> Address:
     elif ":" in host:
         colon = ""  # an IPv6 address without brackets: where its port begins is anybody's guess
     if not (colon and host and host.isprintable() and " " not in host):
-        raise ValueError(f"HOST:PORT, such as stager-0:29411 or [fd00::1]:29411, got {text!r:.200}")
+        raise ValueError("HOST:PORT, such as stager-0:29411 or [fd00::1]:29411")
     if not (port.isascii() and port.isdecimal() and int(port) <= _PORT_MAX):
-        raise ValueError(f"a port from 0 to {_PORT_MAX} after the last colon, got {text!r:.200}")
+        raise ValueError(f"a port from 0 to {_PORT_MAX} after the last colon")
     return Address(host, int(port))

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 
+from holdfast.config import TrainerConfig
+from holdfast.errors import ConfigError
 from holdfast.net.address import Address, parse_address
 
 
@@ -22,12 +22,30 @@ def test_an_address_is_read_and_written(text: str, expected: Address) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "29411", ":29411", "stager", "stager:", "stager:port", "stager:65536", "fd00::1:29411", "a b:1"],
+    ("text", "expected"),
+    [
+        ("", "HOST:PORT"),
+        ("29411", "HOST:PORT"),
+        (":29411", "HOST:PORT"),
+        ("stager", "HOST:PORT"),
+        ("fd00::1:29411", "HOST:PORT"),
+        ("a b:1", "HOST:PORT"),
+        ("stager:", "a port from 0 to 65535"),
+        ("stager:port", "a port from 0 to 65535"),
+        ("stager:65536", "a port from 0 to 65535"),
+    ],
 )
-def test_what_is_no_address_is_refused_with_what_was_expected(text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(repr(text))):
+def test_what_is_no_address_is_refused_with_what_was_expected(text: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         parse_address(text)
+
+
+@pytest.mark.parametrize("text", ["29411", "stager:65536"])
+def test_a_setting_that_is_no_address_is_told_once(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainerConfig.from_sources(stager=text)
+    assert str(caught.value).count("got") == 1
+    assert str(caught.value).count(repr(text)) == 1
 
 
 @pytest.mark.parametrize(
