@@ -67,7 +67,9 @@ def _options(command: click.Command) -> click.Command:
         click.option("--quick", is_flag=True, help="A toy size: tries it, measures nothing that counts."),
         click.option("--rounds", type=click.IntRange(min=0), default=0, help="Instead of its own number."),
         click.option(
-            "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where everything is written."
+            "--folder",
+            type=click.Path(path_type=Path, file_okay=False, exists=True),
+            help="Where everything is written. It must be there.",
         ),
     ):
         command = option(command)
@@ -97,7 +99,9 @@ for _name, _what in EXPERIMENTS.items():
 @click.option("--quick", is_flag=True, help="Toy sizes.")
 @click.option("--rounds", type=click.IntRange(min=0), default=0, help="Instead of each one's own number.")
 @click.option(
-    "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where everything is written."
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where everything is written. It must be there.",
 )
 def everything(without: tuple[str, ...], quick: bool, rounds: int, folder: Path | None) -> None:
     """Every experiment, one after the other; one that fails does not keep the others from running."""
