@@ -111,7 +111,7 @@ class Outline:
         tensors: list[torch.Tensor] = []
         containers, seen = [tree], {id(tree)}
         for node in containers:  # grows
-            keys, values = _parts(node)
+            keys, values = parts_of(node)
             types = tuple(map(type, values))
             kinds = tuple(map(_KINDS.__getitem__, types))
             if _STRANGE in kinds or not _KEYS.issuperset(map(type, keys or ())):
@@ -142,7 +142,7 @@ class Outline:
         containers, seen = [tree], {id(tree)}
         is_exact = True
         for node, row in zip(containers, self._rows, strict=False):  # grows
-            keys, values = _parts(node)
+            keys, values = parts_of(node)
             if keys != row.keys:
                 return None
             types = tuple(map(type, values))
@@ -167,7 +167,8 @@ class Outline:
         return Walked(tensors, containers, is_exact)
 
 
-def _parts(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
+def parts_of(node: Any) -> tuple[tuple[Any, ...] | None, Sequence[Any]]:
+    """The keys of a container, None where its values are numbered; and the values."""
     if type(node) in _DICTS:
         return tuple(node), [*node.values()]
     if type(node) is list or type(node) is tuple:

@@ -25,7 +25,7 @@ from trainer_side.state.survey import StorageSource, Survey
 
 
 class RecognisedTree(NamedTuple):
-    """The contents of a tree that was recognised, and the storages of its tensors, in the order of the outline."""
+    """The contents of a tree that was recognised, and the storages of all its tensors but stand-ins, in its order."""
 
     walked: Walked
     storages: list[torch.UntypedStorage]
@@ -42,7 +42,7 @@ class _Place(NamedTuple):
     """The place of the bytes of one entry."""
 
     entry: int
-    tensor: int  # one whose storage it is
+    storage: int  # among those of `RecognisedTree`
     start_bytes: int
     nbytes: int
     device: torch.device
@@ -64,8 +64,10 @@ class Recall:
         places: list[_Place],
         ready: Ready | None,
         entries: tuple[int, ...],
+        asked: tuple[int, ...],
     ) -> None:
         self._outline, self._facts, self._places, self._ready = outline, facts, places, ready
+        self._asked = asked  # places of all tensors but stand-ins
         self.entries = entries
         self._constants: Constants | None = None
         self.last = Last(0, 0)
@@ -79,6 +81,7 @@ class Recall:
         storage_entries: Sequence[int],
         *,
         leave_out: Collection[int],
+        stand_ins: Collection[int],
         pickled: tuple[Pickling, bytes] | None,
     ) -> Recall | None:
         """Keep what was found in `tree`; None if it is of a kind that must be looked at in full each time.
@@ -88,6 +91,8 @@ class Recall:
             found: Its survey.
             storage_entries: Storage number to entry of the layout.
             leave_out: Entries that are not copied from a storage.
+            stand_ins: Entries of tensors that whoever made the tree knows to be the same ones: they are copied from
+                elsewhere, and nothing is asked about them again.
             pickled: How it was pickled, and the pickle; None if it was not, which is so on ranks other than 0.
         """
         outlined = Outline.of(tree)
@@ -97,28 +102,34 @@ class Recall:
         tensors = walked.tensors
         if len(tensors) != len(found.slots) or not all(id(tensor) in found.paths for tensor in tensors):
             return None
-        facts = TensorFacts.of(tensors)
-        if facts is None:
-            return None
         places: dict[int, _Place] = {}
         entries: list[int] = []
+        asked: list[int] = []
         for index, tensor in enumerate(tensors):
             number = found.number(tensor)
             assert number is not None, "all tensors were surveyed"
             entry, part = storage_entries[number], found.parts[number]
             entries.append(entry)
+            if entry in stand_ins:
+                continue
             if entry not in leave_out:
-                place = _Place(entry, index, part.start_bytes, part.nbytes, part.storage.device)
+                place = _Place(entry, len(asked), part.start_bytes, part.nbytes, part.storage.device)
                 places.setdefault(entry, place)
+            asked.append(index)
+        facts = TensorFacts.of([*map(tensors.__getitem__, asked)])
+        if facts is None:
+            return None
         ready = None if pickled is None else pickled[0].ready(tensors)
-        recall = cls(outline, facts, [*places.values()], ready, tuple(entries))
+        recall = cls(outline, facts, [*places.values()], ready, tuple(entries), tuple(asked))
         return recall if pickled is None or recall._proves(tree, walked, *pickled) else None
 
     def look(self, tree: Mapping[str, Any]) -> RecognisedTree | None:
         """The tensors of `tree`, if but for values it is the tree that this was made of."""
         walked = self._outline.walk(tree) if self.holds else None
-        storages = None if walked is None else self._facts.storages(walked.tensors)
-        return None if walked is None or storages is None else RecognisedTree(walked, storages)
+        if walked is None:
+            return None
+        storages = self._facts.storages([*map(walked.tensors.__getitem__, self._asked)])
+        return None if storages is None else RecognisedTree(walked, storages)
 
     def sources(self, seen: RecognisedTree, entries: int) -> list[StorageSource | None]:
         """Per entry of the layout, where its bytes lie now."""
@@ -126,8 +137,8 @@ class Recall:
         storages = seen.storages
         # Not `StorageSource(…)`: that runs Python code for each.
         new = tuple.__new__
-        for entry, tensor, start_bytes, nbytes, device in self._places:
-            storage = storages[tensor]
+        for entry, number, start_bytes, nbytes, device in self._places:
+            storage = storages[number]
             address = storage.data_ptr() + start_bytes if nbytes else 0
             sources[entry] = new(StorageSource, (entry, storage, start_bytes, nbytes, address, device))
         return sources

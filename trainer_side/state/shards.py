@@ -8,7 +8,6 @@ keeps them, so that a later save finds the same ones in its tree; what this rank
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,9 +18,10 @@ import torch
 from holdfast.errors import StateError
 from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
+from trainer_side.state.dtensor_places import DTensorPlaces
 from trainer_side.state.split_tensor import Held, StagePart, hand_split, held, is_split, live_of, local_of
-from trainer_side.state.survey import StoragePart, StorageSource
-from trainer_side.state.tree import Ownership, children
+from trainer_side.state.survey import StorageSource
+from trainer_side.state.tree import Ownership, children, with_changes
 
 
 class _Mark(NamedTuple):
@@ -74,6 +74,7 @@ class Shards:
     def __init__(self) -> None:
         self._known: dict[str, _KnownShard] = {}
         self._path_of: dict[int, str] = {}  # a storage's address → its first path
+        self._places: DTensorPlaces | None = None
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -126,10 +127,30 @@ class Shards:
             self._known[path] = _KnownShard(_Mark.of(value), part.region, whole)
             return whole
 
-        return Expanded(_replaced(tree, replace), found, live)
+        expanded = Expanded(_replaced(tree, replace), found, live)
+        self._remember(tree)
+        return expanded
+
+    def _remember(self, tree: Any) -> None:
+        self._places = DTensorPlaces.of(tree, {path: known.stand_in for path, known in self._known.items()})
 
     def again(self, tree: Any) -> Expanded | None:
         """The same for a later tree; None if its split tensors are not those of the plan."""
+        if self._places is not None and (seen := self._places.look(tree)) is not None:
+            paths, new = self._places.paths, tuple.__new__  # `Held(…)` runs Python code for each
+            of_plan = map(self._known.__getitem__, paths)
+            parts = [
+                new(Held, (known.mark.shape, known.region, local))
+                for known, local in zip(of_plan, seen.local, strict=True)
+            ]
+            live = dict(zip(paths, seen.dtensors, strict=True))
+            return Expanded(seen.tree, dict(zip(paths, parts, strict=True)), live)
+        expanded = self._one_by_one(tree)
+        if expanded is not None:
+            self._remember(tree)
+        return expanded
+
+    def _one_by_one(self, tree: Any) -> Expanded | None:
         found: dict[str, Held] = {}
         live: dict[str, torch.Tensor] = {}
 
@@ -190,11 +211,12 @@ class Shards:
             storage_entries: Address of a stand-in's storage → entry.
         """
         found: dict[int, StorageSource | None] = {}
+        new = tuple.__new__  # as in `again`
         for address, path in self._path_of.items():
-            local = expanded.held[path].local
-            start_bytes, nbytes = int(local.storage_offset()) * local.itemsize, local.nbytes
-            part, entry = StoragePart(local.untyped_storage(), start_bytes, nbytes), storage_entries[address]
-            found[entry] = part.source(entry) if nbytes else None
+            local, entry = expanded.held[path].local, storage_entries[address]
+            start_bytes, nbytes = local.storage_offset() * local.itemsize, local.nbytes
+            place = (entry, local.untyped_storage(), start_bytes, nbytes, local.data_ptr(), local.device)
+            found[entry] = new(StorageSource, place) if nbytes else None
         return found
 
     def live(self, expanded: Expanded, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -225,14 +247,3 @@ def _replaced(tree: Any, replace: Any, path: str = "") -> Any:
         return done[id(node)]
 
     return of(tree, path)
-
-
-def with_changes(node: Any, changed: Mapping[Any, Any]) -> Any:
-    """A copy of the container in which these keys have other values."""
-    if isinstance(node, tuple):
-        values = [changed.get(index, value) for index, value in enumerate(node)]
-        return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
-    other = copy.copy(node)  # with the attributes of an OrderedDict, which torch pickles
-    for key, value in changed.items():
-        other[key] = value
-    return other

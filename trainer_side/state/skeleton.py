@@ -222,11 +222,13 @@ def plan(
     parts = ZipParts.of(image, found, owned)
     blob_entries = blobs.entries(found.numbers, parts.storage_entries)
     # The first save need not look at each tensor, nor pickle it, a second time.
+    shard_entries = {storage: parts.storage_entries[found.numbers[storage]] for storage in shards.storages}
     recall = Recall.of(
         full,
         found,
         parts.storage_entries,
         leave_out={entry for entries in blob_entries.values() for entry in entries},
+        stand_ins=set(shard_entries.values()),
         pickled=(job, pickled) if rank == 0 else None,
     )
     layout = Layout(
@@ -245,9 +247,7 @@ def plan(
         _blobs=blobs,
         _stages=stages,
         _shards=shards,
-        _shard_entries={
-            storage: parts.storage_entries[found.numbers[storage]] for storage in shards.storages
-        },
+        _shard_entries=shard_entries,
         _blob_entries=blob_entries,
         _accepted=job.kinds,
         _recalls=[] if recall is None else [recall],
@@ -359,7 +359,14 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _TakenNow | None:
         if entry not in blob_entries:
             sources[entry] = part.source(entry)
     pickled = _pickled(full, found, skeleton) if skeleton.rank == 0 else None
-    recall = Recall.of(full, found, zip_parts.storage_entries, leave_out=blob_entries, pickled=pickled)
+    recall = Recall.of(
+        full,
+        found,
+        zip_parts.storage_entries,
+        leave_out=blob_entries,
+        stand_ins=set(skeleton._shard_entries.values()),
+        pickled=pickled,
+    )
     if recall is not None:
         skeleton._recalls.append(recall)
     tensors = [named.tensor for named in tensor_paths(full)]

@@ -101,7 +101,7 @@ class Held(NamedTuple):
 
 def is_split(value: object) -> bool:
     """Whether it is a part of a tensor: `held` says which."""
-    return hasattr(type(value), _CHUNKS) or isinstance(value, Split | StagePart) or _is_dtensor(value)
+    return hasattr(type(value), _CHUNKS) or isinstance(value, Split | StagePart) or is_dtensor(value)
 
 
 def hand_split(value: object) -> Split | None:
@@ -113,7 +113,7 @@ def hand_split(value: object) -> Split | None:
     """
     if isinstance(value, Split):
         return value
-    return _of_chunks(value) if hasattr(type(value), _CHUNKS) and not _is_dtensor(value) else None
+    return _of_chunks(value) if hasattr(type(value), _CHUNKS) and not is_dtensor(value) else None
 
 
 def held(value: object) -> Held | None:
@@ -129,7 +129,7 @@ def held(value: object) -> Held | None:
             local = _plain(value.value.detach())
             return Held(value.shape, Region((0,) * len(value.shape), value.shape), local)
         value = value.value
-    if _is_dtensor(value):
+    if is_dtensor(value):
         return _of_dtensor(value)  # type: ignore[arg-type]
     split = hand_split(value)
     if split is None:
@@ -153,7 +153,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local if isinstance(local, torch.Tensor) else tensor
 
 
-def _is_dtensor(value: object) -> bool:
+def is_dtensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and _is_kind_of_dtensor(type(value))
 
 

@@ -17,9 +17,8 @@ import torch
 
 from holdfast.errors import StateError
 from holdfast.wire.state_union import DEPTH_MAX, StateUnion
-from trainer_side.state.shards import with_changes
 from trainer_side.state.split_tensor import StagePart, is_split
-from trainer_side.state.tree import children
+from trainer_side.state.tree import children, with_changes
 
 _VERSIONS = "_metadata"  # where torch.nn.Module keeps the versions of modules, beside its state
 
