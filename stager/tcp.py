@@ -217,7 +217,7 @@ class TcpTrainersPort:
         while rank.sock is not None and not rank.blocked:
             data = rank.line.outgoing()
             if data is None:
-                return
+                break
             try:
                 rank.line.written(rank.sock.send(data))
             except BlockingIOError:

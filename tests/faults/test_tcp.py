@@ -449,6 +449,27 @@ def _wait_sent(rank: TcpStagerPort, handle: int) -> None:
         time.sleep(0.001)
 
 
+def test_a_rank_that_has_not_read_for_a_while_leaves_the_stager_nothing_to_spin_on(
+    stager: _Stager, threads: ThreadPoolExecutor
+) -> None:
+    rank = _joined(stager, threads)
+    assert stager.port is not None
+    message, heard = bytes(1 << 20), 0
+    for _ in range(16):  # more than the buffers of both ends take
+        stager.port.send(0, message)
+    stager.turn()
+    assert stager.port.unsent_to(0) > 0
+    deadline = time.monotonic() + _SECONDS_MAX
+    while heard < 16 or stager.port.unsent_to(0):
+        assert time.monotonic() < deadline
+        heard += len(rank.poll())
+        stager.turn()
+    for _ in range(20):  # what the payloads' connections still have to say
+        stager.turn()
+        time.sleep(0.01)
+    assert not stager.reactor.turn()
+
+
 def test_leaving_is_no_loss(stager: _Stager, threads: ThreadPoolExecutor) -> None:
     rank = _joined(stager, threads)
     leaving = threads.submit(rank.leave, 10.0)
