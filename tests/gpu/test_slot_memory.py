@@ -11,7 +11,8 @@ import torch
 from holdfast.crc import crc32
 from holdfast.image.slices import area_bytes, frames_of
 from tests.gpu.test_staging import OnDevice
-from trainer_side.save.staging import Staging, in_slot
+from trainer_side.save.host_memory import in_slot
+from trainer_side.save.staging import Staging
 from trainer_side.tiers.open_tiers import open_tier
 
 pytestmark = [

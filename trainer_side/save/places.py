@@ -14,8 +14,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from holdfast.errors import StateError
 from holdfast.telemetry.causes import DeclineCause, Reason
 from trainer_side.save.areas import Areas, AreaUse
@@ -24,6 +22,7 @@ from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import SlicePlan
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.staging import Staging
+from trainer_side.state import accelerator
 from trainer_side.state.skeleton import Skeleton
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.tier import SliceWriter
@@ -136,7 +135,7 @@ class Room:
             ConfigError: A local tier is too small for its first layout.
             StoreError: A tier's device refused.
         """
-        pinned = torch.cuda.is_available()
+        pinned = accelerator.kind() is not None
 
         def make(slot: SliceWriter | None) -> Staging:
             if slot is None:

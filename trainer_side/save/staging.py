@@ -11,61 +11,18 @@ each piece goes is in `trainer_side/save/copy_plan.py`; how it gets there in `tr
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import logging
-import mmap
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from holdfast.faultpoint import Point, reach
-from holdfast.image.slices import FRAME_ALIGNMENT_BYTES, frames_of
+from holdfast.image.slices import frames_of
 from trainer_side.save.copy_engine import CopyEngine, Move
 from trainer_side.save.copy_plan import Batch, CopyPiece, Route, SlicePlan, batches
+from trainer_side.save.host_memory import huge_buffer, in_slot, locked_buffer
 from trainer_side.state.skeleton import Skeleton
 from trainer_side.state.survey import StorageSource
-
-
-def huge_buffer(nbytes: int) -> torch.Tensor:
-    """`nbytes` (above 0) of zeroed memory as a one-dimensional uint8 tensor; all of it has been touched."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them: pages are small, and all else is the same
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    return buffer.zero_()
-
-
-_log = logging.getLogger("holdfast.trainer")
-
-
-def in_slot(slot: memoryview, *, pinned: bool) -> torch.Tensor:
-    """A tensor over `slot`; what is there stays there.
-
-    Args:
-        slot: Writable memory that stays mapped as long as the tensor lives.
-        pinned: Register it with CUDA. Where that is refused, copies from the device still work, and hold up the CPU.
-    """
-    memory = torch.frombuffer(slot, dtype=torch.uint8)
-    if pinned:
-        _register(memory)
-    return memory
-
-
-def _register(memory: torch.Tensor) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address, nbytes = memory.data_ptr(), memory.numel()
-    code = int(runtime.cudaHostRegister(address, nbytes, 0))
-    if code:
-        _log.warning(
-            "CUDA cannot register %d bytes of a local tier (error %d): copies from the device into the tier block the "
-            "CPU; raise the limit of locked memory (ulimit -l)",
-            nbytes,
-            code,
-        )
-        return
-    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
 
 class Staging:
@@ -98,7 +55,7 @@ class Staging:
             self.memory = in_slot(slot, pinned=pinned)
             assert self.memory.numel() >= plan.area_bytes
         else:
-            self.memory = _pinned(nbytes) if pinned else huge_buffer(nbytes)
+            self.memory = locked_buffer(nbytes) if pinned else huge_buffer(nbytes)
         self._view = self.memory.numpy().data
         self._frame_at = {offset: frame for frame, offset in enumerate(plan.frames)}
         # Per frame; nothing is ready before the first checkpoint.
@@ -249,13 +206,3 @@ class Staging:
         if self._plan.gated:
             for frame in range(len(self._copies_left)):
                 self._copies_left[frame] -= 1
-
-
-def _pinned(nbytes: int) -> torch.Tensor:
-    """Page-locked memory that begins on a page: CUDA's does, but not every way in which torch may take it."""
-    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    if memory.data_ptr() % FRAME_ALIGNMENT_BYTES:
-        memory = torch.empty(nbytes + FRAME_ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
-        begin = -memory.data_ptr() % FRAME_ALIGNMENT_BYTES
-        memory = memory[begin : begin + nbytes]
-    return memory.zero_()

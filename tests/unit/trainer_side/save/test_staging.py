@@ -19,7 +19,8 @@ from holdfast.wire.state_messages import Agreement
 from tests.support.seeds import each_seed
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Route, Router, SlicePlan
-from trainer_side.save.staging import Staging, huge_buffer
+from trainer_side.save.host_memory import huge_buffer
+from trainer_side.save.staging import Staging
 from trainer_side.state.proposal import table
 from trainer_side.state.skeleton import Capture, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
@@ -277,7 +278,7 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.Monkey
         def madvise(self, *_: int) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr("trainer_side.save.staging.mmap.mmap", Plain)
+    monkeypatch.setattr("trainer_side.save.host_memory.mmap.mmap", Plain)
     assert not huge_buffer(_PAGE_BYTES).any()
 
 

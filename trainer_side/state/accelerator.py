@@ -1,0 +1,48 @@
+"""The accelerator of this process, as far as torch tells of it: CUDA, ROCm (which torch calls CUDA as well) or XPU.
+
+Floors: `torch.accelerator` and `torch.xpu` came with torch 2.6. What a kind of device cannot do is asked for by name
+(`memory_of`, `device_runtime.py`), never guessed from its kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+KINDS = ("cuda", "xpu")  # those whose tensors can be saved
+
+
+def kind() -> str | None:
+    """The kind of accelerator that torch has been used with in this process; None: host memory is all there is."""
+    for one in KINDS:
+        module = getattr(torch, one, None)
+        if module is not None and module.is_initialized():
+            return one
+    return None
+
+
+def module_of(kind_or_device: str | torch.device) -> Any:
+    """`torch.cuda`, or what corresponds to it."""
+    return torch.get_device_module(kind_or_device)
+
+
+def own_device() -> torch.device | None:
+    """The device that this rank trains on; None: no device is in use.
+
+    It is the only one with memory of this process; where there are several, or none yet, the current one. Scripts that
+    write `device="cuda:1"` without `torch.cuda.set_device` are understood, too.
+    """
+    one = kind()
+    if one is None:
+        return None
+    module = module_of(one)
+    used = [index for index in range(module.device_count()) if module.memory_reserved(index)]
+    return torch.device(one, used[0] if len(used) == 1 else module.current_device())
+
+
+def is_capturing() -> bool:
+    """Whether this thread is recording a graph: what it queues now runs at each replay, not now."""
+    one = kind()
+    asked = None if one is None else getattr(module_of(one), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
