@@ -24,7 +24,7 @@ def kind() -> str | None:
 
 def module_of(kind_or_device: str | torch.device) -> Any:
     """`torch.cuda`, or what corresponds to it."""
-    return torch.get_device_module(kind_or_device)
+    return getattr(torch, kind_or_device.type if isinstance(kind_or_device, torch.device) else kind_or_device)
 
 
 def own_device() -> torch.device | None:

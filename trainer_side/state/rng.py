@@ -1,4 +1,4 @@
-"""`RngState`: the states of all random number generators (torch on CPU and CUDA, NumPy, Python), restored exactly.
+"""`RngState`: the states of all random number generators (torch's of each device, NumPy's, Python's), restored exactly.
 
     state = {…, "rng": PerRank(RngState())}     each rank draws its own numbers, so a checkpoint has every rank's states
 
@@ -18,15 +18,17 @@ import numpy as np
 import torch
 
 from holdfast.errors import StateError
+from trainer_side.state import accelerator
 
 _log = logging.getLogger("holdfast.rng")
 _TWISTER = "MT19937"
+_OWN = "_own"  # behind a kind of device: the index of the one that the rank trains on
 
 
 class RngState:
     """The global random number generators of this process, as one object with a `state_dict()`.
 
-    They are torch's on the CPU and on every CUDA device, NumPy's global one, and Python's. Put it into the state as
+    They are torch's on the CPU and on every accelerator, NumPy's global one, and Python's. Put it into the state as
     `PerRank(RngState())`. All methods must be called on the training thread.
     """
 
@@ -46,8 +48,8 @@ class RngState:
         version, internal, gauss_next = random.getstate()
         return {
             "torch": torch.get_rng_state(),
-            # The states live in host memory: asking for them makes no context on the other ranks' devices.
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "cuda": [],
+            **_of_devices(),
             "numpy": {
                 "keys": torch.from_numpy(twister["state"]["key"].astype(np.int64)),
                 "position": int(twister["state"]["pos"]),
@@ -64,7 +66,9 @@ class RngState:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Set all generators to the states in `saved`.
 
-        On a machine with another number of CUDA devices, only the devices that both machines have are set.
+        The device that this rank trains on goes on with the numbers of the one that it trained on, whatever their
+        indices are; other devices with those of the same index. Files of before 0.2 do not say which device was the
+        rank's: in one of those each device has what the same index had.
 
         Raises:
             StateError: `saved` is not a result of `state_dict`.
@@ -83,16 +87,41 @@ class RngState:
                 f"rng: expected what RngState.state_dict() returns, got something else ({error!r}); give the RngState "
                 "the name in the state with which it was saved"
             ) from error
-        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if devices != len(saved["cuda"]):
-            _log.warning(
-                "rng: the checkpoint has random states of %d CUDA devices, this machine has %d devices; a device "
-                "without a saved state keeps the random numbers that it has",
-                len(saved["cuda"]),
-                devices,
-            )
-        for index, state in enumerate(saved["cuda"][:devices]):
-            torch.cuda.set_rng_state(state.cpu(), index)
+        for kind in accelerator.KINDS:
+            _set_devices(kind, saved.get(kind, []), saved.get(kind + _OWN))
+
+
+def _of_devices() -> dict[str, Any]:
+    """The states of all devices by index, and which index is this rank's own."""
+    found: dict[str, Any] = {}
+    for kind in accelerator.KINDS:
+        module = accelerator.module_of(kind)
+        if module.is_available():
+            # They live in host memory: asking for them makes no context on the other ranks' devices.
+            found[kind] = module.get_rng_state_all()
+            own = accelerator.own_device()
+            found[kind + _OWN] = int(module.current_device() if own is None else own.index)
+    return found
+
+
+def _set_devices(kind: str, states: list[torch.Tensor], own_before: int | None) -> None:
+    module = accelerator.module_of(kind)
+    devices = module.device_count() if module.is_available() else 0
+    if devices != len(states) and (own_before is None or not devices):
+        _log.warning(
+            "rng: the checkpoint has random states of %d %s devices, this machine has %d devices; a device "
+            "without a saved state keeps the random numbers that it has",
+            len(states),
+            kind.upper(),
+            devices,
+        )
+    for index, state in enumerate(states[:devices]):
+        module.set_rng_state(state.cpu(), index)
+    if devices and own_before is not None:
+        # Last: where the rank has moved, its device goes on with what was the rank's, not with what was the device's.
+        own = accelerator.own_device()
+        here = module.current_device() if own is None else own.index
+        module.set_rng_state(states[own_before].cpu(), here)
 
 
 @contextmanager

@@ -71,3 +71,64 @@ def test_a_generator_of_another_kind_is_refused() -> None:
             RngState().state_dict()
     finally:
         mtrand.set_bit_generator(before)
+
+
+class Devices:
+    """What `torch.cuda` tells of two devices, of which this process uses one."""
+
+    def __init__(self, own: int) -> None:
+        self._own = own
+        self.states = [torch.tensor([10 + index], dtype=torch.uint8) for index in range(2)]
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 2
+
+    def current_device(self) -> int:
+        return 0  # a script that writes device="cuda:1" does not set it
+
+    def memory_reserved(self, index: int) -> int:
+        return 1 << 20 if index == self._own else 0
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [state.clone() for state in self.states]
+
+    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
+        self.states[index] = state.clone()
+
+
+def _on(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", devices)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("after", [0, 1])
+def test_the_numbers_follow_the_rank_not_the_index(
+    before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_by, loaded_by = Devices(before), Devices(after)
+    _on(saved_by, monkeypatch)
+    saved = decode(encode(RngState().state_dict(), name="rng"))
+    loaded_by.states = [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
+    _on(loaded_by, monkeypatch)
+    RngState().load_state_dict(saved)
+    assert loaded_by.states[after].item() == 10 + before
+    assert loaded_by.states[1 - after].item() == 10 + 1 - after
+
+
+def test_a_file_that_does_not_say_which_device_was_the_ranks_goes_by_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _on(Devices(1), monkeypatch)
+    saved = RngState().state_dict()
+    del saved["cuda_own"]
+    loaded_by = Devices(0)
+    loaded_by.states = [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
+    _on(loaded_by, monkeypatch)
+    RngState().load_state_dict(saved)
+    assert [state.item() for state in loaded_by.states] == [10, 11]
