@@ -1,4 +1,4 @@
-"""Scenes of the pods of infra/kubernetes: two ranks, one in each pod, and their stager."""
+"""Scenes of the pods of infra/kubernetes and infra/skypilot: two ranks, one in each pod, and their stager."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import yaml  # type: ignore[import-untyped]
 
 from holdfast.net.key import new_key
 from tests.infra.engine import PlayedJobSet
+from tests.infra.sky_tasks import PlayedJobGroup
 from tests.infra.toolbox import INFRA
 from tests.integration.jobs import in_a_pod
 from tests.support.cluster import wait_until
 
-__all__ = ["go_on", "jobset_document", "played", "starts", "wait_for_ranks"]
+__all__ = ["go_on", "jobset_document", "played", "played_group", "starts", "wait_for_ranks"]
 
 RANKS = 2
 # In the place of the file's own: sizes of a machine, and a store that is not there.
@@ -30,20 +31,33 @@ def jobset_document() -> Any:
 @contextlib.contextmanager
 def played(folder: Path, document: Any = None) -> Iterator[PlayedJobSet]:
     """The pods of the document, of jobset.yaml without one; none runs yet."""
+    variables = _prepare(folder)
+    with PlayedJobSet(document or jobset_document(), folder, key=new_key(), variables=variables) as jobset:
+        yield jobset
+
+
+@contextlib.contextmanager
+def played_group(folder: Path) -> Iterator[PlayedJobGroup]:
+    """The tasks of SkyPilot's job group; none runs yet."""
+    documents = list(yaml.safe_load_all((INFRA / "skypilot" / "job-group.yaml").read_text()))
+    variables = {**_prepare(folder), "HOLDFAST_KEY": new_key()}
+    with PlayedJobGroup(documents, folder, variables) as group:
+        yield group
+
+
+def _prepare(folder: Path) -> dict[str, str]:
     (folder / "workspace").mkdir()
     shutil.copy(in_a_pod.__file__, folder / "workspace" / "train.py")
     (folder / "out").mkdir()
-    variables = {
+    return {
         **SMALLER,
         "HOLDFAST_STORE": str(folder / "store"),
         "HOLDFAST_CHUNK_BYTES": "64KiB",
         "OUT": str(folder / "out"),
     }
-    with PlayedJobSet(document or jobset_document(), folder, key=new_key(), variables=variables) as jobset:
-        yield jobset
 
 
-def wait_for_ranks(jobset: PlayedJobSet) -> None:
+def wait_for_ranks(jobset: PlayedJobSet | PlayedJobGroup) -> None:
     """Until all ranks stand by in the middle of the run."""
 
     def ready() -> bool:
@@ -53,11 +67,11 @@ def wait_for_ranks(jobset: PlayedJobSet) -> None:
     wait_until(ready, 240, f"the ranks do not come so far:\n{jobset.output()}")
 
 
-def go_on(jobset: PlayedJobSet) -> None:
+def go_on(jobset: PlayedJobSet | PlayedJobGroup) -> None:
     """Ranks of the next start do not stand by."""
     (jobset.folder / "out" / "go-on").touch()
 
 
-def starts(jobset: PlayedJobSet, rank: int) -> list[int]:
+def starts(jobset: PlayedJobSet | PlayedJobGroup, rank: int) -> list[int]:
     """The first step of each start of a rank."""
     return [int(line) for line in (jobset.folder / "out" / f"start-{rank}").read_text().split()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import subprocess
@@ -16,6 +15,7 @@ from yamllint import linter  # type: ignore[import-untyped]
 from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
 from operator_side.supervise.exit_codes import AGAIN
+from tests.infra.misspelt import fields_of, misspelt_at
 from tests.infra.toolbox import INFRA, Unavailable, manifest_python
 
 FOLDER = INFRA / "kubernetes"
@@ -110,26 +110,9 @@ def test_a_misspelt_field_is_refused_wherever_it_is(path: Path, checker: Path) -
 
 
 def misspelt(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The document once for each of its fields, with a letter added to the field's name."""
-    for path in _fields(document, ()):
-        if path[0] in {"apiVersion", "kind"}:
-            continue
-        mutant = copy.deepcopy(document)
-        parent: Any = mutant
-        for step in path[:-1]:
-            parent = parent[step]
-        parent[f"{path[-1]}x"] = parent.pop(path[-1])
-        yield ".".join(map(str, path)), mutant
-
-
-def _fields(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    if isinstance(value, dict) and (not path or path[-1] not in OPEN):
-        for name, inner in value.items():
-            yield (*path, name)
-            yield from _fields(inner, (*path, name))
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _fields(inner, (*path, number))
+    for path in fields_of(document, (), OPEN):
+        if path[0] not in {"apiVersion", "kind"}:
+            yield ".".join(map(str, path)), misspelt_at(document, path)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -31,6 +31,7 @@ __all__ = [
     "install",
     "manifest_python",
     "running_provider",
+    "sky_python",
     "tool",
 ]
 
@@ -45,6 +46,8 @@ _BINDINGS = "cdktf-cdktf-provider-aws==21.22.1"
 # Models of Kubernetes, and of Kubeflow's Trainer with JobSet. They need no tool of the others.
 _MANIFESTS = _HERE.parents[1] / ".services" / "manifests"
 _MANIFEST_REQUIREMENTS = ("kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0")
+_SKY = _HERE.parents[1] / ".services" / "sky"
+_SKY_REQUIREMENTS = ("skypilot==0.14.1",)
 _SOURCES = ("schema.py", "serve.py", "tfplugin5.proto")
 
 
@@ -85,16 +88,27 @@ def manifest_python() -> Path:
     Raises:
         Unavailable: pip could not, with the end of what it said.
     """
-    _MANIFESTS.parent.mkdir(exist_ok=True)
-    with (_MANIFESTS.parent / "manifests.lock").open("w") as lock:
+    return _python_with(_MANIFESTS, _MANIFEST_REQUIREMENTS, "the models of Kubernetes")
+
+
+def sky_python() -> Path:
+    """A Python that has SkyPilot (460 MB); installed at the first use.
+
+    Raises:
+        Unavailable: pip could not, with the end of what it said.
+    """
+    return _python_with(_SKY, _SKY_REQUIREMENTS, "SkyPilot")
+
+
+def _python_with(home: Path, requirements: tuple[str, ...], what: str) -> Path:
+    home.parent.mkdir(exist_ok=True)
+    with home.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            _install_environment(_MANIFESTS, _MANIFEST_REQUIREMENTS)
+            _install_environment(home, requirements)
         except subprocess.CalledProcessError as error:
-            raise Unavailable(
-                f"the models of Kubernetes cannot be installed: {error.stderr.strip()[-300:]}"
-            ) from error
-    return _MANIFESTS / "bin" / "python"
+            raise Unavailable(f"{what} cannot be installed: {error.stderr.strip()[-300:]}") from error
+    return home / "bin" / "python"
 
 
 def _install_environment(home: Path, requirements: tuple[str, ...]) -> None:
@@ -239,7 +253,7 @@ def _main() -> None:
     if not parser.parse_args().install:
         parser.error("nothing to do; give --install")
     try:
-        print(install(), manifest_python().parents[1])
+        print(install(), manifest_python().parents[1], sky_python().parents[1])
     except Unavailable as error:
         print(f"{error}\nThe tests of infra/ that need them will be skipped.", file=sys.stderr)
 

@@ -1,0 +1,80 @@
+"""Parse SkyPilot's files by SkyPilot itself: `check_skypilot.py`, files (a JSON list of texts) on stdin.
+
+Run by the Python of `toolbox.sky_python`. On stdout for each file: `faults`, `hosts` (the name of each task's first
+machine), and `restarts` (for each task, which exit codes of its two machines start it again, asked one after the
+other). Fields are checked as the API server does it; a client lets some unknown ones pass. Nothing is asked of the
+network: a connection is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+os.environ["IS_SKYPILOT_SERVER"] = "true"  # read where the schemas are made
+
+from sky import optimizer  # type: ignore[import-not-found]
+from sky.backends import CloudVmRayBackend  # type: ignore[import-not-found]
+from sky.jobs import job_group_networking, recovery_strategy  # type: ignore[import-not-found]
+from sky.server import plugins  # type: ignore[import-not-found]
+from sky.utils import dag_utils  # type: ignore[import-not-found]
+
+# What a user gives on the command line.
+SECRETS = [("HOLDFAST_KEY", "secret")]
+ENVS = [("HOLDFAST_STAGER", "10.0.0.1:29411")]
+ENDS = {"lost": [75, 137], "bug": [137, 1], "again": [0, 75]}
+
+
+class Warnings(logging.Handler):
+    """SkyPilot warns of an unknown field in a group's header, and goes on without it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def checked(text: str, warnings: Warnings) -> dict[str, Any]:
+    warnings.said.clear()
+    try:
+        dag = dag_utils.load_dag_from_yaml_str(text, ENVS, SECRETS)
+        dag_utils.fill_default_config_in_dag_for_job_launch(dag)
+        optimizer._validate_inter_connection_pins(dag, quiet=True)
+    except Exception as error:  # noqa: BLE001 - whatever it says is what a user would read
+        return {"faults": [f"{type(error).__name__}: {error}"]}
+    group = dag.name if dag.is_job_group() else ""
+    return {
+        "faults": list(warnings.said),
+        "hosts": {task.name: job_group_networking._get_job_address(task.name, group) for task in dag.tasks}
+        if group
+        else {},
+        "restarts": {task.name: restarts(task) for task in dag.tasks},
+    }
+
+
+def restarts(task: Any) -> list[bool]:
+    executor = recovery_strategy.StrategyExecutor.make(
+        "cluster", CloudVmRayBackend(), task, 1, 0, None, set(), None, None
+    )
+    ends = [ENDS["lost"]] * 9 + [ENDS["bug"]] * 4 + [ENDS["again"]]
+    return [executor.should_restart_on_failure(exit_codes=codes) for codes in ends]
+
+
+def refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "socket.connect" and isinstance(arguments[1], tuple):
+        raise OSError(f"SkyPilot connects to {arguments[1]}")
+
+
+if __name__ == "__main__":
+    sys.addaudithook(refuse_network)
+    plugins.load_plugins(plugins.ExtensionContext(plugins.PluginContext.CONTROLLER))
+    heard = Warnings()
+    for name in ("sky.utils.dag_utils", "sky.optimizer", "sky.task", "sky.resources"):
+        logging.getLogger(name).addHandler(heard)
+    found = [checked(text, heard) for text in json.load(sys.stdin)]
+    print(json.dumps(found))

@@ -1,0 +1,50 @@
+"""The command lines of infra/skypilot/job-group.yaml as processes: a rank is killed, and the task is run again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from holdfast.checkpoints.catalog import Catalog
+from holdfast.store import open_store
+from operator_side.supervise.exit_codes import AGAIN
+from tests.infra.pods import go_on, played_group, starts, wait_for_ranks
+from tests.integration.jobs.in_a_pod import EVERY, STEPS
+from tests.support.cluster import wait_until
+
+
+def test_a_killed_rank_has_its_task_run_again_which_resumes_beside_the_same_stager(tmp_path: Path) -> None:
+    with played_group(tmp_path) as group:
+        group.start()
+        wait_for_ranks(group)
+        (stager,) = group.of("stager")
+        go_on(group)
+        os.kill(int((tmp_path / "out" / "pid-1").read_text()), signal.SIGKILL)
+        assert AGAIN in group.settle(), group.output()
+        assert group.settle() == [0, 0], group.output()
+        for rank in range(2):
+            before, after = starts(group, rank)
+            assert (before, after >= STEPS - EVERY) == (0, True)
+        # Nothing tells the stager to end: the delay before SkyPilot takes its pod away is its time to write.
+        assert stager.process.poll() is None
+        wait_until(
+            lambda: STEPS - 1 in saved(tmp_path), 60, f"the last step is not durable:\n{group.output()}"
+        )
+
+
+def test_a_bug_ends_the_ranks_with_a_code_of_its_own(tmp_path: Path) -> None:
+    """Or with that of its survivor, which asks for one more start, if SkyPilot sees that one first."""
+    with played_group(tmp_path) as group:
+        (tmp_path / "out" / "bug").touch()
+        group.start()
+        for _ in range(3):
+            ended = group.settle()
+            if AGAIN not in ended:
+                break
+        assert 1 in ended, group.output()
+        assert "the bug of rank 1" in group.output()
+
+
+def saved(folder: Path) -> set[int]:
+    return {item.step for item in Catalog(open_store(str(folder / "store"))).list()}

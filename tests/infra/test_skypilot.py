@@ -1,0 +1,139 @@
+"""infra/skypilot as SkyPilot itself reads it, offline."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from yamllint import linter  # type: ignore[import-untyped]
+from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
+
+from operator_side.supervise.exit_codes import AGAIN
+from tests.infra.misspelt import fields_of, misspelt_at
+from tests.infra.toolbox import INFRA, Unavailable, sky_python
+
+FOLDER = INFRA / "skypilot"
+FILES = sorted(FOLDER.glob("*.yaml"))
+PAGE = INFRA.parent / "docs" / "exit-codes.md"
+USERS_NAMES = frozenset({"envs", "secrets"})
+Parsed = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def parse(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Parsed]:
+    """What SkyPilot makes of files, by their texts."""
+    try:
+        python = sky_python()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    home = tmp_path_factory.mktemp("sky")
+
+    def parsed(texts: list[str]) -> Parsed:
+        done = subprocess.run(
+            [python, Path(__file__).with_name("check_skypilot.py")],
+            input=json.dumps(texts),
+            env={**os.environ, "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"},
+            cwd=INFRA.parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert isinstance(found, list)
+        return found
+
+    return parsed
+
+
+@pytest.fixture(scope="session")
+def as_parsed(parse: Callable[[list[str]], Parsed]) -> dict[str, dict[str, Any]]:
+    """By the name of the file."""
+    return {
+        path.stem: found
+        for path, found in zip(FILES, parse([path.read_text() for path in FILES]), strict=True)
+    }
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def tasks(path: Path) -> dict[str, dict[str, Any]]:
+    return {document["name"]: document for document in documents(path) if "run" in document}
+
+
+def test_skypilot_takes_them_as_they_are(as_parsed: dict[str, dict[str, Any]]) -> None:
+    assert {name: found["faults"] for name, found in as_parsed.items()} == {path.stem: [] for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_misspelt_field_is_refused_wherever_it_is(path: Path, parse: Callable[[list[str]], Parsed]) -> None:
+    given = documents(path)
+    wrong = dict(misspelt(given))
+    assert len(wrong) >= 12
+    unseen = [
+        where for where, found in zip(wrong, parse(list(wrong.values())), strict=True) if not found["faults"]
+    ]
+    assert unseen == []
+
+
+def misspelt(given: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    for path in fields_of(given, (), USERS_NAMES):
+        yield ".".join(map(str, path)), yaml.safe_dump_all(misspelt_at(given, path))
+
+
+def test_the_ranks_call_the_stager_by_the_name_that_skypilot_gives_it(
+    as_parsed: dict[str, dict[str, Any]],
+) -> None:
+    (called,) = re.findall(r'HOLDFAST_STAGER="(.+):\d+"', tasks(FOLDER / "job-group.yaml")["ranks"]["run"])
+    assert called.replace("$SKYPILOT_JOBGROUP_NAME", "holdfast") == as_parsed["job-group"]["hosts"]["stager"]
+
+
+def test_a_job_group_on_machines_of_a_cloud_is_refused_because_it_has_no_names_there(
+    parse: Callable[[list[str]], Parsed],
+) -> None:
+    text = (FOLDER / "job-group.yaml").read_text().replace("infra: kubernetes", "infra: aws/us-east-1")
+    (found,) = parse([text])
+    assert "in-group networking, only supported on Kubernetes" in found["faults"][0]
+
+
+def test_75_starts_the_ranks_again_as_often_as_it_takes_and_a_bug_three_times(
+    as_parsed: dict[str, dict[str, Any]],
+) -> None:
+    """By SkyPilot's own count; of a task with two machines the first to end has the other one killed: 137."""
+    for file, task in (("job-group", "ranks"), ("ranks", "holdfast-ranks")):
+        assert as_parsed[file]["restarts"][task] == [True] * 9 + [True] * 3 + [False] + [True]
+
+
+def test_the_page_of_exit_codes_says_what_the_files_say() -> None:
+    (shown,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text().partition("## SkyPilot")[2], re.DOTALL)
+    wanted = yaml.safe_load(shown)["resources"]["job_recovery"]
+    assert wanted["recover_on_exit_codes"] == [AGAIN]
+    for path in FILES:
+        for name, task in tasks(path).items():
+            if "ranks" in name:
+                assert task["resources"]["job_recovery"] == wanted
+
+
+def test_a_task_runs_the_same_line_in_a_group_and_by_itself() -> None:
+    group = tasks(FOLDER / "job-group.yaml")
+    (alone,) = tasks(FOLDER / "ranks.yaml").values()
+    without = [line for line in group["ranks"]["run"].splitlines() if "export HOLDFAST_STAGER" not in line]
+    assert without == alone["run"].splitlines()
+    (alone,) = tasks(FOLDER / "stager.yaml").values()
+    listens = group["stager"]["run"].replace("0.0.0.0:29411", '"$SKYPILOT_NODE_IPS:29411"')
+    assert listens == alone["run"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_they_are_tidy(path: Path) -> None:
+    config = YamlLintConfig("{extends: default, rules: {line-length: {max: 140}, document-start: disable}}")
+    assert [str(problem) for problem in linter.run(path.read_text(), config)] == []
