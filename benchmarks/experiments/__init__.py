@@ -33,6 +33,7 @@ EXPERIMENTS = {
     "slices": "PGT and CST by number of ranks",
     "flights": "Slowdown by number of checkpoints in flight and by interval",
     "scaling": "What grows with 2 to 32 ranks and with 10 to 10,000 tensors",
+    "growth": "What holdfast computes for 512 ranks, a terabyte, ten thousand tensors: parts alone, transport played",
     "gate": "Layer-wise against coarse gate where copying takes longer than the computation",
     "steady": "Resident bytes over 200 checkpoints",
     "restore": "From disk with a cold page cache, against torch.load, and from the ring; time to the first step",

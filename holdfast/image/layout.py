@@ -96,15 +96,10 @@ class Layout(LayoutFields):
         """The rank whose slice holds chunk `chunk`."""
         return self._carriers[((chunk + 1) * len(self._carriers) - 1) // self.chunks]
 
-    @cached_property
+    @property
     def urgent_chunks(self) -> frozenset[int]:
         """The chunks into which spared ranks send: the sooner they have, the sooner nothing hangs on them."""
-        if not self.spared:
-            return frozenset()
-        if self.patterns:
-            return frozenset(chunk for rank in self.spared for chunk, _ in self.sends(rank))
-        spared = set(self.spared)
-        return frozenset(chunk for chunk, pieces in enumerate(self._pieces) if not spared.isdisjoint(pieces))
+        return self._sweep[1]
 
     @cached_property
     def _segments(self) -> tuple[tuple[Segment, ...], ...]:
@@ -259,14 +254,22 @@ class Layout(LayoutFields):
             if extents:
                 yield chunk, extents
 
-    @cached_property
+    @property
     def frames(self) -> tuple[int, ...]:
         """Per rank, how many frames it sends."""
-        found = [0] * self.ranks
+        return self._sweep[0]
+
+    @cached_property
+    def _sweep(self) -> tuple[tuple[int, ...], frozenset[int]]:
+        """Frames of each rank, and the urgent chunks: one look at each chunk."""
+        frames, urgent, spared = [0] * self.ranks, [], frozenset(self.spared)
         for chunk in range(self.chunks):
-            for rank in self.senders(chunk):
-                found[rank] += 1
-        return tuple(found)
+            senders = self.senders(chunk)
+            for rank in senders:
+                frames[rank] += 1
+            if not spared.isdisjoint(senders):
+                urgent.append(chunk)
+        return tuple(frames), frozenset(urgent)
 
     def slice_bytes(self, rank: int) -> int:
         """All bytes that rank `rank` sends for one checkpoint."""

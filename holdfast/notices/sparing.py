@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.errors import ProtocolError
 from holdfast.image.layout import Layout
-from holdfast.image.slices import area_bytes
+from holdfast.image.slices import areas_of
 
 NO_LIMIT = 2**62 - 1
 _SECONDS_MAX = 1e6
@@ -47,9 +47,7 @@ class Sparing:
             spared = layout.sparing(self.ranks)
         except ProtocolError:
             return layout
-        if self.area_bytes_max < NO_LIMIT and any(
-            area_bytes(spared, rank) > self.area_bytes_max for rank in range(spared.ranks)
-        ):
+        if self.area_bytes_max < NO_LIMIT and max(areas_of(spared)) > self.area_bytes_max:
             return layout
         return spared
 

@@ -6,16 +6,13 @@ by itself.
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from holdfast.image.layout import Layout
-
-_CREDITS_PER_RANK_MAX = 4  # enough to keep a rank sending; more only holds slots that others could use
+from stager.session.chunk_queue import ChunkQueue
 
 
 class Phase(Enum):
@@ -49,13 +46,11 @@ class Checkpoint:
         digests: rank → layout digest it offered. `records`: rank → what it said. `done`: ranks that said DONE.
         fingerprints: rank → those of its replicas, of the ranks that sent them.
         part_chunks: How many chunks the flusher writes at a time.
-        queues: Per rank, the chunks of its slice without a slot, ascending.
-        ungranted: How many chunks that are, with those in `urgent`.
-        urgent: The same, of those that are granted before the others (`Layout.urgent_chunks`); empty without any.
+        queue: The chunks without a slot; None before all have offered, and when it has ended.
         open_slots: chunk → slot, while it is being filled.
-        credits: (chunk, rank) → credit, until it is settled.
+        credits: (chunk, rank) → credit, until it is settled. `unsettled`: chunk → how many those are.
         complete: chunk → rank → crc, while it is being filled.
-        frames_left: rank → frames not yet complete.
+        frames_left: rank → frames not yet complete. `frames_missing`: of all ranks.
     """
 
     step: int
@@ -69,13 +64,13 @@ class Checkpoint:
     fingerprints: dict[int, tuple[int, ...]] = field(default_factory=dict)
     layout: Layout | None = None
     part_chunks: int = 1
-    queues: list[deque[int]] = field(default_factory=list)
-    ungranted: int = 0
-    urgent: list[deque[int]] = field(default_factory=list)
+    queue: ChunkQueue | None = None
     open_slots: dict[int, int] = field(default_factory=dict)
     credits: dict[tuple[int, int], Credit] = field(default_factory=dict)
+    unsettled: dict[int, int] = field(default_factory=dict)
     complete: dict[int, dict[int, int]] = field(default_factory=dict)
     frames_left: dict[int, int] = field(default_factory=dict)
+    frames_missing: int = 0
 
     @property
     def under_way(self) -> bool:
@@ -94,13 +89,14 @@ class Checkpoint:
         return self.handed_over / self.layout.chunks if self.layout is not None else 0.0
 
     @property
-    def next_chunk(self) -> int | None:
-        """The lowest chunk without a slot."""
-        return min((queue[0] for queue in self._waiting if queue), default=None)
+    def ungranted(self) -> int:
+        """How many chunks have no slot yet."""
+        return 0 if self.queue is None else self.queue.left
 
     @property
-    def _waiting(self) -> list[deque[int]]:
-        return self.queues + self.urgent if self.urgent else self.queues
+    def next_chunk(self) -> int | None:
+        """The lowest chunk without a slot."""
+        return None if self.queue is None else self.queue.next_chunk
 
     def prepare(self, layout: Layout, now: float) -> None:
         """All ranks have offered it, with this layout."""
@@ -108,12 +104,9 @@ class Checkpoint:
         # Opening the upload may take a while and need not be waited for: until the flusher says how large its parts
         # are, the whole image counts as one, which is to say that chunks are granted strictly from the lowest.
         self.part_chunks = layout.chunks
-        self.ungranted = layout.chunks
-        self.queues = [deque(layout.slice_chunks(rank)) for rank in range(self.ranks)]
-        if urgent := layout.urgent_chunks:
-            self.urgent = [deque(filter(urgent.__contains__, queue)) for queue in self.queues]
-            self.queues = [deque(itertools.filterfalse(urgent.__contains__, queue)) for queue in self.queues]
+        self.queue = ChunkQueue(layout)
         self.frames_left = dict(enumerate(layout.frames))
+        self.frames_missing = sum(layout.frames)
 
     def owed_by(self, rank: int) -> bool:
         """Whether something of `rank` is still to come."""
@@ -121,66 +114,62 @@ class Checkpoint:
 
     def lowest_part_missing(self) -> int:
         """How many slots the lowest incomplete part still needs; the flusher can always finish that part."""
-        end = self._lowest_part_end()
-        return sum(1 for queue in self._waiting for chunk in _below(queue, end))
+        queue = self.queue
+        return 0 if queue is None else queue.missing_below(queue.part_end(self.part_chunks))
 
-    def choose(self, credits_out: Sequence[int], free: int) -> int | None:
+    def choose(self, free: int) -> int | None:
         """The next chunk to get a slot, None if none may have one now.
 
         Args:
-            credits_out: Per rank, how many credits it holds.
             free: Free slots that older checkpoints do not need.
         """
-        heads = [queue[0] for queue in self.queues if queue]
-        urgent = [queue[0] for queue in self.urgent if queue]
-        if not (heads or urgent) or free <= 0:
+        queue = self.queue
+        if queue is None or not queue.left or free <= 0:
             return None
-        missing = self.lowest_part_missing()
-        if urgent:
+        end = queue.part_end(self.part_chunks)
+        missing = queue.missing_below(end)
+        if queue.urgent_left:
             # The lowest part keeps its slots, whatever is urgent: a chunk that is in it takes one of them.
-            end = self._lowest_part_end()
-            may = [head for head in urgent if free > missing or (head < end and free == missing)]
-            chunk = self._next_of(may, credits_out)
+            chunk = queue.fewest_urgent(None if free > missing else end) if free >= missing else None
             if chunk is not None:
                 return chunk
-            if self.phase is Phase.PREPARED and free <= sum(map(len, self.urgent)):
+            if self.phase is Phase.PREPARED and free <= queue.urgent_left:
                 return (
                     None  # what is left is for them, as soon as the flusher has said how large its parts are
                 )
-            heads += urgent
-        if free <= missing:
-            # What is left is kept for the lowest part: nothing can be flushed to the end before it. Until the flusher
-            # has said how large its parts are, only the lowest chunk is known to be in it.
-            end = self._lowest_part_end() if self.phase is Phase.RECEIVING else min(heads) + 1
-            heads = [head for head in heads if head < end]
-        return self._next_of(heads, credits_out)
+        if free > missing:
+            return queue.fewest()
+        # What is left is kept for the lowest part: nothing can be flushed to the end before it. Until the flusher
+        # has said how large its parts are, only the lowest chunk is known to be in it.
+        return queue.fewest_below(end) if self.phase is Phase.RECEIVING else queue.lowest()
 
-    def _next_of(self, heads: Sequence[int], credits_out: Sequence[int]) -> int | None:
-        """Of the lowest chunks of some ranks, that of the rank with the fewest credits; None if each has enough."""
-        layout = self.layout
-        assert layout is not None
-        if not heads:
-            return None
-        chunk = min(heads, key=lambda head: (credits_out[layout.chunk_rank(head)], head))
-        return chunk if credits_out[layout.chunk_rank(chunk)] < _CREDITS_PER_RANK_MAX else None
-
-    def granted(self, chunk: int) -> None:
+    def granted(self, chunk: int, slot: int) -> None:
         """`chunk`, which `choose` has named, has its slot."""
-        assert self.layout is not None
-        self.ungranted -= 1
-        rank = self.layout.chunk_rank(chunk)
-        if self.urgent and self.urgent[rank] and self.urgent[rank][0] == chunk:
-            self.urgent[rank].popleft()
-        else:
-            self.queues[rank].popleft()
+        assert self.queue is not None
+        self.queue.take(chunk)
+        self.open_slots[chunk], self.complete[chunk] = slot, {}
 
-    def _lowest_part_end(self) -> int:
-        """The chunk after the lowest incomplete part; 0 if every chunk has its slot."""
-        following = self.next_chunk
-        if following is None:
-            return 0
-        first = min([following, *self.open_slots])
-        return first - first % self.part_chunks + self.part_chunks
+    def credited(self, chunk: int, rank: int, credit: Credit) -> None:
+        """`rank` has a credit for its part of `chunk`."""
+        self.credits[chunk, rank] = credit
+        self.unsettled[chunk] = self.unsettled.get(chunk, 0) + 1
+        if self.queue is not None:
+            self.queue.credit(rank, 1)
+
+    def settled(self, chunk: int, rank: int) -> Credit:
+        """The credit of `rank` for `chunk` is settled."""
+        self.unsettled[chunk] -= 1
+        if not self.unsettled[chunk]:
+            del self.unsettled[chunk]
+        if self.queue is not None:
+            self.queue.credit(rank, -1)
+        return self.credits.pop((chunk, rank))
+
+    def handed(self, chunk: int) -> int:
+        """Every sender's part of `chunk` is in its slot, which is the flusher's now; which slot that is."""
+        if self.queue is not None:
+            self.queue.handed_over(chunk)
+        return self.open_slots.pop(chunk)
 
     def overdue(
         self,
@@ -217,10 +206,6 @@ class Checkpoint:
             return f"the ring had no free slot for {limit:g} s; is the store slow, or the ring too small?"
         silent = [rank for rank in range(self.ranks) if rank not in self.done and rank not in lost]
         return f"the stager waited {limit:g} s for {_ranks(silent)} to say that all was sent"
-
-
-def _below(queue: deque[int], end: int) -> Iterable[int]:
-    return itertools.takewhile(lambda chunk: chunk < end, queue)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -65,29 +65,24 @@ class RingSlots:
             # A thousand senders to a chunk settle a thousand credits: what needs no look at all of them comes first.
             if len(self.free) <= reserved:
                 break
-            if checkpoint.phase not in {Phase.PREPARED, Phase.RECEIVING} or not checkpoint.ungranted:
+            # A tuple: the hash of an enum is Python code.
+            if checkpoint.phase not in (Phase.PREPARED, Phase.RECEIVING) or not checkpoint.ungranted:
                 continue
-            credits_out = [0] * checkpoint.ranks
-            for _, rank in checkpoint.credits:
-                credits_out[rank] += 1
-            while (chunk := checkpoint.choose(credits_out, len(self.free) - reserved)) is not None:
-                actions += self._assign(checkpoint, chunk, credits_out, now)
+            while (chunk := checkpoint.choose(len(self.free) - reserved)) is not None:
+                actions += self._assign(checkpoint, chunk, now)
             reserved += checkpoint.lowest_part_missing()
         return actions
 
-    def _assign(self, checkpoint: Checkpoint, chunk: int, credits_out: list[int], now: float) -> list[Action]:
+    def _assign(self, checkpoint: Checkpoint, chunk: int, now: float) -> list[Action]:
         layout = checkpoint.layout
         assert layout is not None
         slot = self.free.popleft()
-        checkpoint.granted(chunk)
-        checkpoint.open_slots[chunk] = slot
-        checkpoint.complete[chunk] = {}
+        checkpoint.granted(chunk, slot)
         checkpoint.progress_at = now
         actions: list[Action] = [FillSlot(slot, checkpoint.step, chunk)]
         for rank in layout.senders(chunk):
-            credits_out[rank] += 1
             nbytes = sum(extent.nbytes for extent in layout.pieces(chunk, rank))
-            checkpoint.credits[chunk, rank] = Credit(slot, nbytes, now)
+            checkpoint.credited(chunk, rank, Credit(slot, nbytes, now))
             actions.append(GrantCredit(rank, checkpoint.step, chunk, slot, layout))
         return actions
 
@@ -127,7 +122,7 @@ class RingSlots:
                     raise ProtocolError(
                         f"rank {rank}: RETURN for step {step}, which has not ended; decline it first"
                     )
-                del checkpoint.credits[chunk, rank]
+                checkpoint.settled(chunk, rank)
                 return [CancelReceive(rank, credit.slot), *self._settle_ended(checkpoint, chunk)]
         return self._complete(checkpoint, chunk, rank, credit, now)
 
@@ -137,11 +132,12 @@ class RingSlots:
         """See whether this has settled the credit, and it the chunk."""
         if not credit.received or credit.crc is None:
             return []
-        del checkpoint.credits[chunk, rank]
+        checkpoint.settled(chunk, rank)
         checkpoint.progress_at = now
         if checkpoint.phase is Phase.ENDED:
             return self._settle_ended(checkpoint, chunk)
         checkpoint.frames_left[rank] -= 1
+        checkpoint.frames_missing -= 1
         checkpoint.complete[chunk][rank] = credit.crc
         layout = checkpoint.layout
         assert layout is not None
@@ -149,7 +145,7 @@ class RingSlots:
         if not checkpoint.frames_left[rank] and rank in layout.spared:
             actions.append(HandedOver(rank, checkpoint.step))
         if len(checkpoint.complete[chunk]) == len(layout.senders(chunk)):
-            slot = checkpoint.open_slots.pop(chunk)
+            slot = checkpoint.handed(chunk)
             sources = tuple(sorted(checkpoint.complete.pop(chunk).items()))
             self.flushers[slot] = (checkpoint.step, chunk)
             nbytes = layout.chunk_extent(chunk).nbytes
@@ -161,13 +157,13 @@ class RingSlots:
         actions: list[Action] = []
         for chunk, rank in list(checkpoint.credits):
             if rank in lost:
-                actions.append(CancelReceive(rank, checkpoint.credits.pop((chunk, rank)).slot))
+                actions.append(CancelReceive(rank, checkpoint.settled(chunk, rank).slot))
         for chunk in list(checkpoint.open_slots):
             actions += self._settle_ended(checkpoint, chunk)
         return actions
 
     def _settle_ended(self, checkpoint: Checkpoint, chunk: int) -> list[Action]:
-        if any(other == chunk for other, _ in checkpoint.credits):
+        if chunk in checkpoint.unsettled:
             return []
         slot = checkpoint.open_slots.pop(chunk)
         self.free.appendleft(slot)  # what is in it is of no use

@@ -16,7 +16,7 @@ and goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 from typing import Any
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
@@ -154,15 +154,15 @@ class Session:
         ]
 
     @property
-    def flusher_slots(self) -> frozenset[int]:
-        """Slots that the flusher has not said are free."""
-        return frozenset(self._slots.flushers)
+    def flusher_slots(self) -> KeysView[int]:
+        """Slots that the flusher has not said are free, as they are at each look."""
+        return self._slots.flushers.keys()
 
     def known(self) -> list[KnownCheckpoint]:
         """What another flusher must be told, oldest first; it takes what it knows already for said twice."""
         found = []
         for step, checkpoint in self._open.items():
-            if checkpoint.phase not in {Phase.PREPARED, Phase.RECEIVING, Phase.STAGED}:
+            if checkpoint.phase not in (Phase.PREPARED, Phase.RECEIVING, Phase.STAGED):
                 continue
             assert checkpoint.layout is not None
             digest, staged = checkpoint.layout.digest, checkpoint.phase is Phase.STAGED
@@ -296,9 +296,10 @@ class Session:
         whole_unheard = checkpoint.phase is Phase.PREPARED and self._no_flusher
         if checkpoint.phase is not Phase.RECEIVING and not whole_unheard:
             return
-        if any(checkpoint.frames_left.values()):
+        if checkpoint.frames_missing:
             return
-        if len(checkpoint.done | self._admission.absent) < self.ranks:
+        done = checkpoint.done
+        if len(done) + sum(rank not in done for rank in self._admission.absent) < self.ranks:
             return
         layout = checkpoint.layout
         assert layout is not None
@@ -327,7 +328,7 @@ class Session:
         if checkpoint.phase is not Phase.OFFERING:
             self._actions.append(Abort(checkpoint.step, reason))
         checkpoint.phase = Phase.ENDED
-        checkpoint.queues, checkpoint.urgent = [], []
+        checkpoint.queue = None
         self._tell(verdict)
         self._reclaim(checkpoint)
 

@@ -69,14 +69,14 @@ MUTATIONS = {
             "ended_slot_reused",
             "the slots of an ended checkpoint are free at once, with credits still out",
             "stager.session.ring_slots",
-            "        if any(other == chunk for other, _ in checkpoint.credits):\n            return []\n        slot",
+            "        if chunk in checkpoint.unsettled:\n            return []\n        slot",
             "        slot",
         ),
         _one(
             "staged_before_last_chunk",
             "staged is said when all ranks are done, whatever has arrived",
             "stager.session.session",
-            "        if any(checkpoint.frames_left.values()):\n            return\n",
+            "        if checkpoint.frames_missing:\n            return\n",
             "",
         ),
         _one(

@@ -19,7 +19,7 @@ import torch
 
 from holdfast.errors import ConfigError
 from holdfast.image.layout import Layout
-from holdfast.image.slices import area_bytes
+from holdfast.image.slices import areas_of
 from trainer_side.save.staging import Staging
 from trainer_side.tiers.keeping import Keeping
 from trainer_side.tiers.tier import SliceWriter
@@ -41,8 +41,8 @@ def areas_max(layout: Layout, *, in_flight_max: int, host_bytes_max: int | None)
     """
     if host_bytes_max is None:
         return in_flight_max
-    areas = {rank: area_bytes(layout, rank) for rank in range(layout.ranks)}
-    rank = max(areas, key=areas.__getitem__)
+    areas = areas_of(layout)
+    rank = areas.index(max(areas))
     if areas[rank] > host_bytes_max:
         raise ConfigError(
             f"trainer setting host_bytes_max: expected at least {areas[rank]} bytes, which one staging area takes for "

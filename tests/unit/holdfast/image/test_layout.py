@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED, Entry, TensorInfo
 from holdfast.image.layout import Layout
+from holdfast.image.slices import area_bytes, areas_of
 
 CHUNK_BYTES = 4096
 
@@ -185,3 +186,30 @@ def test_rubbish_is_refused(data: bytes) -> None:
 def test_a_truncated_layout_is_refused() -> None:
     with pytest.raises(ProtocolError, match=r"truncated.*start the job again"):
         Layout.from_bytes(_document()[:-5])
+
+
+@given(layout=_layouts())
+def test_the_areas_of_all_ranks_are_those_of_each(layout: Layout) -> None:
+    assert areas_of(layout) == [area_bytes(layout, rank) for rank in range(layout.ranks)]
+
+
+def test_preparing_looks_at_each_chunk_once_whatever_the_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    look = Layout.senders
+
+    def counted(layout: Layout, chunk: int) -> tuple[int, ...]:
+        nonlocal looks
+        looks += 1
+        return look(layout, chunk)
+
+    monkeypatch.setattr(Layout, "senders", counted)
+    entry = Entry("a", 64, 600 * 4096, REPLICATED, ())
+    layout = Layout(1000 * 4096, 4096, 512, (entry,), spared=tuple(range(1, 512, 2)))
+    assert sum(layout.frames) == 1000
+    assert len(layout.urgent_chunks) == 0
+    assert sum(layout.frames) == 1000
+    assert looks == 1000
+    assert len(areas_of(layout)) == 512
+    assert looks == 2000

@@ -21,6 +21,7 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key
 from holdfast.image.regions import Pattern, Region, unite
+from holdfast.image.slices import area_bytes, areas_of
 
 CHUNK_BYTES = 4096
 Bytes = npt.NDArray[np.uint8]
@@ -182,3 +183,10 @@ def test_a_pattern_that_is_not_there_and_a_holder_that_is_no_rank_are_refused() 
         Layout(100, CHUNK_BYTES, 2, (Entry("a", 0, 4, SPLIT - 1, ()),), patterns=(pattern,))
     with pytest.raises(ProtocolError, match="rank 1 holds a region, of 1 ranks"):
         Layout(100, CHUNK_BYTES, 1, (Entry("a", 0, 4, SPLIT, ()),), patterns=(pattern,))
+
+
+@given(layout=layouts())
+def test_one_look_at_each_chunk_says_what_a_look_at_each_rank_does(layout: Layout) -> None:
+    assert areas_of(layout) == [area_bytes(layout, rank) for rank in range(layout.ranks)]
+    assert layout.frames == tuple(len(list(layout.sends(rank))) for rank in range(layout.ranks))
+    assert layout.urgent_chunks == {chunk for rank in layout.spared for chunk, _ in layout.sends(rank)}

@@ -1,0 +1,70 @@
+"""What grows with ranks, chunks, tensors and checkpoints: CPU seconds, bytes and counts of the parts that grow.
+
+Real parts of the product, without the machines that it would take to fill them: ranks, transport or store are played
+(benchmarks/growing), so what is counted is what holdfast itself computes and keeps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.experiments import EXPERIMENTS, Options, command_of
+from benchmarks.grid import Grid
+from benchmarks.growing.frames import stager_per_frame
+from benchmarks.growing.preparing import prepare
+
+__all__ = ["grids", "measure"]
+
+_RANKS = (2, 64, 512)
+_FRAMES, _RING_CHUNKS = 8192, 4096
+_IMAGE_CHUNKS = 65_566
+
+
+def measure(options: Options) -> dict[str, Any]:
+    ranks = _RANKS[: options.count(len(_RANKS), 2)]
+    most = ranks[-1]
+    options.progress("frames at the stager")
+    frames = [stager_per_frame(of, options.count(_FRAMES, 256), _RING_CHUNKS) for of in ranks]
+    options.progress("prepare")
+    prepared = prepare(most, options.count(_IMAGE_CHUNKS, 1024))
+    return {
+        "experiment": "growth",
+        "what": EXPERIMENTS["growth"],
+        "command": command_of("growth", options),
+        "quick": options.quick,
+        "machine": machine.describe(options.folder or Path("/tmp")),
+        "shape": {"model": "played", "ranks": most, "image_chunks": _IMAGE_CHUNKS},
+        "frames": frames,
+        "prepare": prepared,
+    }
+
+
+def grids(document: dict[str, Any]) -> list[Grid]:
+    frames, least = document["frames"], document["frames"][0]["frame_seconds"]
+    return [
+        Grid(
+            "The stager's Python per frame, by number of ranks",
+            ("ranks", "frames", "ms per frame", "times 2 ranks", "all offers, ms", "all done, ms"),
+            tuple(
+                (
+                    str(of["ranks"]),
+                    str(of["frames"]),
+                    f"{of['frame_seconds'] * 1e3:.3f}",
+                    f"{of['frame_seconds'] / least:.2f}",
+                    f"{of['begin_seconds'] * 1e3:.1f}",
+                    f"{of['end_seconds'] * 1e3:.1f}",
+                )
+                for of in frames
+            ),
+        ),
+        Grid(
+            f"Preparing a checkpoint of {document['shape']['ranks']} ranks, CPU seconds",
+            ("image", "first of a layout", "each next one"),
+            tuple(
+                (name, f"{of['first_seconds']:.3f}", f"{of['next_seconds']:.4f}")
+                for name, of in document["prepare"].items()
+            ),
+        ),
+    ]

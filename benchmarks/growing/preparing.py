@@ -1,0 +1,48 @@
+"""What a checkpoint of many ranks and chunks costs the session before its first byte, by how it is shared out."""
+
+from __future__ import annotations
+
+import time
+
+from holdfast.image.entries import REPLICATED, SPLIT, Entry
+from holdfast.image.layout import Layout
+from holdfast.image.regions import Region, unite
+from stager.session.checkpoint import Checkpoint
+
+__all__ = ["prepare"]
+
+_CHUNK_BYTES = 4096
+_TENSORS = 100
+
+
+def prepare(ranks: int, chunks: int) -> dict[str, dict[str, float]]:
+    """CPU seconds of `Checkpoint.prepare` for the first checkpoint of a layout, and for the next one."""
+    nbytes = chunks * _CHUNK_BYTES
+    whole = Layout(nbytes, _CHUNK_BYTES, ranks, (Entry("a", 64, nbytes - _CHUNK_BYTES, REPLICATED, ()),))
+    split = _split(ranks, nbytes)
+    layouts = {
+        "replicated": whole,
+        "replicated, half of the ranks spared": whole.sparing(range(1, ranks, 2)),
+        "split": split,
+        "split, half of the ranks spared": split.sparing(range(1, ranks, 2)),
+    }
+    return {name: _seconds(layout) for name, layout in layouts.items()}
+
+
+def _split(ranks: int, nbytes: int) -> Layout:
+    shard = (nbytes - _CHUNK_BYTES) // _TENSORS // ranks
+    pattern = unite((ranks, shard), 1, [Region((rank, 0), (1, shard)) for rank in range(ranks)])
+    entries = tuple(
+        Entry(f"t{number}", number * pattern.nbytes, pattern.nbytes, SPLIT, ()) for number in range(_TENSORS)
+    )
+    return Layout(nbytes, _CHUNK_BYTES, ranks, entries, patterns=(pattern,))
+
+
+def _seconds(layout: Layout) -> dict[str, float]:
+    found = []
+    for step in (1, 2):
+        checkpoint = Checkpoint(step, layout.ranks, 0.0, 0.0)
+        begun = time.thread_time()
+        checkpoint.prepare(layout, 0.0)
+        found.append(time.thread_time() - begun)
+    return {"first_seconds": found[0], "next_seconds": found[1]}
