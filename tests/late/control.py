@@ -1,0 +1,96 @@
+"""What a test asks the late runtime and orders of it, from inside the process that runs on it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+__all__ = ["Copied", "LateMachine", "is_late"]
+
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+ILLEGAL_ADDRESS = 700  # cudaErrorIllegalAddress
+
+
+def is_late() -> bool:
+    """Whether this process runs on the late runtime."""
+    return "LATE_KERNELS" in os.environ
+
+
+class Copied(NamedTuple):
+    """Bytes copied on one stream."""
+
+    to_device: int
+    to_host: int
+    on_device: int
+
+
+class LateMachine:
+    """The runtime of this process."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcudart.so.13")
+        for name in ("count", "pending", "copied_bytes", "pinned_bytes", "device_bytes"):
+            getattr(self._library, f"late_{name}").restype = ctypes.c_uint64
+        self._library.late_copied_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self._library.late_violations.restype = ctypes.c_char_p
+        self._library.late_fail.argtypes = [
+            ctypes.c_char_p,
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+            ctypes.c_int,
+            ctypes.c_int,
+        ]
+
+    def policy(self, name: str) -> None:
+        """`side_lazy`, `lazy`, `eager` or `dice:SEED`: when what is queued gets done."""
+        assert self._library.late_policy(name.encode()) == 0, f"no policy is called {name}"
+
+    def fail(
+        self, call: str, *, after: int = 0, times: int = 1, error: int = OUT_OF_MEMORY, lasting: bool = False
+    ) -> None:
+        """Let `times` calls of this name fail, after so many that do not; "any" is each call. A lasting error is that
+        of every call from then on, as after an illegal access."""
+        self._library.late_fail(call.encode(), after, times, error, int(lasting))
+
+    def heal(self) -> None:
+        """Take back every fault, and forget the error that one has left."""
+        self._library.late_heal()
+
+    def count(self, what: str, *, of_this_thread: bool = False) -> int:
+        """How often a call of the runtime was made, by its name; or `host_waits`, `spinning_waits` (of an event made
+        without blocking synchronisation), `pageable_copies`."""
+        return int(self._library.late_count(what.encode(), int(of_this_thread)))
+
+    def host_waits(self) -> int:
+        """Calls of this thread that wait for a device."""
+        return self.count("host_waits", of_this_thread=True)
+
+    def pending(self) -> int:
+        """How much work is queued and not done."""
+        return int(self._library.late_pending())
+
+    def copied(self, stream: int) -> Copied:
+        """Bytes copied on a stream so far; `stream`: its `cuda_stream`, 0 for the default one."""
+        return Copied(*(int(self._library.late_copied_bytes(stream, kind)) for kind in (1, 2, 3)))
+
+    def pinned_bytes(self) -> int:
+        """Host memory that is allocated or registered with CUDA."""
+        return int(self._library.late_pinned_bytes())
+
+    def device_bytes(self, device: int = 0) -> int:
+        """Memory of a device that is allocated, by torch's allocator or anybody."""
+        return int(self._library.late_device_bytes(device))
+
+    def violations(self) -> list[str]:
+        """Rules that were broken since this was asked last, though no call fails for it."""
+        return str(self._library.late_violations().decode()).splitlines()
+
+    @contextmanager
+    def no_host_waits(self) -> Iterator[None]:
+        """Nothing in this block, in this thread, waits for a device."""
+        before = self.host_waits()
+        yield
+        assert self.host_waits() == before, f"{self.host_waits() - before} waits for the device"

@@ -1,0 +1,42 @@
+"""A pytest plugin for tests that run on the late device: each test once for each policy, and no rule broken after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.late.control import LateMachine
+
+__all__ = ["POLICIES"]
+
+POLICIES = "side_lazy,lazy,eager,dice:1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--late-policies", default=POLICIES, help="the policies that each test runs under")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    policies = metafunc.config.getoption("--late-policies").split(",")
+    metafunc.parametrize("late_policy", policies, indirect=True, scope="function")
+
+
+@pytest.fixture(scope="session")
+def late() -> LateMachine:
+    """The machine that this process runs on."""
+    return LateMachine()
+
+
+@pytest.fixture(autouse=True)
+def late_policy(late: LateMachine, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The policy of this test."""
+    import torch
+
+    late.policy(request.param)
+    yield request.param
+    late.heal()
+    late.policy("eager")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert late.violations() == []
