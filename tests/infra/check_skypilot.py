@@ -1,9 +1,9 @@
-"""Parse SkyPilot's files by SkyPilot itself: `check_skypilot.py`, files (a JSON list of texts) on stdin.
+"""Parse SkyPilot's files and commands by SkyPilot itself: {"files": texts, "lines": texts} on stdin.
 
-Run by the Python of `toolbox.sky_python`. On stdout for each file: `faults`, `hosts` (the name of each task's first
-machine), and `restarts` (for each task, which exit codes of its two machines start it again, asked one after the
-other). Fields are checked as the API server does it; a client lets some unknown ones pass. Nothing is asked of the
-network: a connection is an error.
+Run by the Python of `toolbox.sky_python`. On stdout for each line its fault or nothing, and for each file: `faults`,
+`hosts` (the name of each task's first machine), and `restarts` (for each task, which exit codes of its two machines
+start it again, asked one after the other). Fields are checked as the API server does it; a client lets some unknown
+ones pass. Nothing is asked of the network: a connection is an error.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 from typing import Any
 
 os.environ["IS_SKYPILOT_SERVER"] = "true"  # read where the schemas are made
 
+import click
 from sky import optimizer  # type: ignore[import-not-found]
 from sky.backends import CloudVmRayBackend  # type: ignore[import-not-found]
+from sky.client.cli.command import cli  # type: ignore[import-not-found]
 from sky.jobs import job_group_networking, recovery_strategy  # type: ignore[import-not-found]
 from sky.server import plugins  # type: ignore[import-not-found]
 from sky.utils import dag_utils  # type: ignore[import-not-found]
@@ -65,6 +68,21 @@ def restarts(task: Any) -> list[bool]:
     return [executor.should_restart_on_failure(exit_codes=codes) for codes in ends]
 
 
+def fault_of(line: str) -> str:
+    """What the parser of `sky` says of a command, without running it."""
+    _, *words = shlex.split(line)
+    command: click.Command | None = cli
+    name: str | None = "sky"
+    try:
+        while isinstance(command, click.Group):
+            name, command, words = command.resolve_command(click.Context(command), words)
+        assert command is not None
+        command.make_context(name, words)
+    except click.ClickException as error:
+        return error.format_message()
+    return ""
+
+
 def refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "socket.connect" and isinstance(arguments[1], tuple):
         raise OSError(f"SkyPilot connects to {arguments[1]}")
@@ -76,5 +94,9 @@ if __name__ == "__main__":
     heard = Warnings()
     for name in ("sky.utils.dag_utils", "sky.optimizer", "sky.task", "sky.resources"):
         logging.getLogger(name).addHandler(heard)
-    found = [checked(text, heard) for text in json.load(sys.stdin)]
+    given = json.load(sys.stdin)
+    found = {
+        "files": [checked(text, heard) for text in given["files"]],
+        "lines": [fault_of(line) for line in given["lines"]],
+    }
     print(json.dumps(found))

@@ -18,6 +18,7 @@ from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 from operator_side.supervise.exit_codes import AGAIN
 from tests.infra.misspelt import fields_of, misspelt_at
 from tests.infra.toolbox import INFRA, Unavailable, sky_python
+from tests.support.doc_commands import shown
 
 FOLDER = INFRA / "skypilot"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -27,19 +28,19 @@ Parsed = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def parse(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Parsed]:
-    """What SkyPilot makes of files, by their texts."""
+def sky(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str], list[str]], dict[str, list[Any]]]:
+    """What SkyPilot makes of the texts of files, and of commands."""
     try:
         python = sky_python()
     except Unavailable as reason:
         pytest.skip(str(reason))
     home = tmp_path_factory.mktemp("sky")
 
-    def parsed(texts: list[str]) -> Parsed:
+    def parsed(files: list[str], lines: list[str]) -> dict[str, list[Any]]:
         done = subprocess.run(
             [python, Path(__file__).with_name("check_skypilot.py")],
-            input=json.dumps(texts),
-            env={**os.environ, "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"},
+            input=json.dumps({"files": files, "lines": lines}),
+            env={**os.environ, "HOME": str(home), "HOLDFAST_KEY": "secret"},
             cwd=INFRA.parent,
             capture_output=True,
             text=True,
@@ -47,19 +48,32 @@ def parse(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Par
         )
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])
-        assert isinstance(found, list)
+        assert isinstance(found, dict)
         return found
 
     return parsed
 
 
 @pytest.fixture(scope="session")
+def parse(sky: Callable[[list[str], list[str]], dict[str, list[Any]]]) -> Callable[[list[str]], Parsed]:
+    return lambda files: sky(files, [])["files"]
+
+
+@pytest.fixture(scope="session")
 def as_parsed(parse: Callable[[list[str]], Parsed]) -> dict[str, dict[str, Any]]:
     """By the name of the file."""
-    return {
-        path.stem: found
-        for path, found in zip(FILES, parse([path.read_text() for path in FILES]), strict=True)
-    }
+    found = parse([path.read_text() for path in FILES])
+    return {path.stem: one for path, one in zip(FILES, found, strict=True)}
+
+
+def test_skypilot_takes_the_lines_of_the_page(
+    sky: Callable[[list[str], list[str]], dict[str, list[Any]]],
+) -> None:
+    lines = [one.text for one in shown("infra/skypilot/README.md") if one.text.startswith("sky ")]
+    wrong = [line.replace(" --", " --x") for line in lines if " --" in line]
+    found = sky([], [*lines, *wrong])["lines"]
+    assert found[: len(lines)] == [""] * 5
+    assert all("No such option" in fault for fault in found[len(lines) :])
 
 
 def documents(path: Path) -> list[dict[str, Any]]:

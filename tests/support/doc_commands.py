@@ -49,6 +49,7 @@ ELSEWHERE = {
     "sbatch": "needs Slurm; tests/slurm submits the script to one, where it is installed (make slurm)",
     "docker": "needs a daemon, and base images of a registry",
     "kubectl": "needs a cluster; tests/infra checks the manifests by published models",
+    "sky": "needs an account of a cloud, or a cluster; tests/infra has SkyPilot take the files and the lines",
     "sudo": "on the stager's machine on AWS",
     "journalctl": "needs systemd, on the stager's machine on AWS",
 }
