@@ -123,7 +123,7 @@ def test_what_comes_after_copied_is_not_in_it(device_bytes_max: int | None) -> N
 def test_save_does_not_wait_for_work_that_is_queued() -> None:
     job = OnDevice(0)
     job.save()
-    torch.cuda._sleep(1_000_000_000)  # cycles: half a second
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # cycles: half a second
     queued: torch.cuda.Event = torch.cuda.current_stream().record_event()
     job.staging.copy_now(job.taken.sources, job.taken.contents)
     there = queued.query()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ def load() -> None:
         warnings.simplefilter(
             "ignore"
         )  # that kernels are registered a second time: that is what they are for
-        torch.ops.load_library(os.environ["LATE_KERNELS"])
+        torch.ops.load_library(os.environ["LATE_KERNELS"])  # type: ignore[no-untyped-call]
     # They would call libraries of which only the names are there.
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_flash_sdp(False)

@@ -1,4 +1,4 @@
-"""A pytest plugin for tests that run on the late device: each test once for each policy, and no rule broken after it."""
+"""A pytest plugin for tests on the late device: each test runs under each policy, and breaks no rule of CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's CUDA build and the libraries under it, made once: unpacked wheels, compiled sources, one folder for each state.
+"""torch's CUDA build and the libraries under it, made once: unpacked wheels, compiled sources.
 
     pip download ─► wheels unpacked ─► which symbols does torch want? ─► ours compiled, empty ones for the rest
 
