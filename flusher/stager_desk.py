@@ -27,6 +27,7 @@ from holdfast.ring.ring import Ring
 
 _log = logging.getLogger("holdfast.flusher")
 _TEXT_CHARACTERS_MAX = 4000  # a message must fit its packet, whatever an error says
+_SLOTS_TOLD_MAX = 4096  # in one message; the numbers of a larger ring would not fit a packet
 
 
 class StagerDesk:
@@ -146,11 +147,13 @@ class StagerDesk:
             engine.abort(key, error)
             return
         # Given up while there was no flusher: what lies in the ring of it is nobody else's.
+        freed = []
         for slot in range(self._ring.ring_chunks):
             record = self._ring.record(slot)
             if record.state is SlotState.FULL and (record.attempt, record.step) == key:
                 self._ring.free(slot)
-                self.freed((slot,))
+                freed.append(slot)
+        self.freed(tuple(freed))
         engine.give_up(key, error)
 
     def _take_chunk(self, slot: int, engine: Engine) -> None:
@@ -177,7 +180,8 @@ class StagerDesk:
     def freed(self, slots: tuple[int, ...]) -> None:
         """As `flusher.listener.FlushListener`."""
         if self.welcomed:
-            self.channel.send("freed", slots=list(slots))
+            for first in range(0, len(slots), _SLOTS_TOLD_MAX):
+                self.channel.send("freed", slots=list(slots[first : first + _SLOTS_TOLD_MAX]))
 
     def durable(self, key: Key, durable: DurableStep) -> None:
         """As `flusher.listener.FlushListener`."""
