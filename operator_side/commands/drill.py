@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import click
 
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, plain, print_json, seconds, table
+from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
     from operator_side.drill.findings import KillFinding
@@ -25,6 +27,7 @@ _FAILED_EXIT_CODE = 1
     short_help="Kill your own script at random points, and check that it resumes exactly.",
     epilog=examples(
         "holdfast drill -n 2 --kills 3 -- python examples/train_gpt.py --steps 60 --every 5",
+        "holdfast drill -n 2 --launcher torchrun -- python examples/train_gpt.py --steps 60 --every 5",
         "holdfast drill -n 2 --with notice --seed 7 --dir drilled -- python examples/train_gpt.py --steps 60 --every 5",
     ),
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
@@ -89,15 +92,23 @@ _FAILED_EXIT_CODE = 1
     help="Ask MPI to survive the death of a rank, as for `holdfast run`.",
 )
 @click.option("--mpirun-options", default="", help="More options for mpirun, as for `holdfast run`.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["mpirun", "torchrun"]),
+    default="mpirun",
+    show_default=True,
+    help="What starts the ranks: `holdfast run`, which uses mpirun; or torchrun, beside a stager that stands alone.",
+)
 @click.argument("command", nargs=-1, required=True)
 @json_option
 def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **options: Any) -> None:
-    """Run COMMAND twice under `holdfast run`: once undisturbed, and once killed at random points and restarted. Then
-    compare every checkpoint of the two runs.
+    """Run COMMAND twice under `holdfast run` or torchrun: once undisturbed, and once killed at random points and
+    restarted. Then compare every checkpoint of the two runs.
 
-    SIGKILL goes in turn to one rank, to all ranks, to all ranks and the stager, and to mpirun; or to one rank after a
-    preemption notice. Give COMMAND few steps and frequent checkpoints: it needs one more checkpoint than kills. Each
-    run has a store of its own, and no real store is touched; COMMAND's other writes do take place.
+    SIGKILL goes in turn to one rank, to all ranks, to all ranks and the stager, and to the launcher (mpirun or
+    torchrun); or to one rank after a preemption notice. Give COMMAND few steps and frequent checkpoints: it needs one
+    more checkpoint than kills. Each run has a store of its own, and no real store is touched; COMMAND's other writes do
+    take place.
 
     The drill passes if training resumes from the newest staged step each time, every later checkpoint equals that of
     the undisturbed run bit for bit, no sample is skipped or repeated (checked if the script uses ResumableSampler), and
@@ -118,10 +129,18 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
     folder = folder or Path(tempfile.mkdtemp(prefix="holdfast-drill-"))
     folder = folder.absolute()
     check_folder(folder)
-    more = [word for pair in options["settings"] for word in ("--set", pair)]
-    more += [] if options["ulfm"] else ["--no-ulfm"]
+    _check(options)
+    more = [] if options["ulfm"] else ["--no-ulfm"]
     more += ["--mpirun-options", options["mpirun_options"]] if options["mpirun_options"] else []
-    setup = Setup(command, options["ranks"], more, options["notice_seconds"])
+    setup = Setup(
+        command,
+        options["ranks"],
+        options["settings"],
+        more,
+        options["notice_seconds"],
+        gives_notice=options["ways"] in ("notice", "both"),
+        launcher=options["launcher"],
+    )
     try:
         outcome = play(
             setup,
@@ -144,6 +163,24 @@ def drill(as_json: bool, command: tuple[str, ...], folder: Path | None, **option
         shutil.rmtree(folder, ignore_errors=True)
     if not outcome.passed:
         click.get_current_context().exit(_FAILED_EXIT_CODE)
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Refuse what does not go together."""
+    for setting in options["settings"]:
+        if "=" not in setting:
+            raise ConfigError(f"--set {setting}: expected NAME=VALUE, such as ring_bytes=2GiB")
+    if options["launcher"] != "torchrun":
+        return
+    if options["ways"] == "wrapper":
+        raise ConfigError(
+            "--with wrapper --launcher torchrun: it is torchrun itself that starts each rank; give --with none, which "
+            "kills it, too"
+        )
+    if options["mpirun_options"] or not options["ulfm"]:
+        raise ConfigError(
+            "--mpirun-options and --no-ulfm are for mpirun; leave them out with --launcher torchrun"
+        )
 
 
 def _document(outcome: DrillOutcome, seed: int, folder: str | None) -> dict[str, Any]:

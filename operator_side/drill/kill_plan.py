@@ -23,11 +23,11 @@ class KillTarget(StrEnum):
     RANK = "one rank"
     RANKS = "all ranks"
     STAGER = "stager and ranks"  # a short script ends before it notices the loss of the stager alone
-    MPIRUN = "mpirun"
+    LAUNCHER = "the launcher"
     WRAPPER = "the process that started one rank"
 
 
-_WITHOUT_NOTICE = [KillTarget.RANK, KillTarget.RANKS, KillTarget.STAGER, KillTarget.MPIRUN]
+_WITHOUT_NOTICE = [KillTarget.RANK, KillTarget.RANKS, KillTarget.STAGER, KillTarget.LAUNCHER]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,11 @@ from operator_side.drill.compare import Compared, compare, constants
 from operator_side.drill.findings import KillFinding, Samples, Struck, examine, samples, shortened
 from operator_side.drill.job import DrillRun, Setup, wait_until
 from operator_side.drill.kill_plan import GiveNotice, Kill, KillTarget, Sequence, Strike, plan
+from operator_side.drill.supervised_run import SupervisedRun
+from operator_side.drill.torchrun_run import TorchrunRun
 
 _ANSWERS = {"emergency_staged", "emergency_failed"}
+_RUNS: Mapping[str, type[SupervisedRun | TorchrunRun]] = {"mpirun": SupervisedRun, "torchrun": TorchrunRun}
 
 
 @dataclass
@@ -91,7 +94,7 @@ def play(
     check_folder(folder)
     deadline = time.monotonic() + seconds_max
     say("running the script undisturbed, as the reference")
-    with DrillRun(setup, folder / "reference") as reference:
+    with _RUNS[setup.launcher](setup, folder / "reference") as reference:
         while not reference.look()[0]:
             wait_until(deadline)
         _succeeded(reference)
@@ -104,7 +107,7 @@ def play(
     saved = [item.step for item in Catalog(open_store(str(reference.store))).list() if not item.fault]
     outcome = DrillOutcome(plan(seed, kills, ways, ranks=setup.ranks, checkpoints=saved))
     say(f"the reference did {len(set(steps))} steps and saved {len(saved)} checkpoints; now {kills} kills")
-    with DrillRun(setup, folder / "drilled") as drilled:
+    with _RUNS[setup.launcher](setup, folder / "drilled") as drilled:
         struck = disturb(drilled, outcome.planned, setup.notice_seconds, deadline, say)
     if drilled.exit_code != 0:
         outcome.wrong.append(

@@ -50,8 +50,31 @@ def test_every_kind_of_kill(tmp_path: Path) -> None:
     code, said, stderr = drill(tmp_path, "--kills", "4", "--with", "none", script=("80", "10"))
     assert code == 0, f"{said}\n{stderr}"
     names = {kill["what"] for kill in said["kills"]}
-    assert {"all ranks", "stager and ranks", "mpirun"} < names
+    assert {"all ranks", "stager and ranks", "the launcher"} < names
     assert len(names) == 4
+
+
+@pytest.mark.parametrize("ways", ["none", "notice"])
+def test_a_script_under_torchrun_goes_on_exactly(tmp_path: Path, ways: str) -> None:
+    """torchrun restarts its workers; torchrun itself and the stager are killed, too."""
+    kills = {"none": "4", "notice": "2"}[ways]
+    how = ("--launcher", "torchrun", "--kills", kills, "--with", ways, "--seed", "1")
+    code, said, stderr = drill(tmp_path, *how, script=("80", "10"))
+    assert code == 0, f"{said}\n{stderr}"
+    assert all(kill["exact"] and not kill["wrong"] for kill in said["kills"])
+    assert len({kill["what"] for kill in said["kills"]}) == int(kills)
+    assert all("was saved because of it" in kill["notice"] for kill in said["kills"] if ways == "notice")
+    assert said["files_compared"] >= 6
+    assert said["files_differ"] == 0
+    assert said["samples"] == {"trained": 80 * 2 * drilled.BATCH, "skipped": 0, "repeated": 0}
+
+
+def test_a_bug_is_named_under_torchrun(tmp_path: Path) -> None:
+    code, said, _ = drill(
+        tmp_path, "--launcher", "torchrun", "--kills", "1", "--with", "none", script=("60", "10", "data")
+    )
+    assert code == 1
+    assert said["samples"]["repeated"] > 0
 
 
 def test_a_drill_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
