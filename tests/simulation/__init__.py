@@ -17,5 +17,13 @@ was asked; a process dies at any event, and at any named point of `holdfast/faul
     python -m tests.simulation --first 0 --count 1000    many
     python -m tests.simulation --mutation credit_twice   with a deliberate bug (mutations.py lists them)
 
+Over TCP (`--tcp`) the stager stands alone, and the network is one of its own (tcp_world.py):
+
+    ranks: TcpStagerPort, Door, PayloadSender ══ sockets of tcp_network.py ══ StandingStager, Reception, TcpTrainersPort
+    cut, half-open, slow, refused connections, holes, jobs started again over the last start, a stager started again
+
+    python -m tests.simulation --tcp --first 0 --count 1000
+    python -m tests.simulation --tcp --mutation payload_twice    (tcp_mutations.py lists them)
+
 Power failures under the real `PosixStore` have a model of their own: disk.py and test_posix_order.py.
 """

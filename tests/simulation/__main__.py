@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--stop-at", type=int, default=10, help="end after so many failing seeds")
     parser.add_argument("--mutation", help="play a product with this deliberate bug")
+    parser.add_argument("--tcp", action="store_true", help="over TCP, with a stager that stands alone")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.mutation:
@@ -30,19 +31,20 @@ def main() -> int:
 
     try:
         if options.seed is not None:
-            outcome = run_seed(options.seed, trace=True)
+            outcome = run_seed(options.seed, trace=True, tcp=options.tcp)
             print("\n".join(outcome.trace if options.trace else outcome.trace[-60:]))
             print(f"{outcome.events} events: {outcome.failure or 'all invariants hold'}")
             return int(bool(outcome.failure))
         begun, events, failures = time.perf_counter(), 0, []
         for seed in range(options.first, options.first + options.count):
-            outcome = run_seed(seed)
+            outcome = run_seed(seed, tcp=options.tcp)
             events += outcome.events
             if outcome.failure:
                 failures.append([seed, outcome.failure])
                 if not options.json:
+                    over = " --tcp" if options.tcp else ""
                     print(
-                        f"seed {seed}: {outcome.failure}\n  python -m tests.simulation --seed {seed} --trace"
+                        f"seed {seed}: {outcome.failure}\n  python -m tests.simulation --seed {seed} --trace{over}"
                     )
                 if len(failures) >= options.stop_at:
                     break

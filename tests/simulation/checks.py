@@ -47,6 +47,7 @@ Key = tuple[int, int]  # attempt, step
 
 
 RING_CHUNKS = 8
+UNSEEN_FAULTS = frozenset({"cut", "half", "slow"})  # of connections: nobody above the ports sees them
 
 
 class Checks:
@@ -383,9 +384,7 @@ class Checks:
         self._newest_is_restored()
 
     def _check_offer(self, offer: Any) -> None:
-        if offer.process.notes.get("struck") or (
-            offer.process.killed and not offer.process.notes.get("finished")
-        ):
+        if offer.process.notes.get("struck"):
             return
         state = offer.transfer.state
         if not (state.final or state is TransferState.STAGED):
@@ -397,14 +396,23 @@ class Checks:
             )
         if is_torn and self._undisturbed and offer.transfer.reason.cause not in {DeclineCause.TORN, "busy"}:
             self.broken(f"step {offer.step} was torn, and that is not why it ended: {offer.transfer.reason}")
-        if state is TransferState.FAILED and self._undisturbed:
+        if state is TransferState.FAILED and self._undisturbed and not self._left_early(offer):
             self.broken(f"nothing is wrong, and step {offer.step} failed: {offer.transfer.reason}")
+
+    @staticmethod
+    def _left_early(offer: Any) -> bool:
+        """Who leaves when all is staged does not hear how it ends."""
+        return (
+            bool(offer.process.notes.get("left_staged"))
+            and offer.transfer.reason.cause == DeclineCause.UNKNOWN
+        )
 
     @property
     def _undisturbed(self) -> bool:
         """Nothing befalls this world: then no step fails, and no newer one stands in the way of an older."""
         plan = self._world.plan
-        return not (plan.faults or plan.full or plan.fail_share or plan.slow_seconds)
+        faults = [fault for fault in plan.faults if fault.what not in UNSEEN_FAULTS]
+        return not (faults or plan.full or plan.fail_share or plan.slow_seconds)
 
     def _check_held(self, key: Key) -> None:
         if not self._world.ring_directory_holds("journal"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import itertools
 import logging
 import os
@@ -37,6 +39,7 @@ class Outcome:
 
 
 _base: Path | None = None
+_tcp_is_prepared = False
 
 
 def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
@@ -162,6 +165,44 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     gc.disable()
 
 
+def prepare_tcp() -> None:
+    """Load what reaches ranks over TCP, too, and replace what it takes from the operating system. Once in a process."""
+    global _tcp_is_prepared  # noqa: PLW0603
+    prepare()
+    if _tcp_is_prepared:
+        return
+    _tcp_is_prepared = True
+    import stager.serving
+    import stager.standing
+    from holdfast.ring.wanted import RingKeeper
+    from tests.simulation import tcp_checks, tcp_network, tcp_world
+
+    assert tcp_world is not None
+    install()
+    tcp_network.install_network()
+    tcp_checks.watch_ports()
+    # `holdfast status`, metrics and traces have no part in what is checked, nor has MPI's shared memory.
+    for name in ("serve_status", "serve_metrics", "export_spans"):
+        setattr(stager.serving, name, lambda *_, **__: contextlib.nullcontext())
+    setattr(stager.serving, "SegmentList", lambda _: io.BytesIO())  # noqa: B010
+    keeper_hold = RingKeeper._hold
+
+    def hold(self: RingKeeper) -> int:
+        fd = keeper_hold(self)
+
+        def let_go() -> None:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+        SIM.now.here.held.append(let_go)
+        return fd
+
+    RingKeeper._hold = hold  # type: ignore[method-assign]
+    gc.collect()
+    gc.freeze()
+
+
 def _only_alive(owner: type, name: str) -> None:
     before = getattr(owner, name)
 
@@ -172,11 +213,17 @@ def _only_alive(owner: type, name: str) -> None:
     setattr(owner, name, guarded)
 
 
-def run_seed(seed: int, *, trace: bool = False) -> Outcome:
-    """Play one seed."""
-    prepare()
+def run_seed(seed: int, *, trace: bool = False, tcp: bool = False) -> Outcome:
+    """Play one seed, over MPI or over TCP."""
+    prepare_tcp() if tcp else prepare()
     assert _base is not None
     from tests.simulation.world import World
+
+    made: type[World] = World
+    if tcp:
+        from tests.simulation.tcp_world import TcpWorld
+
+        made = TcpWorld
 
     directory = _base / "room"
     shutil.rmtree(directory, ignore_errors=True)
@@ -185,7 +232,7 @@ def run_seed(seed: int, *, trace: bool = False) -> Outcome:
     import random
 
     random.seed(seed)  # tenacity's jitter
-    world = World(seed, directory, trace=trace)
+    world = made(seed, directory, trace=trace)
     failure = ""
     try:
         world.run()

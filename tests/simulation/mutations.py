@@ -366,7 +366,9 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 def apply(name: str) -> None:
     """Have the product loaded with this bug. Before anything of it is loaded, for the whole life of this process."""
-    install(MUTATIONS[name])
+    from tests.simulation.tcp_mutations import TCP_MUTATIONS
+
+    install((MUTATIONS | TCP_MUTATIONS)[name])
 
 
 def install(mutation: Mutation) -> None:

@@ -23,9 +23,10 @@ from typing import Any
 
 from tests.simulation.scheduler import Crashed, Scheduler, Task
 
-__all__ = ["SIM", "install", "readable"]
+__all__ = ["PLAYED_MIN", "SIM", "SimPoll", "install", "played_events", "readable"]
 
 PRODUCT = ("holdfast", "flusher", "stager", "trainer_side")
+PLAYED_MIN = 1_000_000  # descriptors from here on are played
 _POLL_SECONDS = 0.2  # pauses below this are polling: they end when there is news
 _POLL_MAX_SECONDS = 1.0
 
@@ -38,6 +39,7 @@ class Current:
         self.popen: Callable[..., Any] | None = None
         self.reach: Callable[[str], None] = lambda point: None
         self.world: Any = None
+        self.descriptors: dict[int, Any] = {}  # that the kernel does not know, each with its `mask()`
 
     @property
     def now(self) -> Scheduler:
@@ -48,7 +50,7 @@ class Current:
 SIM = Current()
 
 
-class _Module(types.ModuleType):
+class PlayedModule(types.ModuleType):
     """A module of which some names are played, and the others are the real one's."""
 
     def __init__(self, real: types.ModuleType) -> None:
@@ -60,7 +62,7 @@ class _Module(types.ModuleType):
 # -- time ------------------------------------------------------------------------------------------------------
 
 
-class _Time(_Module):
+class _Time(PlayedModule):
     EPOCH = 1_700_000_000.0
 
     def monotonic(self) -> float:
@@ -242,7 +244,7 @@ class SimThread:
             sim.wait(lambda: task.over, timeout, f"join {self.name}")
 
 
-class _Threading(_Module):
+class _Threading(PlayedModule):
     Lock, RLock, Condition, Event, Thread = SimLock, SimRLock, SimCondition, SimEvent, SimThread
 
 
@@ -274,7 +276,7 @@ class SimQueue(real_queue.Queue):  # type: ignore[type-arg]
         return not self._items
 
 
-class _Queue(_Module):
+class _Queue(PlayedModule):
     Queue = SimpleQueue = SimQueue
     Empty = real_queue.Empty
     Full = real_queue.Full
@@ -326,24 +328,43 @@ def readable(files: Iterable[Any]) -> Callable[[], list[Any]]:
     return lambda: [by_fd[fd] for fd, _ in poll.poll(0) if _fd(by_fd[fd]) == fd]
 
 
-class _Poll:
+class SimPoll:
     """Of one simulated process. Milliseconds of the simulation's clock, not of the real one."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
+        self._played: dict[int, int] = {}
 
     def register(self, file: Any, events: int) -> None:
-        assert events == real_select.POLLIN
-        self._files[_fd(file)] = events
+        fd = _fd(file)
+        assert events == real_select.POLLIN or fd >= PLAYED_MIN
+        (self._played if fd >= PLAYED_MIN else self._files)[fd] = events
+
+    modify = register
 
     def poll(self, milliseconds: float | None = None) -> list[tuple[int, int]]:
-        now = readable(self._files)
+        now = self._ready()
         if not (found := now()):
             _rest(now, None if milliseconds is None else milliseconds / 1000, "poll")
             found = now()
         else:
             SIM.now.step("poll")
-        return [(fd, real_select.POLLIN) for fd in found]
+        return found
+
+    def _ready(self) -> Callable[[], list[tuple[int, int]]]:
+        real = readable(self._files)
+        return lambda: [(fd, real_select.POLLIN) for fd in real()] + played_events(self._played)
+
+
+def played_events(wanted: dict[int, int]) -> list[tuple[int, int]]:
+    """Which of these descriptors that are played are ready, and for what."""
+    found = []
+    for fd, events in wanted.items():
+        played = SIM.descriptors.get(fd)
+        mask = played.mask() & (events | real_select.POLLERR) if played is not None else 0
+        if mask:
+            found.append((fd, mask))
+    return found
 
 
 def _not_played(*_: Any) -> Any:
@@ -352,8 +373,8 @@ def _not_played(*_: Any) -> Any:
     )
 
 
-class _Select(_Module):
-    poll = _Poll
+class _Select(PlayedModule):
+    poll = SimPoll
     select = epoll = _not_played
 
 
@@ -373,28 +394,32 @@ class SimSelector(real_selectors.PollSelector):
         return now()
 
 
-class _Selectors(_Module):
+class _Selectors(PlayedModule):
     DefaultSelector = PollSelector = SelectSelector = EpollSelector = SimSelector
 
 
 # -- signals, processes, ids -----------------------------------------------------------------------------------
 
 
-class _Signal(_Module):
+class _Signal(PlayedModule):
     def signal(self, number: int, handler: Any) -> Any:
         process = SIM.now.here
         before = process.handlers.get(number, real_signal.SIG_DFL)
         process.handlers[number] = handler
         return before
 
+    def set_wakeup_fd(self, fd: int) -> int:
+        SIM.now.here.notes["wakeup_fd"] = fd
+        return -1
 
-class _Subprocess(_Module):
+
+class _Subprocess(PlayedModule):
     @property
     def Popen(self) -> Any:  # noqa: N802 - as the module has it
         return SIM.popen or real_subprocess.Popen
 
 
-class _Uuid(_Module):
+class _Uuid(PlayedModule):
     def uuid4(self) -> real_uuid.UUID:
         return real_uuid.UUID(int=SIM.now.chance.getrandbits(128), version=4)
 

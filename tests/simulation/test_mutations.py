@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.mutations import MUTATIONS
+from tests.simulation.tcp_mutations import TCP_MUTATIONS
 from tests.simulation.tier_mutations import TIER_MUTATIONS
 
 SECONDS_MAX = 1200
 TIER_SEEDS_MAX = 3000
 # One for each promise: staged is whole, and of one instant, listed is whole, no slot is shared, one writer, power cuts,
-# shards in their places. tests/soak has all.
+# shards in their places; over TCP nothing is lost with a connection, and nobody comes back late. tests/soak has all.
 ALWAYS = {
     "torn_is_staged",
     "staged_before_last_chunk",
@@ -26,6 +27,8 @@ ALWAYS = {
     "run_and_stride_swapped",
     "torn_sector_believed",
     "committed_before_flushed",
+    "under_way_lost",
+    "late_admitted",
 }
 
 
@@ -37,8 +40,11 @@ def test_the_bug_is_seen(name: str) -> None:
 
 def look_for(name: str) -> None:
     """Play seeds with the bug in, until one fails."""
-    if name in MUTATIONS:
-        program, mutation, seeds_max = "tests.simulation --json", MUTATIONS[name], MUTATIONS[name].seeds_max
+    if name in MUTATIONS | TCP_MUTATIONS:
+        mutation = (MUTATIONS | TCP_MUTATIONS)[name]
+        program, seeds_max = "tests.simulation --json", mutation.seeds_max
+        if name in TCP_MUTATIONS:
+            program += " --tcp"
     else:
         program, mutation, seeds_max = "tests.simulation.tiers", TIER_MUTATIONS[name], TIER_SEEDS_MAX
     done = subprocess.run(
@@ -65,7 +71,7 @@ def look_for(name: str) -> None:
 def test_all_of_them_fit_the_source() -> None:
     wrong = [
         f"{mutation.name}: {module}: {old!r}"
-        for mutation in [*MUTATIONS.values(), *TIER_MUTATIONS.values()]
+        for mutation in [*MUTATIONS.values(), *TCP_MUTATIONS.values(), *TIER_MUTATIONS.values()]
         for module, old, _ in mutation.edits
         if _source(module).count(old) != 1
     ]
@@ -81,5 +87,7 @@ def _source(module: str) -> str:
 
 def test_there_are_enough_of_them() -> None:
     assert len(MUTATIONS) >= 10
+    assert len(TCP_MUTATIONS) >= 10
     assert len(TIER_MUTATIONS) >= 6
-    assert not MUTATIONS.keys() & TIER_MUTATIONS.keys()
+    names = [*MUTATIONS, *TCP_MUTATIONS, *TIER_MUTATIONS]
+    assert len(set(names)) == len(names)

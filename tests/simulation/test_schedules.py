@@ -16,15 +16,17 @@ import pytest
 
 from tests.simulation.images import SPARED_VARIABLE
 
-SCHEDULES = int(os.environ.get("SIMULATION_SCHEDULES", "1000"))
+SCHEDULES = int(os.environ.get("SIMULATION_SCHEDULES", "1000"))  # over MPI and TCP together
+OVER_TCP = SCHEDULES // 10
 FIRST_SEED = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
 WORKERS = 2
 SECONDS_MAX = 600 + SCHEDULES // 8  # a machine that is busy with other things; alone it takes minutes
 
 
-def play(first: int, count: int, **env: str) -> dict[str, object]:
+def play(first: int, count: int, *options: str, **env: str) -> dict[str, object]:
+    range_of_seeds = ["--first", str(first), "--count", str(count)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.simulation", "--json", "--first", str(first), "--count", str(count)],
+        [sys.executable, "-m", "tests.simulation", "--json", *range_of_seeds, *options],
         cwd=Path(__file__).parents[2],
         env={**os.environ, **env},
         capture_output=True,
@@ -39,7 +41,7 @@ def play(first: int, count: int, **env: str) -> dict[str, object]:
 
 @pytest.mark.timeout(SECONDS_MAX + 60)
 def test_schedules() -> None:
-    each = -(-SCHEDULES // WORKERS)
+    each = -(-(SCHEDULES - OVER_TCP) // WORKERS)
     with ThreadPoolExecutor(WORKERS) as pool:
         results = list(pool.map(lambda n: play(FIRST_SEED + n * each, each), range(WORKERS)))
     lines = [
@@ -51,8 +53,16 @@ def test_schedules() -> None:
     events = sum(int(result["events"]) for result in results)  # type: ignore[call-overload]
     print(f"{schedules} schedules, {events} events")
     assert not lines, "\n".join(lines)
-    assert schedules >= SCHEDULES
+    assert schedules >= SCHEDULES - OVER_TCP
     assert events > 100 * schedules, "the schedules are too short to mean much"
+
+
+@pytest.mark.timeout(SECONDS_MAX + 60)
+def test_schedules_over_tcp() -> None:
+    result = play(FIRST_SEED, OVER_TCP, "--tcp")
+    lines = [f"seed {seed}: {failure}" for seed, failure in result["failures"]]  # type: ignore[attr-defined]
+    assert not lines, "python -m tests.simulation --tcp --seed N --trace\n" + "\n".join(lines)
+    assert int(result["events"]) > 300 * OVER_TCP, "the schedules are too short to mean much"  # type: ignore[call-overload]
 
 
 @pytest.mark.timeout(SECONDS_MAX + 60)
@@ -62,11 +72,12 @@ def test_schedules_in_which_a_rank_sends_only_what_it_alone_has() -> None:
     assert not lines, f"{SPARED_VARIABLE}=1 python -m tests.simulation --seed N --trace\n" + "\n".join(lines)
 
 
-def test_a_seed_replays_exactly() -> None:
+@pytest.mark.parametrize("options", [(), ("--tcp",)])
+def test_a_seed_replays_exactly(options: tuple[str, ...]) -> None:
     """Twice the same seed, in two processes, with other seeds before: the same events, to the last line."""
 
     def trace(seed: int) -> str:
-        command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--trace"]
+        command = [sys.executable, "-m", "tests.simulation", "--seed", str(seed), "--trace", *options]
         done = subprocess.run(
             command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=False
         )

@@ -21,7 +21,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -255,11 +255,7 @@ class World:
     def __init__(self, seed: int, directory: Path, *, trace: bool = False) -> None:
         self.seed, self.directory = seed, directory
         self.scheduler = Scheduler(seed, trace=trace)
-        self.plan = Plan.of(self.scheduler)
-        self.plan.may_freeze(seed)
-        self.plan.may_tear(seed)
-        self.plan.may_split(seed)
-        plan = self.plan
+        plan = self.plan = self._make_plan()
         self.store = StoreState(plan.store_kind, plan.part_chunks)
         self.store.fail_share, self.store.slow_seconds = plan.fail_share, plan.slow_seconds
         self.slowest_message_seconds = plan.slowest_message_seconds
@@ -285,6 +281,13 @@ class World:
         self.flusher_config, self.stager_config, self.trainer_config = _configs(
             self.runtime_dir, plan.keep_last, plan.verify, plan.linger
         )
+
+    def _make_plan(self) -> Plan:
+        plan = Plan.of(self.scheduler)
+        plan.may_freeze(self.seed)
+        plan.may_tear(self.seed)
+        plan.may_split(self.seed)
+        return plan
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -317,13 +320,19 @@ class World:
             job = self._start_job(number)
             sim.wait(job.is_over, None, "job")
             sim.wait(None, sim.chance.choice([0.0, 1.0, 10.0, 100.0]), "between jobs")
-        sim.note("  calm: no more faults, the store is well")
+        self._calm_down()
+        self._see_all_written()
+
+    def _calm_down(self) -> None:
+        self.scheduler.note("  calm: no more faults, the store is well")
         self.calm = True
         self.store.fail_share = self.store.slow_seconds = 0.0
-        if plan.full != "ever":
+        if self.plan.full != "ever":
             self.store.full = ""
         for process in self.processes:
             process.stopped_until = -1.0
+
+    def _see_all_written(self) -> None:
         self._await_flushers()
         for attempt in range(3):
             if self.intruder is not None or not self.ring_directory_holds("journal"):
@@ -346,12 +355,8 @@ class World:
             sim.wait(process.is_over, None, "flusher ends")
 
     def _start_job(self, number: int) -> Job:
-        sim = self.scheduler
         job = Job(self, number, self.plan.ranks, ulfm=self.plan.ulfm)
-        self.jobs.append(job)
-        found = self._restored()
-        first = 0 if found is None or sim.chance.random() < 0.5 else found + 1
-        job.steps = self.plan.steps if number == 0 else sim.chance.randint(1, self.plan.steps)
+        first = self._begin_job(job)
         job.stager = self._process("stager", f"stager {number}", lambda: self._stager(job))
         job.stager.port = job.stager_port
         job.stager.notes["job"] = job
@@ -366,6 +371,15 @@ class World:
             job.living += 1
             process.on_end.append(lambda dead: self._job_process_ended(job, dead))
         return job
+
+    def _begin_job(self, job: Job) -> int:
+        """How long it is, and its first step, which is returned."""
+        chance = self.scheduler.chance
+        self.jobs.append(job)
+        found = self._restored()
+        first = 0 if found is None or chance.random() < 0.5 else found + 1
+        job.steps = self.plan.steps if job.number == 0 else chance.randint(1, self.plan.steps)
+        return first
 
     def _restored(self) -> int | None:
         """The step that a fresh cluster restores, as the real catalog says."""
@@ -410,7 +424,9 @@ class World:
 
     def _rank(self, job: Job, rank: int, first: int) -> None:
         sim, plan = self.scheduler, self.plan
-        port = job.rank_ports[rank]
+        port = self._rank_port(job, rank)
+        if port is None:
+            return
         port.send(encode(Kind.HELLO, body=to_json({"version": VERSION, "pid": 100 + rank, "host": "node"})))
         welcome = self._await_welcome(port)
         if welcome is None:
@@ -459,8 +475,13 @@ class World:
                 link.decline(step, Reason("busy", "it failed here"))
         reread(self, ring, kept)
         wait_for = TransferState.DURABLE if sim.chance.random() < 0.7 else TransferState.STAGED
+        sim.here.notes["left_staged"] = wait_for is TransferState.STAGED
         link.close(wait_for=wait_for, seconds_max=self.trainer_config.close_seconds_max)
         sim.here.notes["problem"] = link.problem
+
+    def _rank_port(self, job: Job, rank: int) -> Any:
+        """The way of a rank to its stager; None if there is none."""
+        return job.rank_ports[rank]
 
     def _area(self, job: Job, source: _Source, step: int) -> Area:
         """The copy of a step, which something may tear while it is made."""
@@ -514,7 +535,7 @@ class World:
         else:
             sim.later(sim.chance.random() * 0.3, lambda: self._kill_all(others, "mpirun kills the job"))
 
-    def _kill_all(self, processes: list[Process | None], why: str) -> None:
+    def _kill_all(self, processes: Sequence[Process | None], why: str) -> None:
         for process in processes:
             if process is not None and process.alive:
                 process.notes["struck"] = True
@@ -628,8 +649,7 @@ class World:
         sim = self.scheduler
         match fault.what:
             case "job":
-                job = self.jobs[-1]
-                self._kill_all([job.stager, *job.processes.values()], str(fault))
+                self._kill_job(str(fault))
                 if sim.chance.random() < 0.5:
                     self._kill_all([p for p in self.flushers if p.alive], str(fault))
             case "node":
@@ -654,6 +674,10 @@ class World:
                 other = Identity("other host", "b", "n", 7, 1)
                 self.checks.intruded()
                 self.intruder = Claim.take(pristine_writer(self.store), takeover=True, identity=other)
+
+    def _kill_job(self, why: str) -> None:
+        job = self.jobs[-1]
+        self._kill_all([job.stager, *job.processes.values()], why)
 
     def _room_again(self) -> None:
         self.scheduler.note("! the store has room again")

@@ -1,0 +1,284 @@
+"""What must hold of the two ends of a connection, whatever has become of the connection itself.
+
+messages   each that one end has sent is heard by the other once, in order, over however many connections
+payloads   each lies in the place that its credit names, once, as it was sent; nothing else is written
+replaced   a start of a job that another one has replaced is not served any more, however late it wakes
+cut        a rank whose connections were only cut is not lost
+"""
+
+from __future__ import annotations
+
+import select
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from holdfast.net.payload_frame import PayloadHeader
+from stager.payload_line import PayloadLine, Place
+from stager.reception import Reception
+from stager.service import StagerService
+from stager.tcp import TcpTrainersPort
+from tests.simulation.checks import UNSEEN_FAULTS
+from tests.simulation.runtime import SIM
+from trainer_side.ranks.tcp_stager_port import TcpStagerPort
+
+if TYPE_CHECKING:
+    from tests.simulation.tcp_world import TcpWorld
+
+__all__ = ["PlayedTcpPort", "TcpChecks", "watch_ports"]
+
+_WAKES_MAX = 2
+
+Who = tuple[bytes, int]  # incarnation, rank
+
+
+class _Sent:
+    """A payload as it was when it was sent."""
+
+    def __init__(self, header: tuple[int, int], payload: memoryview, what: tuple[int, int]) -> None:
+        self.slot, self.nbytes = header
+        self.crc32, self.what = zlib.crc32(payload), what
+        self.landed = False
+
+
+class TcpChecks:
+    """Of one world."""
+
+    def __init__(self, world: TcpWorld) -> None:
+        self._world = world
+        self._to_stager: dict[Who, list[bytes]] = defaultdict(list)
+        self._to_rank: dict[Who, list[bytes]] = defaultdict(list)
+        self._said_by: dict[Who, int] = {}
+        self._heard_by_stager: dict[Who, int] = defaultdict(int)
+        self._heard_by_rank: dict[Who, int] = defaultdict(int)
+        self._payloads: dict[tuple[bytes, int, int], _Sent] = {}
+        self._seen: dict[int, list[bytes]] = defaultdict(list)  # stager's process → starts, in order of proof
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def rank_says(self, who: Who, message: bytes) -> None:
+        self._to_stager[who].append(message)
+
+    def stager_says(self, who: Who, message: bytes) -> None:
+        stager = SIM.now.here.number
+        if self._said_by.setdefault(who, stager) != stager:  # a rank that the one before had not admitted
+            self._said_by[who], self._to_rank[who] = stager, []
+        self._to_rank[who].append(message)
+
+    def stager_hears(self, who: Who, message: bytes) -> None:
+        self._next("the stager", who, self._to_stager[who], self._heard_by_stager, message)
+
+    def rank_hears(self, who: Who, messages: Sequence[bytes]) -> None:
+        for message in messages:
+            self._next("it", who, self._to_rank[who], self._heard_by_rank, message)
+
+    def _next(self, whom: str, who: Who, sent: list[bytes], heard: dict[Who, int], message: bytes) -> None:
+        number = heard[who]
+        heard[who] += 1
+        if number >= len(sent) or sent[number] != message:
+            again = message in sent[:number]
+            self._world.checks.broken(
+                f"rank {who[1]} of job {int.from_bytes(who[0], 'big')}: message {number + 1} that {whom} hears is "
+                f"{'one from before' if again else 'another one than was sent'}"
+            )
+
+    # -- payloads ------------------------------------------------------------------------------------------------
+
+    def payload_sent(
+        self, who: Who, number: int, slot: int, payload: memoryview, what: tuple[int, int]
+    ) -> None:
+        self._payloads[*who, number] = _Sent((slot, payload.nbytes), payload, what)
+
+    def payload_begins(self, port: TcpTrainersPort, rank: int, header: PayloadHeader) -> None:
+        """It is about to be written into a slot."""
+        sent = self._sent(port, rank, header)
+        if sent.landed:
+            self._world.checks.broken(
+                f"payload {header.number} of rank {rank} is written into the ring twice"
+            )
+        self._world.payload_lands(rank, header.slot, sent.what)
+
+    def payload_landed(self, port: TcpTrainersPort, rank: int, header: PayloadHeader, place: Place) -> None:
+        """All of it was written."""
+        sent = self._sent(port, rank, header)
+        sent.landed = True
+        crc32 = 0
+        for piece in place.pieces:
+            crc32 = zlib.crc32(place.memory[piece.offset : piece.end], crc32)
+        if crc32 != sent.crc32:
+            self._world.checks.broken(
+                f"payload {header.number} of rank {rank} lies in its slot with other bytes"
+            )
+        self._world.payload_landed(rank, header.slot, place.memory, place.pieces)
+
+    def _sent(self, port: TcpTrainersPort, rank: int, header: PayloadHeader) -> _Sent:
+        sent = self._payloads.get((port.incarnation, rank, header.number))
+        if sent is None or (sent.slot, sent.nbytes) != (header.slot, header.nbytes):
+            self._world.checks.broken(f"rank {rank} has sent no payload {header}")
+        assert sent is not None
+        return sent
+
+    # -- who is served -------------------------------------------------------------------------------------------
+
+    def proved(self, incarnation: bytes) -> None:
+        """A rank of this start has proved the key to the stager's process that runs."""
+        seen = self._seen[SIM.now.here.number]
+        if incarnation not in seen:
+            seen.append(incarnation)
+
+    def served(self, port: TcpTrainersPort) -> None:
+        """This start of a job is served from now on."""
+        world, seen = self._world, self._seen[SIM.now.here.number]
+        job = world.job_of(port.incarnation)
+        SIM.now.here.notes["job"] = job
+        later = [world.job_of(one) for one in seen[seen.index(port.incarnation) + 1 :]]
+        for other in later:
+            if other.launch == job.launch and other.number > job.number:
+                world.checks.broken(
+                    f"job {job.number} is served, and was replaced by job {other.number} before"
+                )
+
+    def lost(self, rank: int, reason: str) -> None:
+        """The stager gives a rank up."""
+        plan = self._world.plan
+        if all(fault.what in UNSEEN_FAULTS for fault in plan.faults) and not plan.torn_share:
+            self._world.checks.broken(
+                f"connections were cut, and no more than that, and rank {rank} {reason}"
+            )
+
+
+class PlayedTcpPort(TcpStagerPort):
+    """The real one, and what it sends and hears is written down."""
+
+    def play(self, checks: TcpChecks, who: Who) -> None:
+        """Before anything is sent."""
+        self._checks, self._who = checks, who
+        self.next_frame = (-1, -1)
+        self.wakes = self._over_seen = 0
+
+    @property
+    def has_left(self) -> bool:
+        return self._left
+
+    def has_news(self) -> bool:
+        if self.wakes >= _WAKES_MAX:
+            return False
+        sock: Any = self._sock
+        is_readable = sock is not None and sock.mask() & select.POLLIN
+        return bool(is_readable or len(self._over) > self._over_seen or not self._reopened.empty())
+
+    def send(self, message: bytes) -> None:
+        self._check()
+        self._checks.rank_says(self._who, message)
+        super().send(message)
+
+    def poll(self) -> list[bytes]:
+        messages = super().poll()
+        self.wakes, self._over_seen = 0, len(self._over)
+        self._checks.rank_hears(self._who, messages)
+        return messages
+
+    def send_payload(self, payload: memoryview, slot: int, pieces: Sequence[int]) -> int:
+        self._check()
+        self._checks.payload_sent(self._who, self._last_number + 1, slot, payload, self.next_frame)
+        return super().send_payload(payload, slot, pieces)
+
+
+class _NotedService(StagerService):
+    """The real one, and the checks know of it while it serves."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        SIM.now.here.notes["service"] = self
+
+    def close(self) -> None:
+        SIM.now.here.notes.pop("service", None)
+        super().close()
+
+
+def watch_ports() -> None:
+    """Have the stager's ports tell what happens at them. Once in a process."""
+    import stager.serving
+
+    setattr(stager.serving, "StagerService", _NotedService)  # noqa: B010
+    _watch_messages()
+    _watch_payloads()
+    _watch_reception()
+
+
+def _checks() -> TcpChecks:
+    made: TcpChecks = SIM.world.tcp_checks
+    return made
+
+
+def _watch_messages() -> None:
+    send, poll, drop = TcpTrainersPort.send, TcpTrainersPort.poll, TcpTrainersPort.drop
+
+    def noted_send(self: TcpTrainersPort, rank: int, message: bytes) -> None:
+        if not self._ranks[rank].lost:
+            _checks().stager_says((self.incarnation, rank), message)
+        send(self, rank, message)
+
+    def noted_poll(self: TcpTrainersPort) -> Any:
+        seen = poll(self)
+        for rank, message in seen.messages:
+            _checks().stager_hears((self.incarnation, rank), message)
+        return seen
+
+    def noted_drop(self: TcpTrainersPort, rank: int, reason: str) -> None:
+        if not (self._ranks[rank].lost or self._ranks[rank].left):
+            _checks().lost(rank, reason)
+        drop(self, rank, reason)
+
+    _replace(TcpTrainersPort, send=noted_send, poll=noted_poll, drop=noted_drop)
+
+
+def _watch_payloads() -> None:
+    open_place, taken, post = TcpTrainersPort._open_place, TcpTrainersPort._taken, TcpTrainersPort.post
+    into_place = PayloadLine._into_place
+
+    def noted_open_place(self: TcpTrainersPort, number: int, header: PayloadHeader) -> Place | None:
+        found = open_place(self, number, header)
+        if found is not None and found.nbytes == header.nbytes:
+            _checks().payload_begins(self, number, header)
+        return found
+
+    def noted_taken(self: TcpTrainersPort, number: int, header: PayloadHeader, in_place: bool) -> None:
+        if in_place and header.number not in self._ranks[number].taken:
+            found = self._places.get((number, header.slot))
+            if found is not None:
+                _checks().payload_landed(self, number, header, found)
+        taken(self, number, header, in_place)
+
+    def noted_post(self: TcpTrainersPort, rank: int, slot: int, memory: memoryview, pieces: Any) -> None:
+        SIM.world.receive_posted(rank, slot)
+        post(self, rank, slot, memory, pieces)
+
+    def noted_into_place(self: PayloadLine) -> int:
+        port: TcpTrainersPort = self._open_place.func.__self__  # type: ignore[attr-defined]
+        if not any(place is self._place for place in port._places.values()):
+            SIM.world.checks.broken("a payload is written into a place that was withdrawn")
+        return into_place(self)
+
+    _replace(TcpTrainersPort, _open_place=noted_open_place, _taken=noted_taken, post=noted_post)
+    _replace(PayloadLine, _into_place=noted_into_place)
+
+
+def _watch_reception() -> None:
+    place, open_job = Reception._place, Reception.open
+
+    def noted_proof(self: Reception, sock: Any, hello: Any, received: int) -> None:
+        _checks().proved(hello.incarnation)
+        place(self, sock, hello, received)
+
+    def noted_job(self: Reception, port: TcpTrainersPort) -> None:
+        _checks().served(port)
+        open_job(self, port)
+
+    _replace(Reception, _place=noted_proof, open=noted_job)
+
+
+def _replace(owner: type, **methods: Any) -> None:
+    for name, method in methods.items():
+        setattr(owner, name, method)
