@@ -11,6 +11,7 @@ __all__ = ["load"]
 def load() -> None:
     """Called at the end of `import torch`, by the entry point in the group torch.backends."""
     import torch
+    import torch._meta_registrations  # shapes of results, those that Python says
 
     with warnings.catch_warnings():
         warnings.simplefilter(
