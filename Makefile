@@ -99,7 +99,7 @@ hosts: $(READY) ## Lose whole hosts, with sshd and shaped links, under holdfast 
 
 # And here: Slurm, on the same hosts.
 .PHONY: slurm
-slurm: $(READY) ## Submit infra/slurm/holdfast.sbatch to a real Slurm; preempt, requeue, cancel it, lose nodes (as root)
+slurm: $(READY) ## Submit infra/slurm to a real Slurm; preempt, requeue, cancel it, kill ranks, lose nodes (as root)
 	@apt-get install -y -qq --no-install-recommends $(HOSTS_PACKAGES) $(SLURM_PACKAGES)
 	@$(BIN)/pytest tests/slurm $(PYTEST)
 

@@ -10,7 +10,7 @@ from holdfast.checkpoints.catalog import Catalog
 from holdfast.store import open_store
 from operator_side.supervise.exit_codes import AGAIN
 from tests.infra.pods import go_on, played_group, starts, wait_for_ranks
-from tests.integration.jobs.in_a_pod import EVERY, STEPS
+from tests.integration.jobs.in_a_pod import EVERY, STEPS, counted_after
 from tests.support.cluster import wait_until
 
 
@@ -26,6 +26,7 @@ def test_a_killed_rank_has_its_task_run_again_which_resumes_beside_the_same_stag
         for rank in range(2):
             before, after = starts(group, rank)
             assert (before, after >= STEPS - EVERY) == (0, True)
+            assert (tmp_path / "out" / f"final-{rank}").read_text() == str(counted_after(after))
         # Nothing tells the stager to end: the delay before SkyPilot takes its pod away is its time to write.
         assert stager.process.poll() is None
         wait_until(
