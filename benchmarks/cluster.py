@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -55,6 +55,7 @@ class Shape:
         store: Path or URL of the run; empty: a folder beside what the other peers write.
         folder: Where all peers write; None is the place for temporary files.
         environment: More settings of all processes.
+        launcher: `mpirun`, with the stager in the job; or `torchrun`, beside one that stands alone.
     """
 
     model: str = "gpt2"
@@ -64,15 +65,14 @@ class Shape:
     store: str = ""
     folder: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    launcher: str = "mpirun"
 
     def fitted(self) -> Shape:
         """The same, with chunks and ring that fit a toy if it is one."""
         if not is_toy(self.model) or self.chunk_bytes != CHUNK_BYTES:
             return self
         ring = min(self.ring_bytes, _TOY_RING_BYTES_MAX)
-        return Shape(
-            self.model, self.ranks, ring, _TOY_CHUNK_BYTES, self.store, self.folder, self.environment
-        )
+        return replace(self, ring_bytes=ring, chunk_bytes=_TOY_CHUNK_BYTES)
 
 
 def turn(peers: Sequence[str], number: int) -> list[str]:
@@ -324,7 +324,8 @@ def running(shape: Shape, progress: Progress) -> Iterator[Cluster]:
         rank += ["--folder", str(folders.scratch / "peers"), "--store", store]
         stager = [str(Path(sys.executable).with_name("holdfast")), "stager", "--store", store]
         try:
-            with jobs.Job(
+            kind = jobs.TorchrunJob if shape.launcher == "torchrun" else jobs.Job
+            with kind(
                 "ranks", shape.ranks, rank, stager, environment=environment, folder=folders.scratch
             ) as job:
                 progress(f"building {shape.model} on {shape.ranks} ranks")

@@ -1,6 +1,7 @@
-"""The two MPI jobs of a benchmark, and the certainty that nothing of them is left afterwards.
+"""The jobs of a benchmark, and the certainty that nothing of them is left afterwards.
 
 job "ranks"    n × benchmarks.rank    : 1 × holdfast stager (which starts the flusher in a session of its own)
+               or torchrun with them, and the stager alone
 job "raw_mpi"  n × benchmarks.raw_mpi : 1 × benchmarks.raw_mpi receiver
 """
 
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +24,26 @@ import psutil
 
 from benchmarks.machine import file_system
 from holdfast.mpirun import mpirun_command
+from holdfast.net.key import new_key
 
-__all__ = ["Folders", "Job", "end_process", "flusher_pid", "folders", "rank_environment", "run"]
+__all__ = [
+    "Folders",
+    "Job",
+    "StandingStager",
+    "TorchrunJob",
+    "end_process",
+    "flusher_pid",
+    "folders",
+    "rank_environment",
+    "run",
+    "torchrun_line",
+]
 
 _END_SECONDS_MAX = 60.0
 _KILL_SECONDS_MAX = 5.0
 _RUN_SECONDS_MAX = 300.0
+_LOOK_SECONDS = 0.02
+_OF_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # torchrun says them itself
 
 
 @dataclass(frozen=True)
@@ -114,17 +131,12 @@ class Job:
         environment: Mapping[str, str],
         folder: Path,
     ) -> None:
-        self.log = folder / f"{name}.log"
         command = mpirun_command(ranks, [sys.executable, *trainer], stager=list(last))
-        with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._launch(command, environment, folder / f"{name}.log")
+
+    def _launch(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        self._process = _started(command, environment, log)
 
     def find(self, word: str) -> int:
         """Process id of the rank of this job that has `word` among its arguments."""
@@ -171,6 +183,102 @@ class Job:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_KILL_SECONDS_MAX)
                 return
+
+
+class StandingStager:
+    """A stager that stands alone. A context manager: at its end it is asked to stop, and killed if it does not.
+
+    Args:
+        command: It, without its address.
+        environment: Its environment.
+        folder: Where its log is written.
+
+    Attributes:
+        process: It.
+        joining: What ranks need in their environment.
+
+    Raises:
+        RuntimeError: It does not come to listen.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
+        log, key = folder / "stager.log", {"HOLDFAST_KEY": new_key()}
+        self.process = _started([*command, "--listen", "127.0.0.1:0"], {**environment, **key}, log)
+        deadline = time.monotonic() + _END_SECONDS_MAX
+        while not (found := re.search(r"listens at (\S+);", log.read_text(errors="replace"))):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.end()
+                raise RuntimeError(f"the stager does not listen:\n{log.read_text(errors='replace')[-4000:]}")
+            time.sleep(_LOOK_SECONDS)
+        self.joining = {"HOLDFAST_STAGER": found[1], **key}
+
+    def end(self) -> None:
+        """Have it write what is staged, and end."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self.process.poll() is None:
+                self.process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(_END_SECONDS_MAX)
+
+    def __enter__(self) -> StandingStager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class TorchrunJob(Job):
+    """One torchrun, and a stager that stands alone beside it. Arguments as of `Job`."""
+
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        trainer: Sequence[str],
+        last: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        folder: Path,
+    ) -> None:
+        self._stager = StandingStager(last, environment, folder)
+        kept = {name: value for name, value in environment.items() if name not in _OF_RENDEZVOUS}
+        self._launch(torchrun_line(ranks, trainer), {**kept, **self._stager.joining}, folder / f"{name}.log")
+
+    def find(self, word: str) -> int:
+        """As `Job`."""
+        return self._stager.process.pid if word == "stager" else super().find(word)
+
+    def pids(self) -> list[int]:
+        """As `Job`."""
+        return [self._stager.process.pid, *super().pids()]
+
+    def end(self) -> int:
+        """As `Job`; the stager ends after it."""
+        code = super().end()
+        self._stager.end()
+        return code
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._stager.end()
+
+
+def torchrun_line(ranks: int, trainer: Sequence[str], *, restarts: int = 0) -> list[str]:
+    """Starts so many ranks on this machine; `trainer`: arguments after the Python interpreter."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*line, "--max-restarts", str(restarts), *trainer]
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def flusher_pid(runtime: Path) -> int:

@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--store", required=True)
     arguments = parser.parse_args()
-    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])  # torchrun sets the latter
     os.environ["RANK"] = str(rank)  # torch.distributed takes its place from these; WORLD_SIZE is set for all
     link = Link(arguments.hub, job="ranks", rank=rank)
     obedient = _Rank(arguments, rank, int(os.environ["WORLD_SIZE"]))

@@ -1,4 +1,4 @@
-"""A small training under `holdfast run` on this machine, and what happened in it.
+"""A small training under `holdfast run` or torchrun on this machine, and what happened in it.
 
 Supervised ─► holdfast run ─► mpirun ─► ranks (supervised_rank.py)      kill(): SIGKILL to one of them
                   └─ status.jsonl           └─ attempt-<n>.jsonl ─► Attempt: when it trained, when each step ended
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,15 +21,17 @@ from typing import Any
 
 import psutil
 
-from benchmarks.jobs import Folders, rank_environment
+from benchmarks.jobs import Folders, StandingStager, rank_environment, torchrun_line
 
-__all__ = ["Attempt", "Program", "Supervised", "lines"]
+__all__ = ["Attempt", "Elastic", "Program", "Supervised", "lines"]
 
 _WAIT_SECONDS_MAX = 120.0
 _END_SECONDS_MAX = 60.0
 _LOOK_SECONDS = 0.02
 _RANK = "benchmarks.supervised_rank"
 _KEEPER = "operator_side.supervise.rank"
+_RING_BYTES = 64 << 20
+_RESTARTS_MAX = 10
 
 
 @dataclass(frozen=True)
@@ -86,31 +88,33 @@ class Supervised:
         name: Of its own folder.
     """
 
-    def __init__(self, program: Program, folders: Folders, name: str) -> None:
+    def __init__(
+        self, program: Program, folders: Folders, name: str, *, ring_bytes: int = _RING_BYTES
+    ) -> None:
         self._folder = folders.scratch / name
         self.store = self._folder / "run"
         self._folder.mkdir()
-        environment = rank_environment(program.ranks, folders, chunk_bytes=1 << 20, ring_bytes=64 << 20)
+        environment = rank_environment(program.ranks, folders, chunk_bytes=1 << 20, ring_bytes=ring_bytes)
         for variable in (
             "MASTER_ADDR",
             "MASTER_PORT",
             "WORLD_SIZE",
         ):  # the ranks agree on them anew at each launch
             del environment[variable]
-        command = [
-            sys.executable,
+        trained = [
             "-m",
-            "holdfast",
-            "run",
-            "-n",
-            str(program.ranks),
-            "--store",
-            str(self.store),
+            _RANK,
+            "--model",
+            program.model,
+            "--every",
+            str(program.every),
+            "--out",
+            str(self._folder),
         ]
-        command += ["--logs", str(self._folder / "logs"), "--", sys.executable, "-m", _RANK]
-        command += ["--model", program.model, "--every", str(program.every), "--out", str(self._folder)]
-        command += ["--compute-seconds", str(program.compute_seconds)]
-        command += ["--update-seconds", str(program.update_seconds)]
+        trained += ["--compute-seconds", str(program.compute_seconds)]
+        trained += ["--update-seconds", str(program.update_seconds)]
+        command, more = self._prepare(program.ranks, trained, environment)
+        environment |= more
         self._said = self._folder / "said"
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(
@@ -121,6 +125,14 @@ class Supervised:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def _prepare(
+        self, ranks: int, trained: list[str], environment: Mapping[str, str]
+    ) -> tuple[list[str], Mapping[str, str]]:
+        """The command that starts the job, and what else its environment needs."""
+        del environment
+        command = [sys.executable, "-m", "holdfast", "run", "-n", str(ranks), "--store", str(self.store)]
+        return [*command, "--logs", str(self._folder / "logs"), "--", sys.executable, *trained], {}
 
     def attempts(self) -> list[Attempt]:
         """Those that have begun to train, in order."""
@@ -161,17 +173,39 @@ class Supervised:
         Returns:
             When; None if no rank was there to be killed.
         """
-        pids = []
-        for process in psutil.Process(self._process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                words = process.cmdline()
-                if _RANK in words and _KEEPER not in words and Path(words[0]).name.startswith("python"):
-                    pids.append(process.pid)
+        pids = self._ranks()
         if not pids:
             return None
         with contextlib.suppress(ProcessLookupError):
             os.kill(sorted(pids)[which % len(pids)], signal.SIGKILL)
         return time.monotonic()
+
+    def kill_all(self) -> float:
+        """SIGKILL to all ranks; when.
+
+        Raises:
+            RuntimeError: There are none.
+        """
+        pids = self._ranks()
+        if not pids:
+            raise RuntimeError(f"no rank is there to be killed:\n{self._last_words()}")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        return time.monotonic()
+
+    def _ranks(self) -> list[int]:
+        pids = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                words = process.cmdline()
+                if (
+                    _RANK in words
+                    and _KEEPER not in words
+                    and "torch.distributed.run" not in words
+                    and Path(words[0]).name.startswith("python")
+                ):
+                    pids.append(process.pid)
+        return pids
 
     def __enter__(self) -> Supervised:
         return self
@@ -192,3 +226,21 @@ class Supervised:
 
     def _last_words(self) -> str:
         return self._said.read_text(errors="replace")[-4000:]
+
+
+class Elastic(Supervised):
+    """The same under torchrun, which restarts the ranks; they join a stager that stands alone. Arguments as there."""
+
+    def _prepare(
+        self, ranks: int, trained: list[str], environment: Mapping[str, str]
+    ) -> tuple[list[str], Mapping[str, str]]:
+        self.store.mkdir()
+        stager = [sys.executable, "-m", "holdfast", "stager", "--store", str(self.store)]
+        self._stager = StandingStager(stager, environment, self._folder)
+        return torchrun_line(ranks, trained, restarts=_RESTARTS_MAX), self._stager.joining
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._stager.end()

@@ -1,4 +1,4 @@
-"""A rank of a small training under `holdfast run`, killed and started again; rank 0 writes when each step ended.
+"""A rank of a small training under `holdfast run` or torchrun, killed and started again; rank 0 tells when steps end.
 
     restore ─► iterations of a timed wait, an update that takes as long as a device's would, `Checkpointer.step`
 
@@ -39,7 +39,10 @@ def main() -> None:
     rank, _ = init_torch_distributed("gloo")
     workload = Workload(given.model)
     install(workload, given.update_seconds)
-    path = given.out / f"attempt-{os.environ[ATTEMPT_VARIABLE]}.jsonl" if rank == 0 else Path(os.devnull)
+    attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1")) + int(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    )
+    path = given.out / f"attempt-{attempt}.jsonl" if rank == 0 else Path(os.devnull)
     config = TrainerConfig.from_sources(on_full="wait")
     with (
         Checkpointer(workload.state(), every=given.every, config=config) as checkpointer,

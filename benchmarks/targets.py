@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.experiments import s3, sharded, transport
+from benchmarks.experiments import launchers, s3, sharded, transport
 from benchmarks.experiments.makespan import interval_under, overheads
 from benchmarks.experiments.restore import RAW
 from benchmarks.experiments.table import ratio
@@ -472,6 +472,18 @@ TARGETS = (
         "no more",
         "transport",
         lambda d: _at_most(transport.cpu(d), 1.0),
+    ),
+    Target(
+        "stall under torchrun / under mpirun",
+        "at most 1.1",
+        "launchers",
+        lambda d: _at_most(launchers.stall(d), 1.1),
+    ),
+    Target(
+        "all ranks killed, until the first new step: holdfast run / torchrun beside a running stager",
+        "at least 1.3",
+        "launchers",
+        lambda d: _at_least(launchers.relaunch(d), 1.3),
     ),
     Target("memory of a rank, N = 1", "slice + 64 MiB", "table", _memory),
     Target("memory over 200 checkpoints", "flat", "steady", _flat),

@@ -22,13 +22,14 @@ from operator_side.drill.findings import Struck, examine
 from operator_side.drill.job import DrillRun, Setup, wait_until
 from operator_side.drill.kill_plan import Kill, KillTarget
 from operator_side.drill.play import disturb
+from operator_side.drill.supervised_run import SupervisedRun
 
 __all__ = ["grids", "measure", "run"]
 
 _RANKS = 2
 _RESTART_EPOCHS = 10
 _SECONDS_MAX = 900.0
-_SETTINGS = ("--set", "chunk_bytes=256KiB", "--set", "ring_bytes=64MiB")
+_SETTINGS = ("chunk_bytes=256KiB", "ring_bytes=64MiB")
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -54,12 +55,12 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
     """
     deadline = time.monotonic() + _SECONDS_MAX
     progress("undisturbed")
-    with DrillRun(_setup(folder, "undisturbed", epochs, width), folder / "undisturbed") as undisturbed:
+    with SupervisedRun(_setup(folder, "undisturbed", epochs, width), folder / "undisturbed") as undisturbed:
         while not undisturbed.look()[0]:
             wait_until(deadline)
     kills = _kills(epochs)
     progress(f"killed {len(kills)} times")
-    with DrillRun(_setup(folder, "killed", epochs, width), folder / "killed") as killed:
+    with SupervisedRun(_setup(folder, "killed", epochs, width), folder / "killed") as killed:
         struck = disturb(killed, kills, 0.0, deadline, progress)
     for one in (undisturbed, killed):
         if one.exit_code != 0:
@@ -72,7 +73,7 @@ def run(folder: Path, epochs: int, width: int, progress: Any) -> dict[str, Any]:
 def _setup(folder: Path, name: str, epochs: int, width: int) -> Setup:
     out = str(folder / f"{name}.jsonl")
     command = [sys.executable, "-m", "benchmarks.accuracy_rank", out, str(epochs), str(width)]
-    return Setup(command, _RANKS, _SETTINGS, 30.0)
+    return Setup(command, _RANKS, _SETTINGS)
 
 
 def _kills(epochs: int) -> list[Kill]:

@@ -58,10 +58,10 @@ class Setup:
     command: Sequence[str]
     ranks: int
     settings: Sequence[str]
-    options: Sequence[str]
-    notice_seconds: float
-    gives_notice: bool
-    launcher: str
+    options: Sequence[str] = ()
+    notice_seconds: float = 30.0
+    gives_notice: bool = False
+    launcher: str = "mpirun"
 
 
 class DrillRun(abc.ABC):

@@ -277,6 +277,20 @@ _CONTENT: dict[str, dict[str, Any]] = {
         "link": [{"seconds": 1.04, "cpu_seconds": 0.1, "nbytes": 0.25e9}],
         "link_bits": 2_000_000_000,
     },
+    "launchers": {
+        "saves": [
+            {
+                name: {"stall_seconds": stall, "staged_seconds": 0.5, "done_seconds": 0.9}
+                for name, stall in (("mpirun", 0.01), ("torchrun", 0.01))
+            }
+        ],
+        "kills": [
+            {
+                name: {"seconds": seconds, "start_seconds": seconds - 1, "restore_seconds": 0.5}
+                for name, seconds in (("mpirun", 9.0), ("torchrun", 6.0))
+            }
+        ],
+    },
     "sharded": {
         "cells": [
             _sharded_cell("FSDP2 on 2", ("holdfast", "dcp+to-torch", "dcp-hf", "full-state-dict")),
