@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import click
 
 from holdfast.command.examples import examples
@@ -42,12 +40,9 @@ def rank_command(command: tuple[str, ...], restarts_max: int) -> int:
     """
     from holdfast.command.output import plain
     from operator_side.supervise.exit_codes import AGAIN, coded_end
-    from operator_side.supervise.wrapped_rank import PASSED_ON, WrappedRank
+    from operator_side.supervise.wrapped_rank import WrappedRank
 
     seen = WrappedRank(command).run()
-    # A signal that comes too late for the command must not take the place of the code.
-    for number in PASSED_ON:
-        signal.signal(number, signal.SIG_IGN)
     end = coded_end(seen, restarts_max=restarts_max)
     if end.code:
         what = ": start the job again" if end.code == AGAIN else ""

@@ -4,7 +4,7 @@
                                                          └────────► Seen ◄───────────┘
 
 The command has a process group of its own. So what a launcher sends to the group of this process comes to the command
-once, through this process. It dies with this process.
+once, through this process. It dies with this process, and inside torchrun this process with torchrun's agent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.process import tie
 from holdfast.supervised import REPORTS_VARIABLE, own_rank
 from operator_side.supervise.exit_codes import Seen
 
-PASSED_ON = (
+_PASSED_ON = (
     signal.SIGTERM,
     signal.SIGINT,
     signal.SIGHUP,
@@ -58,21 +58,25 @@ class WrappedRank:
         self._own_group = not os.isatty(_STDIN)
 
     def run(self) -> Seen:
-        """Run the command to its end.
+        """Run the command to its end. The signals that were passed on are ignored from then on.
 
         Raises:
             ConfigError: The command cannot be started, or there is no place for the reports of the ranks.
         """
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            tie()  # the rank below asks for the same, and its parent is this process
         killed_before = memory_kills()
-        before = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
+        for number in _PASSED_ON:
+            signal.signal(number, self._pass_on)
         try:
             with _reports_file() as path:
                 process = self._start(path)
                 status = self._relay(process)
                 reports = list(_read_reports(path))
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            # What comes too late for the command must not take the place of the code that this process ends with.
+            for number in _PASSED_ON:
+                signal.signal(number, signal.SIG_IGN)
         return Seen(
             Path(self._command[0]).name,
             os.uname().nodename,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -116,6 +118,34 @@ def test_around_torchrun_a_killed_rank_is_a_preemption_once_the_job_has_joined(t
     assert done.returncode == AGAIN, done.stderr
     assert "rank 1 on" in done.stderr
     assert "was killed by SIGKILL from outside; exit code 75" in done.stderr
+
+
+def test_sigterm_while_it_judges_does_not_take_the_place_of_the_code(tmp_path: Path) -> None:
+    """A pipe that is full holds it at the line that says why; whoever stops a job signals until it is gone."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writing, b"x" * 4096):
+            pass
+    os.set_blocking(writing, True)
+    wrapper = subprocess.Popen(
+        [HOLDFAST, "rank", "--", "sh", "-c", "exit 5"], env=environment(tmp_path / "runtime"), stderr=writing
+    )
+    os.close(writing)
+    try:
+        wait_until(lambda: ignores(wrapper.pid, signal.SIGTERM), SECONDS_MAX, "SIGTERM would still end it")
+        wrapper.send_signal(signal.SIGTERM)
+        with os.fdopen(reading, "rb") as stderr:
+            assert stderr.read().endswith(b"; exit code 5\n")
+        assert wrapper.wait(SECONDS_MAX) == 5
+    finally:
+        wrapper.kill()
+
+
+def ignores(pid: int, number: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = re.findall(r"^SigIgn:\s+(\w+)$", status, re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 @pytest.fixture

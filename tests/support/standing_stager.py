@@ -26,11 +26,13 @@ class StandingProcess:
         address: Where it listens. `process`: it.
     """
 
-    def __init__(self, store: str, env: Mapping[str, str], log: Path, more: Sequence[str]) -> None:
-        self.log = log
+    def __init__(
+        self, store: str, env: Mapping[str, str], log: Path, more: Sequence[str], *, verbose: bool = False
+    ) -> None:
+        self.log, shared = log, ["-v"] if verbose else []
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [HOLDFAST, "stager", "--store", store, "--listen", "127.0.0.1:0", *more],
+                [HOLDFAST, *shared, "stager", "--store", store, "--listen", "127.0.0.1:0", *more],
                 env=dict(env),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -66,10 +68,15 @@ class StandingProcess:
 
 @contextlib.contextmanager
 def standing_stager(
-    store: str, env: Mapping[str, str], log: Path, *more: str, settings: Sequence[str] = SMALL
+    store: str,
+    env: Mapping[str, str],
+    log: Path,
+    *more: str,
+    settings: Sequence[str] = SMALL,
+    verbose: bool = False,
 ) -> Iterator[StandingProcess]:
     """A stager for the block; nothing of it outlives that."""
-    stager = StandingProcess(store, env, log, [*settings, *more])
+    stager = StandingProcess(store, env, log, [*settings, *more], verbose=verbose)
     try:
         yield stager
     finally:

@@ -226,7 +226,11 @@ def _meet(job: JobStore, rank: int, ranks: int, seconds_max: float) -> _Met:
     deadline = time.monotonic() + seconds_max
     meeting = PrefixStore("holdfast/meeting", job.store)
     if rank == 0:
-        return _receive(meeting, _launch(job.place), ranks, seconds_max, deadline)
+        launch = _launch(job.place)
+        if job.outlives_ranks:
+            # The first start has named it; a later one may be on another host, or have another parent (a wrapper).
+            launch = meeting.compare_set("launch", "", launch).decode()
+        return _receive(meeting, launch, ranks, seconds_max, deadline)
     nonce = secrets.token_hex(_INCARNATION_BYTES)
 
     def told(key: str) -> str:

@@ -70,6 +70,19 @@ def test_each_start_of_a_job_meets_by_itself_in_the_same_store(server: TCPStore)
     assert first[0].launch == second[0].launch
 
 
+def test_the_name_of_the_first_start_stays_where_the_store_outlives_the_ranks(
+    server: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrapper around each rank is another parent at each start, and rank 0 may be on another host."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    first = meet(server, 2, range(2))
+    monkeypatch.setattr(os, "getppid", lambda: 2)
+    second = meet(server, 2, range(2))
+    assert first[0].launch == second[0].launch == f"{platform.node()}:1"
+    assert first[0].incarnation != second[0].incarnation
+
+
 def test_who_does_not_come_is_named(server: TCPStore) -> None:
     found = meet(server, 14, range(2), seconds_max=0.5)
     assert found[0] == (
