@@ -17,7 +17,15 @@ from tests.infra.toolbox import INFRA
 from tests.integration.jobs import in_a_pod
 from tests.support.cluster import wait_until
 
-__all__ = ["go_on", "jobset_document", "played", "played_group", "starts", "wait_for_ranks"]
+__all__ = [
+    "go_on",
+    "jobset_document",
+    "played",
+    "played_group",
+    "starts",
+    "trainer_document",
+    "wait_for_ranks",
+]
 
 RANKS = 2
 # In the place of the file's own: sizes of a machine, and a store that is not there.
@@ -25,7 +33,36 @@ SMALLER = {"HOLDFAST_RING_BYTES": "4MiB", "PET_NPROC_PER_NODE": "1"}
 
 
 def jobset_document() -> Any:
-    return yaml.safe_load((INFRA / "kubernetes" / "jobset.yaml").read_text())
+    return _document("jobset")
+
+
+def trainer_document() -> Any:
+    """The JobSet that Kubeflow's Trainer makes of trainjob-torch.yaml and its runtime.
+
+    Its torch plugin gives the container `node` of the job `node` the variables of torchrun, with these values
+    (pkg/runtime/framework/plugins/torch/torch.go in kubeflow/trainer).
+    """
+    runtime, train_job = _document("runtime-torch"), _document("trainjob-torch")
+    name, trainer = train_job["metadata"]["name"], train_job["spec"]["trainer"]
+    assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    spec = runtime["spec"]["template"]["spec"]
+    (job,) = (one for one in spec["replicatedJobs"] if one["name"] == "node")
+    job["template"]["spec"] |= {"completions": trainer["numNodes"], "parallelism": trainer["numNodes"]}
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    container |= {word: trainer[word] for word in ("image", "command", "args")}
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    container["env"] += [
+        {"name": "PET_NNODES", "value": str(trainer["numNodes"])},
+        {"name": "PET_NPROC_PER_NODE", "value": str(trainer["numProcPerNode"])},
+        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        {"name": "PET_MASTER_ADDR", "value": f"{name}-node-0-0.{name}"},
+        {"name": "PET_MASTER_PORT", "value": "29500"},
+    ]
+    return {"metadata": {"name": name}, "spec": spec}
+
+
+def _document(name: str) -> Any:
+    return yaml.safe_load((INFRA / "kubernetes" / f"{name}.yaml").read_text())
 
 
 @contextlib.contextmanager
