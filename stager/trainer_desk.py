@@ -152,7 +152,7 @@ class TrainerDesk:
                 self._unwelcomed.add(rank)
                 self._greet()
             case Kind.PROPOSE:
-                self._answer(self._round.propose(rank, _proposal(rank, frame), self._clock()))
+                self._answer(self._round.propose(rank, self._proposal(rank, frame), self._clock()))
             case Kind.LAYOUT:
                 if rank != 0:
                     raise ProtocolError(f"LAYOUT from rank {rank}; only rank 0 announces layouts")
@@ -257,11 +257,10 @@ class TrainerDesk:
             message = wire.encode(Kind.REFUSED, attempt=attempt, body=wire.error_body(answer))
         self._trainers.send_all(message)
 
-
-def _proposal(rank: int, frame: Frame) -> Proposal:
-    """What the rank proposes; one that cannot be read is a refusal, which all ranks hear: the session goes on."""
-    try:
-        return Proposal.from_frame(frame)
-    except ProtocolError as error:
-        _log.error("rank %d: its proposal is refused: %s", rank, error)
-        return Proposal.refused(error)
+    def _proposal(self, rank: int, frame: Frame) -> Proposal:
+        """What the rank proposes; one that cannot be read is a refusal, which all ranks hear: the session goes on."""
+        try:
+            return self._round.read(frame)
+        except ProtocolError as error:
+            _log.error("rank %d: its proposal is refused: %s", rank, error)
+            return Proposal.refused(error)

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.experiments import EXPERIMENTS, Options, command_of
 from benchmarks.grid import Grid
+from benchmarks.growing.agreeing import STATES, agree
 from benchmarks.growing.frames import stager_per_frame
 from benchmarks.growing.preparing import prepare
 
@@ -20,6 +21,7 @@ __all__ = ["grids", "measure"]
 _RANKS = (2, 64, 512)
 _FRAMES, _RING_CHUNKS = 8192, 4096
 _IMAGE_CHUNKS = 65_566
+_TENSORS = 10_000
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -29,15 +31,20 @@ def measure(options: Options) -> dict[str, Any]:
     frames = [stager_per_frame(of, options.count(_FRAMES, 256), _RING_CHUNKS) for of in ranks]
     options.progress("prepare")
     prepared = prepare(most, options.count(_IMAGE_CHUNKS, 1024))
+    agreed = {}
+    for state in STATES:
+        options.progress(f"agreement, {state}")
+        agreed[state] = agree(state, most, options.count(_TENSORS, 100))
     return {
         "experiment": "growth",
         "what": EXPERIMENTS["growth"],
         "command": command_of("growth", options),
         "quick": options.quick,
         "machine": machine.describe(options.folder or Path("/tmp")),
-        "shape": {"model": "played", "ranks": most, "image_chunks": _IMAGE_CHUNKS},
+        "shape": {"model": "played", "ranks": most, "image_chunks": _IMAGE_CHUNKS, "tensors": _TENSORS},
         "frames": frames,
         "prepare": prepared,
+        "agreement": agreed,
     }
 
 
@@ -65,6 +72,19 @@ def grids(document: dict[str, Any]) -> list[Grid]:
             tuple(
                 (name, f"{of['first_seconds']:.3f}", f"{of['next_seconds']:.4f}")
                 for name, of in document["prepare"].items()
+            ),
+        ),
+        Grid(
+            f"Agreement of {document['shape']['ranks']} ranks on {document['shape']['tensors']} tensors, at the stager",
+            ("state", "CPU seconds", "received, MB", "kept, MB"),
+            tuple(
+                (
+                    name,
+                    f"{of['seconds']:.2f}",
+                    f"{of['received_bytes'] / 1e6:.1f}",
+                    f"{of['kept_bytes'] / 1e6:.1f}",
+                )
+                for name, of in document["agreement"].items()
             ),
         ),
     ]

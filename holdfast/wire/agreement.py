@@ -15,11 +15,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError, StateError
 from holdfast.image.regions import Pattern, unite
-from holdfast.wire.frames import peer_error
+from holdfast.wire.frames import Frame, peer_error
 from holdfast.wire.proof import Proven, prove, ranks_named
-from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.state_messages import Agreement, Proposal, ProposalReader
 from holdfast.wire.union_table import union_of
 
 _NAMED_MAX = 1000  # tensors in one message
@@ -43,9 +45,18 @@ class Round:
     def __init__(self, ranks: int, seconds_max: float, *, who: str = "the stager") -> None:
         self._ranks, self._seconds_max, self._who = ranks, seconds_max, who
         self._proposals: dict[int, Proposal] = {}
+        self._reader = ProposalReader(2 * ranks)
         self._gone: dict[int, str] = {}  # rank → why it never proposes again
         self._begun_at = 0.0
         self._is_said = False
+
+    def read(self, frame: Frame) -> Proposal:
+        """Read a proposal of this round.
+
+        Raises:
+            ProtocolError: As `ProposalReader.read`.
+        """
+        return self._reader.read(frame)
 
     def propose(self, rank: int, proposal: Proposal, now: float) -> Agreement | HoldfastError | None:
         """Take one rank's proposal. None: others are missing. Otherwise the answer to all; the next round begins."""
@@ -56,7 +67,7 @@ class Round:
             return self._ended()
         if len(self._proposals) < self._ranks:
             return None
-        proposals, self._proposals = self._proposals, {}
+        proposals = self._over()
         refused = _refused(proposals)
         if refused is not None:
             return refused
@@ -80,7 +91,7 @@ class Round:
         if not self._proposals or now - self._begun_at <= self._seconds_max:
             return None
         missing = self._missing
-        self._proposals = {}
+        self._over()
         return PeerLost(
             f"{self._who} waited {self._seconds_max:g} s for the layout of {missing}; do all ranks save at the same "
             f"steps? {_ALL_RANKS}"
@@ -101,10 +112,16 @@ class Round:
     def _missing(self) -> str:
         return ranks_named([rank for rank in range(self._ranks) if rank not in self._proposals])
 
+    def _over(self) -> dict[int, Proposal]:
+        """The next round begins; what was proposed in this one."""
+        proposals, self._proposals = self._proposals, {}
+        self._reader.forget()
+        return proposals
+
     def _ended(self) -> HoldfastError:
         """The answer to a round in which a rank is gone."""
         asked, why = ranks_named(sorted(self._proposals)), next(iter(self._gone.values()))
-        self._proposals = {}
+        self._over()
         return PeerLost(f"{asked} began a save, and the ranks cannot agree on a layout: {why}")
 
 
@@ -136,12 +153,15 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
     union, table, makers = None, first.table, [first]
     if len(stages) == len(proposals):
         united = union_of(proposals, stages)
-        union, table, sums, saids = united.union, united.proof_table, united.sums, united.held
+        union, table, sums = united.union, united.proof_table, list[Sequence[int]](united.sums)
+        saids, members = united.held, list(range(len(proposals)))
         makers = [proposals[rank] for rank in united.makers]
     else:
         named = sorted(str(row[0]) for row in table)
         for other, proposal in enumerate(proposals):
             if proposal.table_digest == first.table_digest:
+                if proposal.table is not first.table and proposal.table != first.table:
+                    raise ProtocolError(f"rank {other}: PROPOSE: another table with the digest of rank 0's")
                 continue
             if sorted(str(row[0]) for row in proposal.table) != named:
                 return Agreement(0, {}, asks_stages=True)
@@ -151,14 +171,11 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
                 "start), under the same names on all ranks"
             )
         sums = [proposal.sums for proposal in proposals]
-        saids = {
-            row: [proposal.held.rows[place][1] for proposal in proposals]
-            for place, (row, _) in enumerate(first.held.rows)
-        }
+        saids, members = _by_group(proposals)
     proven = prove(table, dict(enumerate(sums))) if len(sums) > 1 and all(sums) else Proven("", ())
     if proven.refusal:
         raise StateError(proven.refusal)
-    patterns, split_rows = _patterns(table, proposals, saids, sums)
+    patterns, split_rows = _patterns(table, proposals, saids, members, sums)
     return Agreement(
         pickle_reserve_bytes=pickle_reserve_bytes(sum(maker.pickle_bytes for maker in makers)),
         per_rank_reserve_bytes={
@@ -172,10 +189,30 @@ def _agreed(proposals: Sequence[Proposal]) -> Agreement:
     )
 
 
+def _by_group(proposals: Sequence[Proposal]) -> tuple[dict[int, list[int | None]], list[int]]:
+    """Of each row that is split, by group which of a rank's regions it holds; and the group of each rank.
+
+    Ranks that name the same regions by the same numbers are a group; as a rule all ranks are one.
+    """
+    groups: dict[tuple[tuple[int, int], ...], int] = {}
+    by_identity: dict[int, int] = {}  # of what was read once for many ranks
+    members = []
+    for proposal in proposals:
+        rows = proposal.held.rows
+        if id(rows) not in by_identity:
+            by_identity[id(rows)] = groups.setdefault(rows, len(groups))
+        members.append(by_identity[id(rows)])
+    saids: dict[int, list[int | None]] = {
+        of_groups[0][0]: [number for _, number in of_groups] for of_groups in zip(*groups, strict=True)
+    }
+    return saids, members
+
+
 def _patterns(
     table: Sequence[Sequence[Any]],
     proposals: Sequence[Proposal],
     saids: Mapping[int, Sequence[int | None]],
+    members: Sequence[int],
     sums: Sequence[Sequence[int]],
 ) -> tuple[tuple[Pattern, ...], tuple[tuple[int, int], ...]]:
     """The patterns of split tensors, from the regions that each rank holds; and the pattern of each of their rows.
@@ -183,7 +220,9 @@ def _patterns(
     Args:
         table: Of all ranks.
         proposals: By rank.
-        saids: Of each row that is split, by rank which of its regions it holds; None where it does not have the tensor.
+        saids: Of each row that is split, by group which of a rank's regions it holds; None where it does not have the
+            tensor.
+        members: By rank, its group.
         sums: By rank, one for each row.
 
     Raises:
@@ -191,16 +230,18 @@ def _patterns(
             tensor.
     """
     numbers: dict[Pattern, int] = {}
-    # The ranks' regions of a row → its pattern. Most rows are alike.
+    # The regions of a row → its pattern. Most rows are alike.
     by_regions: dict[tuple[object, ...], int] = {}
     split_rows: list[tuple[int, int]] = []
-    for row, of_ranks in saids.items():
+    for row, of_groups in saids.items():
         path, _, shape, _ = table[row]
-        said = tuple(of_ranks)
+        said = tuple(of_groups)
         number = by_regions.get((said, *shape))
         if number is None:
+            numbers_held = [said[group] for group in members]
             held = [
-                None if one is None else proposals[rank].held.regions[one] for rank, one in enumerate(said)
+                None if one is None else proposals[rank].held.regions[one]
+                for rank, one in enumerate(numbers_held)
             ]
             item_bytes = next(one[0] for one in held if one is not None)
             try:
@@ -213,21 +254,40 @@ def _patterns(
             number = by_regions[said, *shape] = numbers.setdefault(pattern, len(numbers))
         split_rows.append((row, number))
     patterns = tuple(numbers)
-    for row, number in split_rows:
-        _check_holders(table[row][0], patterns[number], {rank: of[row] for rank, of in enumerate(sums) if of})
+    _check_holders(table, patterns, split_rows, {rank: of for rank, of in enumerate(sums) if of})
     return patterns, tuple(split_rows)
 
 
-def _check_holders(path: str, pattern: Pattern, sums: Mapping[int, int]) -> None:
+def _check_holders(
+    table: Sequence[Sequence[Any]],
+    patterns: Sequence[Pattern],
+    split_rows: Sequence[tuple[int, int]],
+    sums: Mapping[int, Sequence[int]],
+) -> None:
     """See that ranks with the same region of a tensor hold the same bytes there."""
-    for number, holders in enumerate(pattern.holders):
-        others = [rank for rank in holders if rank in sums and sums[rank] != sums.get(holders[0])]
-        if others and holders[0] in sums:
-            raise StateError(
-                f"tensor {path}: {ranks_named(others)} and rank {holders[0]} hold the same region, "
-                f"{pattern.regions[number]}, with other bytes; bring replicas together before the first save, for "
-                "example by torch.distributed.broadcast, or look for what has changed one of them"
-            )
+    arrays = {rank: np.asarray(of, np.uint32) for rank, of in sums.items()}
+    found: list[tuple[int, int]] = []  # row, and the region in which it differs
+    for number, pattern in enumerate(patterns):
+        rows = np.array([row for row, of in split_rows if of == number])
+        for region, holders in enumerate(pattern.holders):
+            compared = [rank for rank in holders if rank in arrays]
+            if len(compared) < 2 or compared[0] != holders[0]:
+                continue
+            expected = arrays[holders[0]][rows]
+            for rank in compared[1:]:
+                differ = np.flatnonzero(arrays[rank][rows] != expected)
+                found += [(int(rows[place]), region) for place in differ[:1]]
+    if not found:
+        return
+    row, region = min(found)
+    pattern = patterns[dict(split_rows)[row]]
+    holders = pattern.holders[region]
+    others = [rank for rank in holders if rank in sums and sums[rank][row] != sums[holders[0]][row]]
+    raise StateError(
+        f"tensor {table[row][0]}: {ranks_named(others)} and rank {holders[0]} hold the same region, "
+        f"{pattern.regions[region]}, with other bytes; bring replicas together before the first save, for "
+        "example by torch.distributed.broadcast, or look for what has changed one of them"
+    )
 
 
 def pickle_reserve_bytes(pickle_bytes: int) -> int:

@@ -33,33 +33,46 @@ class HeldRegions:
         ]
         return cls(tuple(numbers), tuple(rows))
 
-    def to_json(self) -> dict[str, Any]:
-        regions = [[item_bytes, list(one.start), list(one.size)] for item_bytes, one in self.regions]
-        return {"regions": regions, "rows": [list(row) for row in self.rows]}
+    def regions_to_json(self) -> list[Any]:
+        return [[item_bytes, list(one.start), list(one.size)] for item_bytes, one in self.regions]
 
     @classmethod
-    def from_json(cls, document: Any, table: list[list[Any]], *, of_stage: bool = False) -> Self:
-        """Read what `to_json` made, for the rows of this table that are split; of a stage, for others as well.
+    def from_json(cls, regions: Any, rows: tuple[tuple[int, int], ...], needed: int) -> Self:
+        """Read what `regions_to_json` made, for rows that `held_rows` has read, which name `needed` regions.
 
         Raises:
             ProtocolError: It is not that.
         """
         try:
-            regions = tuple(
+            read = tuple(
                 (wholes([item_bytes])[0], Region(wholes(start), wholes(size)))
-                for item_bytes, start, size in document["regions"]
+                for item_bytes, start, size in regions
             )
-            rows = tuple((row, number) for row, number in map(wholes, document["rows"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise ProtocolError(f"PROPOSE: regions that cannot be read: {error}") from error
-        wanted = [row for row, (_, _, _, owner) in enumerate(table) if owner == SPLIT]
-        given = [row for row, _ in rows]
-        if of_stage:
-            fits = given == sorted({*given, *wanted}) and all(row < len(table) for row in given)
-        else:
-            fits = given == wanted
-        if not fits or any(number >= len(regions) for _, number in rows):
-            raise ProtocolError(
-                f"PROPOSE: regions for {len(rows)} rows, expected one for each of {len(wanted)}"
-            )
-        return cls(regions, rows)
+        if needed > len(read):
+            raise ProtocolError(f"PROPOSE: {len(read)} regions, and rows that name {needed}")
+        return cls(read, rows)
+
+
+def held_rows(
+    document: Any, table: list[list[Any]], *, of_stage: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """Read `HeldRegions.rows`, for the rows of this table that are split; of a stage, for others as well.
+
+    Raises:
+        ProtocolError: It is not that.
+    """
+    try:
+        rows = tuple((row, number) for row, number in map(wholes, document))
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"PROPOSE: regions that cannot be read: {error}") from error
+    wanted = [row for row, (_, _, _, owner) in enumerate(table) if owner == SPLIT]
+    given = [row for row, _ in rows]
+    if of_stage:
+        fits = given == sorted({*given, *wanted}) and all(row < len(table) for row in given)
+    else:
+        fits = given == wanted
+    if not fits:
+        raise ProtocolError(f"PROPOSE: regions for {len(rows)} rows, expected one for each of {len(wanted)}")
+    return rows

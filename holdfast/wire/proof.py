@@ -17,13 +17,14 @@ Pure: no torch, no MPI, no clock.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
-import struct
+import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from holdfast.errors import ProtocolError
 from holdfast.image.entries import REPLICATED
@@ -50,21 +51,26 @@ _WAYS_OUT = (
 )
 
 
-def encode_sums(sums: Sequence[int]) -> str:
-    """One CRC-32 for each row of the table, as base64."""
-    return base64.b64encode(struct.pack(f"<{len(sums)}I", *sums)).decode()
+def encode_sums(sums: Sequence[int]) -> bytes:
+    """One CRC-32 for each row of the table, little-endian."""
+    packed = array("I", sums)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
-def decode_sums(text: str, rows: int) -> tuple[int, ...]:
-    """Read what `encode_sums` made.
+def decode_sums(data: bytes, rows: int) -> array[int]:
+    """Read what `encode_sums` made; none for no bytes.
 
     Raises:
         ProtocolError: It is not one sum for each of so many rows.
     """
-    try:
-        return struct.unpack(f"<{rows}I", base64.b64decode(text, validate=True))
-    except (binascii.Error, ValueError, struct.error) as error:
-        raise ProtocolError(f"PROPOSE: sums are not base64 of {rows} checksums: {error}") from error
+    if data and len(data) != 4 * rows:
+        raise ProtocolError(f"PROPOSE: {len(data)} bytes of checksums, expected 4 for each of {rows} rows")
+    sums = array("I", data)
+    if sys.byteorder == "big":
+        sums.byteswap()
+    return sums
 
 
 @dataclass(frozen=True)
@@ -87,10 +93,13 @@ def prove(table: Sequence[Sequence[Any]], sums: Mapping[int, Sequence[int]]) -> 
         table: Rows `[path, dtype, shape, owner]`, the same on every rank.
         sums: rank → one checksum for each row; those of `PerRank` values are not looked at.
     """
-    first, *others = sums.values()
-    if all(other == first for other in others):
+    first, *others = (np.asarray(of, np.uint32) for of in sums.values())
+    differs = np.zeros(len(first), bool)
+    for other in others:
+        differs |= other != first
+    differ = [int(place) for place in np.flatnonzero(differs)]
+    if not differ:
         return Proven("", ())
-    differ = [place for place, crc in enumerate(first) if any(other[place] != crc for other in others)]
     split = [place for place in differ if table[place][3] == REPLICATED]
     rank0 = [place for place in differ if table[place][3] == 0 and table[place][1] != "bytes"]
     bulk = [place for place in rank0 if _may_be_a_part(table[place])]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import zlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +15,44 @@ from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Pattern
 from holdfast.price import inflate_json
 from holdfast.wire.frames import WHOLE_MAX, Frame, Kind, encode, error_fields, json_body, to_json, wholes
-from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.held_regions import HeldRegions, held_rows
 from holdfast.wire.proof import decode_sums, encode_sums
 from holdfast.wire.state_union import Stage, StateUnion
 
 _MAX_TABLE_BYTES = 512 * 1024 * 1024  # of a PROPOSE body, unpacked
-_NOTHING_HELD: dict[str, Any] = {"regions": [], "rows": []}
+_PARTS = struct.Struct("<II")  # bytes of the shared part, and of the rank's own; checksums are the rest
+
+
+@dataclass(frozen=True)
+class _SharedPart:
+    """What a rank says in the same words as many others: its tensors, and which of its regions each one has."""
+
+    table_digest: str
+    table: list[list[Any]]
+    held_rows: tuple[tuple[int, int], ...]
+    stage: Stage | None
+    regions: int  # that the rows name
+
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = {"table_digest": self.table_digest, "table": self.table}
+        if self.held_rows:
+            document["held_rows"] = [list(row) for row in self.held_rows]
+        if self.stage is not None:
+            document["stage"] = self.stage.to_json()
+        return document
+
+    @classmethod
+    def from_bytes(cls, data: memoryview) -> _SharedPart:
+        document = _document(data, table_digest=str, table=list)
+        for index, row in enumerate(document["table"]):
+            if not _is_row(row):
+                raise ProtocolError(
+                    f"PROPOSE: row {index} is {row!r:.100}, expected [path, dtype, shape, owner]"
+                )
+        stage = Stage.from_json(document["stage"]) if "stage" in document else None
+        rows = held_rows(document.get("held_rows", []), document["table"], of_stage=stage is not None)
+        regions = max((number for _, number in rows), default=-1) + 1
+        return cls(document["table_digest"], document["table"], rows, stage, regions)
 
 
 @dataclass(frozen=True)
@@ -39,10 +75,15 @@ class Proposal:
     table: list[list[Any]]
     pickle_bytes: int
     per_rank_bytes: dict[str, int]
-    sums: tuple[int, ...] = ()
+    sums: Sequence[int] = ()
     refusal: tuple[str, str] | None = None
     held: HeldRegions = field(default_factory=HeldRegions)
     stage: Stage | None = None
+
+    def __post_init__(self) -> None:
+        # Four bytes each: as numbers of Python those of 512 ranks would take a gigabyte.
+        if not isinstance(self.sums, array):
+            object.__setattr__(self, "sums", array("I", self.sums))
 
     @classmethod
     def refused(cls, error: HoldfastError) -> Proposal:
@@ -51,63 +92,99 @@ class Proposal:
         return cls("", [], 0, {}, refusal=(fields["code"], fields["message"]))
 
     def to_frame(self, attempt: int) -> bytes:
-        document: dict[str, Any] = {
-            "table_digest": self.table_digest,
-            "pickle_bytes": self.pickle_bytes,
-            "per_rank_bytes": self.per_rank_bytes,
-            "table": self.table,
-        }
-        if self.sums:
-            document["sums"] = encode_sums(self.sums)
+        own: dict[str, Any] = {"pickle_bytes": self.pickle_bytes, "per_rank_bytes": self.per_rank_bytes}
         if self.held.rows:
-            document["held"] = self.held.to_json()
-        if self.stage is not None:
-            document["stage"] = self.stage.to_json()
+            own["regions"] = self.held.regions_to_json()
         if self.refusal is not None:
-            document["refusal"] = dict(zip(("code", "message"), self.refusal, strict=True))
-        return encode(Kind.PROPOSE, attempt=attempt, body=zlib.compress(to_json(document), 1))
+            own["refusal"] = dict(zip(("code", "message"), self.refusal, strict=True))
+        shared = _SharedPart(self.table_digest, self.table, self.held.rows, self.stage, 0).to_json()
+        parts = [zlib.compress(to_json(document), 1) for document in (shared, own)]
+        body = [_PARTS.pack(*map(len, parts)), *parts, encode_sums(self.sums)]
+        return encode(Kind.PROPOSE, attempt=attempt, body=b"".join(body))
 
     @classmethod
     def from_frame(cls, frame: Frame) -> Proposal:
+        """Read one, as `ProposalReader` does."""
+        return ProposalReader().read(frame)
+
+
+class ProposalReader:
+    """Reads the proposals of one round. What many ranks say in the same words is unpacked, and kept, once.
+
+    Args:
+        kept_max: So many different ones are kept.
+    """
+
+    def __init__(self, kept_max: int = 1) -> None:
+        self._kept_max = kept_max
+        self._known: dict[bytes, _SharedPart] = {}
+        self._sums: tuple[bytes, Sequence[int]] = (b"", array("I"))
+
+    def forget(self) -> None:
+        """The round is over."""
+        self._known.clear()
+        self._sums = (b"", array("I"))
+
+    def read(self, frame: Frame) -> Proposal:
         """Read one; never unpacks more than a named limit, nor what costs more than the message is worth.
 
         Raises:
             ProtocolError: It is not readable, or a field is not what it should be.
         """
-        try:
-            raw = inflate_json(frame.body, _MAX_TABLE_BYTES)
-        except (zlib.error, ValueError) as error:
-            raise ProtocolError(f"PROPOSE: the body cannot be unpacked: {error}") from error
-        document = json_body(
-            Frame(frame.kind, body=raw), table_digest=str, table=list, pickle_bytes=int, per_rank_bytes=dict
-        )
-        for index, row in enumerate(document["table"]):
-            if not _is_row(row):
-                raise ProtocolError(
-                    f"PROPOSE: row {index} is {row!r:.100}, expected [path, dtype, shape, owner]"
-                )
-        sizes = [document["pickle_bytes"], *document["per_rank_bytes"].values()]
+        body = memoryview(frame.body)
+        ends = (0, 0)
+        if len(body) >= _PARTS.size:
+            shared_bytes, own_bytes = _PARTS.unpack_from(body)
+            ends = (_PARTS.size + shared_bytes, _PARTS.size + shared_bytes + own_bytes)
+        if not 0 < ends[1] <= len(body):
+            raise ProtocolError(
+                f"PROPOSE: the body cannot be unpacked: {len(body)} bytes are fewer than its parts have"
+            )
+        shared = self._shared(body[_PARTS.size : ends[0]])
+        own = _document(body[ends[0] : ends[1]], pickle_bytes=int, per_rank_bytes=dict)
+        sizes = [own["pickle_bytes"], *own["per_rank_bytes"].values()]
         if not all(type(size) is int and 0 <= size < WHOLE_MAX for size in sizes):
             raise ProtocolError(f"PROPOSE: sizes must be whole numbers from 0 to 2^62, got {sizes!r:.200}")
-        sums, refusal = document.get("sums", ""), document.get("refusal")
-        if not isinstance(sums, str):
-            raise ProtocolError(f"PROPOSE: sums is {type(sums).__name__}, expected text")
+        refusal = own.get("refusal")
         if refusal is not None and not (
             isinstance(refusal, dict) and all(type(refusal.get(name)) is str for name in ("code", "message"))
         ):
             raise ProtocolError(f"PROPOSE: refusal is {refusal!r:.100}, expected code and message")
-        stage = Stage.from_json(document["stage"]) if "stage" in document else None
-        held = document.get("held", _NOTHING_HELD)
-        return cls(
-            table_digest=document["table_digest"],
-            table=document["table"],
-            pickle_bytes=document["pickle_bytes"],
-            per_rank_bytes=document["per_rank_bytes"],
-            sums=decode_sums(sums, len(document["table"])) if sums else (),
+        return Proposal(
+            table_digest=shared.table_digest,
+            table=shared.table,
+            pickle_bytes=own["pickle_bytes"],
+            per_rank_bytes=own["per_rank_bytes"],
+            sums=self._sums_of(bytes(body[ends[1] :]), len(shared.table)),
             refusal=(refusal["code"], refusal["message"]) if refusal is not None else None,
-            held=HeldRegions.from_json(held, document["table"], of_stage=stage is not None),
-            stage=stage,
+            held=HeldRegions.from_json(own.get("regions", []), shared.held_rows, shared.regions),
+            stage=shared.stage,
         )
+
+    def _shared(self, data: memoryview) -> _SharedPart:
+        key = hashlib.blake2b(data, digest_size=32).digest()
+        found = self._known.get(key)
+        if found is None:
+            found = _SharedPart.from_bytes(data)
+            if len(self._known) >= self._kept_max:
+                self._known.clear()
+            self._known[key] = found
+        return found
+
+    def _sums_of(self, data: bytes, rows: int) -> Sequence[int]:
+        if data != self._sums[0]:
+            self._sums = (data, decode_sums(data, rows))
+        elif data and len(self._sums[1]) != rows:
+            decode_sums(data, rows)  # says what is wrong
+        return self._sums[1]
+
+
+def _document(data: memoryview, **fields: type) -> dict[str, Any]:
+    try:
+        raw = inflate_json(data, _MAX_TABLE_BYTES)
+    except (zlib.error, ValueError) as error:
+        raise ProtocolError(f"PROPOSE: the body cannot be unpacked: {error}") from error
+    return json_body(Frame(Kind.PROPOSE, body=raw), **fields)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ SEEDS: dict[str, list[bytes]] = {
         _OPEN + b"\x09" + to_json(_NOTICE.to_json(0.0)),
         _OPEN + b"\x14" + to_json(Terms(True, "there is time", _NOTICE, 4, 100).to_json()),
         _OPEN + b"\x01" + _PROPOSAL,
-        _OPEN + b"\x01" + zlib.decompress(_PROPOSAL),
+        _OPEN + b"\x01" + _PROPOSAL[:8] + zlib.decompress(_PROPOSAL[8:]),
     ],
     "layout": [_AS_IS + _LAYOUT.to_bytes(), _OPEN + zlib.decompress(_LAYOUT.to_bytes())],
     "manifest": [_AS_IS + _MANIFEST, _OPEN + _body(_MANIFEST, "manifest_crc32")],

@@ -184,12 +184,13 @@ _CONTENT: dict[str, dict[str, Any]] = {
     "slices": {"image_bytes": _LARGE, "cells": [{"ranks": 2, "slice_bytes": 1 << 29, "rounds": _OURS}]},
     "scaling": {"cells": [_COUNTED, {**_COUNTED, "ranks": 32}, {**_COUNTED, "tensors": 10}]},
     "growth": {
-        "shape": {"ranks": 512},
+        "shape": {"ranks": 512, "tensors": 10_000},
         "frames": [
             {"ranks": 2, "frames": 8192, "begin_seconds": 0.1, "frame_seconds": 1e-4, "end_seconds": 0.1},
             {"ranks": 512, "frames": 8192, "begin_seconds": 0.1, "frame_seconds": 2e-4, "end_seconds": 0.1},
         ],
         "prepare": {"split": {"first_seconds": 0.1, "next_seconds": 0.001}},
+        "agreement": {"split": {"seconds": 0.2, "received_bytes": 49_000_000, "kept_bytes": 30_000_000}},
     },
     "gate": {
         "copy_seconds": 0.4,

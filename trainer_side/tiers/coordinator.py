@@ -18,7 +18,7 @@ from holdfast.telemetry.causes import Reason
 from holdfast.wire import frames as wire
 from holdfast.wire.agreement import Round
 from holdfast.wire.frames import Frame, Kind
-from holdfast.wire.state_messages import Agreement, Proposal
+from holdfast.wire.state_messages import Agreement
 from trainer_side.tiers.chair import Chair
 from trainer_side.tiers.replica_watch import ReplicaWatch
 from trainer_side.tiers.tally import Muster, StepVerdict, Tally, read_reason
@@ -85,7 +85,7 @@ class Coordinator:
                 error = self._watch.hear(rank, frame)
                 return self._verdicts(self._tally.refuse(order, Reason.of_error(error))) if error else []
             case Kind.PROPOSE:
-                return _answer(self._round.propose(rank, Proposal.from_frame(frame), now))
+                return _answer(self._round.propose(rank, self._round.read(frame), now))
             case Kind.READY:
                 code, message = _refusal(frame)
                 return _answer(self._muster.ready(rank, code, message, now))

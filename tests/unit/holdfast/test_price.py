@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 import zlib
@@ -46,8 +47,9 @@ def _layout(entries: bytes) -> bytes:
 
 
 def _table(rows: bytes) -> bytes:
-    head = b'{"table_digest":"","pickle_bytes":0,"per_rank_bytes":{},"table":['
-    return zlib.compress(head + rows + b"]}", 9)
+    shared = zlib.compress(b'{"table_digest":"","table":[' + rows + b"]}", 9)
+    own = zlib.compress(b'{"pickle_bytes":0,"per_rank_bytes":{}}')
+    return struct.pack("<II", len(shared), len(own)) + shared + own
 
 
 def _manifest(field: bytes, item: bytes) -> bytes:

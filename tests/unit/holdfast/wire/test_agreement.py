@@ -11,7 +11,7 @@ from holdfast.image.entries import SPLIT
 from holdfast.image.regions import Region
 from holdfast.wire.agreement import Round, pickle_reserve_bytes
 from holdfast.wire.frames import decode
-from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.held_regions import HeldRegions, held_rows
 from holdfast.wire.state_messages import Agreement, Proposal
 
 ROWS: list[list[Any]] = [
@@ -212,18 +212,27 @@ def test_shards_that_differ_are_no_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    "held",
+    ("regions", "rows"),
     [
-        {"regions": [], "rows": []},
-        {"regions": [[4, [0, 0], [4, 2]]], "rows": [[0, 0]]},
-        {"regions": [[4, [0, 0], [4, 2]]], "rows": [[0, 0], [1, 0]]},
-        {"regions": [[4, [0, 0], [4, 2]]], "rows": [[0, 0], [2, 1]]},
-        {"regions": [[4, [0, 0], [4, -2]]], "rows": [[0, 0], [2, 0]]},
-        {"regions": [[4, [0.0, 0], [4, 2]]], "rows": [[0, 0], [2, 0]]},
-        {"regions": "none", "rows": [[0, 0], [2, 0]]},
-        None,
+        ([], []),
+        ([[4, [0, 0], [4, 2]]], [[0, 0]]),
+        ([[4, [0, 0], [4, 2]]], [[0, 0], [1, 0]]),
+        ([[4, [0, 0], [4, 2]]], [[0, 0], [2, 1]]),
+        ([[4, [0, 0], [4, -2]]], [[0, 0], [2, 0]]),
+        ([[4, [0.0, 0], [4, 2]]], [[0, 0], [2, 0]]),
+        ("none", [[0, 0], [2, 0]]),
+        (None, [[0, 0], [2, 0]]),
+        ([[4, [0, 0], [4, 2]]], None),
     ],
 )
-def test_regions_that_do_not_fit_the_table_are_refused(held: Any) -> None:
-    with pytest.raises(ProtocolError, match="PROPOSE: regions"):
-        HeldRegions.from_json(held, SPLIT_ROWS)
+def test_regions_that_do_not_fit_the_table_are_refused(regions: Any, rows: Any) -> None:
+    with pytest.raises(ProtocolError, match=r"PROPOSE: .*regions"):
+        HeldRegions.from_json(regions, held_rows(rows, SPLIT_ROWS), 2 if rows == [[0, 0], [2, 1]] else 1)
+
+
+def test_another_table_under_the_digest_of_rank_0_is_refused() -> None:
+    first = Proposal("same", [["a", "float32", [2], -1]], 100, {}, (1,))
+    for table in ([["b", "float32", [2], -1]], []):
+        answer = agree(first, Proposal("same", table, 100, {}, (1,) * len(table)))
+        assert isinstance(answer, ProtocolError)
+        assert "rank 1" in str(answer)

@@ -1,0 +1,76 @@
+"""The agreement of many ranks on many tensors, at whoever leads it: proposals as they come from the wire, one round.
+
+Ranks differ as they do in a job: replicated state is the same on all of them, of split state each holds its shard
+(FSDP), or shares it with the ranks of other replicas (HSDP). Memory is what Python keeps while the last is awaited.
+"""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from array import array
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from holdfast.image.entries import REPLICATED, SPLIT
+from holdfast.image.regions import Region
+from holdfast.wire.agreement import Round
+from holdfast.wire.frames import decode
+from holdfast.wire.held_regions import HeldRegions
+from holdfast.wire.state_messages import Agreement, Proposal
+
+__all__ = ["STATES", "agree"]
+
+STATES = {"replicated": 0, "split among all ranks": 1, "split, each shard on two ranks": 2}
+_WIDTHS = (256, 512, 1024, 2048)
+
+
+def agree(state: str, ranks: int, tensors: int) -> dict[str, float]:
+    """CPU seconds from the first PROPOSE to the answer, bytes received, and most bytes kept meanwhile.
+
+    Args:
+        state: One of `STATES`.
+        ranks: Training ranks.
+        tensors: Of the state, on each rank.
+    """
+    seconds, received_bytes = _round(_frames(STATES[state], ranks, tensors), ranks)
+    tracemalloc.start()
+    try:
+        _round(_frames(STATES[state], ranks, tensors), ranks)
+        _, kept_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return {"seconds": seconds, "received_bytes": received_bytes, "kept_bytes": kept_bytes}
+
+
+def _round(frames: Iterable[bytes], ranks: int) -> tuple[float, int]:
+    """CPU seconds of whoever leads the round, without those in which the ranks make their proposals; bytes."""
+    round_, seconds, received_bytes = Round(ranks, 60.0), 0.0, 0
+    for rank, message in enumerate(frames):
+        received_bytes += len(message)
+        begun = time.thread_time()
+        answer = round_.propose(rank, round_.read(decode(message)), 0.0)
+        seconds += time.thread_time() - begun
+    if not isinstance(answer, Agreement):
+        raise RuntimeError(f"the ranks did not agree: {answer}")
+    begun = time.thread_time()
+    answer.to_frame(1)
+    return seconds + time.thread_time() - begun, received_bytes
+
+
+def _frames(copies: int, ranks: int, tensors: int) -> Iterator[bytes]:
+    """PROPOSE of each rank; `copies`: ranks that hold each shard, 0 for replicated state."""
+    owner = SPLIT if copies else REPLICATED
+    rows = [
+        [f"model/layers.{number}.weight", "float32", [ranks * 2, _WIDTHS[number % 4]], owner]
+        for number in range(tensors)
+    ]
+    held_rows = tuple((number, number % 4) for number in range(tensors))
+    for rank in range(ranks):
+        shard = rank // copies if copies else 0
+        dice = np.random.default_rng(shard)
+        sums = array("I", dice.integers(0, 1 << 32, tensors, np.uint32).tobytes())
+        regions = [(4, Region((shard * 2 * copies, 0), (2 * copies, width))) for width in _WIDTHS]
+        held = HeldRegions(tuple(regions), held_rows) if copies else HeldRegions()
+        yield Proposal("digest", rows, 1000, {"rng": 5000}, sums, held=held).to_frame(1)
