@@ -83,9 +83,12 @@ class Catalog:
             StoreError: The store failed. That one manifest is damaged or vanishes meanwhile is no error.
         """
         objects = self._store.list()
+        return self._items(self._manifests(objects), objects)
+
+    def _items(self, wanted: Sequence[ObjectInfo], objects: Sequence[ObjectInfo]) -> Sequence[CatalogItem]:
         sizes = {info.name: info.nbytes for info in objects}
         with ThreadPoolExecutor(_READERS, thread_name_prefix="catalog") as readers:
-            found = readers.map(lambda info: self._item(info, sizes), self._manifests(objects))
+            found = readers.map(lambda info: self._item(info, sizes), wanted)
             items = [item for item in found if item is not None]
         newest = max((item.manifest.attempt for item in items if item.manifest), default=0)
 
@@ -104,10 +107,10 @@ class Catalog:
             StoreMissing: No run, no checkpoint in it, or no such step; names the steps that are near.
             DamageError: There is one, but it cannot be used.
         """
+        if step is not None:
+            return self._of_step(step)
         items = self.list()
-        if not items:
-            raise self._nothing()
-        if step is None:
+        if items:
             # One whose ranks did not agree is better than none.
             for item in sorted(items, key=lambda item: item.state == "drifted"):
                 if item.manifest is not None and not item.fault:
@@ -115,20 +118,30 @@ class Catalog:
                     return item.manifest
             reasons = "\n".join(f"  {item.name}: {item.fault}" for item in items)
             raise DamageError(f"{self._store.url}: none of {len(items)} checkpoints can be used:\n{reasons}")
-        of_step = [item for item in items if item.step == step]
-        if not of_step:
-            if any(found.step == step for found in complete_sets(self.slices())):
+        raise self._nothing()
+
+    def _of_step(self, step: int) -> Manifest:
+        """The same for a step that is asked for by number: of the other steps no manifest is read."""
+        objects = self._store.list()
+        steps = {info.name: _step(info.name) for info in self._manifests(objects)}
+        if not steps:
+            raise self._nothing()
+        items = self._items([info for info in objects if steps.get(info.name) == step], objects)
+        if not items:
+            if any(found.step == step for found in complete_sets(find_sets(objects))):
                 raise StoreMissing(
                     f"{self._store.url}: step {step} is there as slices, not as a file; `holdfast pull` can fetch it "
                     f"as it is, and `holdfast assemble {self._store.url}@{step}` makes a file of it"
                 )
-            near = sorted({item.step for item in items}, key=lambda other: (abs(other - step), other))
+            near = sorted({*steps.values()} - {step}, key=lambda other: (abs(other - step), other))
+            if not near:  # the only one was pruned meanwhile
+                raise self._nothing()
             names = ", ".join(str(other) for other in sorted(near[:_NEAR_STEPS]))
             raise StoreMissing(f"{self._store.url}: no step {step}; near it: {names}")
-        for item in of_step:
+        for item in items:
             if item.manifest is not None:
                 return item.manifest
-        raise DamageError(f"{self._store.url}: step {step}: {of_step[0].fault}")
+        raise DamageError(f"{self._store.url}: step {step}: {items[0].fault}")
 
     def slices(self) -> Sequence[SliceSet]:
         """What ranks wrote to the store themselves and is no file yet, newest first; by name, nothing is read.
@@ -164,9 +177,7 @@ class Catalog:
 
     def _item(self, info: ObjectInfo, sizes: dict[str, int]) -> CatalogItem | None:
         name = info.name
-        match = _NAME.fullmatch(name)
-        assert match is not None, name
-        step = int(match[1])
+        step = _step(name)
         if info.nbytes > MANIFEST_BYTES_MAX:
             fault = f"{name}: {info.nbytes} bytes, a manifest has at most {MANIFEST_BYTES_MAX}; not read"
             return CatalogItem(name, step, None, fault, sizes.get(name.removesuffix(".json") + ".pt"))
@@ -183,6 +194,12 @@ class Catalog:
             return CatalogItem(name, step, None, fault, None)
         file_bytes = sizes.get(manifest.file)
         return CatalogItem(name, step, manifest, _fault(manifest, file_bytes), file_bytes)
+
+
+def _step(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return int(match[1])
 
 
 def _fault(manifest: Manifest, file_bytes: int | None) -> str:

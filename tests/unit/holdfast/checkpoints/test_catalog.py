@@ -180,6 +180,31 @@ def test_a_step_that_is_not_there_names_those_near() -> None:
         Catalog(store).get(25)
 
 
+class CountingStore(MemoryStore):
+    """Remembers what was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def read(self, name: str, bytes_max: int = SMALL_BYTES_MAX) -> bytes:
+        self.names.append(name)
+        return super().read(name, bytes_max)
+
+
+def test_of_the_other_steps_no_manifest_is_read() -> None:
+    store = CountingStore()
+    for step in range(50):
+        add_small(store, step=step)
+    catalog = Catalog(store)
+    store.names.clear()
+    assert catalog.get(7).step == 7
+    assert store.names == ["step-000000007.json"]
+    with pytest.raises(StoreMissing, match="near it: 45, 46, 47, 48, 49"):
+        catalog.get(99)
+    assert store.names == ["step-000000007.json"]
+
+
 def test_a_step_whose_manifest_is_damaged() -> None:
     store = MemoryStore()
     store.objects["step-000000007.json"] = b"?"
