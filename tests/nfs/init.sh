@@ -11,6 +11,7 @@ done
 ifconfig lo 127.0.0.1
 ifconfig eth0 10.0.2.15 netmask 255.255.255.0
 route add default gw 10.0.2.2
+@BEFORE_RUN@
 
 # 10.0.2.2 is the host's loopback, as QEMU shows it. The options are those that AWS gives for EFS.
 nfs=addr=10.0.2.2,clientaddr=10.0.2.15,vers=4.1,port=@PORT@,hard,noresvport,timeo=600,retrans=2
@@ -23,7 +24,7 @@ for folder in @FOLDERS@; do
         echo "GUEST failed: mount $folder"
     number=$((number + 1))
 done
-mount -t nfs4 -o "$nfs,rsize=1048576,wsize=1048576" 10.0.2.2:/run /root/run || echo "GUEST failed: mount /run"
+mount -t nfs4 -o "@RUN_OPTIONS@" @RUN_SOURCE@ /root/run || echo "GUEST failed: mount /run"
 mount -t proc proc /root/proc
 mount -t devtmpfs dev /root/dev
 cat /proc/mounts | grep ' /root/run ' | sed 's/^/GUEST mounted /'

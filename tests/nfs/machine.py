@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Ganesha", "Guest", "build_initramfs", "missing_parts", "running_ganesha"]
+__all__ = ["Ganesha", "Guest", "RunElsewhere", "build_initramfs", "missing_parts", "running_ganesha"]
 
 SOURCE = Path(__file__).resolve().parents[2]
 _TEMPLATE = Path(__file__).with_name("init.sh")
@@ -68,6 +69,22 @@ def _folders() -> list[Path]:
     """What the guest needs to run this Python, each folder once."""
     wanted = {Path("/usr"), Path(sys.base_prefix), Path(sys.prefix), SOURCE}
     return sorted(path for path in wanted if not any(other in path.parents for other in wanted))
+
+
+class RunElsewhere(NamedTuple):
+    """Another server that has the run, and a network of this machine on which the guest reaches it.
+
+    Attributes:
+        source: What to mount, such as `172.31.250.2:/`.
+        options: How.
+        tap: Device of this machine that is the guest's second network card.
+        address: Of that card, in a network of 256.
+    """
+
+    source: str
+    options: str
+    tap: str
+    address: str
 
 
 class Ganesha:
@@ -137,7 +154,9 @@ def _wait_for_port(server: subprocess.Popen[bytes], port: int, log: Path) -> Non
     raise RuntimeError(f"nfs-ganesha does not serve port {port} (exit status {server.poll()}): {tail}")
 
 
-def build_initramfs(place: Path, port: int, arguments: Sequence[str]) -> Path:
+def build_initramfs(
+    place: Path, port: int, arguments: Sequence[str], elsewhere: RunElsewhere | None = None
+) -> Path:
     """The guest's first and only file system: busybox, a few modules, and `init.sh` with its gaps filled."""
     version = _kernel_version()
     assert version is not None
@@ -158,6 +177,7 @@ def build_initramfs(place: Path, port: int, arguments: Sequence[str]) -> Path:
         "SOURCE": str(SOURCE),
         "PYTHON": sys.executable,
         "ARGUMENTS": " ".join(arguments),
+        **_run_of(elsewhere),
     }
     text = _TEMPLATE.read_text()
     for name, value in filled.items():
@@ -170,6 +190,21 @@ def build_initramfs(place: Path, port: int, arguments: Sequence[str]) -> Path:
             ["cpio", "-o", "-H", "newc", "--quiet"], input=names.encode(), stdout=target, cwd=tree, check=True
         )
     return image
+
+
+def _run_of(elsewhere: RunElsewhere | None) -> dict[str, str]:
+    if elsewhere is None:
+        options = "$nfs,rsize=1048576,wsize=1048576"
+        return {"BEFORE_RUN": "", "RUN_OPTIONS": options, "RUN_SOURCE": "10.0.2.2:/run"}
+    options = f"{elsewhere.options},clientaddr={elsewhere.address}"
+    # A client that is no root has no reserved port. It comes first: a later mount goes by the connection of the first.
+    no_root = f'mount -t nfs4 -o "{options},noresvport" {elsewhere.source} /mnt'
+    before = [
+        f"ifconfig eth1 {elsewhere.address} netmask 255.255.255.0",
+        "mkdir -p /mnt",
+        f'if {no_root} && ls /mnt; then echo "GUEST failed: served at any port"; else echo "GUEST refused"; fi',
+    ]
+    return {"BEFORE_RUN": "\n".join(before), "RUN_OPTIONS": options, "RUN_SOURCE": elsewhere.source}
 
 
 def _modules(version: str) -> list[Path]:
@@ -190,18 +225,26 @@ def _modules(version: str) -> list[Path]:
 class Guest:
     """A running guest, and what it has said.
 
+    Args:
+        port: Of the server that has Python's folders, and the run unless it is elsewhere.
+
     Attributes:
         said: Its lines so far, without `GUEST `.
     """
 
-    def __init__(self, place: Path, port: int, *, first: int, count: int) -> None:
+    def __init__(
+        self, place: Path, port: int, *, first: int, count: int, elsewhere: RunElsewhere | None = None
+    ) -> None:
         self.said: list[str] = []
         self._console = b""
-        image = build_initramfs(place, port, [str(first), str(count)])
+        image = build_initramfs(place, port, [str(first), str(count)], elsewhere)
         # Without KVM, which hangs on some hosts; `max`, for numpy's wheels want more than the oldest x86-64.
         machine = (
             "-accel tcg -cpu max -m 768 -netdev user,id=net -device virtio-net-pci,netdev=net -no-reboot"
         )
+        if elsewhere is not None:
+            machine += f" -netdev tap,id=run,ifname={elsewhere.tap},script=no,downscript=no"
+            machine += " -device virtio-net-pci,netdev=run,mac=52:54:00:12:34:57"
         console = "-display none -monitor none -serial stdio"
         self._qemu = subprocess.Popen(
             [

@@ -47,7 +47,7 @@ ELSEWHERE = {
     "aws": "needs an account of AWS",
     "terraform": "needs providers and an account of AWS; tests/infra plays what it can where terraform is installed",
     "sbatch": "needs Slurm; tests/slurm submits the script to one, where it is installed (make slurm)",
-    "docker": "needs a daemon, and base images of a registry",
+    "docker": "needs a daemon; tests/compose runs docker-compose.yml in one, where it can be started (make compose)",
     "kubectl": "needs a cluster; tests/infra checks the manifests by published models",
     "sky": "needs an account of a cloud, or a cluster; tests/infra has SkyPilot take the files and the lines",
     "sudo": "on the stager's machine on AWS",

@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import getpass
 import http.client
 import logging
+import os
 import random
 import shutil
 import socket
@@ -28,90 +28,15 @@ __all__ = ["SwiftServer", "free_port", "install", "running_swift"]
 
 _log = logging.getLogger("holdfast.tests.swift")
 
-_REQUIREMENT = "swift==2.38.3"
 _ROOT = Path(__file__).resolve().parents[2]
 _HOME = _ROOT / ".services" / "swift"
+_IMAGE = _ROOT / "infra" / "docker" / "s3"
+_REQUIREMENT = (_IMAGE / "requirements.txt").read_text().strip()
 _START_SECONDS_MAX = 120.0
 _STOP_SECONDS_MAX = 10.0
 
 ACCESS_KEY = "test:tester"
 SECRET_KEY = "testing"
-
-_SWIFT_CONF = """\
-[swift-hash]
-swift_hash_path_suffix = holdfast
-swift_hash_path_prefix = tests
-[storage-policy:0]
-name = default
-default = yes
-"""
-
-_STORAGE_CONF = """\
-[DEFAULT]
-swift_dir = {home}/etc
-devices = {home}/srv
-mount_check = false
-bind_ip = 127.0.0.1
-bind_port = {port}
-workers = 0
-user = {user}
-log_level = WARNING
-fallocate_reserve = 0
-[pipeline:main]
-pipeline = {kind}-server
-[app:{kind}-server]
-use = egg:swift#{kind}
-"""
-
-_PROXY_CONF = """\
-[DEFAULT]
-swift_dir = {home}/etc
-bind_ip = {address}
-bind_port = {port}
-workers = 0
-user = {user}
-log_level = WARNING
-[pipeline:main]
-pipeline = catch_errors gatekeeper listing_formats s3api tempauth copy slo symlink versioned_writes proxy-server
-[app:proxy-server]
-use = egg:swift#proxy
-account_autocreate = true
-[filter:catch_errors]
-use = egg:swift#catch_errors
-[filter:gatekeeper]
-use = egg:swift#gatekeeper
-[filter:listing_formats]
-use = egg:swift#listing_formats
-[filter:s3api]
-use = egg:swift#s3api
-s3_acl = false
-location = us-east-1
-allow_multipart_uploads = true
-[filter:tempauth]
-use = egg:swift#tempauth
-user_test_tester = testing .admin
-[filter:copy]
-use = egg:swift#copy
-[filter:slo]
-use = egg:swift#slo
-[filter:versioned_writes]
-use = egg:swift#versioned_writes
-allow_object_versioning = true
-[filter:symlink]
-use = egg:swift#symlink
-"""
-
-# One device, one replica; `swift-ring-builder` by its Python interface, three rings in one process.
-_MAKE_RINGS = """\
-import sys
-from swift.common.ring import RingBuilder
-for kind, port, name in zip(sys.argv[2::3], sys.argv[3::3], sys.argv[4::3]):
-    builder = RingBuilder(4, 1, 0)
-    builder.add_dev(dict(id=0, region=1, zone=1, ip="127.0.0.1", port=int(port), device="d1", weight=1.0,
-                         replication_ip="127.0.0.1", replication_port=int(port), meta=""))
-    builder.rebalance()
-    builder.get_ring().save(f"{sys.argv[1]}/{name}.ring.gz")
-"""
 
 
 def install() -> Path:
@@ -223,21 +148,12 @@ class SwiftServer:
         self._processes.clear()
 
     def _configure(self) -> None:
-        etc = self._home / "etc"
-        etc.mkdir(parents=True)
-        (self._home / "srv" / "d1").mkdir(parents=True)
-        (etc / "swift.conf").write_text(_SWIFT_CONF)
-        for kind, port in self._ports.items():
-            template = _PROXY_CONF if kind == "proxy" else _STORAGE_CONF
-            text = template.format(
-                home=self._home, port=port, kind=kind, user=getpass.getuser(), address=self._address
-            )
-            (etc / f"{kind}-server.conf").write_text(text)
-        rings = [(kind, str(self._ports[kind]), kind) for kind in ("account", "container", "object")]
-        arguments = [word for ring in rings for word in ring]
-        python = str(self._commands / "python")
+        python = [str(self._commands / "python"), "-W", "ignore", str(_IMAGE / "configure.py")]
+        ports = [str(self._ports[kind]) for kind in ("proxy", "account", "container", "object")]
+        env = os.environ | {"S3_KEY": ACCESS_KEY, "S3_SECRET": SECRET_KEY}
         subprocess.run(
-            [python, "-W", "ignore", "-c", _MAKE_RINGS, str(etc), *arguments],
+            [*python, str(self._home), self._address, *ports],
+            env=env,
             check=True,
             capture_output=True,
             text=True,

@@ -60,6 +60,7 @@ NOT_TYPED = {
     "make hosts": _OWN_TARGET + "minutes with network namespaces; installs packages as root",
     "make slurm": _OWN_TARGET + "minutes with a Slurm on several hosts; installs packages as root",
     "make nfs": _OWN_TARGET + "a power cut in QEMU; installs packages as root",
+    "make compose": _OWN_TARGET + "tests/compose, which `make soak` runs too; installs packages as root",
     "make demo": "two to three minutes; `make soak` plays it (tests/soak/test_demo.py)",
     "make bench": "ten minutes and more; `make soak` runs a small one (tests/soak/test_benchmarks.py)",
     "make docs": "tests/pages/test_site.py builds that site, and reads it",

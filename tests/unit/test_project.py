@@ -20,6 +20,7 @@ from tests.pages.test_documents import text
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "docker-compose.yml"
+NFS = ROOT / "infra/docker/nfs.yml"
 TARGETS = {
     "setup",
     "demo",
@@ -38,10 +39,11 @@ TARGETS = {
     "pm",
     "hosts",
     "slurm",
+    "compose",
     "ci",
     "clean",
 }
-ONE_SHOT = {"bucket", "keys", "export-owner"}  # they end by themselves, so nothing is there to be healthy
+ONE_SHOT = {"bucket", "keys"}  # they end by themselves, so nothing is there to be healthy
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
 
@@ -55,9 +57,10 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    document = yaml.safe_load(COMPOSE.read_text())
-    assert isinstance(document["services"], dict)
-    return document["services"]
+    """Of docker-compose.yml, and the one that infra/docker/nfs.yml adds."""
+    document, nfs = (yaml.safe_load(path.read_text())["services"] for path in (COMPOSE, NFS))
+    assert nfs.keys() - document.keys() == {"nfs"}
+    return {**document, "nfs": nfs["nfs"]}
 
 
 # -- Makefile and CI -------------------------------------------------------------------------------------------
@@ -129,8 +132,8 @@ def test_the_licence_is_whole_and_the_one_that_is_named() -> None:
 
 
 def test_the_compose_file_is_lint_clean() -> None:
-    problems = list(linter.run(COMPOSE.read_text(), YamlLintConfig("extends: default")))
-    assert not problems
+    for path in (COMPOSE, NFS):
+        assert not list(linter.run(path.read_text(), YamlLintConfig("extends: default"))), path
 
 
 def test_it_has_both_stores_a_stager_and_two_ranks(services: dict[str, Any]) -> None:
@@ -148,7 +151,7 @@ def test_every_service_says_why_it_is_there() -> None:
 
 def test_services_are_pinned_healthy_and_closed_to_the_outside(services: dict[str, Any]) -> None:
     for name, service in services.items():
-        tag = service["image"].partition(":")[2]
+        tag = service["image"].removesuffix("}").rpartition(":")[2]
         assert tag, name
         assert tag != "latest", name
         assert ("healthcheck" in service) != (name in ONE_SHOT), name
@@ -157,19 +160,34 @@ def test_services_are_pinned_healthy_and_closed_to_the_outside(services: dict[st
 
 
 def test_no_user_of_this_machine_is_root_on_the_nfs_export(services: dict[str, Any]) -> None:
-    nfs = services["nfs"]
-    assert "ports" not in nfs
-    (options,) = re.findall(r"\((.+)\)", nfs["environment"]["NFS_EXPORT_0"])
-    assert "all_squash" in options.split(",")
-    assert not {"no_root_squash", "no_all_squash", "insecure"} & set(options.split(","))
+    assert "ports" not in services["nfs"]
+    client = re.search(r"CLIENT \{(.*?)\}", text("infra/docker/nfs/ganesha.conf"), re.DOTALL)
+    assert client is not None
+    settings = dict(re.findall(r"(\w+) = (\S+);", client[1]))
+    assert (settings["Squash"], settings["Anonymous_Uid"], settings["PrivilegedPort"]) == (
+        "All_Squash",
+        "873",
+        "true",
+    )
+    (network,) = yaml.safe_load(NFS.read_text())["networks"]["cluster"]["ipam"]["config"]
+    assert settings["Clients"] == network["subnet"]
 
 
-def test_what_the_image_can_be_built_with_can_be_given(services: dict[str, Any]) -> None:
-    known = re.findall(r"^ARG (\w+)", text("infra/docker/Dockerfile"), re.MULTILINE)
-    assert known
-    for service in services.values():
-        if "build" in service:
-            assert service["build"]["args"] == {name: f"${{{name}:-}}" for name in known}
+def test_no_service_has_more_rights_than_it_needs(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        assert not {"privileged", "security_opt", "devices", "pid", "network_mode"} & service.keys(), name
+        added = {"DAC_READ_SEARCH", "DAC_OVERRIDE", "FOWNER", "SETUID", "SETGID"} if name == "nfs" else set()
+        assert set(service.get("cap_add", [])) == added, name
+    assert services["nfs"]["cap_drop"] == ["ALL"]
+
+
+def test_what_the_images_can_be_built_with_can_be_given(services: dict[str, Any]) -> None:
+    built = [service["build"] for service in services.values() if "build" in service]
+    assert built
+    for build in built:
+        file = Path(build["context"]) / build.get("dockerfile", "Dockerfile")
+        arguments = dict(re.findall(r"^ARG (\w+)=?(.*)", text(str(file)), re.MULTILINE))
+        assert build["args"] == {name: f"${{{name}:-{default}}}" for name, default in arguments.items()}, file
 
 
 def test_secrets_come_from_the_environment(services: dict[str, Any]) -> None:
@@ -177,21 +195,30 @@ def test_secrets_come_from_the_environment(services: dict[str, Any]) -> None:
         value
         for service in services.values()
         for name, value in service.get("environment", {}).items()
-        if re.search("SECRET|PASSWORD|ACCESS_KEY_ID|ROOT_USER", name)
+        if re.search("SECRET|PASSWORD|KEY", name)
     ]
     assert secrets
-    assert all(re.fullmatch(r"\$\{HOLDFAST_S3_(KEY|SECRET):-[\w-]+\}", value) for value in secrets)
+    assert all(re.fullmatch(r"\$\{HOLDFAST_S3_(KEY|SECRET):-[\w:-]+\}", value) for value in secrets)
 
 
 def test_its_scripts_are_there_and_can_run(services: dict[str, Any]) -> None:
-    named = {
-        Path(word).name
+    places = {"/opt/holdfast/infra/docker/": "", "/opt/s3/": "s3/", "/opt/nfs/": "nfs/"}
+    words = [
+        word
         for service in services.values()
         for word in [*service.get("command", []), *service.get("healthcheck", {}).get("test", [])]
-        if word.startswith("/opt/holdfast/infra/docker/")
+    ] + re.findall(r'"(/opt/[^"]+)"', text("infra/docker/s3/Dockerfile"))
+    named = {
+        folder + word.removeprefix(place)
+        for word in words
+        for place, folder in places.items()
+        if word.startswith(place)
     }
     folder = ROOT / "infra/docker"
-    assert named == {path.name for path in folder.iterdir()} - {"Dockerfile", "Dockerfile.dockerignore"}
+    programs = {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and not path.suffix
+    }
+    assert named == {name for name in programs if Path(name).name != "Dockerfile"}
     for name in named:
         script = folder / name
         assert os.access(script, os.X_OK), name

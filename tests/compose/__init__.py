@@ -1,0 +1,1 @@
+"""docker-compose.yml as containers of a real Docker engine: `make compose`."""
