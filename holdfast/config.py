@@ -185,6 +185,9 @@ class TrainerConfig(RoleConfig):
             under mpirun it is a process of the job.
         key: The key of that stager, at least 32 characters. It is shown in no message.
         key_file: A file with nothing but that key in it, instead of `key`.
+        tls_ca: File with the certificates to trust, as PEM, for a stager that was started with `tls_cert`: that of the
+            authority that has signed the stager's, or the stager's own. The certificate must be for the host in
+            `stager`. None: connections have no TLS.
         connections: Number of TCP connections from each rank to that stager, 1 to 16.
         reconnect_seconds_max: Seconds that a rank tries to reach that stager again after a connection was cut; then the
             stager counts as lost.
@@ -223,6 +226,7 @@ class TrainerConfig(RoleConfig):
     stager: _HostPort | None = None
     key: SecretStr | None = None
     key_file: Path | None = None
+    tls_ca: Path | None = None
     connections: Annotated[int, Field(ge=1, le=16)] = 2
     reconnect_seconds_max: _Seconds = 10.0
 
@@ -346,6 +350,10 @@ class StagerConfig(_RingConfig):
         key: Secret, of at least 32 characters, with which training ranks and a stager that listens prove to each other
             that they belong together. Give it in HOLDFAST_KEY, or use `key_file`.
         key_file: File with nothing but the key in it; other users must not be able to read it.
+        tls_cert: File with the certificate of a stager that listens, as PEM, followed by those between it and the
+            authority that ranks trust (their setting `tls_ca`). Connections then have TLS 1.3; a file that is renewed
+            is read again. None: connections have no TLS.
+        tls_key: File with the private key of `tls_cert`, as PEM, without a password.
         reconnect_seconds_max: Seconds that a rank whose connection to a stager that listens was cut may take to connect
             again; then it counts as lost.
     """
@@ -363,6 +371,8 @@ class StagerConfig(_RingConfig):
     ranks: Annotated[int, Field(ge=1)] | None = None
     key: SecretStr | None = None
     key_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     reconnect_seconds_max: _Seconds = 10.0
 
 

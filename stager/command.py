@@ -64,6 +64,8 @@ _JOIN_SECONDS_MAX = 300.0  # before the settings are known: all trainers import 
     listen=str,
     ranks=int,
     key_file=click.Path(path_type=Path),
+    tls_cert=click.Path(path_type=Path),
+    tls_key=click.Path(path_type=Path),
     reconnect_seconds_max=float,
 )
 @click.option("--once", is_flag=True, help="With --listen: end after one job.")

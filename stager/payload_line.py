@@ -10,7 +10,6 @@ payload if need be.
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from holdfast.errors import ProtocolError
 from holdfast.image.regions import Extent
 from holdfast.net.payload_frame import HEADER, RECEIPT, PayloadHeader
+from holdfast.net.tls import AnySocket
 
 _BYTES_PER_TURN_MAX = 16 << 20  # then it is another connection's turn
 _PIECES_PER_CALL_MAX = 512  # half of what the system takes in one call
@@ -53,7 +53,7 @@ class PayloadLine:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: AnySocket,
         *,
         open_place: Callable[[PayloadHeader], Place | None],
         taken: Callable[[PayloadHeader, bool], None],

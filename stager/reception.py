@@ -12,11 +12,13 @@ good: its processes may have been frozen, and wake up late.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
 import os
 import socket
+import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -36,10 +38,12 @@ from holdfast.net.handshake import (
     challenge,
     check_proof,
     hello_bytes,
+    is_hello,
     read_hello,
-    refuse_version,
+    refuse_hello,
 )
 from holdfast.net.lifelines import find_dead_peers
+from holdfast.net.tls import HANDSHAKE_RECORD, NO_TLS_HERE, AnySocket, StagerTls, TlsSocket
 from stager.reactor import Reactor
 from stager.tcp import TcpTrainersPort, refuse
 
@@ -50,6 +54,7 @@ _ACCEPTED_PER_TURN_MAX = 64
 _GREETINGS_MAX = 256  # beyond so many that have not proved the key the oldest is ended
 _GREETING_SECONDS_MAX = 10.0
 _REPLACED_KEPT = 4096
+_TLS_HELLO_BYTES_MAX = 16 * 1024
 _COMPLAINT_SECONDS = 10.0  # at most one line in the log of strangers in so long
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -58,20 +63,21 @@ _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EN
 class _Greeting:
     """A connection that has not proved the key."""
 
-    sock: socket.socket
+    sock: AnySocket
     peer: str
     deadline: float
     begun: bytearray = field(default_factory=bytearray)
     hello: Hello | None = None
     hello_data: bytes = b""
     nonce: bytes = b""
+    in_tls_handshake: bool = False
 
 
 @dataclass(slots=True)
 class _Waiting:
     """A connection whose job comes next."""
 
-    sock: socket.socket
+    sock: AnySocket
     hello: Hello
     received: int
 
@@ -108,6 +114,7 @@ class Reception:
         reactor: Tells which sockets can be read.
         key: Of the run; empty for none.
         ranks: How many ranks a job must have; None takes what its first rank says.
+        tls: Ranks must speak TLS; None: they must not.
         clock: Seconds that only go forward.
     """
 
@@ -118,6 +125,7 @@ class Reception:
         key: bytes,
         *,
         ranks: int | None,
+        tls: StagerTls | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sock, self._reactor, self._key, self._wanted_ranks, self._clock = (
@@ -127,8 +135,9 @@ class Reception:
             ranks,
             clock,
         )
-        self._greetings: OrderedDict[socket.socket, _Greeting] = OrderedDict()
-        self._waiting: dict[socket.socket, _Waiting] = {}
+        self._tls = tls
+        self._greetings: OrderedDict[AnySocket, _Greeting] = OrderedDict()
+        self._waiting: dict[AnySocket, _Waiting] = {}
         self._replaced: OrderedDict[bytes, None] = OrderedDict()
         self._present: TcpTrainersPort | None = None
         self._ending = False
@@ -192,15 +201,29 @@ class Reception:
                 _log.debug("a connection is not accepted: %s", error)
                 return
             sock.setblocking(False)
-            greeting = _Greeting(sock, f"{place[0]}:{place[1]}", self._clock() + _GREETING_SECONDS_MAX)
-            self._greetings[sock] = greeting
-            self._reactor.watch(sock, functools.partial(self._hear, greeting))
+            self._greet(sock, f"{place[0]}:{place[1]}")
             while len(self._greetings) > _GREETINGS_MAX:
                 oldest = next(iter(self._greetings.values()))
                 self._complain(oldest.peer, "too many connections have not said who they are")
                 self._forget(oldest)
 
+    def _greet(self, accepted: socket.socket, peer: str) -> None:
+        sock: AnySocket = accepted
+        if self._tls is not None:
+            try:
+                sock = self._tls.wrap(accepted)
+            except OSError as error:
+                _log.debug("%s: %s", peer, error)
+                accepted.close()
+                return
+        deadline = self._clock() + _GREETING_SECONDS_MAX
+        greeting = _Greeting(sock, peer, deadline, in_tls_handshake=self._tls is not None)
+        self._greetings[sock] = greeting
+        self._reactor.watch(sock, functools.partial(self._hear, greeting))
+
     def _hear(self, greeting: _Greeting, _readable: bool, _writable: bool) -> None:
+        if greeting.in_tls_handshake and not self._has_shaken_hands(greeting):
+            return
         try:
             data = greeting.sock.recv(self._bytes_wanted(greeting))
         except BlockingIOError:
@@ -217,11 +240,34 @@ class Reception:
             elif len(greeting.begun) >= PROOF_MESSAGE_BYTES:
                 self._hear_proof(greeting, greeting.hello)
         except OtherVersion as error:
-            self._send_last(greeting, refuse_version())
+            self._send_last(greeting, refuse_hello(Status.VERSION))
             self._complain(greeting.peer, str(error))
         except (ProtocolError, OSError) as error:
             self._complain(greeting.peer, str(error))
             self._forget(greeting)
+
+    def _has_shaken_hands(self, greeting: _Greeting) -> bool:
+        """Go on with TLS; whether that is done."""
+        sock = greeting.sock
+        assert isinstance(sock, TlsSocket)
+        try:
+            begun = sock.first_bytes(len(HANDSHAKE_RECORD))
+            if begun and is_hello(begun):
+                sock.refuse_plain(refuse_hello(Status.TLS), HELLO_BYTES_MAX)
+                self._complain(greeting.peer, "it does not speak TLS; give the ranks HOLDFAST_TLS_CA")
+                self._forget(greeting)
+                return False
+            if sock.handshake():
+                greeting.in_tls_handshake = False
+                return True
+        except BlockingIOError:
+            pass
+        except ssl.SSLError as error:
+            self._complain(greeting.peer, f"no TLS comes about with it: {error.reason or error}")
+            self._forget(greeting)
+        except OSError:
+            self._forget(greeting)
+        return False
 
     def _bytes_wanted(self, greeting: _Greeting) -> int:
         if greeting.hello is not None:
@@ -231,6 +277,15 @@ class Reception:
         return HELLO_BYTES_MAX - len(greeting.begun)
 
     def _hear_hello(self, greeting: _Greeting) -> None:
+        if self._tls is None and greeting.begun.startswith(HANDSHAKE_RECORD):
+            with contextlib.suppress(BlockingIOError):
+                # What is not read would end the connection before the answer is heard.
+                greeting.sock.recv(_TLS_HELLO_BYTES_MAX)
+            self._send_last(greeting, NO_TLS_HERE)
+            self._complain(
+                greeting.peer, "it speaks TLS, and this stager has neither --tls-cert nor --tls-key"
+            )
+            return
         nbytes = hello_bytes(bytes(greeting.begun))
         if nbytes is None or len(greeting.begun) < nbytes:
             return
@@ -277,7 +332,7 @@ class Reception:
 
     # -- whose job it is ---------------------------------------------------------------------------------------------
 
-    def _place(self, sock: socket.socket, hello: Hello, received: int) -> None:
+    def _place(self, sock: AnySocket, hello: Hello, received: int) -> None:
         present = self._present
         if self._ending:
             refuse(self._reactor, sock, Status.ENDING, "the stager is ending")
@@ -302,7 +357,7 @@ class Reception:
         else:
             self._wait(sock, hello, received)
 
-    def _wait(self, sock: socket.socket, hello: Hello, received: int) -> None:
+    def _wait(self, sock: AnySocket, hello: Hello, received: int) -> None:
         if self._present is not None:
             present = self._present
             self._replace(present.incarnation)
@@ -317,15 +372,15 @@ class Reception:
         self._waiting[sock] = _Waiting(sock, hello, received)
         self._watch_end(sock)
 
-    def _watch_end(self, sock: socket.socket) -> None:
+    def _watch_end(self, sock: AnySocket) -> None:
         """A rank that waits says nothing: what can be read is its end."""
         self._reactor.watch(sock, functools.partial(self._waited_in_vain, sock))
 
-    def _waited_in_vain(self, sock: socket.socket, _readable: bool, _writable: bool) -> None:
+    def _waited_in_vain(self, sock: AnySocket, _readable: bool, _writable: bool) -> None:
         del self._waiting[sock]
         self._reactor.close(sock)
 
-    def _unwatch(self, sock: socket.socket) -> None:
+    def _unwatch(self, sock: AnySocket) -> None:
         self._waiting.pop(sock, None)
         self._reactor.unwatch(sock)
 

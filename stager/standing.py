@@ -18,6 +18,7 @@ from holdfast.config import StagerConfig
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.net.address import Address, parse_address
 from holdfast.net.key import read_key
+from holdfast.net.tls import StagerTls
 from holdfast.process import wait_readable
 from holdfast.ring.directory import runtime_directory
 from holdfast.ring.wanted import RingKeeper
@@ -51,6 +52,22 @@ def key_of(config: StagerConfig) -> bytes:
     return key
 
 
+def tls_of(config: StagerConfig) -> StagerTls | None:
+    """The certificate that is shown to ranks; None where connections have no TLS.
+
+    Raises:
+        ConfigError: Only one of certificate and private key is given, or they cannot be used.
+    """
+    if config.tls_cert is None and config.tls_key is None:
+        return None
+    if config.tls_cert is None or config.tls_key is None:
+        raise ConfigError(
+            "stager settings tls_cert and tls_key: only one of them is set; give the certificate with --tls-cert and "
+            "its private key with --tls-key"
+        )
+    return StagerTls(config.tls_cert, config.tls_key)
+
+
 class StandingStager:
     """See the module. Main thread.
 
@@ -61,19 +78,19 @@ class StandingStager:
         address: Where it listens; its port is known when it was chosen by the system.
 
     Raises:
-        ConfigError: It cannot listen there, or has no key and should have one.
+        ConfigError: It cannot listen there, has no key and should have one, or its certificate cannot be used.
         StoreError: The store refuses the flusher.
     """
 
     def __init__(self, config: StagerConfig) -> None:
         self._config = config
-        key = key_of(config)
+        key, tls = key_of(config), tls_of(config)
         address = parse_address(config.listen or "")
         sock = listen(address)
         self.address = Address(address.host, int(sock.getsockname()[1]))
         self._keeper: RingKeeper | None = RingKeeper(runtime_directory(config.store, config.runtime_dir))
         self._reactor = Reactor()
-        self._reception = Reception(sock, self._reactor, key, ranks=config.ranks)
+        self._reception = Reception(sock, self._reactor, key, ranks=config.ranks, tls=tls)
         self._port: TcpTrainersPort | None = None
         self._stopped = False
         # A signal wakes the loop, which then stops between two turns and not in the middle of one.
@@ -95,6 +112,8 @@ class StandingStager:
             key = f" HOLDFAST_KEY_FILE={self._config.key_file}"
         elif self._config.key is not None:
             key = " HOLDFAST_KEY=..."
+        if self._config.tls_cert is not None:
+            key += " HOLDFAST_TLS_CA=..."
         per_node = self._config.ranks or "N"
         return f"HOLDFAST_STAGER={self.address._replace(host=host)}{key} torchrun --nproc-per-node {per_node} train.py"
 

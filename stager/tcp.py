@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from holdfast.image.regions import Extent
 from holdfast.net.handshake import MESSAGES_CHANNEL, Hello, Status, admission
 from holdfast.net.message_line import MessageLine
 from holdfast.net.payload_frame import PayloadHeader, TakenNumbers
+from holdfast.net.tls import AnySocket
 from stager.payload_line import PayloadLine, Place
 from stager.reactor import Reactor
 from stager.trainers_port import PollResult
@@ -35,13 +35,13 @@ class _Rank:
     """What is known of one rank."""
 
     line: MessageLine = field(default_factory=MessageLine)
-    sock: socket.socket | None = None
+    sock: AnySocket | None = None
     cut_at: float | None = None  # since when it has no connection; None before the first
     blocked: bool = False
     left: bool = False
     lost: bool = False
     taken: TakenNumbers = field(default_factory=TakenNumbers)
-    payload_socks: dict[int, socket.socket] = field(default_factory=dict)
+    payload_socks: dict[int, AnySocket] = field(default_factory=dict)
 
 
 class TcpTrainersPort:
@@ -80,7 +80,7 @@ class TcpTrainersPort:
 
     # -- connections -------------------------------------------------------------------------------------------------
 
-    def admit(self, sock: socket.socket, hello: Hello, received: int) -> None:
+    def admit(self, sock: AnySocket, hello: Hello, received: int) -> None:
         """Take a connection of this job. It takes the place of an older one on the same channel.
 
         Args:
@@ -106,7 +106,7 @@ class TcpTrainersPort:
         else:
             self._take_payloads(hello.rank, rank, hello.channel, sock)
 
-    def _take_messages(self, number: int, rank: _Rank, sock: socket.socket) -> None:
+    def _take_messages(self, number: int, rank: _Rank, sock: AnySocket) -> None:
         if rank.sock is not None:
             self._reactor.close(rank.sock)
         if rank.cut_at is not None:
@@ -115,7 +115,7 @@ class TcpTrainersPort:
         self._reactor.watch(sock, functools.partial(self._messages_ready, number))
         self._write(number)
 
-    def _take_payloads(self, number: int, rank: _Rank, channel: int, sock: socket.socket) -> None:
+    def _take_payloads(self, number: int, rank: _Rank, channel: int, sock: AnySocket) -> None:
         old = rank.payload_socks.pop(channel, None)
         if old is not None:
             self._reactor.close(old)
@@ -274,7 +274,7 @@ class TcpTrainersPort:
         self,
         number: int,
         channel: int,
-        sock: socket.socket,
+        sock: AnySocket,
         line: PayloadLine,
         readable: bool,
         writable: bool,
@@ -313,7 +313,7 @@ class TcpTrainersPort:
         rank.payload_socks.clear()
 
 
-def refuse(reactor: Reactor, sock: socket.socket, status: Status, text: str) -> None:
+def refuse(reactor: Reactor, sock: AnySocket, status: Status, text: str) -> None:
     """Tell a connection why not, and end it."""
     try:
         _answer(sock, admission(status, text=text))
@@ -322,7 +322,7 @@ def refuse(reactor: Reactor, sock: socket.socket, status: Status, text: str) -> 
     reactor.close(sock)
 
 
-def _answer(sock: socket.socket, data: bytes) -> None:
+def _answer(sock: AnySocket, data: bytes) -> None:
     # Some hundred bytes at the beginning of a connection: they always fit.
     if sock.send(data) != len(data):
         raise OSError("the connection takes no answer")

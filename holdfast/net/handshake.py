@@ -7,7 +7,8 @@
 
 A proof is an HMAC-SHA256 under the key of its sender's role, the whole hello and both nonces: what was recorded of one
 connection opens no other, and neither side's proof can be sent back as the other's. All sizes have a limit before any
-memory is taken. The bytes that follow are not encrypted and not signed: docs/threat-model.md says what that means.
+memory is taken. The bytes that follow are encrypted and signed only where the connection has TLS (tls.py), within which
+all of this takes place: docs/threat-model.md says what that means.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ADMISSION_BYTES = _ADMISSION.size
 
 
 class Status(IntEnum):
-    """The stager's answer. Whoever has not proved the key learns no other one than ADMITTED and VERSION."""
+    """The stager's answer. Whoever has not proved the key learns no other one than ADMITTED, VERSION and TLS."""
 
     ADMITTED = 0
     VERSION = 1  # another holdfast
@@ -52,6 +53,7 @@ class Status(IntEnum):
     RANKS = 4  # another number of ranks than the stager was told, or than other ranks of the job say
     LOST = 5  # this rank was given up: its job goes on without it
     ENDING = 6  # the stager takes no further job
+    TLS = 7  # the stager takes connections with TLS alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def hello_bytes(begun: bytes) -> int | None:
     Raises:
         ProtocolError: It is no hello.
     """
-    if begun[: len(_MAGIC)] != _MAGIC[: len(begun)]:
+    if not is_hello(begun):
         raise ProtocolError("it speaks another protocol")
     if len(begun) < _HELLO.size:
         return None
@@ -146,9 +148,18 @@ def challenge(key: bytes, hello: bytes, nonce: bytes) -> bytes:
     return _CHALLENGE.pack(_MAGIC, Status.ADMITTED, nonce, _prove(key, b"stager", hello, nonce))
 
 
-def refuse_version() -> bytes:
-    """The stager's answer to a hello of another version."""
-    return _CHALLENGE.pack(_MAGIC, Status.VERSION, bytes(NONCE_BYTES), bytes(PROOF_BYTES))
+def refuse_hello(status: Status) -> bytes:
+    """The stager's answer to a hello of another version, or without TLS."""
+    return _CHALLENGE.pack(_MAGIC, status, bytes(NONCE_BYTES), bytes(PROOF_BYTES))
+
+
+def is_hello(begun: bytes) -> bool:
+    """Whether what begins so may be a hello."""
+    return begun[: len(_MAGIC)] == _MAGIC[: len(begun)]
+
+
+class WantsTls(ProtocolError):
+    """The stager takes connections with TLS alone."""
 
 
 def answer_challenge(key: bytes, hello: bytes, data: bytes, received: int) -> bytes | None:
@@ -162,11 +173,14 @@ def answer_challenge(key: bytes, hello: bytes, data: bytes, received: int) -> by
 
     Raises:
         OtherVersion: The stager speaks another version.
+        WantsTls: The stager takes connections with TLS alone.
         ProtocolError: No stager answers there.
     """
     magic, status, nonce, proof = _CHALLENGE.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError("what answers there is no stager")
+    if status == Status.TLS:
+        raise WantsTls("the stager takes connections with TLS alone")
     if status != Status.ADMITTED:
         raise OtherVersion(
             "the stager speaks another version of the protocol; install the same holdfast on all machines"

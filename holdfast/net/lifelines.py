@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 
+from holdfast.net.tls import AnySocket
+
 _IDLE_SECONDS, _EVERY_SECONDS, _PROBES = 5, 2, 3
 UNANSWERED_SECONDS_MAX = 10.0
 
 
-def find_dead_peers(sock: socket.socket, *, messages: bool) -> None:
+def find_dead_peers(sock: AnySocket, *, messages: bool) -> None:
     """Have the system end the connection when the other machine has answered nothing for about ten seconds.
 
     A process that is stopped is no reason: its system answers for it.

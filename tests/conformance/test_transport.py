@@ -1,4 +1,4 @@
-"""Both transports between ranks and stager do the same, in real processes: over MPI, and over TCP."""
+"""All transports between ranks and stager do the same, in real processes: over MPI, TCP, and TCP with TLS."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.mpirun import mpirun_command
 from tests.conformance.jobs.transport import RANKS, SCENES
+from tests.support.certificates import TestAuthority
 from tests.support.job import Job, environment
 
 _JOB = ("-m", "tests.conformance.jobs.transport")
@@ -27,10 +28,12 @@ def _over_mpi(tmp_path: Path) -> str:
         return job.output()
 
 
-def _over_tcp(tmp_path: Path) -> str:
+def _over_tcp(tmp_path: Path, transport: str) -> str:
     port_file = str(tmp_path / "port")
     env = environment(tmp_path / "run")
-    command = [sys.executable, *_JOB, "tcp"]
+    command = [sys.executable, *_JOB, transport]
+    if transport == "tls":
+        TestAuthority(tmp_path).sign("stager")
     log = (tmp_path / "log").open("wb")
     ranks = []
     with log:
@@ -48,7 +51,7 @@ def _over_tcp(tmp_path: Path) -> str:
     return (tmp_path / "log").read_text(errors="replace")
 
 
-@pytest.mark.parametrize("transport", ["mpi", "tcp"])
+@pytest.mark.parametrize("transport", ["mpi", "tcp", "tls"])
 def test_every_scene_holds(transport: str, tmp_path: Path) -> None:
-    said = (_over_mpi if transport == "mpi" else _over_tcp)(tmp_path)
+    said = _over_mpi(tmp_path) if transport == "mpi" else _over_tcp(tmp_path, transport)
     assert [name for name in SCENES if f"held {name}" in said] == list(SCENES), said

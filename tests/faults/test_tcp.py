@@ -1,4 +1,4 @@
-"""The TCP transport on bad days: cut links, wrong keys, strangers, jobs that come twice, late awakenings."""
+"""The TCP transport on bad days: cut links, wrong keys and certificates, strangers, jobs twice, late awakenings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,11 @@ from holdfast.errors import ConfigError, PeerLost
 from holdfast.image.regions import Extent
 from holdfast.net.address import Address
 from holdfast.net.handshake import Hello, challenge
+from holdfast.net.tls import RankTls, StagerTls
 from stager.reactor import Reactor
 from stager.reception import Reception, listen
 from stager.tcp import TcpTrainersPort
+from tests.support.certificates import SignedPair, TestAuthority
 from tests.support.cut_link import cut_link
 from trainer_side.ranks import connecting
 from trainer_side.ranks.tcp_stager_port import TcpStagerPort
@@ -38,11 +41,11 @@ class _Stager:
         messages: What has come, each with its rank. `lost`: who was lost.
     """
 
-    def __init__(self, *, key: bytes = _KEY, ranks: int | None = None) -> None:
+    def __init__(self, *, key: bytes = _KEY, ranks: int | None = None, tls: StagerTls | None = None) -> None:
         self.sock = listen(Address("127.0.0.1", 0))
         self.port_number = int(self.sock.getsockname()[1])
         self.reactor = Reactor()
-        self.reception = Reception(self.sock, self.reactor, key, ranks=ranks)
+        self.reception = Reception(self.sock, self.reactor, key, ranks=ranks, tls=tls)
         self.port: TcpTrainersPort | None = None
         self.messages: list[tuple[int, bytes]] = []
         self.lost: list[tuple[int, str]] = []
@@ -101,6 +104,15 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
+@pytest.fixture
+def authority(tmp_path: Path) -> TestAuthority:
+    return TestAuthority(tmp_path)
+
+
+def _tls(pair: SignedPair) -> StagerTls:
+    return StagerTls(pair.cert, pair.key)
+
+
 def _connect(
     port: int,
     *,
@@ -111,9 +123,11 @@ def _connect(
     key: bytes = _KEY,
     seconds_max: float = 20.0,
     reconnect_seconds_max: float = _RECONNECT_SECONDS,
+    tls_ca: Path | None = None,
 ) -> TcpStagerPort:
     rank_port = TcpStagerPort.connect(
         address=f"127.0.0.1:{port}",
+        tls_ca=tls_ca,
         key=key,
         rank=rank,
         ranks=ranks,
@@ -132,9 +146,15 @@ def _joined(
     threads: ThreadPoolExecutor,
     port: int | None = None,
     reconnect_seconds_max: float = _RECONNECT_SECONDS,
+    tls_ca: Path | None = None,
 ) -> TcpStagerPort:
     """A rank that the stager serves."""
-    coming = threads.submit(_connect, port or stager.port_number, reconnect_seconds_max=reconnect_seconds_max)
+    coming = threads.submit(
+        _connect,
+        port or stager.port_number,
+        reconnect_seconds_max=reconnect_seconds_max,
+        tls_ca=tls_ca,
+    )
     stager.open_next(reconnect_seconds_max)
     stager.until(coming.done, "the rank to be admitted")
     return coming.result()
@@ -152,9 +172,21 @@ def _refused(stager: _Stager, coming: Future[TcpStagerPort], error: type[Excepti
 def test_a_link_that_is_cut_again_and_again_loses_and_doubles_nothing(
     stager: _Stager, threads: ThreadPoolExecutor, seed: int
 ) -> None:
+    _cut_again_and_again(stager, threads, seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nor_does_one_with_tls(threads: ThreadPoolExecutor, authority: TestAuthority, seed: int) -> None:
+    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager:
+        _cut_again_and_again(stager, threads, seed, authority.cert)
+
+
+def _cut_again_and_again(
+    stager: _Stager, threads: ThreadPoolExecutor, seed: int, tls_ca: Path | None = None
+) -> None:
     rng = random.Random(seed)
     with cut_link(stager.port_number) as link:
-        rank = _joined(stager, threads, link.port, _LONG_SECONDS)
+        rank = _joined(stager, threads, link.port, _LONG_SECONDS, tls_ca)
         assert stager.port is not None
         link.cut_each_after(rng.choice((900_000, 1_300_000, 2_000_000)))
         payloads = [rng.randbytes(rng.choice((1, 5000, 400_000))) for _ in range(24)]
@@ -482,3 +514,143 @@ def test_leaving_is_no_loss(stager: _Stager, threads: ThreadPoolExecutor) -> Non
         stager.turn()
         time.sleep(0.01)
     assert stager.lost == []
+
+
+# -- TLS ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_certificate_of_another_authority_is_named_with_what_to_do(
+    threads: ThreadPoolExecutor, authority: TestAuthority, tmp_path: Path
+) -> None:
+    other = TestAuthority(tmp_path, "other")
+    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager:
+        coming = threads.submit(_connect, stager.port_number, tls_ca=other.cert)
+        said = _refused(stager, coming, ConfigError)
+        assert f"the certificate of the stager at 127.0.0.1:{stager.port_number} is not accepted" in said
+        assert "unable to get local issuer certificate; HOLDFAST_TLS_CA must name" in said
+        assert said.endswith(f"and names {other.cert}")
+        assert stager.reception.next_job() is None
+
+
+def test_a_certificate_that_has_expired_is_renewed_without_a_restart(
+    threads: ThreadPoolExecutor, authority: TestAuthority
+) -> None:
+    pair = authority.sign("stager", days=0)
+    with contextlib.closing(_Stager(tls=_tls(pair))) as stager:
+        coming = threads.submit(_connect, stager.port_number, tls_ca=authority.cert)
+        said = _refused(stager, coming, ConfigError)
+        assert (
+            "is not accepted: certificate has expired; write a new one into the stager's file --tls-cert"
+            in said
+        )
+        pair.cert.write_text("half of it")
+        coming = threads.submit(_connect, stager.port_number, tls_ca=authority.cert)
+        assert "has expired" in _refused(stager, coming, ConfigError)
+        assert authority.sign("stager") == pair  # the same files
+        _joined(stager, threads, tls_ca=authority.cert).send(b"inside")
+        stager.until(lambda: bool(stager.messages))
+    assert stager.messages == [(0, b"inside")]
+
+
+def test_a_certificate_for_another_host_is_refused(
+    threads: ThreadPoolExecutor, authority: TestAuthority
+) -> None:
+    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager", "10.0.0.7")))) as stager:
+        coming = threads.submit(_connect, stager.port_number, tls_ca=authority.cert)
+        said = _refused(stager, coming, ConfigError)
+    assert "certificate is not valid for '127.0.0.1'; give HOLDFAST_STAGER the name" in said
+
+
+def test_a_rank_without_tls_hears_that_the_stager_has_it(
+    threads: ThreadPoolExecutor, authority: TestAuthority
+) -> None:
+    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager:
+        coming = threads.submit(_connect, stager.port_number)
+        said = _refused(stager, coming, ConfigError)
+    assert f"the stager at 127.0.0.1:{stager.port_number} takes connections with TLS alone" in said
+    assert "HOLDFAST_TLS_CA" in said
+
+
+def test_a_rank_with_tls_hears_that_the_stager_has_none(
+    stager: _Stager, threads: ThreadPoolExecutor, authority: TestAuthority
+) -> None:
+    coming = threads.submit(_connect, stager.port_number, tls_ca=authority.cert)
+    said = _refused(stager, coming, ConfigError)
+    assert (
+        f"the stager at 127.0.0.1:{stager.port_number} does not speak TLS, and this rank has tls_ca" in said
+    )
+    assert "start the stager with --tls-cert and --tls-key, or unset HOLDFAST_TLS_CA" in said
+
+
+def test_a_key_is_proved_within_tls_too(threads: ThreadPoolExecutor, authority: TestAuthority) -> None:
+    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager:
+        coming = threads.submit(_connect, stager.port_number, key=b"x" * 32, tls_ca=authority.cert)
+        assert "another key" in _refused(stager, coming, ConfigError)
+
+
+def test_nothing_that_is_sent_with_tls_can_be_read_on_the_way(
+    threads: ThreadPoolExecutor, authority: TestAuthority
+) -> None:
+    secret = b"weights of a model " * 50
+    with (
+        contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager,
+        cut_link(stager.port_number) as link,
+    ):
+        link.keep_bytes()
+        rank = _joined(stager, threads, link.port, tls_ca=authority.cert)
+        assert stager.port is not None
+        memory = bytearray(len(secret))
+        stager.port.post(0, 0, memoryview(memory), (Extent(0, len(memory)),))
+        rank.send(secret)
+        sent = threads.submit(_wait_sent, rank, rank.send_payload(memoryview(secret), 0, [len(secret)]))
+        stager.until(lambda: sent.done() and bool(stager.messages))
+        assert memory == secret
+        assert stager.messages == [(0, secret)]
+        assert len(link.kept) > 2 * len(secret)
+        assert b"weights" not in link.kept
+        assert b"HOLDFAST" not in link.kept
+
+
+def test_strangers_at_a_stager_with_tls_cost_the_ranks_nothing(
+    threads: ThreadPoolExecutor, authority: TestAuthority
+) -> None:
+    with contextlib.closing(_Stager(tls=_tls(authority.sign("stager")))) as stager:
+        strangers = [socket.create_connection(("127.0.0.1", stager.port_number)) for _ in range(300)]
+        said = (
+            b"",
+            b"\xff" * 200,
+            b"\x16\x03\x01\xff\xff" + b"\x00" * 500,
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"HOLD",
+        )
+        for number, stranger in enumerate(strangers):
+            stranger.setblocking(False)
+            with contextlib.suppress(OSError):
+                stranger.send(said[number % len(said)])
+            stager.turn()
+        _joined(stager, threads, tls_ca=authority.cert).send(b"still served")
+        stager.until(lambda: bool(stager.messages))
+        for stranger in strangers:
+            stranger.close()
+        for _ in range(20):
+            stager.turn()
+            time.sleep(0.01)
+        assert not stager.reactor.turn()  # nothing is left to spin on
+
+
+@pytest.mark.parametrize("wrong", ["absent", "other key", "no pem"])
+def test_a_certificate_that_cannot_be_used_is_named(
+    authority: TestAuthority, tmp_path: Path, wrong: str
+) -> None:
+    pair = authority.sign("stager")
+    cert, key = pair.cert, pair.key
+    if wrong == "absent":
+        cert = tmp_path / "absent.pem"
+    elif wrong == "other key":
+        key = authority.sign("other").key
+    else:
+        cert.write_text("no certificate")
+    with pytest.raises(ConfigError, match=f"tls_cert and tls_key: {cert}"):
+        StagerTls(cert, key)
+    with pytest.raises(ConfigError, match="trainer setting tls_ca: "):
+        RankTls(tmp_path / "absent.pem")

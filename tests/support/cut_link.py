@@ -18,7 +18,7 @@ class CutLink:
 
     Attributes:
         port: Where it listens, on 127.0.0.1.
-        carried: Bytes so far, both ways.
+        carried: Bytes so far, both ways. `kept`: the bytes themselves, from `keep_bytes` on.
         cuts: How many connections were cut.
     """
 
@@ -27,6 +27,8 @@ class CutLink:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.carried = self.cuts = 0
+        self.kept = bytearray()
+        self._keeping = False
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._lock = threading.Lock()
         self._closed = self._refusing = False
@@ -47,6 +49,10 @@ class CutLink:
         """From now on reset all connections whenever so many bytes more were carried; None: no more."""
         self._cut_after = None if nbytes is None else self.carried + nbytes
         self._every = nbytes
+
+    def keep_bytes(self) -> None:
+        """From now on keep what is carried."""
+        self._keeping = True
 
     def refuse(self, refusing: bool) -> None:
         """Whether new connections are closed at once."""
@@ -90,6 +96,8 @@ class CutLink:
         except OSError:
             data = b""
         self.carried += len(data)
+        if self._keeping:
+            self.kept += data
         if not data:
             with self._lock:
                 for one in (sock, other):

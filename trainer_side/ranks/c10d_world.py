@@ -122,6 +122,7 @@ class C10dWorld:
                 connections=config.connections,
                 reconnect_seconds_max=config.reconnect_seconds_max,
                 start_seconds_max=config.start_seconds_max,
+                tls_ca=config.tls_ca,
             )
         return self._port
 

@@ -17,10 +17,12 @@ from holdfast.net.handshake import (
     NONCE_BYTES,
     Hello,
     Status,
+    WantsTls,
     answer_challenge,
     read_admission,
 )
 from holdfast.net.lifelines import find_dead_peers
+from holdfast.net.tls import AnySocket, RankTls
 
 _log = logging.getLogger("holdfast.trainer.tcp")
 
@@ -41,7 +43,7 @@ class OpenedConnection(NamedTuple):
         received: How many messages of this rank the stager has received on this channel before.
     """
 
-    sock: socket.socket
+    sock: AnySocket
     received: int
 
 
@@ -54,12 +56,22 @@ class Door:
         rank: This rank, of `ranks`.
         launch: Names the launcher's job.
         incarnation: Random bytes of this start of the job, the same on all its ranks.
+        tls: The stager must speak TLS; None: it must not.
     """
 
     def __init__(
-        self, address: Address, key: bytes, *, rank: int, ranks: int, launch: str, incarnation: bytes
+        self,
+        address: Address,
+        key: bytes,
+        *,
+        rank: int,
+        ranks: int,
+        launch: str,
+        incarnation: bytes,
+        tls: RankTls | None = None,
     ) -> None:
         self.address = address
+        self._tls = tls
         self._key, self._rank, self._ranks = key, rank, ranks
         self._launch, self._incarnation = launch, incarnation
 
@@ -75,7 +87,8 @@ class Door:
             resuming: This rank was admitted before.
 
         Raises:
-            ConfigError: The stager has another key, another number of ranks, or serves another job.
+            ConfigError: The stager has another key, another number of ranks, or serves another job; only one of both
+                has TLS, or its certificate is not trusted.
             ProtocolError: It is no stager, or one of another version.
             PeerLost: It cannot be reached, or does not go on with this rank.
         """
@@ -105,22 +118,31 @@ class Door:
             pause_seconds = min(_PAUSE_SECONDS_MAX, pause_seconds * 1.5)
 
     def _try(self, channel: int, received: int, resuming: bool, deadline: float) -> OpenedConnection:
-        sock = socket.create_connection(self.address, timeout=_left(deadline))
+        sock: AnySocket = socket.create_connection(self.address, timeout=_left(deadline))
         try:
+            if self._tls is not None:
+                assert isinstance(sock, socket.socket)
+                sock = self._tls.wrap(sock, self.address)
             return self._meet(sock, channel, received, resuming, deadline)
         except BaseException:
             sock.close()
             raise
 
     def _meet(
-        self, sock: socket.socket, channel: int, received: int, resuming: bool, deadline: float
+        self, sock: AnySocket, channel: int, received: int, resuming: bool, deadline: float
     ) -> OpenedConnection:
         find_dead_peers(sock, messages=channel == MESSAGES_CHANNEL)
         nonce = os.urandom(NONCE_BYTES)
         hello = Hello(self._rank, self._ranks, channel, self._launch, self._incarnation, nonce, resuming)
         data = hello.to_bytes()
         sock.sendall(data)
-        proof = answer_challenge(self._key, data, _exactly(sock, CHALLENGE_BYTES, deadline), received)
+        try:
+            proof = answer_challenge(self._key, data, _exactly(sock, CHALLENGE_BYTES, deadline), received)
+        except WantsTls:
+            raise ConfigError(
+                f"the stager at {self.address} takes connections with TLS alone, and this rank has no tls_ca; name the "
+                "file with the certificate to trust in HOLDFAST_TLS_CA"
+            ) from None
         if proof is None:
             raise ConfigError(
                 f"the stager at {self.address} has another key than this rank, or only one of them has one; give both "
@@ -160,7 +182,7 @@ def _left(deadline: float) -> float:
     return left_seconds
 
 
-def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+def _exactly(sock: AnySocket, nbytes: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < nbytes:
         sock.settimeout(_left(deadline))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import socket
 import threading
 import time
 from collections import OrderedDict, deque
@@ -19,6 +18,7 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError
 from holdfast.net.payload_frame import RECEIPT, PayloadHeader
+from holdfast.net.tls import AnySocket
 from trainer_side.ranks.connecting import Door
 
 _log = logging.getLogger("holdfast.trainer.tcp")
@@ -28,6 +28,7 @@ _PAUSE_SECONDS = 0.2
 _LOOK_SECONDS = 1.0
 _QUIET_SECONDS_MAX = 5.0
 _BYTES_PER_CALL_MAX = 4 << 20
+_BYTES_HEARD_MAX = 32 * 1024  # more than TLS decrypts at once: what it keeps, no poll tells of
 
 
 class PayloadSender:
@@ -140,7 +141,7 @@ class PayloadSender:
 class _Connection:
     """One connection of a sender, until it ends."""
 
-    def __init__(self, sender: PayloadSender, sock: socket.socket) -> None:
+    def __init__(self, sender: PayloadSender, sock: AnySocket) -> None:
         self._sender, self._sock = sender, sock
         self._parts: deque[memoryview] = deque()
         self._receipts = bytearray()
@@ -189,7 +190,7 @@ class _Connection:
 
     def _hear(self) -> None:
         try:
-            data = self._sock.recv(4096)
+            data = self._sock.recv(_BYTES_HEARD_MAX)
         except BlockingIOError:
             return
         if not data:

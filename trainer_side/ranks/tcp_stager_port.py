@@ -10,16 +10,17 @@ import contextlib
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
 from holdfast.net.address import parse_address
 from holdfast.net.handshake import CHANNELS_MAX, MESSAGES_CHANNEL
 from holdfast.net.message_line import MessageLine
 from holdfast.net.payload_frame import PayloadHeader
+from holdfast.net.tls import AnySocket, RankTls
 from holdfast.wire.frames import Kind, encode
 from trainer_side.ranks.connecting import Door, OpenedConnection
 from trainer_side.ranks.payload_sender import PayloadSender
@@ -48,7 +49,7 @@ class TcpStagerPort:
         self.one_machine = door.address.is_loopback
         self.crowding = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) / (os.cpu_count() or 1)
         self._line = MessageLine()
-        self._sock: socket.socket | None = opened.sock
+        self._sock: AnySocket | None = opened.sock
         self._reopened: queue.SimpleQueue[OpenedConnection | HoldfastError] = queue.SimpleQueue()
         self._cut_at = 0.0
         self._problem: HoldfastError | None = None
@@ -74,6 +75,7 @@ class TcpStagerPort:
         connections: int,
         reconnect_seconds_max: float,
         start_seconds_max: float,
+        tls_ca: Path | None = None,
     ) -> TcpStagerPort:
         """Find the stager and be admitted. Main thread.
 
@@ -87,14 +89,22 @@ class TcpStagerPort:
             connections: How many carry payloads.
             reconnect_seconds_max: How long a cut connection may take to be made again.
             start_seconds_max: How long to try to reach the stager.
+            tls_ca: File with the certificates that are trusted, for a stager with TLS; None for one without.
 
         Raises:
-            ConfigError: It has another key, another number of ranks, or serves another job.
+            ConfigError: It has another key, another number of ranks, or serves another job; only one of both has TLS,
+                or its certificate is not trusted.
             ProtocolError: It is no stager, or one of another version.
             PeerLost: It cannot be reached.
         """
         door = Door(
-            parse_address(address), key, rank=rank, ranks=ranks, launch=launch, incarnation=incarnation
+            parse_address(address),
+            key,
+            rank=rank,
+            ranks=ranks,
+            launch=launch,
+            incarnation=incarnation,
+            tls=None if tls_ca is None else RankTls(tls_ca),
         )
         opened = door.open(MESSAGES_CHANNEL, seconds_max=start_seconds_max)
         return cls(door, opened, connections=connections, reconnect_seconds_max=reconnect_seconds_max)

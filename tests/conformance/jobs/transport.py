@@ -2,6 +2,7 @@
 
     mpirun -n 2 python -m tests.conformance.jobs.transport mpi rank : -n 1 python -m … mpi stager
     python -m … tcp stager PORT-FILE          python -m … tcp rank PORT-FILE RANK
+    python -m … tls stager PORT-FILE          python -m … tls rank PORT-FILE RANK      certificates beside PORT-FILE
 
 The stager's end checks and prints `held SCENE` for each scene; a rank does what its scene says.
 """
@@ -276,14 +277,18 @@ def _rank_over_mpi() -> RankEnd:
     return RankEnd(world.port(), world.rank)
 
 
-def _stager_over_tcp(port_file: Path) -> TrainersPort:
+def _stager_over_tcp(port_file: Path, *, with_tls: bool) -> TrainersPort:
+    from holdfast.net.tls import StagerTls
     from stager.reactor import Reactor
     from stager.reception import Reception, listen
     from stager.tcp import TcpTrainersPort
 
     sock = listen(Address("127.0.0.1", 0))
     reactor = Reactor()
-    reception = Reception(sock, reactor, _KEY, ranks=RANKS)
+    tls = (
+        StagerTls(port_file.with_name("stager.pem"), port_file.with_name("stager.key")) if with_tls else None
+    )
+    reception = Reception(sock, reactor, _KEY, ranks=RANKS, tls=tls)
     port_file.with_suffix(".new").write_text(str(sock.getsockname()[1]))
     port_file.with_suffix(".new").replace(port_file)
     deadline = time.monotonic() + _SECONDS_MAX
@@ -298,7 +303,7 @@ def _stager_over_tcp(port_file: Path) -> TrainersPort:
     return port
 
 
-def _rank_over_tcp(port_file: Path, rank: int) -> RankEnd:
+def _rank_over_tcp(port_file: Path, rank: int, *, with_tls: bool) -> RankEnd:
     from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
     deadline = time.monotonic() + _SECONDS_MAX
@@ -315,6 +320,7 @@ def _rank_over_tcp(port_file: Path, rank: int) -> RankEnd:
         connections=2,
         reconnect_seconds_max=1.0,
         start_seconds_max=_SECONDS_MAX,
+        tls_ca=port_file.with_name("authority.pem") if with_tls else None,
     )
     return RankEnd(port, rank)
 
@@ -323,12 +329,20 @@ def main() -> None:
     """See the module."""
     transport, role, *rest = sys.argv[1:]
     if role == "stager":
-        end = StagerEnd(_stager_over_mpi() if transport == "mpi" else _stager_over_tcp(Path(rest[0])))
+        end = StagerEnd(
+            _stager_over_mpi()
+            if transport == "mpi"
+            else _stager_over_tcp(Path(rest[0]), with_tls=transport == "tls")
+        )
         for name, (stager, _) in SCENES.items():
             stager(end)
             print(f"held {name}", flush=True)
         os._exit(0)  # a rank is dead: MPI_Finalize would wait for it
-    rank = _rank_over_mpi() if transport == "mpi" else _rank_over_tcp(Path(rest[0]), int(rest[1]))
+    rank = (
+        _rank_over_mpi()
+        if transport == "mpi"
+        else _rank_over_tcp(Path(rest[0]), int(rest[1]), with_tls=transport == "tls")
+    )
     for _, of_rank in SCENES.values():
         of_rank(rank)
     if (

@@ -1,0 +1,262 @@
+"""TLS 1.3 around a connection of a rank to a stager, where both are told to: the handshake with the key runs inside it.
+
+    rank: trusts certificates in `tls_ca` ──► TLS ◄── stager: shows `tls_cert`, which is for the host in HOLDFAST_STAGER
+
+A socket with TLS keeps what it has decrypted and nobody has read: the kernel says nothing of that, so `pending` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.net.address import Address
+
+_log = logging.getLogger("holdfast.tls")
+
+HANDSHAKE_RECORD = b"\x16\x03"  # how a connection with TLS begins
+# A fatal alert, no_application_protocol: what a stager without TLS answers to one, and no stager with TLS.
+NO_TLS_HERE = b"\x15\x03\x03\x00\x02\x02\x78"
+_NO_TLS_THERE = "no application protocol"  # OpenSSL's words for it; not each Python has a name for them
+_BYTES_PER_READ_MAX = 1 << 20
+_BYTES_PER_WRITE_MAX = 256 * 1024  # the library tells of no part of it that was written
+_WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class TlsSocket:
+    """A TCP connection with TLS, with the methods of a socket that are used here. One thread at a time.
+
+    Args:
+        sock: Wrapped by `ssl`, connected.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._sock = sock
+
+    def handshake(self) -> bool:
+        """Go on with the TLS handshake; whether it is over.
+
+        Raises:
+            OSError: The other side does not speak TLS, or refuses this one.
+        """
+        try:
+            self._sock.do_handshake()
+        except _WAITS:
+            return False
+        return True
+
+    def pending(self) -> int:
+        """How many bytes can be read although the kernel has none."""
+        return self._sock.pending()
+
+    def first_bytes(self, nbytes: int) -> bytes:
+        """What has come on the wire before the TLS handshake, which stays there."""
+        return socket.socket.recv(self._sock, nbytes, socket.MSG_PEEK)
+
+    def refuse_plain(self, data: bytes, nbytes: int) -> None:
+        """Take up to `nbytes` off the wire and answer, both without TLS: the other side does not know any."""
+        socket.socket.recv(self._sock, nbytes)
+        socket.socket.send(self._sock, data)
+
+    def recv(self, nbytes: int) -> bytes:
+        try:
+            return self._sock.recv(nbytes)
+        except _WAITS:
+            raise BlockingIOError from None
+
+    def recv_into(self, buffer: bytearray | memoryview) -> int:
+        try:
+            return self._sock.recv_into(buffer)
+        except _WAITS:
+            raise BlockingIOError from None
+
+    def recvmsg_into(self, buffers: Sequence[memoryview]) -> tuple[int, list[Any], int, Any]:
+        """As of a socket; a call of the library gives 16 KiB at most, so there are many in it."""
+        total = 0
+        for buffer in buffers:
+            filled = 0
+            while filled < len(buffer):
+                if total >= _BYTES_PER_READ_MAX:
+                    return total, [], 0, None
+                try:
+                    nbytes = self.recv_into(buffer[filled:])
+                except BlockingIOError:
+                    if total == 0:
+                        raise
+                    return total, [], 0, None
+                if nbytes == 0:
+                    return total, [], 0, None
+                filled += nbytes
+                total += nbytes
+        return total, [], 0, None
+
+    def send(self, data: bytes | bytearray | memoryview) -> int:
+        """As of a socket. After a `BlockingIOError` the next call must begin with the same bytes."""
+        try:
+            return self._sock.send(memoryview(data)[:_BYTES_PER_WRITE_MAX])
+        except _WAITS:
+            raise BlockingIOError from None
+
+    def sendmsg(self, buffers: Sequence[memoryview]) -> int:
+        return self.send(buffers[0])
+
+    def sendall(self, data: bytes | bytearray | memoryview) -> None:
+        self._sock.sendall(data)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def setblocking(self, blocking: bool) -> None:
+        self._sock.setblocking(blocking)
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._sock.settimeout(seconds)
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        self._sock.setsockopt(level, option, value)
+
+    def close(self) -> None:
+        """End it, without a word of TLS: what was not received is known by counts."""
+        self._sock.close()
+
+    def __enter__(self) -> TlsSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+AnySocket = socket.socket | TlsSocket
+
+
+class StagerTls:
+    """The stager's side. A certificate that is renewed in its file is taken without a restart.
+
+    Args:
+        cert: File with the stager's certificate, and those between it and the authority that ranks trust.
+        key: File with its private key.
+
+    Raises:
+        ConfigError: They cannot be read, or do not belong together.
+    """
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self._cert, self._key = cert, key
+        self._context = self._load()
+        self._seen = self._changed_at()
+
+    def wrap(self, sock: socket.socket) -> TlsSocket:
+        """An accepted connection, which does not block, before the TLS handshake.
+
+        Raises:
+            OSError: It has ended.
+        """
+        self._look()
+        return TlsSocket(self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
+
+    def _look(self) -> None:
+        changed_at = self._changed_at()
+        if changed_at == self._seen:
+            return
+        self._seen = changed_at
+        try:
+            self._context = self._load()
+        except ConfigError as error:  # one of the two is not written yet, perhaps
+            _log.warning("the certificate has changed, and the one before is still used: %s", error)
+        else:
+            _log.info("the certificate in %s has changed, and is used from now on", self._cert)
+
+    def _changed_at(self) -> tuple[int, ...]:
+        try:
+            return tuple(path.stat().st_mtime_ns for path in (self._cert, self._key))
+        except OSError:
+            return ()
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            context.load_cert_chain(self._cert, self._key, password=_no_password)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"stager settings tls_cert and tls_key: {self._cert}, {self._key}: {error.reason or error}; expected a "
+                "certificate and its private key as PEM, without a password"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"stager settings tls_cert and tls_key: {self._cert}, {self._key}: {error.strerror or error}; expected "
+                "two files that this user may read"
+            ) from None
+        return context
+
+
+def _no_password() -> str:
+    raise OSError("the private key has a password")  # nobody is there to type one
+
+
+class RankTls:
+    """A rank's side. Any thread.
+
+    Args:
+        ca: File with the certificates that are trusted: an authority's, or the stager's own.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+
+    def __init__(self, ca: Path) -> None:
+        self._ca = ca
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            self._context.load_verify_locations(cafile=ca)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"trainer setting tls_ca: {ca}: {error.reason or error}; expected certificates as PEM"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"trainer setting tls_ca: {ca}: {error.strerror or error}; expected a file with the certificate of the "
+                "stager, or of the authority that has signed it"
+            ) from None
+
+    def wrap(self, sock: socket.socket, address: Address) -> TlsSocket:
+        """A connection to this address, after the TLS handshake. The time-out of `sock` holds for it.
+
+        Raises:
+            ConfigError: The stager's certificate is not trusted, or it does not speak TLS.
+            OSError: The connection has ended.
+        """
+        try:
+            return TlsSocket(self._context.wrap_socket(sock, server_hostname=address.host))
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"the certificate of the stager at {address} is not accepted: {error.verify_message.rstrip('.')}; "
+                f"{_advice(error.verify_code, self._ca)}"
+            ) from None
+        except ssl.SSLError as error:
+            if _NO_TLS_THERE in str(error).replace("_", " ").lower():
+                raise ConfigError(
+                    f"the stager at {address} does not speak TLS, and this rank has tls_ca = {self._ca}; start the "
+                    "stager with --tls-cert and --tls-key, or unset HOLDFAST_TLS_CA"
+                ) from None
+            raise
+
+
+_EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_CERT_HAS_EXPIRED, X509_V_ERR_CERT_NOT_YET_VALID
+_OTHER_NAME, _OTHER_IP = 62, 64  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+
+
+def _advice(code: int, ca: Path) -> str:
+    if code == _EXPIRED:
+        return "write a new one into the stager's file --tls-cert, which needs no restart of the stager"
+    if code == _NOT_YET_VALID:
+        return "set the clock of this machine, or of the one that has made it"
+    if code in {_OTHER_NAME, _OTHER_IP}:
+        return "give HOLDFAST_STAGER the name that the certificate is for, or make one for this name (subjectAltName)"
+    return f"HOLDFAST_TLS_CA must name the certificate of the authority that has signed it, and names {ca}"
