@@ -61,7 +61,7 @@ def test_another_version_is_said_on_both_sides() -> None:
     with pytest.raises(OtherVersion, match="install the same holdfast"):
         handshake.read_hello(bytes(data))
     with pytest.raises(OtherVersion, match="install the same holdfast"):
-        handshake.answer_challenge(KEY, bytes(data), handshake.refuse_version(), 0)
+        handshake.answer_challenge(KEY, bytes(data), handshake.refuse_hello(handshake.Status.VERSION), 0)
 
 
 @pytest.mark.parametrize("begun", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"HOLDFASX"])
