@@ -1,17 +1,17 @@
 """The agreement of many ranks on many tensors, at whoever leads it: proposals as they come from the wire, one round.
 
 Ranks differ as they do in a job: replicated state is the same on all of them, of split state each holds its shard
-(FSDP), or shares it with the ranks of other replicas (HSDP). Memory is what Python keeps while the last is awaited.
+(FSDP), or shares it with the ranks of other replicas (HSDP). Memory is what the process has taken before the last.
 """
 
 from __future__ import annotations
 
 import time
-import tracemalloc
 from array import array
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import psutil
 
 from holdfast.image.entries import REPLICATED, SPLIT
 from holdfast.image.regions import Region
@@ -34,21 +34,25 @@ def agree(state: str, ranks: int, tensors: int) -> dict[str, float]:
         ranks: Training ranks.
         tensors: Of the state, on each rank.
     """
-    seconds, received_bytes = _round(_frames(STATES[state], ranks, tensors), ranks)
-    tracemalloc.start()
-    try:
-        _round(_frames(STATES[state], ranks, tensors), ranks)
-        _, kept_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    return {"seconds": seconds, "received_bytes": received_bytes, "kept_bytes": kept_bytes}
+    before_bytes = psutil.Process().memory_info().rss
+    seconds, received_bytes, resident_bytes = _round(_frames(STATES[state], ranks, tensors), ranks)
+    return {
+        "seconds": seconds,
+        "received_bytes": received_bytes,
+        "kept_bytes": max(0, resident_bytes - before_bytes),
+    }
 
 
-def _round(frames: Iterable[bytes], ranks: int) -> tuple[float, int]:
-    """CPU seconds of whoever leads the round, without those in which the ranks make their proposals; bytes."""
+def _round(frames: Iterable[bytes], ranks: int) -> tuple[float, int, int]:
+    """CPU seconds of whoever leads the round, without those in which the ranks make their proposals; bytes received,
+    and resident when all but the last had come.
+    """
     round_, seconds, received_bytes = Round(ranks, 60.0), 0.0, 0
+    resident_bytes = 0
     for rank, message in enumerate(frames):
         received_bytes += len(message)
+        if rank == ranks - 1:
+            resident_bytes = psutil.Process().memory_info().rss
         begun = time.thread_time()
         answer = round_.propose(rank, round_.read(decode(message)), 0.0)
         seconds += time.thread_time() - begun
@@ -56,7 +60,7 @@ def _round(frames: Iterable[bytes], ranks: int) -> tuple[float, int]:
         raise RuntimeError(f"the ranks did not agree: {answer}")
     begun = time.thread_time()
     answer.to_frame(1)
-    return seconds + time.thread_time() - begun, received_bytes
+    return seconds + time.thread_time() - begun, received_bytes, resident_bytes
 
 
 def _frames(copies: int, ranks: int, tensors: int) -> Iterator[bytes]:
