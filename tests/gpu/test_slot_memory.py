@@ -10,7 +10,7 @@ import torch
 
 from holdfast.crc import crc32
 from holdfast.image.slices import area_bytes, frames_of
-from tests.gpu.test_staging import OnDevice
+from tests.gpu.test_staging import PLENTY, OnDevice
 from trainer_side.save.host_memory import in_slot
 from trainer_side.save.staging import Staging
 from trainer_side.tiers.open_tiers import open_tier
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("device_bytes_max", [0, None], ids=["C", "G"])
+@pytest.mark.parametrize("device_bytes_max", [0, PLENTY], ids=["C", "mirror"])
 def test_a_slice_is_copied_from_the_device_into_a_slot_and_sealed(
     device_bytes_max: int | None, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection
 from typing import Any
 
@@ -21,7 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
 ]
-STRATEGIES = pytest.mark.parametrize("device_bytes_max", [0, None], ids=["C", "G"])
+PLENTY = 1 << 30
+STRATEGIES = pytest.mark.parametrize("device_bytes_max", [0, PLENTY], ids=["C", "mirror"])
 
 
 class OnDevice:
@@ -56,19 +58,22 @@ class OnDevice:
         self.staging = Staging(self.skeleton, self.slice_plan, self.engine, pinned=True)
         self.router = Router(self.slice_plan)
         self.passed: list[int] = []
+        self.is_mirrored = False
         self.expected: list[bytes | None] = []
 
     def save(self) -> torch.cuda.Event:
         torch.cuda.synchronize()
         sources = self.taken.sources
         self.expected = [None if one is None else bytes(one.bytes().cpu().numpy()) for one in sources]
-        self.staging.copy_now(sources, self.taken.contents)
+        route = self.router.route(self.taken.sources, dict, order_changed=True)
+        assert route.device
+        self.is_mirrored = self.staging.copy_now(sources, self.taken.contents, route)
         after: torch.cuda.Event = torch.cuda.current_stream().record_event()
         return after
 
     def copy(self, after: torch.cuda.Event, *, copied: Any = lambda: None) -> None:
-        route = self.router.route(self.taken.sources, dict, order_changed=True)
-        assert route.device
+        route = self.router.route(self.taken.sources, dict, order_changed=False)
+        live = self.staging.live(route)
 
         def passed(storages: Collection[int]) -> None:
             self.passed.extend(storages)
@@ -76,7 +81,7 @@ class OnDevice:
         self.staging.copy_gated(
             self.taken.sources, route, after=after, cancelled=lambda: False, passed=passed, copied=copied
         )
-        assert set(self.passed) == route.storages
+        assert set(self.passed) == live.storages
 
     def check(self) -> None:
         layout = self.skeleton.layout
@@ -106,13 +111,37 @@ def test_the_slice_of_a_model_on_the_device_is_copied_behind_the_gate(device_byt
 
 
 @STRATEGIES
+def test_with_a_mirror_any_change_after_save_comes_behind_it(device_bytes_max: int | None) -> None:
+    """The device keeps the order of its own stream: no gate, and nobody waits."""
+    job = OnDevice(device_bytes_max)
+    after = job.save()
+    assert job.is_mirrored is bool(device_bytes_max)
+    if job.is_mirrored:
+        job.overwrite()
+    job.copy(after)
+    job.check()
+
+
+def test_the_memory_of_a_mirror_goes_back_to_the_training() -> None:
+    job = OnDevice(PLENTY)
+    for _ in range(2):
+        before = torch.cuda.memory_allocated()
+        after = job.save()
+        assert torch.cuda.memory_allocated() > before + job.slice_plan.nbytes // 2
+        job.copy(after)
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before
+
+
+@STRATEGIES
 def test_what_comes_after_copied_is_not_in_it(device_bytes_max: int | None) -> None:
     """The moment the gate opens the optimizer runs, on the training's own stream."""
     job = OnDevice(device_bytes_max)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def update() -> None:
-        with torch.cuda.stream(stream):
+        # Behind a gate the device has read all; a mirror is in order with the stream on which save() was called.
+        with torch.cuda.stream(torch.cuda.current_stream() if job.is_mirrored else other):
             job.overwrite()
 
     job.copy(job.save(), copied=update)

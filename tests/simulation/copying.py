@@ -76,6 +76,14 @@ class Area:
         assert order_changed is not None
         return FrameRoute(tuple(self._batches))
 
+    @staticmethod
+    def live(route: FrameRoute) -> FrameRoute:
+        """None of it is copied yet."""
+        return route
+
+    def drop(self) -> None:
+        """Nothing is on its way."""
+
     def copy_gated(
         self,
         _sources: Sequence[Any],

@@ -29,11 +29,13 @@ from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copy_plan import Batch, Router
+from trainer_side.save.device_lane import StreamEvent, enter_thread
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
 from trainer_side.save.hook_proof import HookProof
 from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
+from trainer_side.state import accelerator
 from trainer_side.state.skeleton import Capture, Outgrown
 from trainer_side.state.tree import with_inner
 from trainer_side.tiers.keeping import Keeping
@@ -51,24 +53,26 @@ class CopyJob:
         staging: Where they go.
         router: Knows the way through what is behind the gate.
         taken: What it copies.
-        after: Recorded on the compute stream at `save()`, if tensors are on a device.
+        after: Recorded on the training's stream at `save()`, if tensors are on a device.
         fingerprints: Of the replicas; None where they are not asked for.
         keeping: In local tiers; None without any.
         instant: What the tensors were like at `save()`; None where nothing is copied behind the gate.
         abandoned: Set when an update did not wait for it any longer, or when it is torn.
         updating: Set when an update has come: from now on tensors change that are copied and given free.
+        device: That tensors are on.
     """
 
     transfer: Transfer
     staging: Staging
     router: Router
     taken: Capture
-    after: torch.cuda.Event | None
+    after: StreamEvent | None
     fingerprints: Fingerprints | None
     keeping: Keeping | None = None
     instant: SavedInstant | None = None
     abandoned: threading.Event = field(default_factory=threading.Event)
     updating: threading.Event = field(default_factory=threading.Event)
+    device: torch.device | None = None
 
     def cancelled(self) -> bool:
         """Whether the rest of the copy is of no use: to the stager, nor to any local tier."""
@@ -95,6 +99,7 @@ class Copier:
 
     Attributes:
         gate: The gate.
+        update_streams: The streams of a device on which updates were queued lately.
     """
 
     def __init__(
@@ -110,12 +115,14 @@ class Copier:
         gated = with_inner(optimizers)
         self.gate = Gate(gated, seconds_max=seconds_max, on_late=self._abandon, on_hook=self._hooked)
         self._proof = HookProof(gated)
+        self.update_streams: list[Any] = []
         self._by_hand = 0  # so many `with checkpointer.changing()` the training thread is in
         self._job: CopyJob | None = None  # under way; it holds a staging area and tensors, so not for longer
         self._stuck: CopyJob | None = None  # the one that was not waited for any longer
         self._idle = threading.Event()  # no staging area and no tensor is touched
         self._idle.set()
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._entered: torch.device | None = None  # of the thread
         self._thread = threading.Thread(target=self._run, name="holdfast-copy", daemon=True)
         self._thread.start()
 
@@ -132,10 +139,13 @@ class Copier:
         what = f"the copy of step {job.transfer.step}" if job is not None else "a copy"
         return DeclineCause.COPY_STUCK.because(f"{what} does not end")
 
-    def shut(self) -> None:
-        """Close the gate: a copy follows, or `reopen`."""
+    def shut(self, *, gate: bool = True) -> None:
+        """A copy follows, or `reopen`: close the gate, unless what is live is copied already."""
         self._idle.clear()
-        self.gate.close()
+        if gate:
+            self.gate.close()
+        else:
+            self.gate.leave_open()
 
     def reopen(self) -> None:
         """There is nothing to copy after all."""
@@ -197,6 +207,8 @@ class Copier:
         self._link.decline(step, reason)
 
     def _hooked(self, optimizer: torch.optim.Optimizer) -> None:
+        if (kind := accelerator.kind()) is not None:
+            self._note_stream(accelerator.module_of(kind).current_stream(), optimizer)
         self._proof.hooked(optimizer)
         job = self._job
         if job is None or job.instant is None or job.updating.is_set():
@@ -205,6 +217,12 @@ class Copier:
         # This thread is at the end of all that it has changed by now, so torch has counted it: it counts last.
         if self.gate.closed and (path := job.instant.changed()):
             self._withdraw(job, path)
+
+    def _note_stream(self, stream: Any, optimizer: torch.optim.Optimizer) -> None:
+        if accelerator.is_capturing():
+            self._proof.recorded(optimizer)
+        elif stream not in self.update_streams:
+            self.update_streams = [*self.update_streams[-1:], stream]
 
     def _withdraw(self, job: CopyJob, path: str) -> None:
         """The copy is torn. Any thread."""
@@ -232,6 +250,8 @@ class Copier:
             except Exception as error:  # noqa: BLE001 - the thread must not die: every later save() would wait for it
                 self._fail(job, DeclineCause.COPY_FAILED.because(error))
                 _log.debug("the copy failed", exc_info=True)
+                with contextlib.suppress(RuntimeError):  # of a device that has failed
+                    job.staging.drop()
             finally:
                 self.gate.open()  # whatever happened here, the training goes on
                 self._job = self._stuck = None
@@ -253,8 +273,9 @@ class Copier:
             record["gate_seconds"] = waited_seconds
             record["cst_seconds"] = record["save_seconds"] + waited_seconds
 
-        if job.after is not None:
-            torch.cuda.set_device(job.after.device)  # of this thread: it begins on the first one
+        if job.device is not None and job.device != self._entered:
+            enter_thread(job.device)
+            self._entered = job.device
         if job.taken.deferred is not None:
             job.staging.fill(job.taken.deferred.contents())
         if job.fingerprints is not None and not job.cancelled():
@@ -265,9 +286,9 @@ class Copier:
         route = job.router.route(
             job.taken.sources, self.gate.update_order, order_changed=self.gate.order_changed
         )
-        self.gate.hold(route.storages)
-        left = len(route.host) + len(route.device)
-        instant = job.instant
+        live = job.staging.live(route)
+        self.gate.hold(live.storages)
+        left, instant = len(live.host) + len(live.device), job.instant
 
         def was_read(batch: Batch) -> None:
             nonlocal left
@@ -318,7 +339,7 @@ class Copier:
 
 def _fingerprint(job: CopyJob, fingerprints: Fingerprints, record: dict[str, Any]) -> None:
     begun = time.monotonic()
-    fingerprints.take_gated(job.taken.sources, job.after)
+    fingerprints.take_gated(job.taken.sources)
     job.transfer.fingerprints = fingerprints.text()
     record[DIGEST_FIELD] = fingerprints.digest()
     record["fingerprint_seconds"] = time.monotonic() - begun

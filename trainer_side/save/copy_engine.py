@@ -1,7 +1,8 @@
 """Copies bytes from tensors into a staging area: from host memory by memmove, from a device through its own stream.
 
     CopyEngine ─┬─ host batches:   memmove, piece by piece; no torch call, no thread pool
-                └─ device batches: `DeviceCopy` (device_copy.py), made when the first tensor is on a device
+                └─ device batches: `DeviceCopy` (device_copy.py), made when the first tensor is on a device;
+                                   at `save()` in a mirror, where there is room, and else behind the gate
 
 `copy` goes through a route and tells two things of each batch, in this order: `read`, nothing of it is read from the
 live tensors any more; `arrived`, its bytes are in the staging area. On the host they come together; on a device the
@@ -17,7 +18,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from trainer_side.save.copy_plan import Batch, Route
-from trainer_side.save.device_copy import CudaLane, DeviceCopy
+from trainer_side.save.device_copy import DeviceCopy, Mirror
+from trainer_side.save.device_lane import StreamEvent, lane_of
+from trainer_side.save.mirror_room import MirrorRoom
 from trainer_side.state.survey import StorageSource
 
 Move = Callable[
@@ -26,11 +29,11 @@ Move = Callable[
 
 
 class CopyEngine:
-    """Does the copies of one rank, into any of its areas. `capture` belongs to the training thread, `copy` to the copy
-    thread; `save()` waits for the copy before, so they never meet.
+    """Does the copies of one rank, into any of its areas. `mirror` and `capture` belong to the training thread, `copy`
+    and `bring` to the copy thread; `save()` waits for the copy before, so they never meet.
 
     Args:
-        device_bytes_max: Device memory that a copy may take so that updates go on sooner; None: what is to spare.
+        device_bytes_max: Device memory that a mirror may take; 0: none is made; None: what is to spare.
     """
 
     def __init__(self, *, device_bytes_max: int | None = None) -> None:
@@ -45,22 +48,50 @@ class CopyEngine:
         places = map(area.data_ptr().__add__, batch.offsets)
         deque(map(move, places, batch.addresses, batch.sizes), maxlen=0)
 
+    def mirror(self, batches: Sequence[Batch], sources: Sequence[StorageSource | None]) -> Mirror | None:
+        """Take batches on a device as they are at this point of the current stream; None: there is no room there."""
+        return self._device(sources).mirror(batches, sources) if batches else None
+
     def capture(
-        self, batches: Sequence[Batch], sources: Sequence[StorageSource | None], area: torch.Tensor
+        self,
+        batches: Sequence[Batch],
+        sources: Sequence[StorageSource | None],
+        area: torch.Tensor,
+        *,
+        behind: Sequence[Batch] = (),
     ) -> Callable[[], None] | None:
-        """Take batches on a device as they are at this point of the current stream.
+        """The same straight into `area`, where there is no mirror.
+
+        Args:
+            batches: What is taken.
+            sources: Per entry its storage.
+            area: A staging area's memory.
+            behind: What is going to be copied behind the gate: what that takes of memory is taken now.
 
         Returns:
             Waits until they are in `area`; for the copy thread. None: there is nothing to wait for.
         """
-        return self._device(sources).capture(batches, sources, area) if batches else None
+        if not batches and not behind:
+            return None
+        return self._device(sources).capture(batches, sources, area, behind=behind)
+
+    def bring(
+        self,
+        mirror: Mirror,
+        area: torch.Tensor,
+        cancelled: Callable[[], bool],
+        arrived: Callable[[Batch], None],
+    ) -> None:
+        """Copy all of a mirror into `area`; arguments as of `copy`."""
+        assert self._on_device is not None, "it has made the mirror"
+        self._on_device.bring(mirror, area, cancelled, arrived)
 
     def copy(
         self,
         route: Route,
         sources: Sequence[StorageSource | None],
         area: torch.Tensor,
-        after: torch.cuda.Event | None,
+        after: StreamEvent | None,
         cancelled: Callable[[], bool],
         read: Callable[[Batch], None],
         arrived: Callable[[Batch], None],
@@ -94,5 +125,5 @@ class CopyEngine:
             device = next(
                 source.device for source in sources if source is not None and source.device.type != "cpu"
             )
-            self._on_device = DeviceCopy(CudaLane(device), device_bytes_max=self._device_bytes_max)
+            self._on_device = DeviceCopy(lane_of(device), MirrorRoom(self._device_bytes_max))
         return self._on_device

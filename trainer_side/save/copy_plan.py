@@ -112,6 +112,11 @@ class Route:
     device: tuple[Batch, ...]
     storages: frozenset[int]
 
+    def on_host(self) -> Route:
+        """What of it lies in host memory."""
+        read = frozenset(storage for batch in self.host for storage in batch.read)
+        return Route(self.host, (), read)
+
 
 class Router:
     """Gives the route for each save. Copy thread.

@@ -1,151 +1,160 @@
-"""Copies from a device, beside the training: on a stream of its own, waited for by event, never by device.
+"""Copies from a device into staging areas: queued in the training's own order, or on a stream beside the training.
 
-    C  live tensors ── gather small ones ─► scratch ─► pinned slot ─► scatter ─┐
-                   └── large ones ─────────────────────────────────────────────┴─► staging area
-    G  live tensors ─► mirror on the device │ gate open │ mirror ─► as above, no gathering
+    mirror   save(): live tensors ─► mirror, on the current stream │ own stream: mirror ─► host, given back on the way
+    capture  save(): live tensors ─► host, on the current stream   │ what anything may change, where there is no mirror
+    copy     behind the gate: live tensors ─► host, on the own stream
 
-The strategies are LightCheck's (ICCD 2023): G where memory on the device allows it, C otherwise. With G nothing live is
-read any more after a copy at the speed of the device's memory. D (straight into a tier) would be one more `_to_host`.
+With a mirror nothing live is read after `save()`: the device itself puts whatever comes later, be it an update, the
+replay of a graph or another state that is loaded, behind the copy of its own memory. So no gate is shut, and nothing
+can be torn (docs/design/036-device-ordered-copy.md). Without room for one, the two others are strategy C of LightCheck
+(ICCD 2023). Strategy D, straight into a tier, is each of them with a slot for an area.
 
-All CUDA calls are in `CudaLane`; what is gathered, queued and landed when is the same for any device that torch knows.
+Small tensors are gathered on the device and cross together. Where there is no memory to gather them in, they cross one
+by one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch
+from trainer_side.save.device_lane import DeviceLane, StreamEvent
+from trainer_side.save.mirror_room import MirrorRoom
 from trainer_side.state.survey import StorageSource
 
 _log = logging.getLogger("holdfast.trainer")
 
 _SLOTS = 8  # so many batches are queued ahead: the device is never idle between two
 _ALIGNMENT_BYTES = 512
-_SPARE_SHARE = 10  # a tenth of the device's memory is left alone
+_SECTION_BYTES = 32 << 20  # of a mirror, at least: so much at a time is given back
 
 
-class StreamEvent(Protocol):
-    """A place in a stream."""
+class _Section:
+    """Batches that lie together on the device."""
 
-    def synchronize(self) -> None:
-        """Wait until the device has come there."""
-        ...
-
-
-class DeviceLane(Protocol):
-    """The calls to a device that a copy needs."""
-
-    def beside(self, after: StreamEvent | None) -> AbstractContextManager[None]:
-        """Work of this thread goes to a stream of its own meanwhile, behind `after`."""
-        ...
-
-    def record(self) -> StreamEvent: ...
-
-    def on_device(self, nbytes: int) -> torch.Tensor: ...
-
-    def on_host(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device can copy into without stopping the CPU."""
-        ...
-
-    def spare_bytes(self) -> int:
-        """Memory of the device that nobody will miss."""
-        ...
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.batches: list[tuple[Batch, int]] = []  # and where each begins
 
 
-class CudaLane:
-    """A stream on one CUDA device.
+class Mirror:
+    """A copy on the device of one save. Its memory is given back as it is brought to the host.
 
     Args:
-        device: The device.
+        sections: In order.
+        copied: Where in the training's stream it is complete.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # Of the lowest priority: kernels of the training go first.
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, sections: Iterable[_Section], copied: StreamEvent) -> None:
+        self._sections, self.copied = deque(sections), copied
 
-    @contextmanager
-    def beside(self, after: StreamEvent | None) -> Iterator[None]:
-        """As `DeviceLane`."""
-        if isinstance(after, torch.cuda.Event):
-            self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def record(self) -> StreamEvent:
-        """As `DeviceLane`."""
-        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
-        return event
-
-    def on_device(self, nbytes: int) -> torch.Tensor:
-        """As `DeviceLane`."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    def on_host(self, nbytes: int) -> torch.Tensor:
-        """As `DeviceLane`."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def spare_bytes(self) -> int:
-        """As `DeviceLane`."""
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        return free_bytes - total_bytes // _SPARE_SHARE
+    def take(self) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Each batch with its bytes, in order; once. Whoever has let go of the last of a section has freed that."""
+        while self._sections:
+            section = self._sections.popleft()
+            for batch, begin in section.batches:
+                yield batch, section.memory[begin : begin + batch.nbytes]
 
 
 @dataclass(frozen=True)
 class _Queued:
-    """A batch on its way to the host. `bounce`: where it lands if it has to be scattered from there."""
+    """A batch on its way to the host.
+
+    Attributes:
+        bounce: Where it lands if it has to be scattered from there.
+        packed: Memory on the device that must not be given back before.
+    """
 
     batch: Batch
     bounce: torch.Tensor | None
+    packed: torch.Tensor | None
     event: StreamEvent
 
 
 class DeviceCopy:
-    """Copies from one device into staging areas. Its buffers are taken once, when first needed.
+    """Copies from one device into staging areas. `mirror` and `capture` belong to the training thread, and take all the
+    memory there is to take; `bring` and `copy` to the copy thread. They never meet: a save waits for the copy before.
 
     Args:
         lane: The device.
-        device_bytes_max: Most of its memory for a mirror; 0: none (strategy C); None: what is to spare at first.
+        room: Says whether there may be a mirror.
     """
 
-    def __init__(self, lane: DeviceLane, *, device_bytes_max: int | None = None) -> None:
-        self._lane, self._device_bytes_max = lane, device_bytes_max
+    def __init__(self, lane: DeviceLane, room: MirrorRoom) -> None:
+        self._lane, self._room = lane, room
         self._scratch: torch.Tensor | None = None
         self._bounce: torch.Tensor | None = None
-        self._mirror: torch.Tensor | None = None
-        self._no_mirror_for = 0  # bytes for which there was no room
         self._captured: torch.Tensor | None = None
 
+    # -- in save() -----------------------------------------------------------------------------------------------
+
+    def mirror(self, batches: Sequence[Batch], sources: Sequence[StorageSource | None]) -> Mirror | None:
+        """Queue copies of `batches` on the device, on the current stream; None: there is no room."""
+        nbytes = sum(_aligned(batch.nbytes) for batch in batches)
+        if not self._room.has(nbytes, self._lane.memory()):
+            return None
+        self._take_bounce()
+        try:
+            sections = self._sections(batches)
+            for section in sections:
+                for batch, begin in section.batches:
+                    _pack(_parts(batch, sources), section.memory[begin : begin + batch.nbytes])
+        except torch.OutOfMemoryError as error:
+            self._room.refused()
+            _log.warning("no memory on the device for a copy of %d bytes: %s", nbytes, error)
+            return None
+        self._room.made(nbytes)
+        return Mirror(sections, self._lane.record())
+
     def capture(
-        self, batches: Sequence[Batch], sources: Sequence[StorageSource | None], area: torch.Tensor
+        self,
+        batches: Sequence[Batch],
+        sources: Sequence[StorageSource | None],
+        area: torch.Tensor,
+        *,
+        behind: Sequence[Batch] = (),
     ) -> Callable[[], None]:
         """Queue copies of `batches` into `area` on the current stream: what is queued on it later comes after them.
+
+        Args:
+            batches: What is taken now.
+            sources: Per entry its storage.
+            area: A staging area's memory.
+            behind: What `copy` is going to copy: memory for that is taken now, too.
 
         Returns:
             Waits until they are there. At most one capture is under way.
         """
         needed = sum(batch.nbytes for batch in batches if len(batch.pieces) > 1)
-        if self._captured is None or self._captured.numel() < needed:
+        if needed and (self._captured is None or self._captured.numel() < needed):
             self._captured = self._lane.on_host(needed)
+        if any(len(batch.pieces) > 1 for batch in behind):
+            self._take_bounce()
+            self._take_scratch()
         at, scattered = 0, []
-        for batch in batches:
-            if len(batch.pieces) == 1:
-                _target(batch, area).copy_(_parts(batch, sources)[0], non_blocking=True)
-                continue
-            bounce = self._captured[at : at + batch.nbytes]
-            bounce.copy_(torch.cat(_parts(batch, sources)), non_blocking=True)
-            scattered.append((batch, bounce))
-            at += batch.nbytes
-        event = self._lane.record()
+        with self._drained_on_error():
+            for batch in batches:
+                parts = _parts(batch, sources)
+                if len(parts) == 1:
+                    _target(batch, area).copy_(parts[0], non_blocking=True)
+                    continue
+                assert self._captured is not None
+                bounce = self._captured[at : at + batch.nbytes]
+                at += batch.nbytes
+                try:
+                    bounce.copy_(torch.cat(parts), non_blocking=True)
+                except torch.OutOfMemoryError:
+                    _one_by_one(parts, bounce)
+                scattered.append((batch, bounce))
+            event = self._lane.record()
 
         def land() -> None:
             event.synchronize()
@@ -153,6 +162,19 @@ class DeviceCopy:
                 _scatter(batch, bounce, area)
 
         return land
+
+    # -- in the copy thread --------------------------------------------------------------------------------------
+
+    def bring(
+        self,
+        mirror: Mirror,
+        area: torch.Tensor,
+        cancelled: Callable[[], bool],
+        arrived: Callable[[Batch], None],
+    ) -> None:
+        """Copy a mirror to the host; arguments as of `CopyEngine.copy`. What a cancelled one has left is given back."""
+        with self._lane.beside(mirror.copied):
+            self._to_host(mirror.take(), (), area, cancelled, lambda _: None, arrived)
 
     def copy(
         self,
@@ -164,59 +186,10 @@ class DeviceCopy:
         read: Callable[[Batch], None],
         arrived: Callable[[Batch], None],
     ) -> None:
-        """Copy `batches`; arguments as of `CopyEngine.copy`."""
+        """Copy live `batches`; arguments as of `CopyEngine.copy`."""
         with self._lane.beside(after):
-            mirror = self._mirror_for(batches)
-            if mirror is None:
-                live = ((batch, None) for batch in batches)
-                self._to_host(live, sources, area, cancelled, read, arrived)
-                return
-            packed = self._to_mirror(batches, sources, mirror, cancelled, read)
-            if not cancelled():
-                self._to_host(packed, sources, area, cancelled, lambda _: None, arrived)
-
-    # -- G: on the device first ----------------------------------------------------------------------------------
-
-    def _mirror_for(self, batches: Sequence[Batch]) -> torch.Tensor | None:
-        needed = sum(_aligned(batch.nbytes) for batch in batches)
-        if self._mirror is not None and self._mirror.numel() >= needed:
-            return self._mirror
-        if 0 < self._no_mirror_for <= needed:
-            return None
-        self._mirror = None
-        limit = self._lane.spare_bytes() if self._device_bytes_max is None else self._device_bytes_max
-        if needed <= limit:
-            try:
-                self._mirror = self._lane.on_device(needed)
-            except torch.OutOfMemoryError as error:
-                _log.warning("no memory on the device for a copy of %d bytes: %s", needed, error)
-        if self._mirror is None:
-            self._no_mirror_for = needed
-        return self._mirror
-
-    def _to_mirror(
-        self,
-        batches: Sequence[Batch],
-        sources: Sequence[StorageSource | None],
-        mirror: torch.Tensor,
-        cancelled: Callable[[], bool],
-        read: Callable[[Batch], None],
-    ) -> list[tuple[Batch, torch.Tensor | None]]:
-        at = 0
-        queued: list[tuple[Batch, torch.Tensor, StreamEvent]] = []
-        for batch in batches:
-            if cancelled():
-                break
-            packed = mirror[at : at + batch.nbytes]
-            torch.cat(_parts(batch, sources), out=packed)
-            queued.append((batch, packed, self._lane.record()))
-            at += _aligned(batch.nbytes)
-        for batch, _, event in queued:
-            event.synchronize()
-            read(batch)
-        return [(batch, packed) for batch, packed, _ in queued]
-
-    # -- to the host ---------------------------------------------------------------------------------------------
+            live = ((batch, None) for batch in batches)
+            self._to_host(live, sources, area, cancelled, read, arrived)
 
     def _to_host(
         self,
@@ -237,14 +210,15 @@ class DeviceCopy:
                 _scatter(queued.batch, queued.bounce, area)
             arrived(queued.batch)
 
-        for number, (batch, packed) in enumerate(work):
-            if cancelled():
-                break
-            if len(pending) == _SLOTS:
-                land()  # and so the slot of the same number is free
-            pending.append(self._queue(batch, packed, sources, area, number % _SLOTS))
-        while pending:  # also of a cancelled copy: when this returns, nothing live is read
-            land()
+        with self._drained_on_error():
+            for number, (batch, packed) in enumerate(work):
+                if cancelled():
+                    break
+                if len(pending) == _SLOTS:
+                    land()  # and so the slot of the same number is free
+                pending.append(self._queue(batch, packed, sources, area, number % _SLOTS))
+            while pending:  # also of a cancelled copy: when this returns, nothing live is read
+                land()
 
     def _queue(
         self,
@@ -254,21 +228,58 @@ class DeviceCopy:
         area: torch.Tensor,
         slot: int,
     ) -> _Queued:
+        parts = _parts(batch, sources) if packed is None else [packed]
         if len(batch.pieces) == 1:
-            live = packed if packed is not None else _parts(batch, sources)[0]
-            _target(batch, area).copy_(live, non_blocking=True)
-            return _Queued(batch, None, self._lane.record())
+            _target(batch, area).copy_(parts[0], non_blocking=True)
+            return _Queued(batch, None, packed, self._lane.record())
+        assert self._bounce is not None, "taken in save()"
+        here = slice(slot * BATCH_BYTES_MAX, slot * BATCH_BYTES_MAX + batch.nbytes)
+        bounce = self._bounce[here]
+        if packed is None and self._scratch is None:
+            _one_by_one(parts, bounce)
+            return _Queued(batch, bounce, None, self._lane.record())
+        if packed is None:
+            assert self._scratch is not None
+            packed = self._scratch[here]
+            torch.cat(parts, out=packed)
+        bounce.copy_(packed, non_blocking=True)
+        return _Queued(batch, bounce, packed, self._lane.record())
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _sections(self, batches: Sequence[Batch]) -> list[_Section]:
+        sections: list[_Section] = []
+        group: list[tuple[Batch, int]] = []
+        nbytes = 0
+        for number, batch in enumerate(batches):
+            group.append((batch, nbytes))
+            nbytes += _aligned(batch.nbytes)
+            if nbytes >= _SECTION_BYTES or number == len(batches) - 1:
+                section = _Section(self._lane.on_device(nbytes))
+                section.batches = group
+                sections.append(section)
+                group, nbytes = [], 0
+        return sections
+
+    def _take_bounce(self) -> None:
         if self._bounce is None:
             self._bounce = self._lane.on_host(_SLOTS * BATCH_BYTES_MAX)
-        here = slice(slot * BATCH_BYTES_MAX, slot * BATCH_BYTES_MAX + batch.nbytes)
-        if packed is None:
-            if self._scratch is None:
-                self._scratch = self._lane.on_device(_SLOTS * BATCH_BYTES_MAX)
-            packed = self._scratch[here]
-            torch.cat(_parts(batch, sources), out=packed)
-        bounce = self._bounce[here]
-        bounce.copy_(packed, non_blocking=True)
-        return _Queued(batch, bounce, self._lane.record())
+
+    def _take_scratch(self) -> None:
+        if self._scratch is not None:
+            return
+        with contextlib.suppress(torch.OutOfMemoryError):  # tried again at the next save
+            self._scratch = self._lane.on_device(_SLOTS * BATCH_BYTES_MAX)
+
+    @contextlib.contextmanager
+    def _drained_on_error(self) -> Iterator[None]:
+        """After an error nothing that was queued writes to the host any more: the area is going to be used again."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # a device that has failed writes nothing
+                self._lane.record().synchronize()
+            raise
 
 
 def _aligned(nbytes: int) -> int:
@@ -283,6 +294,21 @@ def _parts(batch: Batch, sources: Sequence[StorageSource | None]) -> list[torch.
         assert source is not None, "what is on a device lies in a tensor"
         parts.append(source.bytes()[piece.entry_offset : piece.entry_offset + piece.nbytes])
     return parts
+
+
+def _pack(parts: list[torch.Tensor], packed: torch.Tensor) -> None:
+    if len(parts) == 1:
+        packed.copy_(parts[0], non_blocking=True)  # by the device's own copy, not by a kernel
+    else:
+        torch.cat(parts, out=packed)
+
+
+def _one_by_one(parts: Sequence[torch.Tensor], bounce: torch.Tensor) -> None:
+    """Without any memory on the device."""
+    at = 0
+    for part in parts:
+        bounce[at : at + part.numel()].copy_(part, non_blocking=True)
+        at += part.numel()
 
 
 def _target(batch: Batch, area: torch.Tensor) -> torch.Tensor:

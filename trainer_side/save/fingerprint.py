@@ -5,9 +5,9 @@
                    └───────────────┴───────────────┴── CRC-32 ─────┘           step draws; the tail always
 
 At most 64 rows (4 KiB) of a tensor are read, so the cost depends on the number of tensors, not on their size. Gated
-tensors are sampled by the copy thread before the gate opens: no update can lie between copy and fingerprint. What is
-not behind the gate is sampled in `save()`, like its copy. On a CUDA device the samples are gathered there, and brought
-over in one small copy on the stream that is current; only that copy is waited for, by the copy thread.
+tensors in host memory are sampled by the copy thread before the gate opens: no update can lie between copy and
+fingerprint. All else is sampled in `save()`: on a device the samples are gathered there, and brought over in one small
+copy on the stream that is current; only that copy is waited for, by the copy thread.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from holdfast.crc import crc32
 from holdfast.image.replicas import ROW_BYTES, digest, encode, first_row, stride
+from trainer_side.save.device_lane import StreamEvent, brought
 from trainer_side.state.survey import StorageSource
 
 _ROW = np.dtype((np.void, ROW_BYTES))
@@ -34,7 +35,7 @@ class _Gathered:
     entries: list[int]
     sizes: list[int]
     memory: torch.Tensor
-    arrived: torch.cuda.Event | None
+    arrived: StreamEvent | None
 
 
 class Fingerprints:
@@ -54,27 +55,26 @@ class Fingerprints:
         self._gated, self._step = gated, step
         self._crcs: dict[int, int] = {}
         self._gathered: list[_Gathered] = []
+        self._left: list[int] = []
 
-    def take_now(self, sources: Sequence[StorageSource | None]) -> None:
-        """Sample what may change as soon as `save()` has returned."""
-        self._take([entry for entry in self._watched if not self._gated[entry]], sources)
-
-    def take_gated(self, sources: Sequence[StorageSource | None], after: torch.cuda.Event | None) -> None:
-        """Sample the rest. Behind the gate.
+    def take_now(self, sources: Sequence[StorageSource | None], *, also_gated: bool = False) -> None:
+        """Sample what may change as soon as `save()` has returned, and all that is on a device. Training thread.
 
         Args:
             sources: Per entry its storage.
-            after: Recorded on the compute stream at `save()`.
+            also_gated: Nothing is held back: all of it may change.
         """
-        entries = [entry for entry in self._watched if self._gated[entry]]
-        if after is None:
-            self._take(entries, sources)
-            return
-        stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_event(after)
-        with torch.cuda.stream(stream):
-            self._take(entries, sources)
-        self._arrive()  # behind the gate: when it opens, nothing is read any more
+        now: list[int] = []
+        for entry in self._watched:
+            source = sources[entry]
+            held_back = self._gated[entry] and not also_gated
+            # What is on a device is sampled there, in order: the copy thread takes no memory of the device.
+            (self._left if held_back and _is_on_host(source) else now).append(entry)
+        self._take(now, sources)
+
+    def take_gated(self, sources: Sequence[StorageSource | None]) -> None:
+        """Sample the rest. Behind the gate; copy thread."""
+        self._take(self._left, sources)
 
     def text(self) -> str:
         """For DONE. Copy thread; waits for what is still on its way from a device."""
@@ -109,6 +109,10 @@ class Fingerprints:
                 self._crcs[entry] = crc32(memory[offset : offset + nbytes])
                 offset += nbytes
         self._gathered.clear()
+
+
+def _is_on_host(source: StorageSource | None) -> bool:
+    return source is not None and source.device.type == "cpu"
 
 
 def _crcs(sources: Sequence[StorageSource], step: int) -> Iterator[tuple[int, int]]:
@@ -148,11 +152,4 @@ def _gather(sources: Sequence[StorageSource], step: int) -> _Gathered:
         rows = memory[:whole].view(-1, ROW_BYTES)[first_row(step, rows_apart) :: rows_apart]
         pieces += [rows.reshape(-1), memory[whole:]]
         sizes.append(rows.numel() + source.nbytes - whole)
-    together = torch.cat(pieces)
-    entries = [source.entry for source in sources]
-    if together.device.type != "cuda":
-        return _Gathered(entries, sizes, together, None)
-    here = torch.empty(together.shape, dtype=torch.uint8, pin_memory=True)
-    here.copy_(together, non_blocking=True)
-    event: torch.cuda.Event = torch.cuda.current_stream().record_event()
-    return _Gathered(entries, sizes, here, event)
+    return _Gathered([source.entry for source in sources], sizes, *brought(torch.cat(pieces)))

@@ -90,6 +90,11 @@ class Gate:
             self._held = None
             self._closed = True
 
+    def leave_open(self) -> None:
+        """A save that holds back nothing. Training thread only."""
+        with self._changed:
+            self._waited_seconds = 0.0
+
     def hold(self, storages: Collection[int]) -> None:
         """Only these are going to be read: what is not among them may be updated at once. Copy thread.
 

@@ -37,6 +37,7 @@ class HookProof:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._clean: dict[int, int] = {}  # optimizer → after how many saves its hook came first
+        self._recorded: set[int] = set()  # optimizers; for good
         self._clean_needed = 1
         self._holds_for: TearCheck | None = None  # the plan for which all that is needed is proven
         self._pending: SavedInstant | None = None  # nothing was changed since, as far as is known
@@ -74,6 +75,11 @@ class HookProof:
         else:
             self._clean[id(optimizer)] = self._clean.get(id(optimizer), 0) + 1
 
+    def recorded(self, optimizer: Optimizer) -> None:
+        """A graph of its step is being recorded: the replays will call no hook."""
+        self._recorded.add(id(optimizer))
+        self._holds_for = None
+
     def excused(self) -> None:
         """The copy was waited for: what is changed from here on needs no hook."""
         self._pending = None
@@ -97,7 +103,11 @@ class HookProof:
             )
 
     def _is_proven(self, instant: SavedInstant) -> bool:
-        open_ones = [one for one in self._optimizers if self._clean.get(id(one), 0) < self._clean_needed]
+        open_ones = [
+            one
+            for one in self._optimizers
+            if id(one) in self._recorded or self._clean.get(id(one), 0) < self._clean_needed
+        ]
         if not open_ones:
             return True
         needed = set(instant.storages())

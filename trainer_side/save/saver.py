@@ -25,7 +25,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,11 +33,14 @@ from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.faultpoint import Point, reach
 from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
 from trainer_side.save.copier import Copier, CopyJob
+from trainer_side.save.device_lane import StreamEvent, in_order_with, lane_of
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.places import NoRoom, Room, StepPlace
 from trainer_side.save.planner import Planner, SavePlan
 from trainer_side.save.rank_context import RankContext
+from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
+from trainer_side.state import accelerator
 from trainer_side.state.skeleton import Capture, Outgrown
 from trainer_side.state.survey import StorageSource
 from trainer_side.transfer import Transfer
@@ -92,8 +95,8 @@ class Saver:
         """See `Checkpointer.save`."""
         begun, saved_at_unix = time.monotonic(), time.time()
         reach(Point.SAVE_BEGUN)
-        if (problem := self._link.problem) is not None and not self._tiers.takes_steps:
-            return self._decline(step, DeclineCause.STAGER_LOST.because(problem), tell=False)
+        if (refusal := self._refusal()) is not None:
+            return self._decline(step, refusal, tell=self._problem() is None)
         try:
             with no_collections():
                 plan, taken = self._planner.take()
@@ -107,8 +110,8 @@ class Saver:
             if needed and self._link.rank == 0:
                 self._tiers.council.make_room(needed)
             return self._decline(step, DeclineCause.OUTGROWN.because(outgrown), needed_pickle_bytes=needed)
-        except NoRoom as refusal:
-            return self._decline(step, refusal.reason)
+        except NoRoom as no_room:
+            return self._decline(step, no_room.reason)
         record: dict[str, Any] = {"saved_at_unix": saved_at_unix}
         try:
             # The training thread is here, so what was taken stays as it is meanwhile.
@@ -117,61 +120,108 @@ class Saver:
             if answer is not None and not self._tiers.takes_steps:
                 return self._decline(step, answer, tell=False)  # all were told the same
             place = self._room.take(step, record)
-        except NoRoom as refusal:
-            return self._decline(step, refusal.reason)
+        except NoRoom as no_room:
+            return self._decline(step, no_room.reason)
         record["wait_seconds"] = wait_seconds
         try:
             with no_collections():
-                instant = plan.tear_check.take(taken, step)
-                taken = taken._replace(tensors=())  # those that are looked at are with the instant
-                has_begun = self._begin(step, plan, taken, instant, place, answer, record, begun)
+                job = self._begin(step, plan, taken, place, answer, record, begun)
+        except torch.OutOfMemoryError as error:
+            # The device is full: training may go on in what it has, and a checkpoint is no reason to end it.
+            full = DeclineCause.NO_MEMORY.because(f"the device has none left: {error}")
+            self._give_back(place, full)
+            return self._decline(step, full)
         except BaseException:
-            self._room.give_back(place, DeclineCause.COPY_FAILED.because("save() ended with an error"))
+            self._give_back(place, DeclineCause.COPY_FAILED.because("save() ended with an error"))
             raise
-        if has_begun:
-            self._copier.finish_what_would_tear(instant)
-        return has_begun
+        if job is None:
+            return False
+        self._copier.finish_what_would_tear(job.instant)
+        return True
 
     def _begin(
         self,
         step: int,
         plan: SavePlan,
         taken: Capture,
-        instant: SavedInstant | None,
         place: StepPlace,
         answer: Reason | None,
         record: dict[str, Any],
         begun: float,
-    ) -> bool:
+    ) -> CopyJob | None:
         """Take what must be taken at once, and set the rest going. `answer`: what the stager has said already."""
-        sources, area = taken.sources, place.area
-        area.copy_now(sources, dict(taken.contents))
-        fingerprints = None
-        if plan.watched:
-            fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared)
-            fingerprints.take_now(sources)
+        area, device = place.area, _device(taken.sources)
+        if device is None:
+            begins = self._take(step, plan, taken, area, None)
+        else:
+            with in_order_with(device, self._copier.update_streams):
+                begins = self._take(step, plan, taken, area, device)
         record |= {
             "slice_bytes": area.nbytes,
             "save_seconds": 0.0,
             "host": socket.gethostname(),
         }
-        device = _device(sources)
-        after = torch.cuda.current_stream(device).record_event() if device is not None else None
-        self._copier.shut()
+        self._copier.shut(gate=begins.is_live)
         transfer = (
             self._link.offer(step, area, record) if answer is None else Transfer.none(step, record, answer)
         )
         if transfer.released.is_set() and place.keeping is None:  # refused at once: nothing is copied
             self._copier.reopen()
             nowhere = Reason(OTHER, "no local tier has a free slot, and there is no stager")
-            return self._decline(step, transfer.reason or nowhere, tell=False)
+            area.drop()
+            self._decline(step, transfer.reason or nowhere, tell=False)
+            return None
         record["save_seconds"] = time.monotonic() - begun
         self._room.send(place, transfer)
-        self._copier.copy(
-            CopyJob(transfer, area, plan.router, taken, after, fingerprints, place.keeping, instant)
+        job = CopyJob(
+            transfer,
+            area,
+            plan.router,
+            taken._replace(tensors=()),  # those that are looked at are with the instant
+            begins.after,
+            begins.fingerprints,
+            place.keeping,
+            begins.instant,
+            device=device,
         )
+        self._copier.copy(job)
         self._ledger.begun(transfer, place.keeping)
-        return True
+        return job
+
+    def _take(
+        self, step: int, plan: SavePlan, taken: Capture, area: Staging, device: torch.device | None
+    ) -> _Taken:
+        """Take what must be taken at once: with room on the device for a mirror, all that is there."""
+        sources, gate = taken.sources, self._copier.gate
+        route = None
+        if device is not None:
+            route = plan.router.route(sources, gate.update_order, order_changed=gate.order_changed)
+        is_mirrored = area.copy_now(sources, dict(taken.contents), route)
+        is_live = route is None or not is_mirrored or bool(area.live(route).host)
+        instant = None
+        if is_live:
+            tear_check = plan.tear_check.on_host(sources) if is_mirrored else plan.tear_check
+            instant = tear_check.take(taken, step)
+        fingerprints = None
+        if plan.watched:
+            fingerprints = Fingerprints(plan.watched, plan.skeleton.gated, step, plan.shared)
+            fingerprints.take_now(sources, also_gated=not is_live)
+        after = None if device is None else lane_of(device).record()
+        return _Taken(is_live, instant, fingerprints, after)
+
+    def _give_back(self, place: StepPlace, reason: Reason) -> None:
+        place.area.drop()
+        self._room.give_back(place, reason)
+
+    def _refusal(self) -> Reason | None:
+        """Why no save can begin now."""
+        if (problem := self._link.problem) is not None and not self._tiers.takes_steps:
+            return DeclineCause.STAGER_LOST.because(problem)
+        if accelerator.is_capturing():
+            return DeclineCause.COPY_FAILED.because(
+                "save() was called while a graph is being recorded; call it between replays"
+            )
+        return None
 
     def _problem(self) -> HoldfastError | None:
         return self._link.problem
@@ -189,11 +239,26 @@ class Saver:
         return False
 
 
+class _Taken(NamedTuple):
+    """A save, after what must be taken at once.
+
+    Attributes:
+        is_live: Whether the rest is copied from live tensors, so that updates must wait for it.
+        instant: What those were like.
+        fingerprints: Begun. `after`: where the current stream is then.
+    """
+
+    is_live: bool
+    instant: SavedInstant | None
+    fingerprints: Fingerprints | None
+    after: StreamEvent | None
+
+
 def _device(sources: Sequence[StorageSource | None]) -> torch.device | None:
-    """The CUDA device that tensors of the state lie on; None: all are in host memory."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    """The device that tensors of the state lie on; None: all are in host memory."""
+    if accelerator.kind() is None:
         return None
-    devices = {source.device for source in sources if source is not None and source.device.type == "cuda"}
+    devices = {source.device for source in sources if source is not None and source.device.type != "cpu"}
     if len(devices) > 1:
         raise StateError(
             f"tensors of the state lie on {' and '.join(sorted(map(str, devices)))}; expected the tensors of a rank on "

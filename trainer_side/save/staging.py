@@ -1,7 +1,8 @@
 """A staging area: this rank's bytes of one checkpoint, frame by frame, on their way from the tensors to the wire.
 
-    copy_now    training thread, in `save()`: what anything may change: data.pkl, buffers, `PerRank` values
-    copy_gated  copy thread, behind the gate: what only the optimizer changes, batch by batch
+    copy_now    training thread, in `save()`: what anything may change: data.pkl, buffers, `PerRank` values;
+                with room on the device all that is there
+    copy_gated  copy thread: what is on its way from the device; behind the gate: what only the optimizer changes
     is_ready    the sender: a frame may go as soon as all its pieces are there
 
 Allocated and touched once per layout: the first touch of fresh pages costs far more than the copy itself. Literals are
@@ -20,9 +21,14 @@ from holdfast.faultpoint import Point, reach
 from holdfast.image.slices import frames_of
 from trainer_side.save.copy_engine import CopyEngine, Move
 from trainer_side.save.copy_plan import Batch, CopyPiece, Route, SlicePlan, batches
+from trainer_side.save.device_copy import Mirror
+from trainer_side.save.device_lane import StreamEvent
 from trainer_side.save.host_memory import huge_buffer, in_slot, locked_buffer
 from trainer_side.state.skeleton import Skeleton
 from trainer_side.state.survey import StorageSource
+
+# Counters of steps and the like beside tensors on a device: so few bytes are copied in `save()`, without any gate.
+_HOST_BYTES_AT_ONCE = 1 << 20
 
 
 class Staging:
@@ -68,6 +74,9 @@ class Staging:
         self._places: list[tuple[int, int, torch.device] | None] = []
         self._now: tuple[tuple[Batch, ...], tuple[Batch, ...]] = (), ()
         self._landing: Callable[[], None] | None = None
+        self._mirror: Mirror | None = None
+        self._took_host = False  # beside the mirror, all that is in host memory
+        self._mirrored_now = 0  # so many batches of the mirror are what is captured at once
         for frame in frames_of(skeleton.layout, skeleton.rank):
             offset = frame.offset
             for extent in frame.extents:
@@ -92,8 +101,11 @@ class Staging:
         return self._copies_left[self._frame_at[offset]] == 0
 
     def copy_now(
-        self, sources: Sequence[StorageSource | None], contents: Mapping[int, bytes | memoryview]
-    ) -> None:
+        self,
+        sources: Sequence[StorageSource | None],
+        contents: Mapping[int, bytes | memoryview],
+        route: Route | None = None,
+    ) -> bool:
         """Take what must be captured before `save()` returns. Training thread; the area must be released.
 
         What lies on a device is captured in the order of the current stream, and arrives later: no update that is
@@ -102,13 +114,45 @@ class Staging:
         Args:
             sources: Per entry its storage; None where `contents` has the bytes.
             contents: Entries whose bytes are made, not copied from a tensor (data.pkl, `PerRank` values).
+            route: The way through what is gated, where some of it is on a device.
+
+        Returns:
+            Whether all that is on a device is taken: `copy_gated` reads nothing there, and needs no gate for it.
         """
         self._copies_left = [*self._copies_at_first]
+        self._took_host = False
+        self._mirror = self._landing = None
         self.fill(contents)
         host, device = self._batches_now(sources, contents)
         for batch in host:
             self._engine.copy_host(batch, self.memory, self._move)
-        self._landing = self._engine.capture(device, sources, self.memory)
+        behind = () if route is None else route.device
+        if route is not None:
+            self._mirror = self._engine.mirror((*device, *behind), sources)
+            self._mirrored_now = len(device)
+        if self._mirror is None:
+            self._landing = self._engine.capture(device, sources, self.memory, behind=behind)
+        elif route is not None and sum(batch.nbytes for batch in route.host) <= _HOST_BYTES_AT_ONCE:
+            self._took_host = True
+            for batch in route.host:
+                self._engine.copy_host(batch, self.memory, self._move)
+                self._count(batch)
+        return self._mirror is not None
+
+    def drop(self) -> None:
+        """No `copy_gated` follows on `copy_now`, or it has failed. Waits for what is on its way into the area, which is
+        going to be used again.
+        """
+        self._mirror = None
+        if self._landing is not None:
+            self._landing()
+            self._landing = None
+
+    def live(self, route: Route) -> Route:
+        """What of the route is still to be read from live tensors. Between `copy_now` and `copy_gated`."""
+        if self._mirror is None:
+            return route
+        return Route((), (), frozenset()) if self._took_host else route.on_host()
 
     def fill(self, contents: Mapping[int, bytes | memoryview]) -> None:
         """Lay down entries whose bytes are made. By `copy_now`, or after it and before `copy_gated` gives frames away.
@@ -153,14 +197,14 @@ class Staging:
         sources: Sequence[StorageSource | None],
         route: Route,
         *,
-        after: torch.cuda.Event | None,
+        after: StreamEvent | None,
         cancelled: Callable[[], bool],
         passed: Callable[[Collection[int]], None],
         copied: Callable[[], None],
         was_read: Callable[[Batch], None] = lambda _: None,
         was_copied: Callable[[Batch], None] = lambda _: None,
     ) -> None:
-        """Copy what only the optimizer changes, in the order of the route. Copy thread only.
+        """Copy what only the optimizer changes, in the order of the route, and bring what was taken. Copy thread only.
 
         Args:
             sources: Per entry its storage.
@@ -172,6 +216,8 @@ class Staging:
             was_read: Called with each batch that was read, before its storages are passed; it may cancel.
             was_copied: Called with each batch whose bytes are in the area, before its frames may go; it may cancel.
         """
+        route = self.live(route)
+        mirror, self._mirror = self._mirror, None
         unread = len(route.host) + len(route.device)
 
         def read(batch: Batch) -> None:
@@ -184,19 +230,43 @@ class Staging:
             if not unread:
                 copied()
 
-        def arrived(batch: Batch) -> None:
-            was_copied(batch)
+        def arrived(batch: Batch, *, look: Callable[[Batch], None] = was_copied) -> None:
+            look(batch)
             # An update that did not wait comes after `cancelled`: what is here before is of the checkpoint.
             if not cancelled():
-                for frame, count in batch.frames.items():
-                    self._copies_left[frame] -= count
+                self._count(batch)
 
-        self._land()
+        if mirror is None:
+            self._land()
         self._engine.copy(route, sources, self.memory, after, cancelled, read, arrived, move=self._move)
         if unread or not (route.host or route.device):
             copied()
+        if mirror is not None:
+            self._bring(mirror, cancelled, arrived)
         if not self._plan.gated and not cancelled():
             self._copies_left = [0] * len(self._copies_left)
+
+    def _bring(self, mirror: Mirror, cancelled: Callable[[], bool], arrived: Callable[..., None]) -> None:
+        left = self._mirrored_now
+        if not left:
+            self._land()
+
+        def here(batch: Batch) -> None:
+            nonlocal left
+            for _ in batch.pieces:
+                reach(Point.TENSOR_COPIED)
+            if left > 0:
+                left -= 1
+                if not left:
+                    self._land()
+            else:
+                arrived(batch, look=lambda _: None)  # nothing could change it on the way
+
+        self._engine.bring(mirror, self.memory, cancelled, here)
+
+    def _count(self, batch: Batch) -> None:
+        for frame, count in batch.frames.items():
+            self._copies_left[frame] -= count
 
     def _land(self) -> None:
         """What `copy_now` has captured is here, all of it: frames count from now on."""

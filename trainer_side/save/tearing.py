@@ -13,9 +13,11 @@ fused kernels it does not count in DTensors at all.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ import torch
 from holdfast.image.layout import Layout
 from holdfast.image.replicas import first_row
 from trainer_side.save.copy_plan import Batch, CopyPiece, SlicePlan
+from trainer_side.save.device_lane import brought
+from trainer_side.state import accelerator
 from trainer_side.state.skeleton import Capture
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.survey import StorageSource
@@ -71,6 +75,8 @@ class TearCheck:
     def __init__(
         self, layout: Layout, slice_plan: SlicePlan, gated: Sequence[bool], watched: Mapping[int, int]
     ) -> None:
+        self._made_of = layout, slice_plan, gated, watched
+        self._on_host: tuple[list[bool], TearCheck] | None = None
         sent = {piece.entry for piece in slice_plan.gated}
         self.pieces = [
             *slice_plan.gated,
@@ -113,14 +119,27 @@ class TearCheck:
         drawn = [0, *(first_row(_WORDS * step + word, _DRAWN_OF) for word in range(1, _WORDS))]
         within = (self._room[:, None] * (np.array(drawn) / _DRAWN_OF)).astype(np.int64)
         readable, device_words = self._whole, None
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if accelerator.kind() is not None:
             on_device = np.array([source.device.type != "cpu" for source in sources], bool)
             readable = self._whole & ~on_device
             chosen = np.flatnonzero(self._whole & on_device)
             if chosen.size:
                 chosen = np.roll(chosen, -first_row(step, chosen.size))[:_DEVICE_PIECES_MAX]
-                device_words = DeviceWords(chosen.tolist(), self, sources, within)
+                with contextlib.suppress(torch.OutOfMemoryError):  # counters are compared all the same
+                    device_words = DeviceWords(chosen.tolist(), self, sources, within)
         return SavedInstant(self, step, tensors, sources, within, readable, device_words)
+
+    def on_host(self, sources: Sequence[StorageSource | None]) -> TearCheck:
+        """The checks of what is in host memory, where all that is on a device is copied already."""
+        layout, slice_plan, gated, watched = self._made_of
+        here = [
+            one and source is not None and source.device.type == "cpu"
+            for one, source in zip(gated, sources, strict=True)
+        ]
+        if self._on_host is None or self._on_host[0] != here:
+            pieces = tuple(piece for piece in slice_plan.gated if here[piece.entry])
+            self._on_host = here, TearCheck(layout, replace(slice_plan, gated=pieces), here, watched)
+        return self._on_host[1]
 
     def look(self, batch: Batch) -> BatchLook:
         """What is looked at of a batch; kept, since batches are the same as long as no tensor moves. Copy thread."""
@@ -266,13 +285,7 @@ class DeviceWords:
                 parts.append(memory[begin : begin + self._width(place)])
                 nbytes += self._width(place)
         together = torch.cat(parts)
-        self._arrived: torch.cuda.Event | None = None
-        if together.device.type == "cuda":
-            self._here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            self._here.copy_(together, non_blocking=True)
-            self._arrived = torch.cuda.current_stream(together.device).record_event()
-        else:
-            self._here = together
+        self._here, self._arrived = brought(together)
 
     def wrong(self, places: Iterable[int], area: torch.Tensor) -> int | None:
         """One of these places of which the staging area has other words; None: of none that is looked at."""

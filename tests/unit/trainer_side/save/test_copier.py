@@ -52,6 +52,13 @@ class SlowStaging:
         assert self.storage in update_order()
         return Route((), (), frozenset({self.storage}))
 
+    @staticmethod
+    def live(route: Route) -> Route:
+        return route
+
+    def drop(self) -> None:
+        """Nothing is on its way."""
+
     def copy_gated(
         self,
         _sources: Sequence[Any],
@@ -161,8 +168,8 @@ def test_close_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class FakeFingerprints:
-    def take_gated(self, _sources: Sequence[Any], after: Any) -> None:
-        assert after is None
+    def take_gated(self, _sources: Sequence[Any]) -> None:
+        """They are there."""
 
     def text(self) -> str:
         return "AAAAAA=="

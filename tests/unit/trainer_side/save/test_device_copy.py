@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 
 from tests.unit.trainer_side.slices import laid_out, source_of, tensors_of
 from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch, Router, SlicePlan, batches
-from trainer_side.save.device_copy import DeviceCopy, StreamEvent
+from trainer_side.save.device_copy import DeviceCopy
+from trainer_side.save.device_lane import DeviceMemory, StreamEvent
+from trainer_side.save.mirror_room import MirrorRoom
 from trainer_side.state.survey import StorageSource
 
 SLOTS_BYTES = 8 * BATCH_BYTES_MAX
@@ -30,10 +33,10 @@ class Moment:
 
 
 class FakeLane:
-    """A stream whose work is done at once; counts what was asked of it."""
+    """A stream whose work is done at once; counts what was asked of it. It has memory for `room_bytes`, at most."""
 
-    def __init__(self, spare_bytes: int = 0) -> None:
-        self._spare_bytes = spare_bytes
+    def __init__(self, room_bytes: int = PLENTY) -> None:
+        self._room_bytes = room_bytes
         self.device_bytes: list[int] = []
         self.host_bytes: list[int] = []
         self.events = self.waits = self.reached = 0
@@ -47,6 +50,8 @@ class FakeLane:
         return Moment(self, self.events)
 
     def on_device(self, nbytes: int) -> torch.Tensor:
+        if nbytes + sum(self.device_bytes) > self._room_bytes:
+            raise torch.OutOfMemoryError("full")
         self.device_bytes.append(nbytes)
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
 
@@ -54,8 +59,8 @@ class FakeLane:
         self.host_bytes.append(nbytes)
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
 
-    def spare_bytes(self) -> int:
-        return self._spare_bytes
+    def memory(self) -> DeviceMemory | None:
+        return None
 
 
 class State:
@@ -74,21 +79,28 @@ class State:
         self.told: list[tuple[str, Batch]] = []
 
     def copy(
-        self, engine: DeviceCopy, *, stop_after: int = 10**9, on_read: Callable[[], None] = lambda: None
+        self,
+        engine: DeviceCopy,
+        *,
+        stop_after: int = 10**9,
+        on_mirrored: Callable[[], None] = lambda: None,
     ) -> None:
         def read(batch: Batch) -> None:
             self.told.append(("read", batch))
-            on_read()
 
-        engine.copy(
-            self.batches,
-            self.sources,
-            self.area,
-            None,
-            lambda: len(self.told) >= stop_after,
-            read,
-            lambda batch: self.told.append(("arrived", batch)),
-        )
+        def cancelled() -> bool:
+            return len(self.told) >= stop_after
+
+        def arrived(batch: Batch) -> None:
+            self.told.append(("arrived", batch))
+
+        mirror = engine.mirror(self.batches, self.sources)
+        if mirror is not None:
+            on_mirrored()
+            engine.bring(mirror, self.area, cancelled, arrived)
+            return
+        engine.capture((), self.sources, self.area, behind=self.batches)
+        engine.copy(self.batches, self.sources, self.area, None, cancelled, read, arrived)
 
     def check(self, expected: list[torch.Tensor] | None = None) -> None:
         between = torch.ones(len(self.area), dtype=torch.bool)
@@ -107,98 +119,132 @@ def _state() -> State:
     return State(sizes)
 
 
-@pytest.mark.parametrize("spare_bytes", [0, PLENTY], ids=["C", "G"])
-def test_each_byte_arrives_and_is_read_before(spare_bytes: int) -> None:
+def _engine(lane: FakeLane, mirror_bytes_max: int) -> DeviceCopy:
+    return DeviceCopy(lane, MirrorRoom(mirror_bytes_max))
+
+
+STRATEGIES = pytest.mark.parametrize("mirror_bytes_max", [0, PLENTY], ids=["C", "mirror"])
+
+
+@STRATEGIES
+def test_each_byte_arrives(mirror_bytes_max: int) -> None:
     state = _state()
     assert len(state.batches) > 8, "no slot is used twice"
-    engine = DeviceCopy(FakeLane(spare_bytes))
+    engine = _engine(FakeLane(), mirror_bytes_max)
     for _ in range(2):
         state.area.zero_()
         state.told.clear()
         state.copy(engine)
         state.check()
-        for what in ("read", "arrived"):
-            assert [batch for told, batch in state.told if told == what] == list(state.batches)
-        for batch in state.batches:
+        assert [batch for told, batch in state.told if told == "arrived"] == list(state.batches)
+        read = [batch for told, batch in state.told if told == "read"]
+        assert read == ([] if mirror_bytes_max else list(state.batches))
+        for batch in read:
             assert state.told.index(("read", batch)) < state.told.index(("arrived", batch))
         for tensor in state.tensors:
             tensor.add_(1)
 
 
-def test_small_tensors_cross_together() -> None:
+@STRATEGIES
+def test_small_tensors_cross_together(mirror_bytes_max: int) -> None:
     """One crossing and one event for each batch, not for each tensor."""
     state, lane = State([4096] * 10_000), FakeLane()
-    state.copy(DeviceCopy(lane))
+    state.copy(_engine(lane, mirror_bytes_max))
     state.check()
-    assert lane.events == len(state.batches) <= 100
+    assert lane.events <= len(state.batches) + 1 <= 100
 
 
-@pytest.mark.parametrize("spare_bytes", [0, PLENTY], ids=["C", "G"])
-def test_its_own_memory_is_taken_once_and_bounded(spare_bytes: int) -> None:
-    state, lane = _state(), FakeLane(spare_bytes)
-    engine = DeviceCopy(lane)
+def test_without_a_mirror_memory_is_taken_once_and_in_save() -> None:
+    state, lane = _state(), FakeLane()
+    engine = _engine(lane, 0)
     for _ in range(3):
+        engine.capture((), state.sources, state.area, behind=state.batches)
+        assert (lane.host_bytes, lane.device_bytes) == ([SLOTS_BYTES], [SLOTS_BYTES])
         state.copy(engine)
-    assert lane.host_bytes == [SLOTS_BYTES]
-    (device_bytes,) = lane.device_bytes
-    gated_bytes = sum(piece.nbytes for piece in state.plan.gated)
-    if spare_bytes:
-        assert gated_bytes <= device_bytes <= gated_bytes + 512 * len(state.batches)
-    else:
-        assert device_bytes == SLOTS_BYTES
+    assert (lane.host_bytes, lane.device_bytes) == ([SLOTS_BYTES], [SLOTS_BYTES])
 
 
-def test_with_a_mirror_updates_go_on_before_anything_has_crossed() -> None:
+def test_a_mirror_is_given_back_piece_by_piece() -> None:
+    state, lane = State([8 << 20] * 16), FakeLane()
+    engine = _engine(lane, PLENTY)
+    mirror = engine.mirror(state.batches, state.sources)
+    assert mirror is not None
+    assert sum(lane.device_bytes) >= 16 * (8 << 20)
+    assert max(lane.device_bytes) <= 40 << 20
+    alive = [weakref.ref(section.memory) for section in mirror._sections]
+    left: list[int] = []
+    engine.bring(
+        mirror,
+        state.area,
+        lambda: False,
+        lambda _: left.append(sum(one() is not None for one in alive)),
+    )
+    state.check()
+    assert left[0] == len(alive)
+    assert left[-1] < len(alive), "all of it was kept until the end"
+    assert all(one() is None for one in alive)
+
+
+def test_with_a_mirror_anything_may_change_as_soon_as_it_is_queued() -> None:
     state = _state()
     expected = [tensor.clone() for tensor in state.tensors]
-    reads = 0
 
     def update() -> None:
-        nonlocal reads
-        reads += 1
-        if reads == len(state.batches):  # the gate is open
-            for tensor in state.tensors:
-                tensor.fill_(255)
+        for tensor in state.tensors:
+            tensor.fill_(255)
 
-    state.copy(DeviceCopy(FakeLane(PLENTY)), on_read=update)
-    count = len(state.batches)
-    assert [what for what, _ in state.told] == ["read"] * count + ["arrived"] * count
+    state.copy(_engine(FakeLane(), PLENTY), on_mirrored=update)
+    assert [what for what, _ in state.told] == ["arrived"] * len(state.batches)
     state.check(expected)
 
 
-@pytest.mark.parametrize("device_bytes_max", [0, 1000])
-def test_no_mirror_is_made_above_the_limit(device_bytes_max: int) -> None:
-    state, lane = _state(), FakeLane(PLENTY)
-    state.copy(DeviceCopy(lane, device_bytes_max=device_bytes_max))
+@pytest.mark.parametrize("limit", [0, 1000])
+def test_no_mirror_is_made_above_the_limit(limit: int) -> None:
+    state, lane = _state(), FakeLane()
+    state.copy(_engine(lane, limit))
     state.check()
     assert lane.device_bytes == [SLOTS_BYTES]
 
 
-def test_a_device_that_is_full_after_all_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Full(FakeLane):
-        def on_device(self, nbytes: int) -> torch.Tensor:
-            if nbytes != SLOTS_BYTES:
-                raise torch.OutOfMemoryError("full")
-            return super().on_device(nbytes)
-
-    state, engine = _state(), DeviceCopy(Full(PLENTY))
-    for _ in range(2):
-        state.copy(engine)
+@pytest.mark.parametrize("room_bytes", [0, SLOTS_BYTES], ids=["nothing", "scratch"])
+def test_a_device_that_is_full_after_all_is_copied_without_a_mirror(
+    room_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With nothing at all, each small tensor crosses by itself."""
+    state = State([4 << 20, *[4096] * 700, 8 << 20, 4 << 20, 8 << 20])
+    lane = FakeLane(room_bytes)
+    state.copy(_engine(lane, PLENTY))
     state.check()
     assert caplog.text.count("no memory on the device") == 1
+    assert sum(lane.device_bytes) == room_bytes
 
 
-@pytest.mark.parametrize("spare_bytes", [0, PLENTY], ids=["C", "G"])
-def test_when_a_cancelled_copy_returns_nothing_is_read_any_more(spare_bytes: int) -> None:
-    state, lane = _state(), FakeLane(spare_bytes)
-    state.copy(DeviceCopy(lane), stop_after=1)
+@STRATEGIES
+def test_when_a_cancelled_copy_returns_nothing_is_under_way(mirror_bytes_max: int) -> None:
+    state, lane = _state(), FakeLane()
+    state.copy(_engine(lane, mirror_bytes_max), stop_after=1)
     assert lane.reached == lane.events, "something that was queued is still under way"
     assert sum(what == "arrived" for what, _ in state.told) < len(state.batches)
 
 
+@STRATEGIES
+def test_after_an_error_nothing_writes_to_the_host_any_more(mirror_bytes_max: int) -> None:
+    class Failing(FakeLane):
+        def record(self) -> StreamEvent:
+            if self.events == 5:
+                self.events += 1
+                raise RuntimeError("the device says no")
+            return super().record()
+
+    state, lane = _state(), Failing()
+    with pytest.raises(RuntimeError, match="the device says no"):
+        state.copy(_engine(lane, mirror_bytes_max))
+    assert lane.reached == lane.events > 6
+
+
 def test_what_is_captured_is_of_that_moment_in_the_stream() -> None:
     state, lane = _state(), FakeLane()
-    engine = DeviceCopy(lane)
+    engine = _engine(lane, 0)
     captured = batches(state.plan.gated, state.sources)
     for _ in range(2):
         lane.waits = 0
@@ -211,3 +257,14 @@ def test_what_is_captured_is_of_that_moment_in_the_stream() -> None:
         assert lane.reached == lane.events
         state.check(expected)
     assert len(lane.host_bytes) == 1
+
+
+def test_what_is_captured_on_a_full_device_crosses_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    state = _state()
+    captured = batches(state.plan.gated, state.sources)
+    monkeypatch.setattr(torch, "cat", full)
+    _engine(FakeLane(0), 0).capture(captured, state.sources, state.area)()
+    state.check()

@@ -25,7 +25,7 @@ def _tensors() -> list[torch.Tensor]:
 def _taken(tensors: list[torch.Tensor], step: int, *, gated: bool = True) -> tuple[int, ...]:
     fingerprints = Fingerprints(range(len(tensors)), [gated] * len(tensors), step)
     fingerprints.take_now(_sources(tensors))
-    fingerprints.take_gated(_sources(tensors), None)
+    fingerprints.take_gated(_sources(tensors))
     return decode(fingerprints.text(), len(tensors))
 
 
@@ -55,7 +55,7 @@ def test_what_is_not_gated_is_sampled_at_once() -> None:
     fingerprints.take_now(_sources(tensors))
     for tensor in tensors:
         tensor.zero_()
-    fingerprints.take_gated(_sources(tensors), None)
+    fingerprints.take_gated(_sources(tensors))
     assert decode(fingerprints.text(), len(tensors)) == want
 
 
