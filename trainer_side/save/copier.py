@@ -29,13 +29,14 @@ from holdfast.telemetry.events import EventLog
 from trainer_side.ledger import Ledger
 from trainer_side.link.to_stager import ToStager
 from trainer_side.save.copy_plan import Batch, Router
-from trainer_side.save.device_lane import StreamEvent, enter_thread
+from trainer_side.save.device_lane import enter_thread
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.gate import Gate
 from trainer_side.save.hook_proof import HookProof
 from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
 from trainer_side.state import accelerator
+from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Capture, Outgrown
 from trainer_side.state.tree import with_inner
 from trainer_side.tiers.keeping import Keeping

@@ -19,8 +19,9 @@ import torch
 
 from trainer_side.save.copy_plan import Batch, Route
 from trainer_side.save.device_copy import DeviceCopy, Mirror
-from trainer_side.save.device_lane import StreamEvent, lane_of
+from trainer_side.save.device_lane import lane_of
 from trainer_side.save.mirror_room import MirrorRoom
+from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.survey import StorageSource
 
 Move = Callable[

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 import torch
 
 from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch
-from trainer_side.save.device_lane import DeviceLane, StreamEvent
+from trainer_side.save.device_lane import DeviceLane
 from trainer_side.save.mirror_room import MirrorRoom
+from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.survey import StorageSource
 
 _log = logging.getLogger("holdfast.trainer")

@@ -10,7 +10,6 @@ all who ask, so one of those would be the user's as well. XPU has no other: ther
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -19,15 +18,7 @@ import torch
 
 from trainer_side.save.device_runtime import device_runtime
 from trainer_side.save.host_memory import locked_buffer
-from trainer_side.state.accelerator import module_of
-
-
-class StreamEvent(Protocol):
-    """A place in a stream."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has come there."""
-        ...
+from trainer_side.state.accelerator import StreamEvent, module_of, record
 
 
 class DeviceMemory(NamedTuple):
@@ -85,9 +76,6 @@ class AcceleratorLane:
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, module_of(device)
         self._stream = _own_stream(device)
-        # A wait that does not keep a core busy: CUDA and ROCm have it, XPU waits like that anyway.
-        parameters = inspect.signature(self._module.Event.__new__).parameters
-        self._event_options = {"blocking": True} if "blocking" in parameters else {}
 
     @contextmanager
     def beside(self, after: StreamEvent | None) -> Iterator[None]:
@@ -99,9 +87,7 @@ class AcceleratorLane:
 
     def record(self) -> StreamEvent:
         """As `DeviceLane`."""
-        event: StreamEvent = self._module.Event(**self._event_options)
-        self._module.current_stream(self._device).record_event(event)
-        return event
+        return record(self._device)
 
     def on_device(self, nbytes: int) -> torch.Tensor:
         """As `DeviceLane`."""
@@ -127,15 +113,6 @@ class AcceleratorLane:
 def lane_of(device: torch.device) -> AcceleratorLane:
     """The lane of a device. Any thread."""
     return AcceleratorLane(device)
-
-
-def brought(memory: torch.Tensor) -> tuple[torch.Tensor, StreamEvent | None]:
-    """A small tensor in host memory, and when it is there; queued on the current stream of its own device."""
-    if memory.device.type == "cpu":
-        return memory, None
-    here = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
-    here.copy_(memory, non_blocking=True)
-    return here, lane_of(memory.device).record()
 
 
 @contextmanager

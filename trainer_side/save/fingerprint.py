@@ -21,7 +21,7 @@ import torch
 
 from holdfast.crc import crc32
 from holdfast.image.replicas import ROW_BYTES, digest, encode, first_row, stride
-from trainer_side.save.device_lane import StreamEvent, brought
+from trainer_side.state.accelerator import StreamEvent, brought
 from trainer_side.state.survey import StorageSource
 
 _ROW = np.dtype((np.void, ROW_BYTES))

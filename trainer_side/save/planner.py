@@ -28,6 +28,7 @@ from trainer_side.save.copy_plan import Router, SlicePlan
 from trainer_side.save.places import NoRoom, Room
 from trainer_side.save.rank_context import RankContext
 from trainer_side.save.tearing import TearCheck
+from trainer_side.state.arriving import settle
 from trainer_side.state.skeleton import Capture, Outgrown, Skeleton, capture, plan
 from trainer_side.state.tree import classify, collect
 
@@ -93,7 +94,7 @@ class Planner:
         # The first time all ranks wait for each other.
         if self._plan is None:
             self._agreeing.begin()
-        collected = self._agreeing.collect() if self._plan is None else collect(self._state)
+        collected = self._agreeing.collect() if self._plan is None else collect(self._state, may_arrive=True)
         tree = self._agreeing.named(collected, self._agreed)
         self._widen(tree)
         self._spare()
@@ -103,6 +104,7 @@ class Planner:
                 return self._plan, taken
         # First save, or other tensors than before. All ranks come here at the same step, so they may wait for
         # each other; a rank that is still sending must wait for its buffer first, and not decline.
+        settle(collected)
         self._agree(collected)
         tree = self._agreeing.named(collected, self._agreed)
         planned = self._renew_together(tree)
@@ -117,6 +119,7 @@ class Planner:
         if self._plan is None or wanted <= before.pickle_reserve_bytes:
             return
         self._agreed = replace(before, pickle_reserve_bytes=wanted)
+        settle(tree)
         try:
             self._renew(tree)
         except Outgrown:

@@ -33,7 +33,7 @@ from holdfast.errors import HoldfastError, PeerLost, StateError
 from holdfast.faultpoint import Point, reach
 from holdfast.telemetry.causes import OTHER, DeclineCause, Reason
 from trainer_side.save.copier import Copier, CopyJob
-from trainer_side.save.device_lane import StreamEvent, in_order_with, lane_of
+from trainer_side.save.device_lane import in_order_with, lane_of
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.save.places import NoRoom, Room, StepPlace
 from trainer_side.save.planner import Planner, SavePlan
@@ -41,6 +41,7 @@ from trainer_side.save.rank_context import RankContext
 from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
 from trainer_side.state import accelerator
+from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Capture, Outgrown
 from trainer_side.state.survey import StorageSource
 from trainer_side.transfer import Transfer

@@ -22,8 +22,8 @@ from holdfast.image.slices import frames_of
 from trainer_side.save.copy_engine import CopyEngine, Move
 from trainer_side.save.copy_plan import Batch, CopyPiece, Route, SlicePlan, batches
 from trainer_side.save.device_copy import Mirror
-from trainer_side.save.device_lane import StreamEvent
 from trainer_side.save.host_memory import huge_buffer, in_slot, locked_buffer
+from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Skeleton
 from trainer_side.state.survey import StorageSource
 

@@ -28,8 +28,8 @@ import torch
 from holdfast.image.layout import Layout
 from holdfast.image.replicas import first_row
 from trainer_side.save.copy_plan import Batch, CopyPiece, SlicePlan
-from trainer_side.save.device_lane import brought
 from trainer_side.state import accelerator
+from trainer_side.state.accelerator import brought
 from trainer_side.state.skeleton import Capture
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.survey import StorageSource

@@ -6,7 +6,9 @@ Floors: `torch.accelerator` and `torch.xpu` came with torch 2.6. What a kind of 
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from typing import Any, Protocol
 
 import torch
 
@@ -39,6 +41,37 @@ def own_device() -> torch.device | None:
     module = module_of(one)
     used = [index for index in range(module.device_count()) if module.memory_reserved(index)]
     return torch.device(one, used[0] if len(used) == 1 else module.current_device())
+
+
+class StreamEvent(Protocol):
+    """A place in a stream."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come there."""
+        ...
+
+
+def record(device: torch.device) -> StreamEvent:
+    """Where the current stream of a device is now."""
+    event: StreamEvent = module_of(device).Event(**_event_options(device.type))
+    module_of(device).current_stream(device).record_event(event)
+    return event
+
+
+def brought(memory: torch.Tensor) -> tuple[torch.Tensor, StreamEvent | None]:
+    """A small tensor in host memory, and when it is there; queued on the current stream of its own device."""
+    if memory.device.type == "cpu":
+        return memory, None
+    here = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
+    here.copy_(memory, non_blocking=True)
+    return here, record(memory.device)
+
+
+@functools.cache
+def _event_options(one: str) -> dict[str, bool]:
+    # A wait that does not keep a core busy: CUDA and ROCm must be asked for it, XPU has no other.
+    parameters = inspect.signature(module_of(one).Event.__new__).parameters
+    return {"blocking": True} if "blocking" in parameters else {}
 
 
 def is_capturing() -> bool:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch.nn.parameter import Parameter
 
+from trainer_side.state.arriving import Arriving
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.tree import children
 
@@ -77,7 +78,7 @@ class _Kinds(dict[type, _Kind]):
 _DICTS = frozenset({dict, OrderedDict, Counter})
 _KINDS = _Kinds({torch.Tensor: _TENSOR, Parameter: _TENSOR, list: _LIST, tuple: _LIST})
 _KINDS.update(dict.fromkeys(_DICTS, _DICT))
-_KINDS.update(dict.fromkeys((bool, int, float, complex, str, bytes, type(None)), _PLAIN))
+_KINDS.update(dict.fromkeys((bool, int, float, complex, str, bytes, type(None), Arriving), _PLAIN))
 
 
 class Walked(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainer_side.state.arriving import settle
 from trainer_side.state.outline import Outline, TensorFacts, Walked
 from trainer_side.state.pickling import REFUSED, Pickling, Ready, StandIn
 from trainer_side.state.snapshot import Constants, Snapshot, snapshot
@@ -145,6 +146,7 @@ class Recall:
 
     def pickle(self, tree: Mapping[str, Any], walked: Walked) -> tuple[bytes, set[Any]] | None:
         """The bytes that `Pickling.head` would give, and the classes of values; None if that must say what is wrong."""
+        settle(tree)
         return None if self._ready is None else self._pickled(tree, self._ready.stand_ins(walked.tensors))
 
     def snapshot(self, tree: Mapping[str, Any], walked: Walked) -> Snapshot | None:
@@ -159,6 +161,7 @@ class Recall:
 
     def pickle_snapshot(self, taken: Snapshot) -> tuple[bytes, set[Any]] | None:
         """As `pickle`, of a tree as it was. Any thread."""
+        settle(taken.tree)  # a copy, so nobody else's
         return self._pickled(taken.tree, {})
 
     def _pickled(self, tree: Any, stand_ins: Mapping[int, StandIn]) -> tuple[bytes, set[Any]] | None:

@@ -27,6 +27,7 @@ from holdfast.errors import StateError
 from holdfast.image.layout import Layout
 from holdfast.image.regions import Extent
 from holdfast.wire.state_messages import Agreement
+from trainer_side.state.arriving import settle
 from trainer_side.state.per_rank import PerRank, encode
 from trainer_side.state.per_rank_places import Blobs
 from trainer_side.state.pickling import REFUSED, Pickling, blame, load_structure
@@ -347,6 +348,7 @@ def _in_full(full: Mapping[str, Any], skeleton: Skeleton) -> _TakenNow | None:
     """Survey and pickle; None if the tensors are not those of the plan."""
     zip_parts = skeleton.zip_parts
     skeleton._recalls.clear()
+    settle(full)
     if Shards.are_in(full):
         return None
     found = survey(full)

@@ -13,7 +13,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_KEPT = frozenset({bool, int, float, type(None)})  # and str: all that is pickled without naming a class
+from trainer_side.state.arriving import Arriving
+
+_KEPT = frozenset(
+    {bool, int, float, type(None), Arriving}
+)  # and str: all that is pickled without naming a class
 
 
 class Snapshot(NamedTuple):

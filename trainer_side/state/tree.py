@@ -22,6 +22,7 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 
 from holdfast.errors import StateError
 from holdfast.image.entries import REPLICATED
+from trainer_side.state.arriving import scaler_state
 from trainer_side.state.per_rank import PerRank
 from trainer_side.state.split_kinds import is_quantised, subclass_refusal
 from trainer_side.state.split_tensor import local_of
@@ -45,15 +46,22 @@ class Ownership(NamedTuple):
     gated: bool
 
 
-def collect(state: Mapping[str, Any]) -> dict[str, Any]:
+def collect(state: Mapping[str, Any], *, may_arrive: bool = False) -> dict[str, Any]:
     """The tree that would be saved: each object's `state_dict()`; tensors, plain values and `PerRank` as they are.
 
     The tree holds the live tensors, not copies. Training thread.
+
+    Args:
+        state: The state.
+        may_arrive: Numbers that a device still computes may be `Arriving`: `settle` them before they are looked at.
     """
     tree: dict[str, Any] = {}
     for name, value in state.items():
         own = not isinstance(value, PerRank | type) and callable(getattr(value, "state_dict", None))
-        tree[name] = value.state_dict() if own else value
+        if may_arrive and isinstance(value, torch.amp.GradScaler):
+            tree[name] = scaler_state(value)
+        else:
+            tree[name] = value.state_dict() if own else value
     return tree
 
 

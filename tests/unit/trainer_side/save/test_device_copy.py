@@ -13,8 +13,9 @@ import torch
 from tests.unit.trainer_side.slices import laid_out, source_of, tensors_of
 from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch, Router, SlicePlan, batches
 from trainer_side.save.device_copy import DeviceCopy
-from trainer_side.save.device_lane import DeviceMemory, StreamEvent
+from trainer_side.save.device_lane import DeviceMemory
 from trainer_side.save.mirror_room import MirrorRoom
+from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.survey import StorageSource
 
 SLOTS_BYTES = 8 * BATCH_BYTES_MAX

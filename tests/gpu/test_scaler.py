@@ -1,0 +1,31 @@
+"""A GradScaler in the state: its numbers are of the moment of `save()`, which does not wait for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer_side.state.arriving import Arriving, settle
+from trainer_side.state.tree import collect
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
+]
+
+
+def test_the_numbers_of_a_scaler_arrive_as_they_were() -> None:
+    scaler = torch.amp.GradScaler("cuda", init_scale=512.0)
+    scaler.scale(torch.ones(1, device="cuda"))
+    expected = scaler.state_dict()
+    Arriving(torch.zeros((), device="cuda")).value()  # pinned memory for a number is there from now on
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # cycles: half a second
+    queued: torch.cuda.Event = torch.cuda.current_stream().record_event()
+    tree = collect({"scaler": scaler}, may_arrive=True)
+    there = queued.query()  # type: ignore[no-untyped-call]
+    scale = scaler._scale
+    assert scale is not None
+    scale.fill_(1.0)
+    settle(tree)
+    assert tree == {"scaler": expected}
+    assert not there, "collect() has waited for the device"
