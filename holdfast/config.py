@@ -135,9 +135,9 @@ class TrainerConfig(RoleConfig):
             yet. Each takes a staging area as large as this rank's slice, allocated when it is first needed.
         host_bytes_max: Largest amount of host memory for the staging areas of one rank. As many areas as fit are used,
             at most `in_flight_max`. None: only `in_flight_max` limits them.
-        device_bytes_max: Largest amount of CUDA memory for a copy of the tensors that `optimizer.step()` is about to
-            change; the copy goes to host memory while training goes on. 0: no such copy. None: what is free at the
-            first save, less a tenth of the device's memory.
+        device_bytes_max: Largest amount of a device's memory for a copy of this rank's slice; the copy goes to host
+            memory while training goes on, and updates wait for nothing. 0: no such copy. None: from the second save
+            on, what is free beside the most that training has taken, less a tenth of the device's memory.
         on_full: What `save()` does while every staging area is in use: `skip` declines the step at once; `wait` waits
             until the oldest step in flight is staged.
         full_seconds_max: With `on_full="wait"`: seconds to wait for a staging area before the step is declined. Must be

@@ -17,7 +17,7 @@ def _main() -> None:
         "--policies", default=POLICIES, help=f"when queued work is done (default: {POLICIES})"
     )
     parser.add_argument("--devices", type=int, default=2, help="how many devices there are (default: 2)")
-    parser.add_argument("--device-mib", type=int, default=4096, help="MiB of memory of each (default: 4096)")
+    parser.add_argument("--device-mib", type=int, default=1024, help="MiB of memory of each (default: 1024)")
     parser.add_argument("--python", action="store_true", help="the arguments are Python's, not pytest's")
     known, rest = parser.parse_known_args()
     try:

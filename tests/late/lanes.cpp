@@ -29,7 +29,7 @@ double now_milliseconds() {
   return std::chrono::duration<double, std::milli>(now).count();
 }
 bool can_go_on(const Lane* lane) {
-  if (lane->queue.empty()) return false;
+  if (lane->queue.empty() || lane->queue.front().until_waited) return false;
   for (auto& place : lane->queue.front().behind)
     if (place.lane->done < place.number) return false;
   return true;
@@ -88,8 +88,13 @@ bool touched(const char* host, size_t bytes) {
 void roll() {
   if (!by_dice()) return;
   for (auto throws = thrown_of(4); throws; --throws) {
-    Lane* lane = lanes[thrown_of(lanes.size())];
-    if (can_go_on(lane)) finish(lane, lane->done + 1);
+    // Of those that can: how many streams there are besides must not change how the dice fall.
+    std::vector<Lane*> able;
+    for (auto* lane : lanes)
+      if (can_go_on(lane)) able.push_back(lane);
+    if (able.empty()) return;
+    Lane* lane = able[thrown_of(able.size())];
+    finish(lane, lane->done + 1);
   }
 }
 cudaError_t put(Lane* lane, Work work) {
@@ -117,7 +122,7 @@ cudaError_t put(Lane* lane, Work work) {
 cudaError_t spin(Lane* lane) {
   if (lane->capture) return put(lane, {"spin", nullptr});
   ++spinning;
-  return put(lane, {"spin", [] { --spinning; }});
+  return put(lane, {"spin", [] { --spinning; }, {}, nullptr, 0, true});
 }
 }  // namespace late
 

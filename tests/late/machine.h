@@ -38,6 +38,7 @@ struct Work {
   std::vector<Place> behind = {};   // done before this
   const char* host = nullptr;       // pinned memory that it reads or writes
   size_t host_bytes = 0;
+  bool until_waited = false;        // no policy does it: it lasts until somebody waits
 };
 
 // How far the lanes of a capture are known: an event brings it from one lane to another.

@@ -38,7 +38,7 @@ Arena& arena(int device) {
   Arena& made = arenas[device];
   if (made.seen) return made;
   const char* text = getenv("LATE_MIB");
-  made.bytes = size_t(text ? atol(text) : 4096) << 20;
+  made.bytes = size_t(text ? atol(text) : 1024) << 20;
   made.file = memfd_create("device", 0);
   if (made.file < 0 || ftruncate(made.file, made.bytes)) give_up("memory of a device");
   made.behind = (char*)mmap(nullptr, made.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, made.file, 0);

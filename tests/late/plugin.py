@@ -18,7 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    policies = metafunc.config.getoption("--late-policies").split(",")
+    marker = metafunc.definition.get_closest_marker("late")
+    policies = marker.args if marker else metafunc.config.getoption("--late-policies").split(",")
     metafunc.parametrize("late_policy", policies, indirect=True, scope="function")
 
 
@@ -30,13 +31,16 @@ def late() -> LateMachine:
 
 @pytest.fixture(autouse=True)
 def late_policy(late: LateMachine, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The policy of this test."""
+    """The policy of this test: of its mark `late`, or of the command line."""
     import torch
 
     late.policy(request.param)
     yield request.param
     late.heal()
     late.policy("eager")
-    torch.cuda.synchronize()
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.set_stream(torch.cuda.default_stream(device))  # a capture that fails leaves its own
+        torch.cuda.synchronize(device)
+    torch.cuda.set_device(0)
     torch.cuda.empty_cache()
     assert late.violations() == []

@@ -49,7 +49,7 @@ class LateRuntime:
     libraries: Path
 
     def environment(
-        self, *, policy: str = "side_lazy", devices: int = 1, device_mib: int = 4096
+        self, *, policy: str = "side_lazy", devices: int = 1, device_mib: int = 1024
     ) -> dict[str, str]:
         """The variables of a process that shall see `devices` devices of so much memory each."""
         return {

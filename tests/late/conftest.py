@@ -1,0 +1,19 @@
+"""Without the late runtime these tests are skipped, each with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.late.control import is_late
+
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if is_late():
+        return
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="runs on the late runtime: make late"))

@@ -1,0 +1,205 @@
+"""The rules of devices, their memory and their errors that the late runtime plays."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.late.control import ILLEGAL_ADDRESS, LateMachine
+
+pytestmark = pytest.mark.late("lazy")
+MIB = 1 << 20
+
+
+def block(mib: int, device: int = 0) -> torch.Tensor:
+    return torch.empty(mib * MIB, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+def runtime() -> ctypes.CDLL:
+    return ctypes.CDLL("libcudart.so.13")
+
+
+def test_the_host_cannot_touch_the_memory_of_a_device() -> None:
+    address = block(1).data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+        if begin <= address < end:
+            assert line.split()[1].startswith("---"), line
+            return
+    raise AssertionError("not mapped at all")
+
+
+def test_fresh_memory_holds_what_nobody_wrote() -> None:
+    torch.cuda.empty_cache()
+    assert set(block(1).cpu().tolist()) == {0xEE}
+    assert set(torch.empty(4096, dtype=torch.uint8, pin_memory=True).tolist()) == {0xEE}
+
+
+def test_each_device_has_memory_of_its_own(late: LateMachine) -> None:
+    before = [late.device_bytes(device) for device in (0, 1)]
+    kept = block(64, 1)
+    assert [late.device_bytes(device) - had for device, had in zip((0, 1), before, strict=True)] == [
+        0,
+        64 * MIB,
+    ]
+    free, total = torch.cuda.mem_get_info(1)
+    assert total - free == late.device_bytes(1)
+    del kept
+    torch.cuda.empty_cache()
+    assert late.device_bytes(1) == before[1]
+
+
+def test_a_full_device_refuses() -> None:
+    _, total = torch.cuda.mem_get_info()
+    with pytest.raises(torch.OutOfMemoryError):
+        block(total // MIB + 1)
+
+
+def test_what_is_freed_is_one_piece_again() -> None:
+    free, _ = torch.cuda.mem_get_info()
+    pieces = [block(64) for _ in range(8)]
+    for piece in (0, 2, 1, 5, 4, 3, 7, 6):
+        pieces[piece] = torch.empty(0)
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] == free
+    block(free // MIB - 8)
+
+
+def test_an_op_runs_on_the_device_of_its_tensors() -> None:
+    there = torch.zeros(4, device="cuda:1")
+    there.add_(1)
+    torch.cuda.synchronize(0)
+    assert not torch.cuda.default_stream(1).query()
+    assert torch.cuda.default_stream(0).query()
+
+
+def test_an_op_refuses_tensors_of_two_devices() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.cat([torch.zeros(4, device="cuda:0"), torch.zeros(4, device="cuda:1")])
+
+
+def test_a_kernel_refuses_a_stream_of_another_device() -> None:
+    there = torch.cuda.Stream(1)  # type: ignore[no-untyped-call]
+    assert (
+        runtime().late_launch(ctypes.c_void_p(there.cuda_stream), b"a kernel", NOTHING, NOTHING, None) == 400
+    )
+    assert runtime().cudaGetLastError() == 400
+
+
+NOTHING = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+
+
+def test_an_event_belongs_to_one_device_and_can_be_waited_for_from_another() -> None:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.default_stream(1))  # type: ignore[no-untyped-call]
+    with pytest.raises((RuntimeError, ValueError), match=r"(?i)device|resource handle"):
+        event.record(torch.cuda.default_stream(0))  # type: ignore[no-untyped-call]
+    live = torch.zeros(4, device="cuda:1")
+    live.fill_(3)
+    changed = torch.cuda.default_stream(1).record_event()
+    torch.cuda.default_stream(0).wait_event(changed)
+    torch.cuda.synchronize(0)
+    assert torch.cuda.default_stream(1).query()
+
+
+def test_generators_are_of_a_device_each() -> None:
+    torch.cuda.manual_seed_all(5)
+    states = [torch.cuda.get_rng_state(device) for device in (0, 1)]
+    first = torch.randn(4, device="cuda:0")
+    assert not torch.cuda.get_rng_state(0).equal(states[0]), (
+        "numbers that were drawn are to move the generator"
+    )
+    assert torch.cuda.get_rng_state(1).equal(states[1])
+    assert torch.equal(torch.randn(4, device="cuda:1").cpu(), first.cpu())
+    before = torch.get_rng_state()
+    torch.nn.functional.dropout(torch.randn(100, device="cuda"))
+    torch.cuda.synchronize()
+    assert torch.get_rng_state().equal(before), "the host's own generator was drawn from"
+
+
+# -- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_allocation_is_refused_where_a_test_wants_it(late: LateMachine) -> None:
+    torch.cuda.empty_cache()
+    late.fail("cudaMalloc", after=1, times=2)  # torch frees what it has cached, and asks once more
+    kept = block(64)
+    with pytest.raises(torch.OutOfMemoryError):
+        block(64)
+    again = block(64)
+    assert kept.data_ptr() != again.data_ptr()
+
+
+def test_a_refused_registration_leaves_its_error_to_the_next_kernel(late: LateMachine) -> None:
+    live = torch.zeros(4, device="cuda")
+    host = torch.zeros(4096, dtype=torch.uint8)
+    late.fail("cudaHostRegister")
+    assert runtime().cudaHostRegister(ctypes.c_void_p(host.data_ptr()), ctypes.c_size_t(4096), 0) == 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        live.add_(1)
+    live.add_(1)
+    assert live[0].item() == 2
+
+
+def test_a_device_error_stays(late: LateMachine) -> None:
+    live = torch.zeros(4, device="cuda")
+    late.fail("cudaMemcpyAsync", after=1, error=ILLEGAL_ADDRESS, lasting=True)
+    live.cpu()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            live.cpu()
+    late.heal()
+    assert live.cpu().tolist() == [0, 0, 0, 0]
+
+
+def test_any_call_can_be_the_one_that_fails(late: LateMachine) -> None:
+    live = torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    late.fail("any", after=2, error=ILLEGAL_ADDRESS)
+    live.add_(1)
+    live.add_(1)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        live.add_(1)
+
+
+# -- pinned memory --------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_registered_once(late: LateMachine) -> None:
+    host = torch.zeros(3 * 4096, dtype=torch.uint8)
+    address = ctypes.c_void_p(host.data_ptr())
+    before = late.pinned_bytes()
+    assert runtime().cudaHostRegister(address, ctypes.c_size_t(8192), 0) == 0
+    assert late.pinned_bytes() == before + 8192
+    assert host.is_pinned()
+    inside = ctypes.c_void_p(host.data_ptr() + 4096)
+    assert runtime().cudaHostRegister(inside, ctypes.c_size_t(8192), 0) == 712
+    assert runtime().cudaHostUnregister(address) == 0
+    assert late.pinned_bytes() == before
+    assert runtime().cudaHostUnregister(address) == 713
+    runtime().cudaGetLastError()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_memory_that_queued_work_writes_is_not_unregistered(early: bool, late: LateMachine) -> None:
+    live, host = torch.zeros(4096, dtype=torch.uint8, device="cuda"), torch.ones(4096, dtype=torch.uint8)
+    address = ctypes.c_void_p(host.data_ptr())
+    runtime().cudaHostRegister(address, ctypes.c_size_t(4096), 0)
+    host.copy_(live, non_blocking=True)
+    if not early:
+        torch.cuda.synchronize()
+    runtime().cudaHostUnregister(address)
+    assert len(late.violations()) == early
+    torch.cuda.synchronize()  # while the memory is still there
+
+
+def test_memory_that_cuda_gave_is_taken_back(late: LateMachine) -> None:
+    before = late.pinned_bytes()
+    host = torch.empty(MIB, dtype=torch.uint8, pin_memory=True)
+    assert late.pinned_bytes() >= before
+    del host
+    torch._C._host_emptyCache()
+    assert late.pinned_bytes() <= before
