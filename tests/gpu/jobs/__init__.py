@@ -1,0 +1,1 @@
+"""Jobs that tests of this folder start."""
