@@ -42,6 +42,7 @@ __all__ = [
 _END_SECONDS_MAX = 60.0
 _KILL_SECONDS_MAX = 5.0
 _RUN_SECONDS_MAX = 300.0
+_LISTEN_SECONDS_MAX = 180.0
 _LOOK_SECONDS = 0.02
 _OF_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # torchrun says them itself
 
@@ -204,7 +205,7 @@ class StandingStager:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
         log, key = folder / "stager.log", {"HOLDFAST_KEY": new_key()}
         self.process = _started([*command, "--listen", "127.0.0.1:0"], {**environment, **key}, log)
-        deadline = time.monotonic() + _END_SECONDS_MAX
+        deadline = time.monotonic() + _LISTEN_SECONDS_MAX
         while not (found := re.search(r"listens at (\S+);", log.read_text(errors="replace"))):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.end()
