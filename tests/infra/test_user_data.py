@@ -91,8 +91,8 @@ def test_shellcheck_has_nothing_to_say(user_data: str, tools: Path, tmp_path: Pa
     scripts = [
         *(
             path
-            for path in (INFRA / "docker").iterdir()
-            if path.read_bytes().startswith((b"#!/bin/sh", b"#!/bin/bash"))
+            for path in (INFRA / "docker").rglob("*")
+            if path.is_file() and path.read_bytes().startswith((b"#!/bin/sh", b"#!/bin/bash"))
         ),
         *INFRA.glob("modules/*/files/*.sh"),
         *INFRA.glob("slurm/*.sbatch"),

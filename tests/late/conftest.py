@@ -16,4 +16,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if _HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="runs on the late runtime: make late"))
+            item.add_marker(
+                pytest.mark.skip(reason="runs on the late runtime: python -m tests.late tests/late")
+            )

@@ -93,10 +93,10 @@ NOTHING = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
 
 
 def test_an_event_belongs_to_one_device_and_can_be_waited_for_from_another() -> None:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.default_stream(1))  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.default_stream(1))
     with pytest.raises((RuntimeError, ValueError), match=r"(?i)device|resource handle"):
-        event.record(torch.cuda.default_stream(0))  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.default_stream(0))
     live = torch.zeros(4, device="cuda:1")
     live.fill_(3)
     changed = torch.cuda.default_stream(1).record_event()

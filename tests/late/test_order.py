@@ -36,7 +36,7 @@ def test_kernels_wait_for_nobody_and_nobody_waits_for_them(late: LateMachine) ->
     with late.no_host_waits():
         inputs = torch.randn(5, 8, device="cuda")
         labels = torch.randint(0, 3, (5,), device="cuda")
-        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert late.pending() > 20
     torch.cuda.synchronize()
@@ -200,10 +200,10 @@ def test_dice_fall_one_way_and_the_other_and_again_for_the_same_seed(late: LateM
 
 @LAZY
 def test_waits_that_spin_a_core_are_told_from_those_that_sleep(late: LateMachine) -> None:
-    torch.cuda.Event().record()  # type: ignore[no-untyped-call]
+    torch.cuda.current_stream().record_event()
     for blocking in (False, True):
-        event = torch.cuda.Event(blocking=blocking)
-        event.record()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+        event.record()
         before = late.count("spinning_waits")
         event.synchronize()
         assert late.count("spinning_waits") - before == (0 if blocking else 1)
