@@ -67,12 +67,14 @@ check: test rest ## Test all that is promised: `make test`, then `make rest` (25
 rest: $(READY) ## The other part of `make check`: pages, simulation, jobs, faults, infra, fuzz, kill matrix (20 minutes)
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m tests.infra.toolbox --install
+	@$(BIN)/python -m tests.late --install
 	@$(RUN_TESTS) $(call chosen,$(REST_FOLDERS))
 
 .PHONY: soak
 soak: $(READY) ## `make check` at nightly size, and tests/soak: 10,000 schedules, deliberate bugs, variants (an hour)
 	@$(BIN)/python -m tests.support.swift --install
 	@$(BIN)/python -m tests.infra.toolbox --install
+	@$(BIN)/python -m tests.late --install
 	@SIMULATION_SCHEDULES=10000 SIMULATION_TIER_LIVES=10000 TORN_SAVES=1000 \
 		$(RUN_TESTS) $(call chosen,tests/soak tests/compose $(REST_FOLDERS) $(TEST_FOLDERS))
 
