@@ -51,7 +51,6 @@ def use_huge_pages(descriptor: int, nbytes: int, stopped: Callable[[], bool]) ->
     Returns:
         How many bytes lie in huge pages.
     """
-    huge_bytes = nbytes // _HUGE_BYTES * _HUGE_BYTES
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (
@@ -60,21 +59,22 @@ def use_huge_pages(descriptor: int, nbytes: int, stopped: Callable[[], bool]) ->
     )
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    # Only what is mapped where a huge page could begin is moved: room for that, and the file in the midst of it.
-    room_bytes = huge_bytes + _HUGE_BYTES
+    # Only what is mapped where a huge page could begin is moved: room for one, wherever the kernel puts it. The file is
+    # mapped there one huge page after the other, so that the process never counts the whole file a second time.
+    room_bytes = 2 * _HUGE_BYTES
     room = libc.mmap(None, room_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if not huge_bytes or room == ctypes.c_void_p(-1).value:
+    if room == ctypes.c_void_p(-1).value:
         return 0
     moved_bytes = failures = 0
     try:
         begin = -(-room // _HUGE_BYTES) * _HUGE_BYTES
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        if libc.mmap(begin, huge_bytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != begin:
-            return 0
-        for offset in range(0, huge_bytes, _HUGE_BYTES):
+        access, mapped = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+        for offset in range(0, nbytes // _HUGE_BYTES * _HUGE_BYTES, _HUGE_BYTES):
             if stopped() or failures == _FAILURES_MAX:
                 break
-            moved = libc.madvise(begin + offset, _HUGE_BYTES, _MADV_COLLAPSE) == 0
+            if libc.mmap(begin, _HUGE_BYTES, access, mapped, descriptor, offset) != begin:
+                break
+            moved = libc.madvise(begin, _HUGE_BYTES, _MADV_COLLAPSE) == 0
             moved_bytes += moved * _HUGE_BYTES
             failures = 0 if moved else failures + 1
     finally:

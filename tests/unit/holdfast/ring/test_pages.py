@@ -96,6 +96,27 @@ def test_a_file_in_shared_memory_keeps_its_bytes_in_huge_pages_while_it_is_used(
                 pytest.skip("this kernel gives shared memory no huge pages (Linux 6.1)")
 
 
+def test_a_process_that_uses_the_file_meanwhile_never_counts_it_twice() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm here")
+    nbytes = 16 * _HUGE_BYTES
+    resident: list[int] = []
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        with mmap.mmap(file.fileno(), nbytes) as used:
+
+            def use() -> bool:
+                assert not any(used[::_PAGE_BYTES])
+                fields = Path("/proc/self/status").read_text()
+                resident.extend(int(kib) * 1024 for kib in re.findall(r"RssShmem:\s+(\d+)", fields))
+                return False
+
+            use()
+            use_huge_pages(file.fileno(), nbytes, use)
+    assert len(resident) > 8
+    assert max(resident) <= resident[0] + 2 * _HUGE_BYTES
+
+
 def test_it_ends_when_it_is_told_to() -> None:
     asked: list[None] = []
 
