@@ -120,10 +120,8 @@ class Slices:
         sets = [found for found in sets if (found.order, found.ranks) not in passed_over]
         if not sets:
             return None  # without a look at the manifests, which are many
-        good = [
-            item.manifest.order for item in Catalog(self._store).list() if item.manifest and not item.fault
-        ]
-        return sets[0] if not good or sets[0].order > max(good) else None
+        good = Catalog(self._store).newest_good()
+        return sets[0] if good is None or sets[0].order > good.order else None
 
     def _remove(self, sets: Collection[SliceSet]) -> None:
         if not sets:

@@ -20,6 +20,7 @@ from flusher.flusher_context import FlusherContext
 from flusher.retention import Keep, StoredStep, to_remove
 from flusher.stored_slices import Slices
 from flusher.workers import Workers
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.intents import Intent, forget_intent
 from holdfast.checkpoints.verification import verify_file
 from holdfast.errors import DamageError, FencedError, HoldfastError, StoreError, StoreMissing
@@ -213,12 +214,13 @@ class Upkeep:
         """In the worker thread."""
         try:
             found: list[Manifest] = []
-            for name in [info.name for info in self._store.list() if is_manifest_name(info.name)]:
-                try:
-                    found.append(Manifest.from_bytes(self._store.read(name), source=name))
-                except (DamageError, StoreMissing) as error:
-                    _log.warning("a checkpoint is not read back from the store: %s", error)
-            found.sort(key=lambda manifest: manifest.order, reverse=True)
+            for item in Catalog(self._store).newest_first():
+                if item.manifest is None:
+                    _log.warning("a checkpoint is not read back from the store: %s", item.fault)
+                elif len(found) < _UNREAD_LOOKED_AT or item.manifest.state is not State.BAD:
+                    found.append(item.manifest)
+                if len(found) >= _UNREAD_LOOKED_AT and any(one.state is not State.BAD for one in found):
+                    break
             self._say_newest(found)
             for manifest in found[:_UNREAD_LOOKED_AT]:
                 is_unread = manifest.state is State.DURABLE and manifest.note != READ_BACK

@@ -13,6 +13,7 @@ from benchmarks import machine
 from benchmarks.experiments import EXPERIMENTS, Options, command_of
 from benchmarks.grid import Grid
 from benchmarks.growing.agreeing import STATES, agree
+from benchmarks.growing.cataloguing import catalogue
 from benchmarks.growing.frames import stager_per_frame
 from benchmarks.growing.preparing import prepare
 
@@ -22,6 +23,7 @@ _RANKS = (2, 64, 512)
 _FRAMES, _RING_CHUNKS = 8192, 4096
 _IMAGE_CHUNKS = 65_566
 _TENSORS = 10_000
+_CHECKPOINTS, _NAMED_TENSORS = 10_000, 1_500
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -35,6 +37,8 @@ def measure(options: Options) -> dict[str, Any]:
     for state in STATES:
         options.progress(f"agreement, {state}")
         agreed[state] = agree(state, most, options.count(_TENSORS, 100))
+    options.progress("catalog")
+    checkpoints = options.count(_CHECKPOINTS, 50)
     return {
         "experiment": "growth",
         "what": EXPERIMENTS["growth"],
@@ -45,6 +49,7 @@ def measure(options: Options) -> dict[str, Any]:
         "frames": frames,
         "prepare": prepared,
         "agreement": agreed,
+        "catalog": {"checkpoints": checkpoints, "looks": catalogue(checkpoints, _NAMED_TENSORS)},
     }
 
 
@@ -85,6 +90,19 @@ def grids(document: dict[str, Any]) -> list[Grid]:
                     f"{of['kept_bytes'] / 1e6:.1f}",
                 )
                 for name, of in document["agreement"].items()
+            ),
+        ),
+        Grid(
+            f"A catalog of {document['catalog']['checkpoints']} checkpoints in a directory",
+            ("look", "CPU seconds", "most resident, MB", "JSON files opened"),
+            tuple(
+                (
+                    name,
+                    f"{of['seconds']:.2f}",
+                    f"{of['resident_bytes'] / 1e6:.0f}",
+                    str(of["files_opened"]),
+                )
+                for name, of in document["catalog"]["looks"].items()
             ),
         ),
     ]

@@ -1,30 +1,34 @@
 """The list of the checkpoints of a run, newest first. It reads manifests only; `verification.py` reads the bytes.
 
-    list()      every manifest, readable or not; why it cannot be used    `holdfast ls`, restore
-    get(step)   one of them, by its step or the newest good one           `holdfast inspect|verify|pull URL@STEP`
+    newest_first()   one manifest after the other, read when it is asked for     `holdfast ls`, status, report
+    newest_good()    reads until one may be restored                             flusher, `holdfast assemble`
+    of_step(step)    the manifests of one step, and no other
+    get(step)        one of them, by its step or the newest good one             `holdfast inspect|verify|pull URL@STEP`
 
 Newest is the highest (attempt, step), never a time. A file without a manifest is not a checkpoint and is not
-listed.
+listed. A manifest names every tensor, so nothing here keeps more of them than are being read.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from holdfast.checkpoints.claim import names_tell
+from holdfast.checkpoints.manifest_order import ListedManifest, manifests_in, newest_first, step_of
 from holdfast.checkpoints.slice_sets import SliceSet, complete_sets, find_sets
 from holdfast.errors import DamageError, StoreMissing
-from holdfast.image.manifest import MANIFEST_BYTES_MAX, Manifest, State, is_manifest_name, manifest_name
+from holdfast.image.manifest import MANIFEST_BYTES_MAX, Key, Manifest, State, manifest_name
 from holdfast.store.base import ObjectInfo, Store
 
 _log = logging.getLogger("holdfast.catalog")
 
-_NAME = re.compile(r"step-(\d+)(?:-a(\d+))?\.json")
 # a manifest is one small request: a long run on S3 would otherwise be listed one round trip at a time
 _READERS = 8
+_AHEAD_BYTES = 32 << 20  # of manifests that are read before anybody has asked for them
 _NEAR_STEPS = 5
 
 
@@ -34,6 +38,7 @@ class CatalogItem:
 
     Attributes:
         name: Name of the manifest's object.
+        attempt: The attempt; of one that cannot be read and has it not in its name, the newest of the run.
         step: The step, from the name.
         manifest: What it says; None when it cannot be read.
         fault: Why restore does not use it, for people; empty when it may.
@@ -41,10 +46,21 @@ class CatalogItem:
     """
 
     name: str
+    attempt: int
     step: int
     manifest: Manifest | None
     fault: str
     file_bytes: int | None
+
+    @property
+    def order(self) -> Key:
+        """Newer checkpoints have a higher one."""
+        return Key(self.attempt, self.step)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether restore may use it, perhaps only for want of another one (`drift`)."""
+        return self.manifest is not None and not self.fault
 
     @property
     def drift(self) -> str:
@@ -61,6 +77,104 @@ class CatalogItem:
         return "damaged"
 
 
+class CatalogLook:
+    """One listing of a run, of which manifests are read one by one. May be used from any thread.
+
+    Args:
+        store: The run.
+        step: Only of this step; None: of all.
+
+    Attributes:
+        names: The manifests, newest first.
+        is_empty: Whether there is nothing at all at the URL.
+    """
+
+    def __init__(self, store: Store, step: int | None = None) -> None:
+        self._store, self._objects = store, store.list()
+        self._sizes = {info.name: info.nbytes for info in self._objects}
+        manifests = manifests_in(self._objects)
+        if step is not None:
+            manifests = [info for info in manifests if step_of(info.name) == step]
+        # Of a single one the attempt need not be known beforehand.
+        told = len(manifests) < 2 or names_tell(store, self._objects)
+        self.names = newest_first(store, manifests, names_tell=told)
+        self.is_empty = not self._objects
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def items(
+        self,
+        names: Sequence[ListedManifest] | None = None,
+        *,
+        progress: Callable[[int], None] = lambda nbytes: None,  # noqa: ARG005
+    ) -> Iterator[CatalogItem]:
+        """These manifests, or all, in their order. The first is read alone, and then a few ahead of who asks.
+
+        One that is pruned meanwhile is left out.
+
+        Args:
+            names: Which; None: all.
+            progress: Told the bytes of each, in the calling thread.
+
+        Raises:
+            StoreError: The store failed. That one manifest is damaged is no error.
+        """
+        todo = deque(self.names if names is None else names)
+        ahead: deque[tuple[ListedManifest, Future[bytes]]] = deque()
+        width, ahead_bytes = 1, 0
+        readers = ThreadPoolExecutor(_READERS, thread_name_prefix="catalog")
+        try:
+            while todo or ahead:
+                while todo and len(ahead) < width and (ahead_bytes < _AHEAD_BYTES or not ahead):
+                    ahead.append((todo[0], readers.submit(self._read, todo.popleft())))
+                    ahead_bytes += ahead[-1][0].nbytes
+                listed, read = ahead.popleft()
+                item = self._item(listed, read)  # here: threads that all parse only wait for each other
+                del read
+                ahead_bytes -= listed.nbytes
+                progress(listed.nbytes)
+                if item is not None:
+                    yield item
+                del item
+                width = min(_READERS, 2 * width)
+        finally:
+            readers.shutdown(cancel_futures=True)
+
+    def of_step(self, step: int) -> Sequence[CatalogItem]:
+        """The manifests of one step, newest first. Raises `StoreError`."""
+        return list(self.items([listed for listed in self.names if listed.order.step == step]))
+
+    def slices(self) -> Sequence[SliceSet]:
+        """As `Catalog.slices`, of this listing."""
+        return find_sets(self._objects)
+
+    def _read(self, listed: ListedManifest) -> bytes:
+        if listed.nbytes > MANIFEST_BYTES_MAX:
+            raise DamageError(
+                f"{listed.name}: {listed.nbytes} bytes, a manifest has at most {MANIFEST_BYTES_MAX}; not read"
+            )
+        return self._store.read(listed.name)
+
+    def _item(self, listed: ListedManifest, read: Future[bytes]) -> CatalogItem | None:
+        name, (attempt, step) = listed.name, listed.order
+        try:
+            manifest = Manifest.from_bytes(read.result(), source=name)
+        except DamageError as error:
+            beside = self._sizes.get(name.removesuffix(".json") + ".pt")
+            return CatalogItem(name, attempt, step, None, str(error), beside)
+        except StoreMissing:  # pruned between listing and reading
+            return None
+        if manifest_name(manifest.file) != name or manifest.step != step:
+            fault = (
+                f"{name}: is the manifest of {manifest.file}, step {manifest.step}: it was renamed or copied"
+            )
+            return CatalogItem(name, attempt, step, None, fault, None)
+        file_bytes = self._sizes.get(manifest.file)
+        return CatalogItem(name, manifest.attempt, step, manifest, _fault(manifest, file_bytes), file_bytes)
+
+
 class Catalog:
     """The checkpoints of one run. Holds no state but the store: each call looks anew. May be used from any
     thread.
@@ -73,29 +187,34 @@ class Catalog:
     def store(self) -> Store:
         return self._store
 
-    def list(self) -> Sequence[CatalogItem]:
-        """Every manifest, newest first. One that cannot be read stands where the newest attempt would have
-        put it.
+    def look(self) -> CatalogLook:
+        """List the run. Raises `StoreError`."""
+        return CatalogLook(self._store)
+
+    def newest_first(self) -> Iterator[CatalogItem]:
+        """Every manifest, newest first, each read when its turn comes. One that cannot be read and does not have its
+        attempt in its name stands where the newest attempt would have put it.
 
         Sizes are compared, bytes are not read: restore checks every chunk's CRC as it reads.
 
         Raises:
             StoreError: The store failed. That one manifest is damaged or vanishes meanwhile is no error.
         """
-        objects = self._store.list()
-        return self._items(self._manifests(objects), objects)
+        return self.look().items()
 
-    def _items(self, wanted: Sequence[ObjectInfo], objects: Sequence[ObjectInfo]) -> Sequence[CatalogItem]:
-        sizes = {info.name: info.nbytes for info in objects}
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="catalog") as readers:
-            found = readers.map(lambda info: self._item(info, sizes), wanted)
-            items = [item for item in found if item is not None]
-        newest = max((item.manifest.attempt for item in items if item.manifest), default=0)
+    def list(self) -> Sequence[CatalogItem]:
+        """The same, all at once: for short runs, since a manifest may take megabytes. Raises `StoreError`."""
+        return list(self.newest_first())
 
-        def order(item: CatalogItem) -> tuple[int, int]:
-            return item.manifest.order if item.manifest else (newest, item.step)
+    def newest_good(self) -> CatalogItem | None:
+        """The newest that restore may use, drifted or not. Reads no manifest of an older one. Raises `StoreError`."""
+        return next((item for item in self.newest_first() if item.is_good), None)
 
-        return sorted(items, key=order, reverse=True)
+    def highest_good_step(self) -> int | None:
+        """The highest step of all that restore may use. Reads from the highest on. Raises `StoreError`."""
+        look = self.look()
+        names = sorted(look.names, key=lambda listed: (listed.order.step, listed.order), reverse=True)
+        return next((item.step for item in look.items(names) if item.is_good), None)
 
     def get(self, step: int | None = None) -> Manifest:
         """The manifest of `step`, in its newest attempt; or without a step the newest good one, with a warning for
@@ -109,31 +228,44 @@ class Catalog:
         """
         if step is not None:
             return self._of_step(step)
-        items = self.list()
-        if items:
+        passed: list[str] = []
+        reasons: list[str] = []
+        drifted: tuple[CatalogItem, int] | None = None
+        for item in self.newest_first():
+            if item.is_good and not item.drift and item.manifest is not None:
+                self._say_passed(passed)
+                return item.manifest
+            if item.is_good and drifted is None:
+                drifted = item, len(passed)
+            passed.append(item.fault or item.drift)
+            reasons.append(f"  {item.name}: {item.fault}")
+        if drifted is not None and drifted[0].manifest is not None:
             # One whose ranks did not agree is better than none.
-            for item in sorted(items, key=lambda item: item.state == "drifted"):
-                if item.manifest is not None and not item.fault:
-                    self._say_passed(items, item)
-                    return item.manifest
-            reasons = "\n".join(f"  {item.name}: {item.fault}" for item in items)
-            raise DamageError(f"{self._store.url}: none of {len(items)} checkpoints can be used:\n{reasons}")
+            self._say_passed(passed[: drifted[1]])
+            _log.warning("%s: used, as there is no other: %s", self._store.url, drifted[0].drift)
+            return drifted[0].manifest
+        if reasons:
+            told = "\n".join(reasons)
+            raise DamageError(f"{self._store.url}: none of {len(reasons)} checkpoints can be used:\n{told}")
         raise self._nothing()
 
+    def of_step(self, step: int) -> Sequence[CatalogItem]:
+        """The manifests of one step, newest first; of the other steps none is read. Raises `StoreError`."""
+        return list(CatalogLook(self._store, step).items())
+
     def _of_step(self, step: int) -> Manifest:
-        """The same for a step that is asked for by number: of the other steps no manifest is read."""
         objects = self._store.list()
-        steps = {info.name: _step(info.name) for info in self._manifests(objects)}
+        steps = {step_of(info.name) for info in manifests_in(objects)}
         if not steps:
             raise self._nothing()
-        items = self._items([info for info in objects if steps.get(info.name) == step], objects)
+        items = self.of_step(step) if step in steps else []
         if not items:
             if any(found.step == step for found in complete_sets(find_sets(objects))):
                 raise StoreMissing(
                     f"{self._store.url}: step {step} is there as slices, not as a file; `holdfast pull` can fetch it "
                     f"as it is, and `holdfast assemble {self._store.url}@{step}` makes a file of it"
                 )
-            near = sorted({*steps.values()} - {step}, key=lambda other: (abs(other - step), other))
+            near = sorted(steps - {step}, key=lambda other: (abs(other - step), other))
             if not near:  # the only one was pruned meanwhile
                 raise self._nothing()
             names = ", ".join(str(other) for other in sorted(near[:_NEAR_STEPS]))
@@ -151,16 +283,14 @@ class Catalog:
         """
         return find_sets(self._store.list())
 
-    def _say_passed(self, items: Sequence[CatalogItem], chosen: CatalogItem) -> None:
-        """Name the newer ones that are not used; of the chosen one, that its ranks did not agree."""
-        for item in items[: items.index(chosen)]:
-            _log.warning("%s: a checkpoint is not used: %s", self._store.url, item.fault or item.drift)
-        if chosen.drift:
-            _log.warning("%s: used, as there is no other: %s", self._store.url, chosen.drift)
+    def _say_passed(self, passed: Sequence[str]) -> None:
+        """Name the newer ones that are not used."""
+        for reason in passed:
+            _log.warning("%s: a checkpoint is not used: %s", self._store.url, reason)
 
     def _nothing(self) -> StoreMissing:
         url = self._store.url
-        objects = self._store.list()
+        objects: Sequence[ObjectInfo] = self._store.list()
         sets = complete_sets(find_sets(objects))
         if sets:
             return StoreMissing(
@@ -170,36 +300,6 @@ class Catalog:
         if objects:
             return StoreMissing(f"{url}: there is no checkpoint in this run yet (no step-….json)")
         return StoreMissing(f"{url}: there is nothing at this URL; check the URL")
-
-    @staticmethod
-    def _manifests(objects: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
-        return [info for info in objects if is_manifest_name(info.name)]
-
-    def _item(self, info: ObjectInfo, sizes: dict[str, int]) -> CatalogItem | None:
-        name = info.name
-        step = _step(name)
-        if info.nbytes > MANIFEST_BYTES_MAX:
-            fault = f"{name}: {info.nbytes} bytes, a manifest has at most {MANIFEST_BYTES_MAX}; not read"
-            return CatalogItem(name, step, None, fault, sizes.get(name.removesuffix(".json") + ".pt"))
-        try:
-            manifest = Manifest.from_bytes(self._store.read(name), source=name)
-        except DamageError as error:
-            return CatalogItem(name, step, None, str(error), sizes.get(name.removesuffix(".json") + ".pt"))
-        except StoreMissing:  # pruned between listing and reading
-            return None
-        if manifest_name(manifest.file) != name or manifest.step != step:
-            fault = (
-                f"{name}: is the manifest of {manifest.file}, step {manifest.step}: it was renamed or copied"
-            )
-            return CatalogItem(name, step, None, fault, None)
-        file_bytes = sizes.get(manifest.file)
-        return CatalogItem(name, step, manifest, _fault(manifest, file_bytes), file_bytes)
-
-
-def _step(name: str) -> int:
-    match = _NAME.fullmatch(name)
-    assert match is not None, name
-    return int(match[1])
 
 
 def _fault(manifest: Manifest, file_bytes: int | None) -> str:

@@ -29,18 +29,19 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast.checkpoints.manifest_order import manifests_in, newest_first
 from holdfast.checkpoints.slice_sets import find_sets
 from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
-from holdfast.image.manifest import Manifest, is_manifest_name
+from holdfast.image.manifest import Manifest
 from holdfast.sealed import seal, unseal
-from holdfast.store.base import Store
+from holdfast.store.base import ObjectInfo, Store
 
 _PUBLISHED = re.compile(r"-a(\d{3,10})[.-]")  # in names of files, manifests and slices
 # old claims are removed, so the first that is left may have any number up to it
@@ -148,6 +149,7 @@ class _ClaimRecord(BaseModel):
     heartbeat_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     beat: _Whole
     released: bool = False
+    named: bool = False  # every manifest of the run has its attempt in its name, or is of the first
 
     @property
     def identity(self) -> Identity:
@@ -220,6 +222,7 @@ class Claim:
                 started=identity.started,
                 heartbeat_seconds=heartbeat_seconds,
                 beat=0,
+                named=_are_named(store, attempts),
             )
             # Read back either way: a `create` that was retried after a lost answer finds its own file and says
             # False; and where it is not exclusive someone may have written after us, which `check` sees.
@@ -314,7 +317,36 @@ def newest_attempt(store: Store) -> int:
     Raises:
         StoreError: The store failed.
     """
-    return max([*_attempts(store), _highest_published(store)])
+    objects = store.list()
+    attempts = _attempts(store, objects)
+    sets = [found.attempt for found in find_sets(objects)]
+    if names_tell(store, objects):  # then whoever published a file had a claim
+        return max([*attempts, *sets])
+    return max([*attempts, _highest_published(store)])
+
+
+def names_tell(store: Store, objects: Sequence[ObjectInfo]) -> bool:
+    """Whether a manifest without an attempt in its name is of attempt 1: no older version has ever written to this run.
+
+    Each claim says so if the one before it did, or if there was nothing yet.
+
+    Args:
+        store: The run.
+        objects: Its listing.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    attempts = _attempts(store, objects)
+    record = _read(store, attempts[-1]) if attempts else None
+    return record is not None and record.named
+
+
+def _are_named(store: Store, older: Sequence[int]) -> bool:
+    if older:
+        record = _read(store, older[-1])
+        return record is not None and record.named
+    return not manifests_in(store.list())
 
 
 def may_live(store: Store, before_attempt: int) -> str:
@@ -345,6 +377,7 @@ def note_attempt(store: Store, attempt: int) -> bool:
         StoreError: The store failed.
     """
     identity = Identity.of_this_process()
+    older = [one for one in _attempts(store) if one < attempt]
     record = _ClaimRecord(
         attempt=attempt,
         write_id=uuid.uuid4().hex,
@@ -356,6 +389,7 @@ def note_attempt(store: Store, attempt: int) -> bool:
         heartbeat_seconds=1.0,
         beat=0,
         released=True,
+        named=_are_named(store, older),
     )
     return store.create(_name(attempt), record.to_bytes()) or _is_of(_read(store, attempt), record.write_id)
 
@@ -364,13 +398,13 @@ def _name(attempt: int) -> str:
     return f".holdfast/writer-{attempt:06d}.json"
 
 
-def _attempts(store: Store) -> list[int]:
-    """All claimed attempts that still have a file, ascending.
+def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list[int]:
+    """All claimed attempts that still have a file, ascending; of this listing, or of a new one.
 
     Each writer takes the number after the highest one. So a file whose number is far above all others is none of ours:
     counted, it would leave no number for the next writer.
     """
-    objects = store.list()
+    objects = store.list() if objects is None else objects
     found = sorted(
         (int(match[1]), info) for info in objects if (match := _NAME.fullmatch(info.name)) is not None
     )
@@ -392,16 +426,15 @@ def _attempts(store: Store) -> list[int]:
 
 def _highest_published(store: Store) -> int:
     """The highest attempt among manifests and slices: someone may have cleared `.holdfast/`, and attempts must only
-    grow.
+    grow. Of the manifests the newest one that is whole tells it.
     """
     objects = store.list()
     highest = max((found.attempt for found in find_sets(objects)), default=0)
-    for info in objects:
-        if is_manifest_name(info.name):
-            try:
-                highest = max(highest, Manifest.from_bytes(store.read(info.name), source=info.name).attempt)
-            except (DamageError, StoreMissing) as error:
-                _log.warning("a file is not counted when the number of the next attempt is chosen: %s", error)
+    for listed in newest_first(store, objects, names_tell=False):
+        try:
+            return max(highest, Manifest.from_bytes(store.read(listed.name), source=listed.name).attempt)
+        except (DamageError, StoreMissing) as error:
+            _log.warning("a file is not counted when the number of the next attempt is chosen: %s", error)
     return highest
 
 

@@ -128,17 +128,15 @@ def _chosen(catalog: Catalog, step: int | None) -> Sequence[SliceSet] | None:
         )
     if step is not None:
         return complete
-    good = max((i.manifest.order for i in catalog.list() if i.manifest and not i.fault), default=None)
-    newer = [found for found in complete if good is None or found.order >= good]
+    good = catalog.newest_good()
+    newer = [found for found in complete if good is None or found.order >= good.order]
     return newer or None
 
 
 def _manifest_of(catalog: Catalog, found: SliceSet) -> Manifest | None:
     # An interrupted call of this command may have published the set already.
-    for item in catalog.list():
-        if item.manifest is not None and not item.fault and item.manifest.order == found.order:
-            return item.manifest
-    return None
+    of_step = catalog.of_step(found.step)
+    return next((item.manifest for item in of_step if item.is_good and item.order == found.order), None)
 
 
 def _assemble(ours: Claimed, found: SliceSet, *, quiet: bool) -> Manifest:

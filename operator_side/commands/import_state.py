@@ -132,7 +132,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _refuse_beside_others(catalog: Catalog) -> None:
-    good = [item.step for item in catalog.list() if not item.fault]
+    newest = catalog.newest_good()
+    good = [] if newest is None else [newest.step]
     good += [found.step for found in complete_sets(catalog.slices())]
     if good:
         raise ConfigError(

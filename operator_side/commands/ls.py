@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import click
 
-from holdfast.checkpoints.catalog import CatalogItem
+from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
 from holdfast.checkpoints.slice_sets import SliceSet
 from holdfast.command.examples import examples
-from holdfast.command.output import age, console, json_option, plain, print_json, seconds, size, table
+from holdfast.command.output import (
+    age,
+    console,
+    json_option,
+    plain,
+    print_json,
+    progress_bar,
+    seconds,
+    size,
+    table,
+)
 from holdfast.errors import StoreMissing
 from operator_side.commands.target import URL, Target
+
+_COLUMNS = ("STEP", "SIZE", "STATE", "AGE", "RANKS", "DURABLE IN", "FILE")
+_NUMBERS = ("STEP", "SIZE", "AGE", "RANKS", "DURABLE IN")
+_ROWS_FIRST = 40  # so short runs are one table
+_ROWS_NEXT = 200
 
 
 @click.command(
@@ -24,7 +42,7 @@ from operator_side.commands.target import URL, Target
 @click.argument("target", metavar="URL", type=URL)
 @json_option
 def ls(as_json: bool, target: Target) -> None:
-    """List the checkpoints of the run at URL, newest first.
+    """List the checkpoints of the run at URL, newest first. Rows are printed while the manifests are read.
 
     \b
     State: verified  published, read back and found good
@@ -42,44 +60,76 @@ def ls(as_json: bool, target: Target) -> None:
     differed; it is empty where none did. nonfinite is the number of values in floating tensors that are NaN or
     infinite, counted when the checkpoint was read back; null: not counted.
     """  # noqa: D301 - the character itself is what tells click not to wrap the paragraph
-    catalog = target.catalog()
-    items = catalog.list()
-    if not items and not catalog.store.list():
-        raise StoreMissing(f"{catalog.store.url}: there is nothing at this URL; check the URL")
-    published = {item.manifest.order for item in items if item.manifest}
-    sets = [found for found in catalog.slices() if found.order not in published]
-    if as_json:
-        documents = [_document(item) for item in items]
-        print_json({"url": catalog.store.url, "checkpoints": documents, "slices": [_slices(s) for s in sets]})
-        return
+    look = target.catalog().look()
+    if look.is_empty:
+        raise StoreMissing(f"{look.url}: there is nothing at this URL; check the URL")
+    sets = [found for found in look.slices() if not _is_published(look, found)]
+    # Where the rows themselves go to a terminal, they show how far it is.
+    hidden = sys.stdout.isatty() and not as_json
+    documents = []
+    with progress_bar("manifests", sum(one.nbytes for one in look.names), hidden=hidden) as advance:
+        items = look.items(progress=advance)
+        if as_json:
+            documents = [_document(item) for item in items]
+        else:
+            _print(look.url, sets, items)
+    if as_json:  # one document, so only when all is known
+        print_json({"url": look.url, "checkpoints": documents, "slices": [_slices(s) for s in sets]})
+
+
+def _is_published(look: CatalogLook, found: SliceSet) -> bool:
+    """Whether there is a file of the same checkpoint by now."""
+    of_step = look.of_step(found.step)
+    return any(item.manifest is not None and item.order == found.order for item in of_step)
+
+
+def _print(url: str, sets: Sequence[SliceSet], items: Iterator[CatalogItem]) -> None:
+    """Print the rows while they are read, a few at a time, and then what is to be said of some of them."""
     out = console()
-    if not items and not sets:
-        out.print(f"{catalog.store.url}: the run has no checkpoint yet", markup=False)
+    rows = [_ListedRow(_slice_cells(found), "yellow", ()) for found in sets] + _read_rows(items, _ROWS_FIRST)
+    if not rows:
+        out.print(f"{url}: the run has no checkpoint yet", markup=False)
         return
-    rows = table(
-        "STEP",
-        "SIZE",
-        "STATE",
-        "AGE",
-        "RANKS",
-        "DURABLE IN",
-        "FILE",
-        right=("STEP", "SIZE", "AGE", "RANKS", "DURABLE IN"),
-    )
-    for found in sets:
-        rows.add_row(*_slice_cells(found), style="yellow")
-    for item in items:
-        rows.add_row(
-            *_cells(item), style="red" if item.fault else "yellow" if item.drift or _broken(item) else ""
-        )
-    out.print(rows)
-    for item in items:
-        if item.fault:
-            out.print(plain(item.fault), markup=False, style="red", soft_wrap=True)
-        elif item.drift:
-            out.print(plain(f"{item.name}: {item.drift}"), markup=False, style="yellow", soft_wrap=True)
-        if _broken(item) and not item.fault:
-            out.print(plain(f"{item.name}: {_broken(item)}"), markup=False, style="yellow", soft_wrap=True)
+    notes: list[tuple[str, str]] = []
+    widths = [len(name) for name in _COLUMNS]
+    is_first = True
+    while rows:
+        widths = [max(*at) for at in zip(widths, *(map(len, row.cells) for row in rows), strict=True)]
+        shown = table(*_COLUMNS, right=_NUMBERS)
+        shown.show_header = is_first
+        for column, width in zip(shown.columns, widths, strict=True):
+            column.min_width = width  # so that the next rows stand below these
+        for row in rows:
+            shown.add_row(*row.cells, style=row.style)
+            notes += row.notes
+        out.print(shown)
+        rows, is_first = _read_rows(items, _ROWS_NEXT), False
+    for text, style in notes:
+        out.print(plain(text), markup=False, style=style, soft_wrap=True)
+
+
+class _ListedRow(NamedTuple):
+    """One checkpoint; `notes`: text and style of what is said below the table."""
+
+    cells: tuple[str, ...]
+    style: str
+    notes: tuple[tuple[str, str], ...]
+
+
+def _read_rows(items: Iterator[CatalogItem], count: int) -> list[_ListedRow]:
+    return [_row(item) for item in itertools.islice(items, count)]
+
+
+def _row(item: CatalogItem) -> _ListedRow:
+    broken, notes = _broken(item), []
+    if item.fault:
+        notes.append((item.fault, "red"))
+    elif item.drift:
+        notes.append((f"{item.name}: {item.drift}", "yellow"))
+    if broken and not item.fault:
+        notes.append((f"{item.name}: {broken}", "yellow"))
+    style = "red" if item.fault else "yellow" if item.drift or broken else ""
+    return _ListedRow(_cells(item), style, tuple(notes))
 
 
 def _broken(item: CatalogItem) -> str:

@@ -123,24 +123,23 @@ def _stored(target: Target, notes: list[str], *, may_fail: bool) -> list[StoredC
 
     try:
         catalog = target.catalog()
-        items = catalog.list()
-        if not items and not catalog.store.list():
+        look = catalog.look()
+        if look.is_empty:
             raise StoreMissing(f"{catalog.store.url}: there is nothing at this URL; check the URL")
+        found: list[StoredCheckpoint] = []
+        faults: list[str] = []
+        for item in look.items():
+            stored = None if item.manifest is None else StoredCheckpoint.of(item.manifest)
+            if stored is not None:
+                found.append(stored)
+            if item.fault or stored is None:
+                unsaid = f"{item.name}: its manifest does not say when it was made; it is left out"
+                faults.append(item.fault or unsaid)
     except (StoreError, StoreMissing) as error:
         if may_fail:
             raise
         notes.append(f"The store could not be read: {error}")
         return []
-    found: list[StoredCheckpoint] = []
-    faults: list[str] = []
-    for item in items:
-        stored = None if item.manifest is None else StoredCheckpoint.of(item.manifest)
-        if stored is not None:
-            found.append(stored)
-        if item.fault or stored is None:
-            faults.append(
-                item.fault or f"{item.name}: its manifest does not say when it was made; it is left out"
-            )
     notes += [f"In the store: {fault}" for fault in faults[:_FAULTS_SHOWN]]
     if len(faults) > _FAULTS_SHOWN:
         notes.append(f"The store has {len(faults) - _FAULTS_SHOWN} more faults: `holdfast ls` names them.")

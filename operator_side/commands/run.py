@@ -307,7 +307,8 @@ def _newest_step(store: str) -> int:
 
     opened = open_store(store)
     try:
-        return max((item.step for item in Catalog(opened).list() if not item.fault), default=-1)
+        step = Catalog(opened).highest_good_step()
+        return -1 if step is None else step
     except StoreMissing:
         return -1
     finally:

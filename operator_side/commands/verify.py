@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -69,19 +71,21 @@ def verify(as_json: bool, target: Target, check_all: bool, threads: int) -> None
         raise DamageError("\n".join(faults))
 
 
-def _chosen(catalog: Catalog, target: Target, *, check_all: bool) -> list[tuple[Manifest | None, str, str]]:
+def _chosen(
+    catalog: Catalog, target: Target, *, check_all: bool
+) -> Iterator[tuple[Manifest | None, str, str]]:
     """The checkpoints to check: manifest (None if unreadable), name, and why it is unreadable."""
     if target.step is not None:
         manifest = catalog.get(target.step)
-        return [(manifest, manifest.file, "")]
-    items = catalog.list()
-    if not items:
-        catalog.get()  # its error says whether the run is missing, or has no checkpoint
+        yield manifest, manifest.file, ""
+        return
     # The newest one, good or not: the user asked about it, not about an older good one.
-    return [
-        (i.manifest, i.manifest.file if i.manifest else i.name, i.fault)
-        for i in (items if check_all else items[:1])
-    ]
+    found = False
+    for item in itertools.islice(catalog.newest_first(), None if check_all else 1):
+        found = True
+        yield item.manifest, item.manifest.file if item.manifest else item.name, item.fault
+    if not found:
+        catalog.get()  # its error says whether the run is missing, or has no checkpoint
 
 
 def _checked(catalog: Catalog, manifest: Manifest, threads: int, *, quiet: bool) -> VerifyReport:

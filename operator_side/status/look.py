@@ -8,6 +8,7 @@ store ─► newest manifests, when no flusher answers ────────�
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _ANSWER_SECONDS_MAX = 2.0
 _STORE_AGAIN_SECONDS = 30.0
 _WRITER_AGAIN_SECONDS = 2.0  # a writer that is just ending
-_STORE_PAUSE_FACTOR = 10  # of a run of thousands of checkpoints all manifests are read: not all the time
+_STORE_PAUSE_FACTOR = 10  # a run of thousands of checkpoints is a long list: not all the time
 _CHECKPOINTS_MAX = 8
 _ANY_ATTEMPT = 2**62
 _PID_BYTES_MAX = 32
@@ -176,13 +177,13 @@ class RunWatch:
         from holdfast.checkpoints.catalog import Catalog
         from holdfast.checkpoints.claim import may_live
 
-        items = Catalog(store).list()
-        if not items and not store.list():
+        look = Catalog(store).look()
+        if look.is_empty:
             raise StoreMissing(
                 f"{store.url}: this machine has neither a flusher nor a ring of this run ({self.directory}), and there "
                 "is nothing at this URL; check the URL"
             )
-        newest = items[:_CHECKPOINTS_MAX]
+        newest = list(itertools.islice(look.items(), _CHECKPOINTS_MAX))
         manifests = [item.manifest for item in newest if item.manifest is not None]
         self._stored = tuple(stored for one in manifests if (stored := StoredCheckpoint.of(one)) is not None)
         notes = [item.fault for item in newest if item.fault]

@@ -191,6 +191,10 @@ _CONTENT: dict[str, dict[str, Any]] = {
         ],
         "prepare": {"split": {"first_seconds": 0.1, "next_seconds": 0.001}},
         "agreement": {"split": {"seconds": 0.2, "received_bytes": 49_000_000, "kept_bytes": 30_000_000}},
+        "catalog": {
+            "checkpoints": 10_000,
+            "looks": {"the newest good one": {"seconds": 0.2, "resident_bytes": _SMALL, "files_opened": 2}},
+        },
     },
     "gate": {
         "copy_seconds": 0.4,

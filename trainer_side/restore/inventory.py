@@ -1,8 +1,8 @@
 """The inventory of a restore: the slices in the tiers of all ranks, and the manifests in the store.
 
-    every rank: its tiers' slices ─► summaries to all ──┐
-    rank 0: the store's catalog ─► summary to all ──────┴─► `choice.py` ─► the same candidates everywhere
-                                        └─► one manifest, when its turn comes
+    every rank: its tiers' slices ─► summaries to all ─┐
+    rank 0: the store's manifests, newest first, ────┴─► `choice.py` ─► the same candidates everywhere
+            as many as are needed ─► summaries to all            └─► one manifest, when its turn comes
 
 Rank 0 alone asks the store: ranks that list at different times may see different runs. No byte of a checkpoint is read.
 """
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from holdfast.checkpoints.catalog import Catalog, CatalogItem
+from holdfast.checkpoints.catalog import CatalogItem, CatalogLook
 from holdfast.checkpoints.claim import newest_attempt as newest_of_store
+from holdfast.checkpoints.manifest_order import ListedManifest
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError, StoreMissing
 from holdfast.image.layout import Layout
-from holdfast.image.manifest import Manifest
+from holdfast.image.manifest import Key, Manifest
 from holdfast.image.replicas import DIGEST_FIELD
 from holdfast.store.base import Store
 from holdfast.wire.frames import peer_error
@@ -40,6 +41,7 @@ from trainer_side.tiers.tier import Keeps, Kept, Nearness, Tier
 _log = logging.getLogger("holdfast.restore")
 _T = TypeVar("_T")
 _DIGEST_CHARACTERS_MAX = 64
+_AHEAD_MAX = 64  # manifests that are read at once, and held
 _SECONDS_MAX = 60.0  # where nobody says how long a tier or the store may take
 _NEARNESS = {
     Nearness.MEMORY: 0,
@@ -152,24 +154,41 @@ def _row(tier: Keeps, kept: Kept) -> list[object]:
 
 
 class Shelf:
-    """The checkpoints in the store, as rank 0 has found them.
+    """The checkpoints in the store, as rank 0 finds them: newest first, and as many as are asked for.
 
     Attributes:
-        stored: All of them, newest first; the same on every rank.
+        stored: Those that were read so far, newest first; the same on every rank.
+        unread: The newest that was not; None: all were.
+        newest: The newest of all, whatever was asked for; None: the store has no checkpoint.
     """
 
-    def __init__(self, stored: list[StoreCandidate], items: list[CatalogItem]) -> None:
-        self.stored, self._items = stored, items
+    def __init__(self, store: Store | None, seconds_max: float) -> None:
+        self.stored: list[StoreCandidate] = []
+        self.unread: Key | None = None
+        self.newest: Key | None = None
+        self._store, self._seconds_max = store, seconds_max
+        self._look: CatalogLook | None = None  # on rank 0
+        self._names: list[tuple[int, ListedManifest]] = []  # numbered, of those that were not read
+        self._items: dict[int, CatalogItem] = {}  # the last that were
+        self._ahead = 1
 
     @classmethod
     def look(
-        cls, store: Store | None, peers: Peers, *, seconds_max: float = _SECONDS_MAX
+        cls,
+        store: Store | None,
+        peers: Peers,
+        *,
+        step: int | None = None,
+        also: Collection[Key] = (),
+        seconds_max: float = _SECONDS_MAX,
     ) -> tuple[Shelf, HoldfastError | None]:
-        """List the store, on rank 0. Collective.
+        """List the store, on rank 0, and read the newest manifest. Collective.
 
         Args:
             store: The run.
             peers: The ranks.
+            step: Only of this step; None: of all.
+            also: Checkpoints that are read as well, the same on every rank.
             seconds_max: For what is done with it afterwards; the list has half of it.
 
         Returns:
@@ -178,14 +197,75 @@ class Shelf:
         Raises:
             HoldfastError: Anything else that went wrong on rank 0.
         """
-        items: list[CatalogItem] = []
+        shelf = cls(store, seconds_max / 2)
+
+        def begin(store: Store) -> list[StoreCandidate]:
+            shelf._look = look = CatalogLook(store, step)
+            names = look.names if look.names or step is None else CatalogLook(store).names
+            shelf.newest = names[0].order if names else None
+            shelf._names = [*enumerate(look.names)]
+            numbers = [number for number, listed in shelf._names if listed.order in also]
+            return shelf._read([*shelf._first(1), *numbers])
+
+        return shelf, shelf._hear(peers, begin)
+
+    def more(self, peers: Peers) -> None:
+        """Read more of them, each time twice as many. Collective; raises what `look` does, and `StoreError`."""
+        self._ahead = min(2 * self._ahead, _AHEAD_MAX)
+        silent = self._hear(peers, lambda _: self._read(self._first(self._ahead)))
+        if silent is not None:
+            raise silent
+
+    def manifest(self, number: int, peers: Peers) -> Manifest:
+        """One of the manifests. Collective."""
+        mine: Manifest | None = None
+        failed: HoldfastError | None = None
+        if peers.rank == 0:
+            try:
+                mine = self._manifest(number)
+            except HoldfastError as error:
+                failed = error
+        problem = agree(peers, failed)
+        if problem is not None:
+            raise DamageError(problem)
+        said = peers.broadcast(mine.to_bytes() if mine is not None else None)
+        return mine or Manifest.from_bytes(said, source="the store (from rank 0)")
+
+    # -- on rank 0
+
+    def _first(self, count: int) -> list[int]:
+        return [number for number, _ in self._names[:count]]
+
+    def _read(self, numbers: Collection[int]) -> list[StoreCandidate]:
+        assert self._look is not None
+        wanted = {one.name: number for number, one in self._names if number in numbers}
+        self._names = [one for one in self._names if one[0] not in numbers]
+        by_name = {self._look.names[number].name: number for number in wanted.values()}
+        listed = [self._look.names[number] for number in sorted(wanted.values())]
+        self._items = {by_name[item.name]: item for item in self._look.items(listed)}
+        return [_candidate(number, item) for number, item in self._items.items()]
+
+    def _manifest(self, number: int) -> Manifest:
+        item = self._items.get(number)
+        if item is None:
+            assert self._look is not None
+            listed = self._look.names[number]
+            item = next(self._look.items([listed]), None)
+            if item is None or _candidate(number, item) not in self.stored:
+                raise DamageError(f"{listed.name}: was removed or replaced meanwhile")
+        assert item.manifest is not None
+        return item.manifest
+
+    def _hear(self, peers: Peers, read: Callable[[Store], list[StoreCandidate]]) -> HoldfastError | None:
+        """Have rank 0 read, and tell all. Returns why nothing is known, where the store does not answer."""
         said = b""
         failed: HoldfastError | None = None
         silent: HoldfastError | None = None
         if peers.rank == 0:
             try:
-                items = [] if store is None else _in_time(_list, store, seconds_max / 2)
-                said = json.dumps(_stored(items)).encode()
+                rows = [] if self._store is None else _in_time(read, self._store, self._seconds_max)
+                unread = self._names[0][1].order if self._names else None
+                said = json.dumps([rows, unread, self.newest]).encode()
             except StoreError as error:
                 silent, said = error, json.dumps({"code": error.code, "text": str(error)}).encode()
             except HoldfastError as error:
@@ -195,18 +275,18 @@ class Shelf:
             raise DamageError(problem)
         answer = json.loads(peers.broadcast(said if peers.rank == 0 else None))
         if isinstance(answer, dict):
-            return cls([], []), silent or peer_error(answer["code"], f"rank 0: {answer['text']}")
-        return cls([StoreCandidate(*row) for row in answer], items), None
-
-    def manifest(self, number: int, peers: Peers) -> Manifest:
-        """One of the manifests. Collective."""
-        mine = self._items[number].manifest if peers.rank == 0 else None
-        said = peers.broadcast(mine.to_bytes() if mine is not None else None)
-        return mine or Manifest.from_bytes(said, source="the store (from rank 0)")
+            return silent or peer_error(answer["code"], f"rank 0: {answer['text']}")
+        rows, unread, newest = answer
+        self.unread, self.newest = (None if one is None else Key(*one) for one in (unread, newest))
+        self.stored = sorted([*self.stored, *(StoreCandidate(*row) for row in rows)])
+        return None
 
 
-def _list(store: Store) -> list[CatalogItem]:
-    return list(Catalog(store).list())
+def _candidate(number: int, item: CatalogItem) -> StoreCandidate:
+    if item.manifest is None:
+        return StoreCandidate(number, item.attempt, item.step, 0, "", item.fault)
+    ranks, digest = item.manifest.ranks, item.manifest.layout_digest
+    return StoreCandidate(number, item.attempt, item.step, ranks, digest, item.fault, item.drift)
 
 
 def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T:
@@ -218,25 +298,6 @@ def _in_time(ask: Callable[[Store], _T], store: Store, seconds_max: float) -> _T
             "mount, or at the network to it",
             retriable=True,
         ) from None
-
-
-def _stored(items: Sequence[CatalogItem]) -> list[StoreCandidate]:
-    """What the catalog lists; one that cannot be read stands where the newest attempt would have put it."""
-    newest = max((item.manifest.attempt for item in items if item.manifest), default=0)
-    return [
-        StoreCandidate(number, newest, item.step, 0, "", item.fault)
-        if item.manifest is None
-        else StoreCandidate(
-            number,
-            item.manifest.attempt,
-            item.manifest.step,
-            item.manifest.ranks,
-            item.manifest.layout_digest,
-            item.fault,
-            item.drift,
-        )
-        for number, item in enumerate(items)
-    ]
 
 
 def newest_attempt(

@@ -17,8 +17,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,13 @@ from holdfast.telemetry.events import EventLog
 from trainer_side.ranks.deadlines import HANGING_SHARE
 from trainer_side.ranks.peers import Peers
 from trainer_side.restore.candidate import Restored, RestoreJob, Trial
-from trainer_side.restore.choice import Candidate, Passed, candidates, pass_over
+from trainer_side.restore.choice import Candidate, Passed
+from trainer_side.restore.in_turn import InTurn
 from trainer_side.restore.inventory import Shelf, find
 from trainer_side.restore.ring_slices import Fetch, look
 from trainer_side.tiers.tier import Tier
+
+_log = logging.getLogger("holdfast.restore")
 
 
 @dataclass(frozen=True)
@@ -93,29 +97,33 @@ def restore(
     begun = time.monotonic()
     held = look(fetch, peers)  # before the store: what becomes durable meanwhile is seen here or there
     seconds_max, step = options.seconds_max, options.step
-    shelf, silent = Shelf.look(store, peers, seconds_max=seconds_max)
+    shelf, silent = Shelf.look(store, peers, step=step, also=held.keys, seconds_max=seconds_max)
     ring = held.known(shelf.stored, peers)
     found = find([*tiers, ring], peers, seconds_max=seconds_max * HANGING_SHARE)
     job = RestoreJob(
         state, store, peers, events, found, shelf, options.threads, seconds_max, options.may_lack
     )
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
-    listed = pass_over(candidates(found.holders, shelf.stored), options.set_aside)
+    wanted = [one for one in found.holders if step in (None, one.key.step)]
+    listed = InTurn(wanted, shelf, peers, options.set_aside)
     if silent is not None:
-        _go_without(job, silent, listed, without_store=options.without_store)
+        _go_without(job, silent, listed.first(), without_store=options.without_store)
     if step is not None:
-        listed = _only(listed, step, store)
+        others = [Key(one.key.attempt, one.key.step) for one in found.holders]
+        newest = max([*others, *([] if shelf.newest is None else [shelf.newest])], default=None)
+        _see_step([*listed], step, newest, store)
     seconds = {"catalog": time.monotonic() - begun}
     return _first_good(job, listed, seconds)
 
 
-def _first_good(
-    job: RestoreJob, listed: Sequence[Candidate | Passed], seconds: dict[str, float]
-) -> Restored | None:
+def _first_good(job: RestoreJob, listed: InTurn, seconds: dict[str, float]) -> Restored | None:
     skipped: list[str] = []
     told, lost = 0, False
-    job.tell(_drifted_before(listed), "an older checkpoint is preferred")
-    for number, candidate in enumerate(listed):
+    first = listed.first()
+    if first is not None:
+        job.tell(_drifted_before(listed.known(), first), "an older checkpoint is preferred")
+    in_turn = iter(listed)
+    for candidate in in_turn:
         if isinstance(candidate, Passed):
             skipped.append(candidate.reason)
             lost = lost or candidate.lost
@@ -129,7 +137,7 @@ def _first_good(
                 job.tell(
                     [candidate.drift], f"{candidate.name} is restored all the same, as there is no other"
                 )
-            return trial.load(skipped, _next_of(listed[number:], candidate))
+            return trial.load(skipped, _next_of(in_turn, candidate))
         skipped.append(f"{candidate.name}: {problem}")
         lost = True
     where = "the tiers" if job.store is None else job.store.url
@@ -140,26 +148,28 @@ def _first_good(
     return None
 
 
-def _next_of(listed: Sequence[Candidate | Passed], taken: Candidate) -> Key | None:
-    """The checkpoint that is the first if `taken` is set aside."""
-    left = (one for one in pass_over(listed, [taken.checkpoint]) if isinstance(one, Candidate))
-    return next((one.checkpoint for one in left), None)
+def _next_of(later: Iterator[Candidate | Passed], taken: Candidate) -> Key | None:
+    """The checkpoint that is the first if `taken` is set aside; `later` is what comes after it. Collective."""
+    try:
+        for one in later:
+            if isinstance(one, Candidate) and not one.checkpoint.is_set_aside([taken.checkpoint]):
+                return one.checkpoint
+    except StoreError as error:
+        # The bytes of `taken` are all there: that is no reason to end now.
+        _log.warning("restore: it is not known which checkpoint comes before %s: %s", taken.name, error)
+    return None
 
 
-def _drifted_before(listed: Sequence[Candidate | Passed]) -> list[str]:
+def _drifted_before(listed: Sequence[Candidate | Passed], first: Candidate) -> list[str]:
     """The drift of checkpoints that are newer than the first candidate, and come after it."""
     usable = [one for one in listed if isinstance(one, Candidate)]
-    if not usable:
-        return []
-    first = (usable[0].attempt, usable[0].step)
-    return [*dict.fromkeys(one.drift for one in usable if one.drift and (one.attempt, one.step) > first)]
+    return [*dict.fromkeys(one.drift for one in usable if one.drift and one.checkpoint > first.checkpoint)]
 
 
 def _go_without(
-    job: RestoreJob, silent: HoldfastError, listed: Sequence[Candidate | Passed], *, without_store: bool
+    job: RestoreJob, silent: HoldfastError, newest: Candidate | None, *, without_store: bool
 ) -> None:
     """The store does not answer: raise, unless the tiers have a whole checkpoint and may be believed."""
-    newest = next((candidate for candidate in listed if isinstance(candidate, Candidate)), None)
     if newest is None:
         raise silent
     if not without_store:
@@ -172,15 +182,14 @@ def _go_without(
     )
 
 
-def _only(
-    listed: Sequence[Candidate | Passed], step: int, store: Store | None
-) -> Sequence[Candidate | Passed]:
-    wanted = [candidate for candidate in listed if candidate.step == step]
+def _see_step(
+    wanted: Sequence[Candidate | Passed], step: int, newest: Key | None, store: Store | None
+) -> None:
+    """Raise `StoreMissing` if there is no checkpoint of the step that is wanted, or none that was ever whole."""
     if not wanted:
-        newest = f"the newest is {listed[0].step}" if listed else "there is no checkpoint at all"
+        known = "there is no checkpoint at all" if newest is None else f"the newest is {newest.step}"
         where = "the tiers" if store is None else store.url
-        raise StoreMissing(f"{where}: no checkpoint of step {step}; {newest}")
+        raise StoreMissing(f"{where}: no checkpoint of step {step}; {known}")
     if all(isinstance(candidate, Passed) and not candidate.lost for candidate in wanted):
         reasons = "; ".join(candidate.reason for candidate in wanted if isinstance(candidate, Passed))
         raise StoreMissing(f"no checkpoint of step {step} is whole: {reasons}")
-    return wanted

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
+from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
 from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
 from holdfast.ring.remains import Asked, HeldCheckpoint, read_held
@@ -54,11 +55,17 @@ class RingContents:
     def __init__(self, fetch: Fetch | None, held: list[HeldCheckpoint]) -> None:
         self._fetch, self._held = fetch, held
 
+    @property
+    def keys(self) -> list[Key]:
+        """The checkpoints of which the ring may have something."""
+        return [Key(held.attempt, held.step) for held in self._held]
+
     def known(self, stored: Sequence[StoreCandidate], peers: Peers) -> RingSlices:
         """Those that were staged: as the ring says, or the store. Collective.
 
         Args:
-            stored: What the store has. It was listed after the look: what ended in between is in one of the two.
+            stored: What the store has of `keys`. It was listed after the look: what ended in between is in one of
+                the two.
             peers: The ranks.
         """
         found: list[_Known] = []

@@ -1,0 +1,107 @@
+"""The manifests of a listing, newest first, without reading them whole.
+
+    step-000000123-a002.json    the name says the attempt
+    step-000000123.json         of attempt 1, where the claim says so; else the manifest's first bytes tell the attempt
+
+Versions before the rule of names gave later attempts the plain name, too, so of a run that one of them may have written
+the beginning of each plain manifest is read: a small request, and nothing is parsed. What it says decides the order in
+which manifests are read, and nothing else: each is checked whole before it is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from holdfast.errors import DamageError, StoreMissing
+from holdfast.image.manifest import Key, Manifest, is_manifest_name
+from holdfast.store.base import ObjectInfo, Store
+
+_NAME = re.compile(r"step-(\d+)(?:-a(\d+))?\.json")
+_HEAD = re.compile(rb'\{"format":"[^"\\]*","run":"(?:[^"\\]|\\.)*","attempt":([1-9]\d{0,17}),')
+_HEAD_BYTES = 4096
+_SMALL_BYTES = 1 << 16
+_WHOLE_BYTES_MAX = 1 << 22  # of a manifest whose beginning is another tool's, so that all of it is read
+# each is one small request: a long run on S3 would otherwise be looked at one round trip at a time
+_READERS = 16
+
+
+class ListedManifest(NamedTuple):
+    """One manifest of a listing. Of one that does not say its attempt it is the newest attempt of all."""
+
+    order: Key
+    name: str
+    nbytes: int
+
+
+def manifests_in(objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+    """The manifests in a listing of the run."""
+    return [info for info in objects if is_manifest_name(info.name)]
+
+
+def step_of(name: str) -> int:
+    """The step in the name of a manifest."""
+    return _parts(name)[0]
+
+
+def newest_first(
+    store: Store, objects: Sequence[ObjectInfo], *, names_tell: bool
+) -> Sequence[ListedManifest]:
+    """The manifests in a listing, newest first.
+
+    Args:
+        store: The run, of which the beginnings of manifests are read where names do not tell the attempt.
+        objects: Its listing.
+        names_tell: Whether a plain name means attempt 1 (`holdfast.checkpoints.claim.names_tell`).
+
+    Raises:
+        StoreError: The store failed.
+    """
+    listed = manifests_in(objects)
+    told: dict[str, int | None] = {}
+    unsaid = []
+    for info in listed:
+        attempt = _parts(info.name)[1]
+        if attempt is None and not names_tell:
+            unsaid.append(info)
+        else:
+            told[info.name] = attempt or 1
+    told |= dict(zip((info.name for info in unsaid), _attempts_said(store, unsaid), strict=True))
+    newest = max((attempt for attempt in told.values() if attempt is not None), default=0)
+    found = [
+        ListedManifest(Key(newest if (said := told[info.name]) is None else said, step_of(info.name)), *info)
+        for info in listed
+    ]
+    return sorted(found, reverse=True)
+
+
+def _parts(name: str) -> tuple[int, int | None]:
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return int(match[1]), None if match[2] is None else int(match[2])
+
+
+def _attempts_said(store: Store, unsaid: Sequence[ObjectInfo]) -> Iterator[int | None]:
+    if not unsaid:
+        return
+    with ThreadPoolExecutor(min(_READERS, len(unsaid)), thread_name_prefix="catalog") as readers:
+        yield from readers.map(lambda info: _attempt_said(store, info), unsaid)
+
+
+def _attempt_said(store: Store, info: ObjectInfo) -> int | None:
+    """The attempt that the manifest states; None: it is gone, or cannot be read."""
+    try:
+        if info.nbytes <= _SMALL_BYTES:  # as cheap
+            head = store.read(info.name, _SMALL_BYTES)
+        else:
+            begin = bytearray(_HEAD_BYTES)
+            store.read_into(info.name, 0, memoryview(begin))
+            head = bytes(begin)
+        match = _HEAD.match(head)
+        if match is not None:
+            return int(match[1])
+        return Manifest.from_bytes(store.read(info.name, _WHOLE_BYTES_MAX), source=info.name).attempt
+    except (DamageError, StoreMissing):
+        return None
