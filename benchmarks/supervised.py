@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks.jobs import Folders, StandingStager, rank_environment, torchrun_line
+from holdfast.telemetry.event_files import numbered
 
 __all__ = ["Attempt", "Elastic", "Program", "Supervised", "lines"]
 
@@ -74,9 +75,12 @@ class Attempt:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines; none if there is no such file."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    """The whole lines of a file of JSON lines, and of those before it; none if there is no such file."""
+    files = [*(older for _, older in numbered(path)), path]
+    text = [
+        line for file in files if file.exists() for line in file.read_text(encoding="utf-8").splitlines(True)
+    ]
+    return [json.loads(line) for line in text if line.endswith("\n")]
 
 
 class Supervised:

@@ -30,8 +30,8 @@ class RoleConfig(BaseSettings):
     """The sources of settings, their order, and errors that say where a value came from.
 
     Attributes:
-        events: File to which events are appended, one JSON object per line. Without a file, events go to
-            the log alone.
+        events: File to which events are appended, one JSON object per line. At 32 MiB it is renamed, and a
+            new one begun. Without a file, events go to the log alone.
     """
 
     role: ClassVar[str] = ""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from holdfast.errors import ConfigError
+from holdfast.telemetry.event_files import numbered, open_all
+from holdfast.telemetry.event_record import TOP
 
 LINE_BYTES_MAX = 1 << 24  # a line with the times of ten thousand ranks
 TIME_MAX = 1e11  # three thousand years
@@ -20,7 +23,6 @@ _NUMBER_MAX = 1e15
 _WHOLE_MAX = 2**62
 _TEXT_CHARACTERS_MAX = 1000
 _STATUS_LOGS = ("status.jsonl", "events.jsonl")
-_TOP = frozenset({"time", "event", "role", "rank", "step"})
 # Of a trainer these repeat what `save` and `staged` have said but for one number: of long runs they are most of a log.
 _KEPT_OF_DURABLE = frozenset({"durable_seconds", "saved_at_unix"})
 
@@ -54,17 +56,25 @@ class Log:
 
 
 def read_logs(paths: Iterable[Path]) -> Log:
-    """Read event logs; of a directory, as `holdfast run` leaves one, its status.jsonl and events.jsonl.
+    """Read event logs, each with the files that were full before; of a directory, as `holdfast run` leaves one, its
+    status.jsonl and events.jsonl.
 
     Raises:
         ConfigError: A file is not there, or cannot be read.
     """
     log = Log()
+    read: set[tuple[int, int]] = set()
     for path in paths:
         for file in _files(path):
             try:
-                with file.open("rb") as lines:
-                    _read(lines, file, log)
+                for one, lines in open_all(file):
+                    about = os.fstat(lines.fileno())
+                    if (
+                        about.st_dev,
+                        about.st_ino,
+                    ) not in read:  # `events.jsonl*` names some of them once more
+                        read.add((about.st_dev, about.st_ino))
+                        _read(lines, one, log, is_last=one == file)
             except OSError as error:
                 raise ConfigError(
                     f"--events {file}: cannot be read: {error.strerror}; name an event log (setting `events`), or the "
@@ -79,7 +89,7 @@ def _files(path: Path) -> list[Path]:
     try:
         if not path.is_dir():
             return [path]
-        found = [path / name for name in _STATUS_LOGS if (path / name).exists()]
+        found = [path / name for name in _STATUS_LOGS if (path / name).exists() or numbered(path / name)]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--events {path}: cannot be used: {error}") from error
     if not found:
@@ -89,7 +99,7 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _read(lines: IO[bytes], path: Path, log: Log) -> None:
+def _read(lines: IO[bytes], path: Path, log: Log, *, is_last: bool) -> None:
     while line := lines.readline(LINE_BYTES_MAX):
         is_whole = line.endswith(b"\n")
         if not is_whole and len(line) == LINE_BYTES_MAX:  # the rest of it is no line either
@@ -104,7 +114,7 @@ def _read(lines: IO[bytes], path: Path, log: Log) -> None:
             log.events.append(event)
         else:
             log.unreadable += 1
-        if not is_whole:
+        if not is_whole and is_last:
             log.running.append(str(path))
 
 
@@ -124,7 +134,7 @@ def read_line(line: bytes) -> LoggedEvent | None:
     fields = {
         name: good
         for name, value in said.items()
-        if (name not in _TOP or (name == "rank" and role == "supervisor"))
+        if (name not in TOP or (name == "rank" and role == "supervisor"))
         and (kept is None or name in kept)
         and (good := _good(value)) is not None
     }

@@ -3,12 +3,12 @@
 Every line has `time` (Unix seconds), `event`, `role`, and `rank` and `step` where there is one; the rest is the event's
 own (docs/format.md lists them). Lines are appended whole, by one write each, so several processes may share a file.
 Only a disk that fills up in the middle of one leaves a piece of a line; the next one then begins on a line of its own.
+No line is longer than a limit (event_record.py), and a file that is full is followed by the next (event_files.py).
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import threading
@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.telemetry.event_files import FILE_BYTES_MAX, appending, is_current, rotate
+from holdfast.telemetry.event_record import record
 
 _Listener = Callable[[str, Mapping[str, Any], int | None], None]
 
 _log = logging.getLogger("holdfast.events")
+_RENAMED_MAX = 10
 _DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
 
 
@@ -33,6 +36,7 @@ class EventLog:
         role: `trainer`, `stager`, `flusher` or `tool`.
         rank: Rank within the role, if it has ranks.
         clock: Gives Unix seconds.
+        file_bytes_max: A file above this is renamed, and a new one begun.
 
     Raises:
         ConfigError: The file cannot be there. A disk that is only full or broken is no error: later lines try
@@ -40,10 +44,17 @@ class EventLog:
     """
 
     def __init__(
-        self, path: Path | None, *, role: str, rank: int | None = None, clock: Callable[[], float] = time.time
+        self,
+        path: Path | None,
+        *,
+        role: str,
+        rank: int | None = None,
+        clock: Callable[[], float] = time.time,
+        file_bytes_max: int = FILE_BYTES_MAX,
     ) -> None:
         self._role, self._rank, self._clock = role, rank, clock
         self._path, self._fd = path, -1
+        self._file_bytes_max = file_bytes_max
         self._writing = threading.Lock()
         self._torn = False  # the last line that we wrote has no end
         self._listeners: list[_Listener] = []
@@ -64,12 +75,11 @@ class EventLog:
         if step is not None:
             line["step"] = step
         line.update(fields or {})
-        text = json.dumps(line, separators=(",", ":"), default=str)
-        _log.debug("%s", text)
+        data = record(line)
+        _log.debug("%s", data[:-1].decode())
         try:
             with self._writing:
-                self._open()
-                self._append(text.encode() + b"\n")
+                self._append(data)
         except OSError as error:
             _log.warning("an event could not be written: %s", error)
         for listener in self._listeners:
@@ -88,8 +98,20 @@ class EventLog:
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def _append(self, line: bytes) -> None:
-        if self._fd < 0:
+        if self._path is None:
             return
+        for _ in range(_RENAMED_MAX):
+            self._open()
+            with appending(self._fd, self._file_bytes_max):
+                if is_current(self._fd, self._path):
+                    self._write(line)
+                    break
+            self._close()  # another process has begun the next file
+        else:
+            raise OSError(f"{self._path}: renamed {_RENAMED_MAX} times while one line was written")
+        rotate(self._fd, self._path, bytes_max=self._file_bytes_max)
+
+    def _write(self, line: bytes) -> None:
         if self._torn:
             line = b"\n" + line
         done = os.write(self._fd, line)
@@ -100,6 +122,10 @@ class EventLog:
     def close(self) -> None:
         """Close the file; later events are only mirrored."""
         self._path = None
+        self._close()
+
+    def _close(self) -> None:
+        self._torn = False  # the next line begins another file
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -95,6 +95,8 @@ class DrillRun(abc.ABC):
     def __exit__(self, *_: object) -> None:
         self._end()
         self._output.close()
+        for follower in self._follow.values():
+            follower.close()
 
     def look(self) -> tuple[bool, Mapping[str, list[dict[str, Any]]]]:
         """Whether the run has ended, and the new lines of `diary`, `events` and `status`."""

@@ -134,6 +134,7 @@ class Supervisor:
             self._job.close()
             self._watch.stop()
             self._status.close()
+            self._follower.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
         return self._verdict

@@ -11,6 +11,6 @@ __all__ = ["read_events"]
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The lines that are whole by now, in their order; none where there is no file yet."""
-    written = path.read_text() if path.exists() else ""
-    whole, _, _ = written.rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    older = sorted(path.parent.glob(f"{path.name}.[0-9]*"))
+    whole = [one.read_text().rpartition("\n")[0] for one in (*older, path) if one.exists()]
+    return [json.loads(line) for part in whole for line in part.splitlines()]

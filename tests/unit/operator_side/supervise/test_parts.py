@@ -147,6 +147,7 @@ def test_the_event_log_is_followed_from_now_on(tmp_path: Path) -> None:
             'le": "stager", "step": 2}\nnot json\n[]\n{"event": "durable", "role": "flusher", "step": 2}\n'
         )
     assert [meaning(said) for said in follower.read()] == [StepStaged(2), StepDurable(2)]
+    follower.close()
 
 
 def _notice(kind: NoticeKind) -> dict[str, object]:
