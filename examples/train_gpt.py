@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sysconfig
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -86,6 +88,9 @@ def make_deterministic(rank: int) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(SEED + rank)
+    # Nothing here draws from these two, but `RngState` saves them: unseeded, they would differ from run to run.
+    random.seed(SEED + rank)
+    np.random.seed(SEED + rank)
 
 
 class NoCheckpoints:

@@ -156,9 +156,10 @@ def up(as_json: bool, path: Path, **options: Any) -> None:
     ranks = len(raised.trainers) * options["slots"]
     if options["hostfile"] is not None:
         options["hostfile"].write_text(lines)
-    hosts = options["hostfile"] or "hosts"
+    # Open MPI places nothing by --host beside --hostfile: "already filled".
+    hosts = ",".join(f"{node.address}:{options['slots']}" for node in raised.trainers)
     mpirun = (
-        f"mpirun --with-ft ulfm --hostfile {hosts} -n {ranks} python train.py : "
+        f"mpirun --with-ft ulfm --host {hosts} -n {ranks} python train.py : "
         f"--host {raised.stager.address}:1 -n 1 holdfast stager --store {file.store_url}"
     )
     supervised = f"holdfast run -n {ranks} --store {file.store_url} --cluster {path} -- python train.py"

@@ -32,16 +32,23 @@ states = []
 for key in sys.argv[1:]:
     boto3.client("s3").download_file("holdfast", key, "/tmp/checkpoint")
     states.append(torch.load("/tmp/checkpoint", weights_only=True))
-def same(a, b):
+def differing(a, b, where):
+    if type(a) is not type(b):
+        return [where]
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
+        return [] if a.dtype == b.dtype and torch.equal(a, b) else [where]
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        if list(a) != list(b):
+            return [where]
+        return [one for key in a for one in differing(a[key], b[key], f"{where}.{key}")]
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
+        if len(a) != len(b):
+            return [where]
+        return [one for index in range(len(a)) for one in differing(a[index], b[index], f"{where}.{index}")]
+    return [] if a == b else [where]
 assert "holdfast" not in sys.modules
-assert states[0] and same(*states), "they differ"
+assert states[0]["model"]
+assert not differing(*states, "state"), differing(*states, "state")
 print(len(states[0]["model"]), "tensors of the model, all the same")
 """
 

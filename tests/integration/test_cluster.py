@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.mpirun import find_mpirun
 from tests.support.ec2_place import client, write_outputs
 from tests.support.job import environment
 from tests.support.moto_s3 import running_moto
@@ -75,7 +76,7 @@ def test_up_status_down(endpoint: str, tmp_path: Path) -> None:
     assert sorted(hostfile.read_text().splitlines()) == sorted(
         f"{node['address']} slots=2" for node in trainers
     )
-    assert "-n 6 python train.py" in raised["mpirun"]
+    assert _placed(raised["mpirun"], tmp_path) == ["rank"] * 6 + ["stager"]
     assert "--store s3://bucket/run-1" in raised["run"]
 
     assert operator.document("up", *wish)["made"] == []
@@ -93,6 +94,24 @@ def test_up_status_down(endpoint: str, tmp_path: Path) -> None:
     again = operator.call("down")
     assert again.returncode == 0
     assert "nothing is left with Project=holdfast, RunId=run-1" in again.stdout
+
+
+def _placed(line: str, directory: Path) -> list[str]:
+    """What the processes say that mpirun starts by this line; an agent in the place of ssh starts them all here."""
+    agent = directory / "agent"
+    agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    agent.chmod(0o755)
+    mpirun = f"{find_mpirun()} --allow-run-as-root --prtemca plm_ssh_agent {agent}"
+    ranks, stager = line.replace("mpirun", mpirun, 1).split(" : ")
+    assert ranks.endswith(" python train.py")
+    assert " holdfast stager --store s3://" in stager
+    ranks = f"{ranks.removesuffix('python train.py')} echo rank"
+    stager = f"{stager.partition('holdfast stager')[0]} echo stager"
+    done = subprocess.run(
+        [*ranks.split(), ":", *stager.split()], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.split())
 
 
 def test_the_run_finds_its_hosts(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
