@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 from tests.compose.engine import BASE, BRIDGE, Engine
 from tests.support.cluster import wait_until
 from tests.support.job import REPOSITORY
@@ -21,13 +23,6 @@ __all__ = ["NFS", "ComposeCluster", "running_compose"]
 
 NFS = "infra/docker/nfs.yml"
 _PROJECT = "holdfast-test"
-# What this engine needs beside the files that users have.
-_BESIDE = f"""\
-networks:
-  cluster:
-    driver_opts:
-      com.docker.network.bridge.name: {BRIDGE}
-"""
 _STEP = re.compile(r"^step +(\d+) ", re.MULTILINE)
 _SECONDS_MAX = 300.0
 _TRAINING_SECONDS_MAX = 600.0
@@ -147,6 +142,16 @@ class ComposeCluster:
         ]
 
 
+def _with_bridge(files: Sequence[str]) -> str:
+    """The network of these files, on a bridge of our name. Compose 1 keeps only what the last file says of it."""
+    merged: dict[str, Any] = {}
+    for file in files:
+        networks = yaml.safe_load((REPOSITORY / file).read_text()).get("networks", {})
+        merged |= networks.get("cluster") or {}
+    merged["driver_opts"] = {"com.docker.network.bridge.name": BRIDGE}
+    return str(yaml.safe_dump({"networks": {"cluster": merged}}))
+
+
 @contextlib.contextmanager
 def running_compose(
     engine: Engine, place: Path, *files: str, index: str, beside: str = "", **variables: str
@@ -158,7 +163,7 @@ def running_compose(
         beside: One more Compose file, as text.
     """
     extra = [place / "engine.yml", *([place / "beside.yml"] if beside else [])]
-    for path, text in zip(extra, (_BESIDE, beside), strict=False):
+    for path, text in zip(extra, (_with_bridge(files), beside), strict=False):
         path.write_text(text)
     arguments = {"BASE_IMAGE": BASE, "PIP_INDEX_URL": index, "BUILD_NETWORK": "host"}
     prometheus = REPOSITORY / "tests" / "compose" / "prometheus"

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from tests.infra.jobset_policies import JobSetPolicies
 from tests.support.cluster import wait_until
 from tests.support.job import HOLDFAST, environment
 from tests.support.swift import free_port
@@ -75,7 +76,7 @@ class PlayedJobSet:
     ) -> None:
         self.folder, self.pods, self.actions = folder, list[PlayedPod](), list[str]()
         self._spec, self._name, self._variables = jobset["spec"], jobset["metadata"]["name"], variables
-        self._key, self._restarts = key, 0
+        self._key, self._policies = key, JobSetPolicies(self._spec)
         self._ports = {
             str(port["containerPort"]): str(free_port())
             for job in self._spec["replicatedJobs"]
@@ -123,10 +124,11 @@ class PlayedJobSet:
         if not failed:
             self._stop(self.pods)
             return "Completed"
-        action = self._action(failed[0])
+        first = failed[0]
+        action = self._policies.action(first.job, first.process.returncode, disrupted=first.disrupted)
         self.actions.append(action)
         if action in {"RestartJobAndIgnoreMaxRestarts", "RestartJob"}:
-            self._restart(failed[0].job)
+            self._restart(first.job)
         elif action.startswith("RestartJobSet"):
             self._restart()
         else:
@@ -144,48 +146,14 @@ class PlayedJobSet:
         for pod in pods:
             pod.terminate()
         for pod in pods:
-            spec = self._job(pod.job)["template"]["spec"]["template"]["spec"]
+            spec = self._policies.job(pod.job)["template"]["spec"]["template"]["spec"]
             try:
                 pod.process.wait(spec["terminationGracePeriodSeconds"])
             except subprocess.TimeoutExpired:
                 pod.kill()
 
-    def _action(self, pod: PlayedPod) -> str:
-        reason = self._reason(pod)
-        policy = self._spec["failurePolicy"]
-        for rule in policy["rules"]:
-            if pod.job in rule["targetReplicatedJobs"] and reason in rule["onJobFailureReasons"]:
-                action = str(rule["action"])
-                break
-        else:
-            action = "RestartJobSet"
-        if action in {"RestartJobSet", "RestartJob"}:
-            self._restarts += 1
-            if self._restarts > policy["maxRestarts"]:
-                return "FailJobSet"
-        return action
-
-    def _reason(self, pod: PlayedPod) -> str:
-        """Why the pod's Job fails: its pod failure policy, else its backoffLimit, which is 0."""
-        job = self._job(pod.job)["template"]["spec"]
-        assert job["backoffLimit"] == 0
-        for rule in job["podFailurePolicy"]["rules"]:
-            if "onPodConditions" in rule:
-                matches = pod.disrupted
-            else:
-                code, codes = pod.process.returncode, rule["onExitCodes"]
-                shown = 128 - code if code < 0 else code
-                matches = (shown in codes["values"]) == (codes["operator"] == "In")
-            if matches:
-                return "PodFailurePolicy" if rule["action"] == "FailJob" else "BackoffLimitExceeded"
-        return "BackoffLimitExceeded"
-
-    def _job(self, name: str) -> Any:
-        (job,) = (job for job in self._spec["replicatedJobs"] if job["name"] == name)
-        return job
-
     def _wait_ready(self, name: str) -> None:
-        (container,) = self._job(name)["template"]["spec"]["template"]["spec"]["containers"]
+        (container,) = self._policies.job(name)["template"]["spec"]["template"]["spec"]["containers"]
         port = int(self._ports[str(container["startupProbe"]["tcpSocket"]["port"])])
 
         def listens() -> bool:

@@ -1,7 +1,8 @@
 """The pods of Kubeflow's MPI runtime: each has network, processes, host name and /dev/shm of its own on this machine.
 
 The commands are those of runtime-mpi.yaml, each as process 1 of its pod: when it ends, the kernel ends the pod. Played
-are what Trainer adds (hostfile, keys, names) and the restart. Replaced are the number of ranks and the paths of mounts.
+are what Trainer adds (hostfile, keys, names, variables), the kubelet's end of a pod and the restart. Replaced are the
+number of ranks, the paths of mounts, and how long a pod waits after its notice.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import yaml  # type: ignore[import-untyped]
 
 from tests.hosts.host import Host
 from tests.hosts.network import Network, command, running_network
+from tests.infra.jobset_policies import JobSetPolicies
 from tests.infra.toolbox import INFRA
 from tests.integration.jobs import in_a_pod
 from tests.support.cluster import wait_until
@@ -71,29 +72,38 @@ class MpiPod(Host):
         assert self._process is not None
         return self._process.poll()
 
+    def begin_hook(self, line: list[str]) -> subprocess.Popen[bytes]:
+        """The command of the pod's preStop hook, in the pod."""
+        return subprocess.Popen(
+            ["nsenter", "--target", str(self._first()), "--all", *line], stdin=subprocess.DEVNULL
+        )
+
     def terminate(self) -> None:
-        """What the kubelet does first: SIGTERM to process 1 of the pod."""
-        assert self._process is not None
-        pid = self._process.pid
-        (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        os.kill(int(first), signal.SIGTERM)
+        """What the kubelet does next: SIGTERM to process 1 of the pod."""
+        os.kill(self._first(), signal.SIGTERM)
 
     def kill_rank(self) -> None:
         """SIGKILL to the rank of this pod."""
         found = [pid for pid in self.pids() if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(found) == 1, found
-        os.kill(found[0], signal.SIGKILL)
+        wrapper, rank = sorted(found)
+        assert b"supervise.rank" in Path(f"/proc/{wrapper}/cmdline").read_bytes()
+        os.kill(rank, signal.SIGKILL)
+
+    def _first(self) -> int:
+        assert self._process is not None
+        pid = self._process.pid
+        (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(first)
 
 
 class PlayedMpiJob:
     """The JobSet of the runtime. Made by `played_mpi`; `pods` are those of the newest start."""
 
     def __init__(self, folder: Path, network: Network) -> None:
-        self.folder, self._network, self.pods, self.restarts = folder, network, list[MpiPod](), 0
-        self.codes: list[list[int | None]] = []
-        self._spec = yaml.safe_load((INFRA / "kubernetes" / "runtime-mpi.yaml").read_text())["spec"][
-            "template"
-        ]["spec"]
+        self.folder, self._network, self.pods = folder, network, list[MpiPod]()
+        self.codes: list[dict[str, int | None]] = []
+        runtime = yaml.safe_load((INFRA / "kubernetes" / "runtime-mpi.yaml").read_text())
+        self._policies = JobSetPolicies(runtime["spec"]["template"]["spec"])
         for name in ("workspace", "out"):
             (folder / name).mkdir()
         shutil.copy(in_a_pod.__file__, folder / "workspace" / "train.py")
@@ -113,7 +123,11 @@ class PlayedMpiJob:
             **{
                 f"{word}_ALLOW_RUN_AS_ROOT{end}": "1" for word in ("OMPI", "PRTE") for end in ("", "_CONFIRM")
             },
-            "PRTE_MCA_plm_ssh_agent": f"ssh -F {folder / 'ssh'}",
+            # From Trainer's plugin for MPI (pkg/constants/constants.go in kubeflow/trainer).
+            "OMPI_MCA_orte_default_hostfile": str(folder / "hostfile"),
+            "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+            "OMPI_MCA_orte_set_default_slots": "1",
+            "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
         }
         given = " ".join(
             f'"{name}={self._variables[name]}"' for name in ("PATH", "OUT", "HOLDFAST_CHUNK_BYTES", "TMPDIR")
@@ -137,9 +151,9 @@ class PlayedMpiJob:
         (self.folder / "names").write_text("127.0.0.1 localhost\n" + "".join(lines))
         (self.folder / "hostfile").write_text("".join(f"{name}.holdfast slots=1\n" for name in names))
         for pod in self.pods[:-1]:
-            pod.start(self._line("node"), self.folder, self._variables)
+            pod.start(self._line("node"), self.folder, self._given("node"))
             self._wait_ready(pod)
-        self.pods[-1].start(self._line("launcher"), self.folder, self._variables)
+        self.pods[-1].start(self._line("launcher"), self.folder, self._given("launcher"))
 
     def wait_for_ranks(self) -> None:
         """Until all ranks stand by in the middle of the run."""
@@ -150,25 +164,40 @@ class PlayedMpiJob:
 
         wait_until(ready, _SECONDS_MAX, f"the ranks do not come so far:\n{self.output()}")
 
+    def take(self, pod: MpiPod, told: Callable[[], bool]) -> None:
+        """The kubelet ends a node's pod: first its hook, which here waits until `told`, then SIGTERM."""
+        line = self._container("node")["lifecycle"]["preStop"]["exec"]["command"]
+        over = self.folder / "out" / "over"
+        waits = [re.sub(r"\bsleep \d+$", f"until [ -e {over} ]; do sleep 0.1; done", word) for word in line]
+        assert waits != line
+        hook = pod.begin_hook(waits)
+        try:
+            wait_until(told, _SECONDS_MAX, f"nobody hears of the notice:\n{self.output()}")
+            assert hook.poll() is None, "the hook ends the pod before the deadline of its notice"
+        finally:
+            over.touch()
+            hook.wait(_SECONDS_MAX)
+        pod.terminate()
+
     def settle(self) -> str:
-        """Follow the pods until the launcher is done or a pod fails: "Completed", "RestartJobSet" or "FailJobSet"."""
-        codes: list[int | None] = []
+        """Follow the pods until the policies have acted: "Completed", or the action. A restart has begun then."""
+        codes: dict[str, int | None] = {}
 
         def settled() -> bool:
-            codes[:] = [pod.code() for pod in self.pods]
-            return any(codes) or codes[-1] == 0
+            codes.update({pod.name: pod.code() for pod in self.pods})
+            return any(codes.values()) or codes[self.pods[-1].name] == 0
 
         wait_until(settled, _SECONDS_MAX, f"no pod ends:\n{self.output()}")
         self.codes.append(codes)
         self.stop()
-        # JobSet looks for failed Jobs before it looks for success: mpirun's 0 does not count beside a lost node.
-        if not any(codes):
+        failed = [(name, code) for name, code in codes.items() if code]
+        if not failed:
             return "Completed"
-        self.restarts += 1
-        if self.restarts > self._spec["failurePolicy"]["maxRestarts"]:
-            return "FailJobSet"
-        self.start()
-        return "RestartJobSet"
+        name, code = failed[0]
+        action = self._policies.action(name.split("-")[1], code)
+        if action.startswith("RestartJobSet"):
+            self.start()
+        return action
 
     def stop(self) -> None:
         """SIGTERM to the launcher with time to write what is staged, then the end of every pod."""
@@ -190,18 +219,25 @@ class PlayedMpiJob:
         """The first step of each start of a rank."""
         return [int(line) for line in (self.folder / "out" / f"start-{rank}").read_text().split()]
 
+    def _container(self, job: str) -> Any:
+        (container,) = self._policies.job(job)["template"]["spec"]["template"]["spec"]["containers"]
+        return container
+
+    def _given(self, job: str) -> dict[str, str]:
+        own = {one["name"]: one["value"] for one in self._container(job).get("env", []) if "value" in one}
+        return own | self._variables
+
     def _line(self, job: str) -> list[str]:
-        (found,) = (one for one in self._spec["replicatedJobs"] if one["name"] == job)
-        (container,) = found["template"]["spec"]["template"]["spec"]["containers"]
-        words: list[Any] = [*container["command"], *container["args"]]
+        container = self._container(job)
         here = {
             "/home/holdfast/.sshd_config": str(self.folder / "sshd_config"),
             "/etc/mpi/hostfile": str(self.folder / "hostfile"),
-            " python train.py": f" {shlex.quote(sys.executable)} train.py",
+            "python": sys.executable,
+            "16": str(NODES),
         }
-        for old, new in here.items():
-            words = [word.replace(old, new) for word in words]
-        return [re.sub(r"-n 16\b", f"-n {NODES}", word) for word in words]
+        words = [here.get(word, word) for word in (*container["command"], *container["args"])]
+        # The image has its configuration below the home directory.
+        return [re.sub(r"^ssh ", f"ssh -F {self.folder / 'ssh'} ", word) for word in words]
 
     def _wait_ready(self, pod: MpiPod) -> None:
         probe = [

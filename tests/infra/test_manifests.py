@@ -87,7 +87,7 @@ def with_variable(name: str) -> list[Any]:
 
 
 def test_some_pods_hear_notices_and_some_have_a_ring() -> None:
-    assert len(with_variable("HOLDFAST_WATCH")) == 2
+    assert len(with_variable("HOLDFAST_WATCH")) == 3
     assert len(with_variable("HOLDFAST_RING_BYTES")) == 3
 
 
@@ -135,7 +135,7 @@ def test_no_pod_has_a_privilege_that_it_does_not_need(path: Path, job: dict[str,
     assert context["capabilities"] == {"drop": ["ALL"]}
     assert context["allowPrivilegeEscalation"] is False
     assert context.get("readOnlyRootFilesystem") is (
-        None if container["command"] == ["/usr/sbin/sshd"] else True
+        None if "/usr/sbin/sshd" in container["command"] else True
     )
     for volume in pod["volumes"]:
         assert "hostPath" not in volume
@@ -145,13 +145,20 @@ def test_no_pod_has_a_privilege_that_it_does_not_need(path: Path, job: dict[str,
 
 @pytest.mark.parametrize(("path", "job"), with_variable("HOLDFAST_WATCH"))
 def test_each_wait_is_shorter_than_the_one_around_it(path: Path, job: dict[str, Any]) -> None:
-    pod = job["template"]["spec"]
-    (container,) = pod["containers"]
     given = environment_of(job)
     assert given["HOLDFAST_WATCH"] == "sigterm"
-    arguments = container["args"]
-    shutdown = float(arguments[arguments.index("--shutdown-timeout") + 1])
-    assert float(given["HOLDFAST_WATCH_GRACE_SECONDS"]) < shutdown < pod["terminationGracePeriodSeconds"]
+    if path.stem == "runtime-mpi":  # the launcher's variables go to the ranks, in the pods of the nodes
+        (document,) = documents(path)
+        job = dict(job_specs(document))["node"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    if "lifecycle" in container:
+        found = re.search(r"; sleep (\d+)$", container["lifecycle"]["preStop"]["exec"]["command"][-1])
+        assert found
+        waits = float(found[1])
+    else:
+        waits = float(container["args"][container["args"].index("--shutdown-timeout") + 1])
+    assert float(given["HOLDFAST_WATCH_GRACE_SECONDS"]) < waits < pod["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.parametrize(("path", "job"), with_variable("HOLDFAST_RING_BYTES"))
@@ -184,6 +191,13 @@ def test_the_page_of_exit_codes_says_what_the_files_say() -> None:
         shown |= yaml.safe_load(block)
     (jobset,) = documents(FOLDER / "jobset.yaml")
     assert jobset["spec"]["failurePolicy"] == shown["failurePolicy"]
+    (runtime,) = documents(FOLDER / "runtime-mpi.yaml")
+    policy = runtime["spec"]["template"]["spec"]["failurePolicy"]
+    assert policy == jobset["spec"]["failurePolicy"] | {
+        "rules": [
+            rule | {"targetReplicatedJobs": ["node", "launcher"]} for rule in shown["failurePolicy"]["rules"]
+        ]
+    }
     for _, job in job_specs(jobset):
         assert job["backoffLimit"] == shown["backoffLimit"]
         assert job["podFailurePolicy"] == shown["podFailurePolicy"]

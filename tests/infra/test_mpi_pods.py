@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from operator_side.supervise.exit_codes import AGAIN
 from tests.hosts.network import why_not
 from tests.infra.mpi_pods import NODES, PlayedMpiJob, played_mpi
-from tests.integration.jobs.in_a_pod import EVERY, STEPS, counted_after
+from tests.integration.jobs.in_a_pod import EVERY, MET_AT, STEPS, counted_after
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "pods can be played here")
 
+RESTARTED = "RestartJobSetAndIgnoreMaxRestarts"
+STAGED = re.compile(r"the checkpoint of step (\d+), saved because rank 1 .* is staged")
 
-def _resumed(job: PlayedMpiJob) -> None:
-    assert job.settle() == "RestartJobSet", job.output()
+
+def _completed_from(job: PlayedMpiJob, step_min: int) -> None:
+    """The JobSet is done; its last start went on at this step or later, and no step was left out or done twice."""
     assert job.settle() == "Completed", job.output()
     for rank in range(NODES):
         before, after = job.starts(rank)
-        assert (before, after >= STEPS - 2 * EVERY) == (0, True)
+        assert (before, after >= step_min) == (0, True)
         assert (job.folder / "out" / f"final-{rank}").read_text() == str(counted_after(after))
 
 
-def test_a_killed_rank_of_an_mpi_job_has_the_run_started_again(tmp_path: Path) -> None:
+def test_a_killed_rank_of_an_mpi_job_is_started_again_in_its_pod(tmp_path: Path) -> None:
     with played_mpi(tmp_path) as job:
         job.start()
         job.wait_for_ranks()
         (tmp_path / "out" / "go-on").touch()
         job.pods[1].kill_rank()
-        _resumed(job)
+        _completed_from(job, STEPS - 2 * EVERY)
+
+
+def test_a_node_pod_that_is_told_to_go_has_the_ranks_save_and_all_pods_started_again(tmp_path: Path) -> None:
+    with played_mpi(tmp_path) as job:
+        (tmp_path / "out" / "stay").touch()
+        job.start()
+        job.wait_for_ranks()
+        (tmp_path / "out" / "go-on").touch()
+        gone = job.pods[1]
+        job.take(gone, lambda: STAGED.search(job.output()) is not None)
+        assert job.settle() == RESTARTED, job.output()
+        # Never with 0: JobSet would take the run for completed.
+        assert job.codes[0][gone.name] == AGAIN, job.output()
+        assert job.codes[0]["holdfast-launcher-0-0"] != 0, job.output()
+        # The step that the notice made them save is later than any that they would have saved without it.
+        _completed_from(job, MET_AT + 2)

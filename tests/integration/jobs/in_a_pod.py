@@ -2,7 +2,8 @@
 
 OUT in the environment is a folder that outlives the pods. OUT/start-RANK gets the first step of each start. At step
 MET_AT OUT/ready-RANK appears, and the ranks go on without counting until a notice comes, or a rank is killed; once
-OUT/go-on is there they do not wait. With OUT/bug rank 1 raises an exception. OUT/final-RANK has the number counted.
+OUT/go-on is there they do not wait. At a notice they leave, with OUT/stay they do not. With OUT/bug rank 1 raises an
+exception. OUT/final-RANK has the number counted.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _stand_by(out: Path, checkpointer: Checkpointer, step: int, rank: int) -> No
     for later in range(step + 1, step + STANDS_BY_MAX):
         torch.distributed.all_reduce(torch.ones(1))
         checkpointer.step(later)
-        if checkpointer.notice is not None:
+        if checkpointer.notice is not None and not (out / "stay").exists():
             # With 0 the torchrun of the other pod would wait five minutes for the one that is gone.
             raise SystemExit(LEAVES)
         if rank == 1 and (out / "bug").exists():
