@@ -9,6 +9,7 @@ from holdfast.errors import HoldfastError
 from holdfast.telemetry.board import Board
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
+from holdfast.telemetry.status_document import Transport
 from holdfast.telemetry.status_socket import serve_status
 from holdfast.telemetry.tracing import export_spans
 from stager.flusher_process import Flusher, attach
@@ -77,7 +78,12 @@ def serve(
             with serve_metrics(config, events), serve_status(flusher.ring.directory, "stager", board.said):
                 events.emit(
                     "stager_ready",
-                    {"attempt": flusher.attempt, "ranks": port.ranks, "flusher_pid": flusher.pid},
+                    {
+                        "attempt": flusher.attempt,
+                        "ranks": port.ranks,
+                        "flusher_pid": flusher.pid,
+                        "transport": _transport(config),
+                    },
                 )
                 service.run()
                 events.emit("stager_ended")
@@ -86,3 +92,9 @@ def serve(
             events.close()
             segments.close()
     return service.lost_ranks
+
+
+def _transport(config: StagerConfig) -> Transport:
+    if config.listen is None:
+        return "mpi"
+    return "tcp" if config.tls_cert is None else "tls"

@@ -27,6 +27,7 @@ from holdfast.telemetry.status_document import (
     RankSaid,
     StatusDocument,
     StatusLine,
+    Transport,
     checkpoint_said,
 )
 from holdfast.telemetry.told import NOTICES, TROUBLES, cut, told
@@ -66,6 +67,7 @@ class Board:
         self._attached: bool | None = False if role == "flusher" else None
         self._ended_at: float | None = None
         self._interval_why = ""
+        self._transport: Transport | None = None
 
     def hear(self, event: str, fields: Mapping[str, Any], step: int | None) -> None:
         """Remember one event; one that means nothing here is passed over."""
@@ -77,6 +79,7 @@ class Board:
             match event:
                 case "flusher_ready" | "stager_ready":
                     self._since, self._attempt = self._clock(), fields["attempt"]
+                    self._transport = fields.get("transport")
                 case "flusher_replaced":
                     self._attempt = fields["attempt"]
                 case "stager_attached":
@@ -195,6 +198,7 @@ class Board:
                 problems=tuple(self._problems),
                 stager_attached=self._attached,
                 work_ended_at_unix=self._ended_at,
+                transport=self._transport,
                 interval_why=self._interval_why,
             )
 

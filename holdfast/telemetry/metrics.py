@@ -14,7 +14,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -33,6 +33,7 @@ from holdfast.errors import ProtocolError
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.telemetry.causes import cause_in
+from holdfast.telemetry.status_document import Transport
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a time beside each counter, which nobody here asks for
 
@@ -133,6 +134,14 @@ class Metrics:
         )
         for kind in ("terminate", "rebalance"):
             self._notices.labels(kind)
+        self._transport = Gauge(
+            "holdfast_transport",
+            "1 for the way in which the ranks reach the stager; tls is TCP, encrypted.",
+            ["transport"],
+            registry=registry,
+        )
+        for transport in get_args(Transport):
+            self._transport.labels(transport)
 
     def _count_flush(self) -> None:
         registry = self.registry
@@ -225,6 +234,8 @@ class Metrics:
                 self._divergences.inc()
             case "notice":
                 self._notices.labels(str(fields["kind"])).inc()
+            case "stager_ready":
+                self._transport.labels(str(fields["transport"])).set(1)
             case "stager_attached":
                 self._attached.set(1)
             case "stager_gone":
@@ -246,6 +257,7 @@ class Metrics:
                 "flusher_lost",
                 "divergence",
                 "notice",
+                "stager_ready",
                 "stager_attached",
                 "stager_gone",
                 "pruned",

@@ -25,6 +25,8 @@ _Number = Annotated[float, Field(ge=0, le=_TIME_MAX, allow_inf_nan=False)]
 _Seconds = _Number
 _Text = Annotated[str, Field(max_length=4 * TEXT_CHARACTERS_MAX)]
 
+# How the ranks reach the stager; `tls`: over TCP, encrypted.
+Transport = Literal["mpi", "tcp", "tls"]
 RankState = Literal["coming", "here", "silent", "left", "lost"]
 
 
@@ -100,6 +102,7 @@ class StatusDocument(_Words):
         not_taken: Causes of declined and failed steps, counted. `declined`: the last of them, newest last.
         stager_attached: Of a flusher: whether a stager is.
         work_ended_at_unix: Of a flusher without a stager: when the last one went.
+        transport: Of a stager with a job; None: it has none, or is of an older version.
         interval_why: Of a stager that has brought the ranks to an interval (`every="auto"`): the reason, for people.
     """
 
@@ -119,6 +122,7 @@ class StatusDocument(_Words):
     problems: Annotated[tuple[StatusLine, ...], Field(max_length=LINES_MAX)] = ()
     stager_attached: bool | None = None
     work_ended_at_unix: _Number | None = None
+    transport: Transport | None = None
     interval_why: _Text = ""
 
 

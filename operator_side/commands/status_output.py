@@ -24,6 +24,7 @@ _SPARKS, _ASCII_SPARKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _RANKS_SHOWN, _FLIGHTS_SHOWN, _LINES_SHOWN = 8, 6, 3
 _RANKS_SHOWN_LEAST, _FLIGHTS_SHOWN_LEAST, _LINES_SHOWN_LEAST = 1, 1, 1
 _HOST_CHARACTERS_MAX = 20
+_OVER = {"tcp": ", over TCP, not encrypted", "tls": ", over TLS"}
 _RANK_STYLE = {"lost": "red", "silent": "yellow", "coming": "dim", "left": "dim"}
 
 
@@ -70,7 +71,10 @@ def _head(picture: Picture) -> list[RenderableType]:
     return [
         Text(plain(picture.run), style="bold"),
         Text(f"{where}; {_who(picture)}"),
-        Text(f"{_peer('stager', picture.stager, picture)}; {_peer('flusher', picture.flusher, picture)}"),
+        Text(
+            f"{_peer('stager', picture.stager, picture)}{_OVER.get(picture.transport or '', '')}; "
+            f"{_peer('flusher', picture.flusher, picture)}"
+        ),
     ]
 
 

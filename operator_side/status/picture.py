@@ -19,6 +19,7 @@ from holdfast.telemetry.status_document import (
     RankSaid,
     StatusDocument,
     StatusLine,
+    Transport,
     checkpoint_said,
 )
 from operator_side.status.loss import LossInputs, Lost, SavedPoint, lost_with_node, lost_with_trainers
@@ -114,6 +115,7 @@ class Picture:
     is_running: bool
     flusher: Peer
     stager: Peer
+    transport: Transport | None
     ranks: tuple[RankSaid, ...]
     ranks_total: int
     levels: Mapping[str, Level]
@@ -221,6 +223,7 @@ def compose(
         is_running=is_running,
         flusher=flusher,
         stager=stager,
+        transport=stager_said.transport if stager_said is not None else None,
         ranks=ranks,
         ranks_total=ranks_total,
         levels=levels,

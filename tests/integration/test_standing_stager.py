@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from holdfast.net.key import new_key
 from tests.integration.jobs import pacing, train
+from tests.support.certificates import TestAuthority
 from tests.support.cluster import (
     Cluster,
     check_continued,
@@ -29,6 +31,7 @@ from tests.support.events import read_events
 from tests.support.job import Job, environment
 from tests.support.main_job import EVERY, PAUSE_AT, RUN, SAVED, STEPS
 from tests.support.standing_stager import StandingProcess, standing_stager
+from tests.support.swift import free_port
 from tests.support.torchrun import by_torchrun
 
 RANKS = 2
@@ -192,3 +195,37 @@ def test_wrong_starts_are_told_once_by_their_names(scene: Scene) -> None:
     with scene.start(RUN, HOLDFAST_STAGER="127.0.0.1:1", HOLDFAST_START_SECONDS_MAX="3") as job:
         assert job.wait(240) != 0
         assert job.output().count("127.0.0.1:1 could not be reached within 3 s") == 1, job.output()
+
+
+def test_a_job_over_tls_is_killed_and_a_new_one_goes_on_over_tls(tmp_path: Path, reference: Path) -> None:
+    key, port = new_key(), free_port()
+    authority = TestAuthority(tmp_path)
+    pair = authority.sign("stager")
+    env = environment(
+        tmp_path / "stager-runtime",
+        HOLDFAST_KEY=key,
+        HOLDFAST_EVENTS=str(tmp_path / "events"),
+        HOLDFAST_METRICS_PORT=str(port),
+    )
+    (tmp_path / "store").mkdir()
+    shown = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
+    with standing_stager(str(tmp_path / "store"), env, tmp_path / "stager.log", *shown) as stager:
+        scene = Scene(tmp_path, stager, key)
+        trusted = str(authority.cert)
+        with scene.start([*RUN, str(PAUSE_AT)], HOLDFAST_TLS_CA=trusted) as job:
+            scene.wait_for_pause(job)
+            assert 'holdfast_transport{transport="tls"} 1.0' in _page(port)
+            job.kill()
+        with scene.start(RUN, HOLDFAST_TLS_CA=trusted) as job:
+            job.succeed(240)
+        assert stager.stop() == 0, stager.output()
+    check_continued(reference, scene.cluster, 1, 2, start=SAVED + 1, steps=STEPS)
+    assert [set(event["sources"]) for event in scene.restores()] == [{RING}] * RANKS
+    assert [event["transport"] for event in scene.events("stager_ready")] == ["tls"] * 2
+    check_loadable(sorted((tmp_path / "store").glob("step-*.pt")))
+
+
+def _page(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        page: bytes = answer.read()
+    return page.decode()

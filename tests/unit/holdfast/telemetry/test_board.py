@@ -66,6 +66,13 @@ def test_steps_that_are_not_taken_are_counted_by_cause_and_the_last_are_kept() -
     assert (newest(board).attempt, newest(board).step, newest(board).failed) == (3, 50, "rank 1 is dead")
 
 
+def test_how_the_ranks_reach_the_stager_is_said_once_a_job_is_there() -> None:
+    board = Board("stager", "r", ranks=list, clock=lambda: 1.0)
+    assert board.said().transport is None
+    board.hear("stager_ready", {"attempt": 3, "ranks": 2, "flusher_pid": 1, "transport": "tls"}, None)
+    assert board.said().transport == "tls"
+
+
 def test_why_the_interval_is_what_it_is_is_that_of_the_last_change() -> None:
     board = Board("stager", "r", ranks=list, clock=lambda: 1.0)
     assert board.said().interval_why == ""

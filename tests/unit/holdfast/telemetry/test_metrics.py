@@ -105,6 +105,14 @@ def test_peers_come_and_go() -> None:
     assert value(metrics, "holdfast_notices_total", kind="terminate") == 1
 
 
+def test_the_transport_of_the_job_is_the_one_that_is_not_0() -> None:
+    metrics = Metrics("stager", "r")
+    said = {"attempt": 1, "ranks": 2, "flusher_pid": 7}
+    assert [value(metrics, "holdfast_transport", transport=one) for one in ("mpi", "tcp", "tls")] == [0, 0, 0]
+    metrics.hear("stager_ready", {**said, "transport": "tls"}, None)
+    assert [value(metrics, "holdfast_transport", transport=one) for one in ("mpi", "tcp", "tls")] == [0, 0, 1]
+
+
 def test_an_event_that_cannot_be_counted_is_still_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

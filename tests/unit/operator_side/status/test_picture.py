@@ -99,6 +99,20 @@ def many(ranks: int = 64, flights: int = 100) -> Picture:
     )
 
 
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        ("tls", "stager process 4711, 2 min, over TLS; "),
+        ("tcp", "over TCP, not encrypted; "),
+        ("mpi", "4711, 2 min; "),
+    ],
+)
+def test_it_says_whether_what_the_ranks_send_is_encrypted(transport: str, words: str) -> None:
+    found = picture(stager_said=said("stager", transport=transport))
+    assert found.document()["transport"] == transport
+    assert words in shown(found, width=120)
+
+
 # -- what is put together ----------------------------------------------------------------------------------------------
 
 
