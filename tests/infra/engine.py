@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -84,7 +84,7 @@ class PlayedJobSet:
             for port in container.get("ports", [])
         }
 
-    def __enter__(self) -> PlayedJobSet:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -159,7 +159,7 @@ class PlayedJobSet:
         def listens() -> bool:
             assert all(pod.process.poll() is None for pod in self.of(name)), self.output()
             with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) == 0
+                return probe.connect_ex((self._address(name), port)) == 0
 
         wait_until(listens, _SECONDS_MAX, f"{name} does not become ready:\n{self.output()}")
 
@@ -186,17 +186,28 @@ class PlayedJobSet:
             self._here(_expanded(word, given), mounts) for word in container["command"] + container["args"]
         ]
         workspace = self.folder / "workspace" if "workingDir" in container else home
-        with (self.folder / f"{job['name']}-{index}.log").open("ab") as output:
+        return self._begin(job["name"], index, command, workspace, {**env, **given})
+
+    def _begin(
+        self, job: str, index: int, line: list[str], place: Path, variables: dict[str, str]
+    ) -> PlayedPod:
+        with self._log(job, index).open("ab") as output:
             process = subprocess.Popen(
-                command,
-                cwd=workspace,
-                env={**env, **given},
+                line,
+                cwd=place,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
-        return PlayedPod(job["name"], index, process)
+        return PlayedPod(job, index, process)
+
+    def _log(self, job: str, index: int) -> Path:
+        return self.folder / f"{job}-{index}.log"
+
+    def _address(self, job: str) -> str:
+        return "127.0.0.1"
 
     def _field(self, item: Mapping[str, Any], index: int) -> str:
         path = str(item["valueFrom"]["fieldRef"]["fieldPath"])

@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from tests.hosts.host import Host
 from tests.hosts.network import Network, command, running_network
 from tests.infra.jobset_policies import JobSetPolicies
+from tests.infra.pod_host import PodHost
 from tests.infra.toolbox import INFRA
 from tests.integration.jobs import in_a_pod
 from tests.support.cluster import wait_until
@@ -32,55 +32,16 @@ __all__ = ["PlayedMpiJob", "played_mpi"]
 
 NODES = 2
 _SECONDS_MAX = 120.0
-_BOOT = """\
-hostname "$1"; ip link set lo up; mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /run; mkdir /run/sshd /run/tmp
-mount --bind "$2" /etc/hosts; cd "$3"; shift 3; exec "$@"
-"""
 
 
-class MpiPod(Host):
-    """One pod; `start` begins its command."""
-
-    def start(self, line: list[str], folder: Path, variables: dict[str, str]) -> None:
-        self._make_wire()
-        command("ip", "link", "set", self.wire, "up")
-        with (folder / f"{self.name}.log").open("ab") as output:
-            self._process = subprocess.Popen(
-                [
-                    *("setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self._space),
-                    *("unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"),
-                    *(
-                        "sh",
-                        "-ec",
-                        _BOOT,
-                        "sh",
-                        self.name,
-                        str(folder / "names"),
-                        str(folder / "workspace"),
-                        *line,
-                    ),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=variables,
-                start_new_session=True,
-            )
-
-    def code(self) -> int | None:
-        """How its process 1 ended; None while it runs."""
-        assert self._process is not None
-        return self._process.poll()
+class MpiPod(PodHost):
+    """One pod."""
 
     def begin_hook(self, line: list[str]) -> subprocess.Popen[bytes]:
         """The command of the pod's preStop hook, in the pod."""
         return subprocess.Popen(
-            ["nsenter", "--target", str(self._first()), "--all", *line], stdin=subprocess.DEVNULL
+            ["nsenter", "--target", str(self.first()), "--all", *line], stdin=subprocess.DEVNULL
         )
-
-    def terminate(self) -> None:
-        """What the kubelet does next: SIGTERM to process 1 of the pod."""
-        os.kill(self._first(), signal.SIGTERM)
 
     def kill_rank(self) -> None:
         """SIGKILL to the rank of this pod."""
@@ -88,12 +49,6 @@ class MpiPod(Host):
         wrapper, rank = sorted(found)
         assert b"supervise.rank" in Path(f"/proc/{wrapper}/cmdline").read_bytes()
         os.kill(rank, signal.SIGKILL)
-
-    def _first(self) -> int:
-        assert self._process is not None
-        pid = self._process.pid
-        (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(first)
 
 
 class PlayedMpiJob:
@@ -151,9 +106,9 @@ class PlayedMpiJob:
         (self.folder / "names").write_text("127.0.0.1 localhost\n" + "".join(lines))
         (self.folder / "hostfile").write_text("".join(f"{name}.holdfast slots=1\n" for name in names))
         for pod in self.pods[:-1]:
-            pod.start(self._line("node"), self.folder, self._given("node"))
+            self._begin(pod, "node")
             self._wait_ready(pod)
-        self.pods[-1].start(self._line("launcher"), self.folder, self._given("launcher"))
+        self._begin(self.pods[-1], "launcher")
 
     def wait_for_ranks(self) -> None:
         """Until all ranks stand by in the middle of the run."""
@@ -226,6 +181,15 @@ class PlayedMpiJob:
     def _given(self, job: str) -> dict[str, str]:
         own = {one["name"]: one["value"] for one in self._container(job).get("env", []) if "value" in one}
         return own | self._variables
+
+    def _begin(self, pod: MpiPod, job: str) -> None:
+        pod.start(
+            self._line(job),
+            names=self.folder / "names",
+            place=self.folder / "workspace",
+            log=self.folder / f"{pod.name}.log",
+            variables=self._given(job),
+        )
 
     def _line(self, job: str) -> list[str]:
         container = self._container(job)

@@ -11,7 +11,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from holdfast.net.key import new_key
+from tests.hosts.network import running_network
 from tests.infra.engine import PlayedJobSet
+from tests.infra.namespaced_pods import NamespacedJobSet
 from tests.infra.sky_tasks import PlayedJobGroup
 from tests.infra.toolbox import INFRA
 from tests.integration.jobs import in_a_pod
@@ -22,6 +24,7 @@ __all__ = [
     "jobset_document",
     "played",
     "played_group",
+    "played_in_namespaces",
     "starts",
     "trainer_document",
     "wait_for_ranks",
@@ -70,6 +73,17 @@ def played(folder: Path, document: Any = None) -> Iterator[PlayedJobSet]:
     """The pods of the document, of jobset.yaml without one; none runs yet."""
     variables = _prepare(folder)
     with PlayedJobSet(document or jobset_document(), folder, key=new_key(), variables=variables) as jobset:
+        yield jobset
+
+
+@contextlib.contextmanager
+def played_in_namespaces(folder: Path, document: Any) -> Iterator[NamespacedJobSet]:
+    """The same, each pod in namespaces of its own. As root."""
+    variables = _prepare(folder)
+    with (
+        running_network() as network,
+        NamespacedJobSet(document, folder, network, key=new_key(), variables=variables) as jobset,
+    ):
         yield jobset
 
 
