@@ -1,6 +1,7 @@
-"""Chunks from two ranks into the slots of a ring, by three ways: holdfast's over TCP and over MPI, and bare sockets.
+"""Chunks from two ranks into the slots of a ring: holdfast's way over TCP, TLS and MPI, and bare sockets.
 
     python -m benchmarks.raw_tcp tcp stager PLACE …      ◄─ tcp rank PLACE N …     the product's two ports
+    python -m benchmarks.raw_tcp tls stager PLACE …      ◄─ tls rank PLACE N …     the same with TLS; PLACE has stager.*
     mpirun … raw_tcp mpi rank … : -n 1 … mpi stager …                              the same over MPI
     python -m benchmarks.raw_tcp bare stager PLACE …     ◄─ bare rank PLACE N …    as many connections, nothing else
 
@@ -31,6 +32,7 @@ from trainer_side.ranks.ports import StagerPort
 
 RANKS = 2
 CONNECTIONS = 2  # of each rank
+CERT, CERT_KEY = "stager.pem", "stager.key"
 _SLOTS = 16
 _IN_FLIGHT = 4
 _SECONDS_MAX = 300.0
@@ -110,13 +112,15 @@ def _send(port: StagerPort, chunk_bytes: int) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _tcp_stager(place: Path, host: str, chunks: int, chunk_bytes: int) -> None:
+def _tcp_stager(place: Path, host: str, chunks: int, chunk_bytes: int, *, with_tls: bool = False) -> None:
+    from holdfast.net.tls import StagerTls
     from stager.reactor import Reactor
     from stager.reception import Reception, listen
     from stager.tcp import TcpTrainersPort
 
     sock, reactor = listen(Address(host, 0)), Reactor()
-    reception = Reception(sock, reactor, _KEY, ranks=RANKS)
+    tls = StagerTls(place / CERT, place / CERT_KEY) if with_tls else None
+    reception = Reception(sock, reactor, _KEY, ranks=RANKS, tls=tls)
     _tell(place, sock)
     while (hello := reception.next_job()) is None:
         reactor.turn()
@@ -126,7 +130,7 @@ def _tcp_stager(place: Path, host: str, chunks: int, chunk_bytes: int) -> None:
     _serve(port, chunks, chunk_bytes)
 
 
-def _tcp_rank(place: Path, rank: int, chunk_bytes: int) -> None:
+def _tcp_rank(place: Path, rank: int, chunk_bytes: int, *, with_tls: bool = False) -> None:
     from trainer_side.ranks.tcp_stager_port import TcpStagerPort
 
     port = TcpStagerPort.connect(
@@ -139,6 +143,7 @@ def _tcp_rank(place: Path, rank: int, chunk_bytes: int) -> None:
         connections=CONNECTIONS,
         reconnect_seconds_max=30.0,
         start_seconds_max=_SECONDS_MAX,
+        tls_ca=place / CERT if with_tls else None,
     )
     _send(port, chunk_bytes)
 
@@ -215,7 +220,7 @@ def _bare_rank(place: Path, chunks: int, chunk_bytes: int) -> None:
 def main() -> None:
     """One process of one way."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=["tcp", "mpi", "bare"])
+    parser.add_argument("way", choices=["tcp", "tls", "mpi", "bare"])
     parser.add_argument("role", choices=["stager", "rank"])
     parser.add_argument("--place", type=Path, required=True)
     parser.add_argument("--host", default="127.0.0.1")
@@ -232,12 +237,15 @@ def main() -> None:
             from trainer_side.ranks.mpi_world import MpiWorld
 
             _send(MpiWorld.join(_SECONDS_MAX).port(), a.chunk_bytes)
+    elif a.way == "bare":
+        if a.role == "stager":
+            _bare_stager(a.place, a.host, a.chunks, a.chunk_bytes)
+        else:
+            _bare_rank(a.place, a.chunks, a.chunk_bytes)
     elif a.role == "stager":
-        (_tcp_stager if a.way == "tcp" else _bare_stager)(a.place, a.host, a.chunks, a.chunk_bytes)
-    elif a.way == "tcp":
-        _tcp_rank(a.place, a.rank, a.chunk_bytes)
+        _tcp_stager(a.place, a.host, a.chunks, a.chunk_bytes, with_tls=a.way == "tls")
     else:
-        _bare_rank(a.place, a.chunks, a.chunk_bytes)
+        _tcp_rank(a.place, a.rank, a.chunk_bytes, with_tls=a.way == "tls")
 
 
 if __name__ == "__main__":

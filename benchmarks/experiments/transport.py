@@ -1,7 +1,8 @@
-"""Bytes from two ranks into the ring: holdfast's TCP against bare sockets of as many connections, and against MPI.
+"""Bytes from two ranks into the ring: holdfast's TCP against bare sockets of as many connections, TLS, and MPI.
 
 The stager's end and the ranks are processes of their own (benchmarks/raw_tcp.py), with chunks of 16 MiB and two
-connections for each rank; the three ways take turns within a round. MPI goes over TCP too (`--mca btl tcp,self`): its
+connections for each rank; the ways take turns within a round. TLS is one of them where there is `openssl`, which makes
+its certificate. MPI goes over TCP too (`--mca btl tcp,self`): its
 shared memory would say nothing about a network. As root, where `ip` and `tc` are, TCP is measured a second time over a
 link between two network namespaces that tbf limits to 2 Gb/s.
 """
@@ -22,14 +23,14 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.experiments import EXPERIMENTS, Options, command_of
 from benchmarks.grid import Grid
-from benchmarks.raw_tcp import CONNECTIONS, RANKS
+from benchmarks.raw_tcp import CERT, CERT_KEY, CONNECTIONS, RANKS
 from benchmarks.spread import Spread, columns, ratios, spread
 from holdfast.mpirun import mpirun_command
 
-__all__ = ["BARE", "MPI", "TCP", "bandwidth", "cpu", "grids", "measure", "of_link"]
+__all__ = ["BARE", "MPI", "TCP", "TLS", "bandwidth", "cpu", "grids", "measure", "of_link"]
 
-TCP, BARE, MPI = "holdfast over TCP", "bare sockets", "holdfast over MPI"
-_WAYS = {TCP: "tcp", BARE: "bare", MPI: "mpi"}
+TCP, TLS, BARE, MPI = "holdfast over TCP", "holdfast over TCP with TLS", "bare sockets", "holdfast over MPI"
+_WAYS = {TCP: "tcp", TLS: "tls", BARE: "bare", MPI: "mpi"}
 _ROUNDS = 5
 _CHUNK_BYTES = 16 << 20
 _CHUNKS, _CHUNKS_QUICK, _CHUNKS_LINK = 96, 4, 24  # of each rank
@@ -43,7 +44,7 @@ def measure(options: Options) -> dict[str, Any]:
     chunks = options.count(_CHUNKS, _CHUNKS_QUICK)
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(options.rounds_of(_ROUNDS)):
-        ways = list(_WAYS)
+        ways = [way for way in _WAYS if way != TLS or shutil.which("openssl")]
         of_round = {}
         for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
             options.progress(f"round {number + 1}: {way}")
@@ -96,6 +97,8 @@ def _play(way: str, chunks: int, folder: Path | None, hosts: _Hosts | None = Non
             *("--chunks", str(chunks), "--chunk-bytes", str(_CHUNK_BYTES)),
         ]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if way == "tls":
+            _certify(Path(place), hosts.address)
         if way == "mpi":
             job = [*_JOB, way]
             line = mpirun_command(RANKS, [*job, "rank", *arguments], stager=[*job, "stager", *arguments])
@@ -118,6 +121,15 @@ def _play(way: str, chunks: int, folder: Path | None, hosts: _Hosts | None = Non
             if told.startswith("{"):
                 return {name: float(value) for name, value in json.loads(told).items()}
         raise RuntimeError(f"{way}: {said}")
+
+
+def _certify(place: Path, address: str) -> None:
+    """A certificate for this address, signed by itself, and its private key."""
+    made = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
+    named = ("-subj", "/CN=holdfast", "-addext", f"subjectAltName=IP:{address}")
+    _run(
+        "openssl", "req", "-x509", *made, *named, "-keyout", str(place / CERT_KEY), "-out", str(place / CERT)
+    )
 
 
 def _can_shape() -> bool:
@@ -172,7 +184,7 @@ def of_link(document: Mapping[str, Any]) -> Spread | None:
 def grids(document: dict[str, Any]) -> list[Grid]:
     rounds = document["rounds"]
     rows = []
-    for way in _WAYS:
+    for way in [way for way in _WAYS if way in rounds[0]]:  # figures of before there was TLS have no such row
         speeds = [of[way]["nbytes"] / of[way]["seconds"] / 1e9 for of in rounds]
         costs = [of[way]["cpu_seconds"] / (of[way]["nbytes"] / 1e9) for of in rounds]
         rows.append((way, spread(speeds).text(2), spread(costs).text(3)))

@@ -274,6 +274,7 @@ _CONTENT: dict[str, dict[str, Any]] = {
                 way: {"seconds": seconds, "cpu_seconds": 0.2, "nbytes": 2e9}
                 for way, seconds in (
                     ("holdfast over TCP", 1.1),
+                    ("holdfast over TCP with TLS", 3.0),
                     ("bare sockets", 1.0),
                     ("holdfast over MPI", 1.2),
                 )
