@@ -26,7 +26,7 @@ from sky.server import plugins  # type: ignore[import-not-found]
 from sky.utils import dag_utils  # type: ignore[import-not-found]
 
 # What a user gives on the command line.
-SECRETS = [("HOLDFAST_KEY", "secret")]
+SECRETS = [(name, "secret") for name in ("HOLDFAST_KEY", "STAGER_CERT", "STAGER_KEY", "STAGER_CA")]
 ENVS = [("HOLDFAST_STAGER", "10.0.0.1:29411")]
 ENDS = {"lost": [75, 137], "bug": [137, 1], "again": [0, 75]}
 

@@ -204,3 +204,25 @@ def test_the_page_of_exit_codes_says_what_the_files_say() -> None:
         assert job["template"]["spec"]["restartPolicy"] == "Never"
         (rule,) = (one for one in job["podFailurePolicy"]["rules"] if "onExitCodes" in one)
         assert rule["onExitCodes"]["values"] == [AGAIN]
+
+
+@pytest.mark.parametrize(("stem", "ranks"), [("jobset", "ranks"), ("runtime-torch", "node")])
+def test_what_the_page_adds_for_tls_fits_the_files(stem: str, ranks: str, checker: Path) -> None:
+    section = (FOLDER / "README.md").read_text().partition("## With TLS")[2].partition("\n## ")[0]
+    parts = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)]
+    (document,) = documents(FOLDER / f"{stem}.yaml")
+    jobs = dict(job_specs(document))
+    for job, part in zip((jobs["stager"], jobs[ranks]), parts, strict=True):
+        pod = job["template"]["spec"]
+        (container,) = pod["containers"]
+        container["env"] += part["env"]
+        container["volumeMounts"] += part["volumeMounts"]
+        pod["volumes"] += part["volumes"]
+        for word in ("volumeMounts", "volumes"):
+            names = [one["name"] for one in (pod | container)[word]]
+            assert len(names) == len(set(names))
+        assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    assert check(checker, [document]) == [[]]
+    if stem == "jobset":
+        host, _, _ = environment_of(jobs[ranks])["HOLDFAST_STAGER"].partition(":")
+        assert f"`{host}`" in section

@@ -23,6 +23,7 @@ from tests.support.doc_commands import shown
 FOLDER = INFRA / "skypilot"
 FILES = sorted(FOLDER.glob("*.yaml"))
 PAGE = INFRA.parent / "docs" / "exit-codes.md"
+SECRETS = ("HOLDFAST_KEY", "STAGER_CERT", "STAGER_KEY", "STAGER_CA")
 USERS_NAMES = frozenset({"envs", "secrets"})
 Parsed = list[dict[str, Any]]
 
@@ -40,7 +41,7 @@ def sky(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str], list[s
         done = subprocess.run(
             [python, Path(__file__).with_name("check_skypilot.py")],
             input=json.dumps({"files": files, "lines": lines}),
-            env={**os.environ, "HOME": str(home), "HOLDFAST_KEY": "secret"},
+            env={**os.environ, "HOME": str(home), **dict.fromkeys(SECRETS, "secret")},
             cwd=INFRA.parent,
             capture_output=True,
             text=True,
@@ -72,8 +73,28 @@ def test_skypilot_takes_the_lines_of_the_page(
     lines = [one.text for one in shown("infra/skypilot/README.md") if one.text.startswith("sky ")]
     wrong = [line.replace(" --", " --x") for line in lines if " --" in line]
     found = sky([], [*lines, *wrong])["lines"]
-    assert found[: len(lines)] == [""] * 5
+    assert found[: len(lines)] == [""] * 6
     assert all("No such option" in fault for fault in found[len(lines) :])
+
+
+def test_what_the_page_adds_for_tls_fits_the_job_group(parse: Callable[[list[str]], Parsed]) -> None:
+    section = (FOLDER / "README.md").read_text().partition("## With TLS")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    of_stager, of_ranks = (yaml.safe_load(block) for block in blocks)
+    given = documents(FOLDER / "job-group.yaml")
+    (stager,) = (one for one in given if one["name"] == "stager")
+    (ranks,) = (one for one in given if one["name"] == "ranks")
+    for task, part in ((stager, of_stager), (ranks, of_ranks)):
+        task["secrets"] |= part["secrets"]
+    *before, last = stager["run"].splitlines()
+    assert of_stager["run"].splitlines()[-1].startswith(last)
+    stager["run"] = "\n".join([*before, of_stager["run"]])
+    ranks["run"] = of_ranks["run"] + ranks["run"]
+    (found,) = parse([yaml.safe_dump_all(given)])
+    assert found["faults"] == []
+    assert f"`{found['hosts']['stager']}`" in section
+    for task in (stager, ranks):
+        subprocess.run(["bash", "-n", "-c", task["run"]], check=True, timeout=30)
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
