@@ -64,7 +64,7 @@ class PlayedJobSet:
     Args:
         jobset: The document.
         folder: Where mounts and logs go; `workspace/train.py` in it is the script.
-        key: Content of the secret.
+        secrets: Name of a secret or config map → its files → content.
         variables: In the place of the file's own, or added.
 
     Attributes:
@@ -72,11 +72,16 @@ class PlayedJobSet:
     """
 
     def __init__(
-        self, jobset: Mapping[str, Any], folder: Path, *, key: str, variables: Mapping[str, str]
+        self,
+        jobset: Mapping[str, Any],
+        folder: Path,
+        *,
+        secrets: Mapping[str, Mapping[str, str]],
+        variables: Mapping[str, str],
     ) -> None:
         self.folder, self.pods, self.actions = folder, list[PlayedPod](), list[str]()
         self._spec, self._name, self._variables = jobset["spec"], jobset["metadata"]["name"], variables
-        self._key, self._policies = key, JobSetPolicies(self._spec)
+        self._secrets, self._policies = secrets, JobSetPolicies(self._spec)
         self._ports = {
             str(port["containerPort"]): str(free_port())
             for job in self._spec["replicatedJobs"]
@@ -173,9 +178,11 @@ class PlayedJobSet:
         for volume in pod["volumes"]:
             folder = home / volume["name"]
             folder.mkdir(parents=True)
-            if "secret" in volume:
-                (folder / "key").write_text(self._key)
-                (folder / "key").chmod(volume["secret"]["defaultMode"])
+            secret = volume.get("secret", {})
+            name = secret.get("secretName") or volume.get("configMap", {}).get("name")
+            for file, content in self._secrets[name].items() if name else ():
+                (folder / file).write_text(content)
+                (folder / file).chmod(secret.get("defaultMode", 0o644))
         given: dict[str, str] = {}
         for item in container["env"]:
             value = item["value"] if "value" in item else self._field(item, index)

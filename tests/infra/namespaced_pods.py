@@ -49,7 +49,7 @@ class NamespacedJobSet(PlayedJobSet):
         jobset: The document.
         folder: Where mounts and logs go.
         network: What the pods are wired to.
-        key: Content of the secret.
+        secrets: Name of a secret or config map → its files → content.
         variables: In the place of the file's own, or added.
     """
 
@@ -59,11 +59,11 @@ class NamespacedJobSet(PlayedJobSet):
         folder: Path,
         network: Network,
         *,
-        key: str,
+        secrets: Mapping[str, Mapping[str, str]],
         variables: Mapping[str, str],
     ) -> None:
         # A pod's /tmp is its own, too; the folder of this test is below this machine's.
-        super().__init__(jobset, folder, key=key, variables={**variables, "TMPDIR": "/run/tmp"})
+        super().__init__(jobset, folder, secrets=secrets, variables={**variables, "TMPDIR": "/run/tmp"})
         self._ports = {port: port for port in self._ports}
         self._network, self._hosts = network, dict[str, PodHost]()
         self._names = folder / "names"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from tests.integration.jobs import in_a_pod
 from tests.support.cluster import wait_until
 
 __all__ = [
+    "add_to_pod",
     "go_on",
     "jobset_document",
     "played",
     "played_group",
     "played_in_namespaces",
     "starts",
+    "tls_additions",
     "trainer_document",
     "wait_for_ranks",
 ]
@@ -37,6 +40,23 @@ SMALLER = {"HOLDFAST_RING_BYTES": "4MiB", "PET_NPROC_PER_NODE": "1"}
 
 def jobset_document() -> Any:
     return _document("jobset")
+
+
+def tls_additions() -> tuple[Any, Any]:
+    """What infra/kubernetes/README.md adds for TLS to the pod of the stager, and to those of the ranks."""
+    page = (INFRA / "kubernetes" / "README.md").read_text()
+    section = page.partition("## With TLS")[2].partition("\n## ")[0]
+    of_stager, of_ranks = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    return yaml.safe_load(of_stager), yaml.safe_load(of_ranks)
+
+
+def add_to_pod(job: Any, part: Any) -> None:
+    """Put such an addition into the `spec` of a Job."""
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    container["env"] += part["env"]
+    container["volumeMounts"] += part["volumeMounts"]
+    pod["volumes"] += part["volumes"]
 
 
 def trainer_document() -> Any:
@@ -72,17 +92,20 @@ def _document(name: str) -> Any:
 def played(folder: Path, document: Any = None) -> Iterator[PlayedJobSet]:
     """The pods of the document, of jobset.yaml without one; none runs yet."""
     variables = _prepare(folder)
-    with PlayedJobSet(document or jobset_document(), folder, key=new_key(), variables=variables) as jobset:
+    secrets = {"holdfast-key": {"key": new_key()}}
+    with PlayedJobSet(document or jobset_document(), folder, secrets=secrets, variables=variables) as jobset:
         yield jobset
 
 
 @contextlib.contextmanager
-def played_in_namespaces(folder: Path, document: Any) -> Iterator[NamespacedJobSet]:
-    """The same, each pod in namespaces of its own. As root."""
-    variables = _prepare(folder)
+def played_in_namespaces(
+    folder: Path, document: Any, secrets: Mapping[str, Mapping[str, str]] | None = None
+) -> Iterator[NamespacedJobSet]:
+    """The same, each pod in namespaces of its own; with more secrets than the key. As root."""
+    variables, secrets = _prepare(folder), {"holdfast-key": {"key": new_key()}, **(secrets or {})}
     with (
         running_network() as network,
-        NamespacedJobSet(document, folder, network, key=new_key(), variables=variables) as jobset,
+        NamespacedJobSet(document, folder, network, secrets=secrets, variables=variables) as jobset,
     ):
         yield jobset
 
@@ -104,6 +127,7 @@ def _prepare(folder: Path) -> dict[str, str]:
         **SMALLER,
         "HOLDFAST_STORE": str(folder / "store"),
         "HOLDFAST_CHUNK_BYTES": "64KiB",
+        "HOLDFAST_EVENTS": str(folder / "events"),
         "OUT": str(folder / "out"),
     }
 

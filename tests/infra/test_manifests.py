@@ -16,6 +16,7 @@ from yamllint.config import YamlLintConfig  # type: ignore[import-untyped]
 
 from operator_side.supervise.exit_codes import AGAIN
 from tests.infra.misspelt import fields_of, misspelt_at
+from tests.infra.pods import add_to_pod, tls_additions
 from tests.infra.toolbox import INFRA, Unavailable, manifest_python
 
 FOLDER = INFRA / "kubernetes"
@@ -208,16 +209,12 @@ def test_the_page_of_exit_codes_says_what_the_files_say() -> None:
 
 @pytest.mark.parametrize(("stem", "ranks"), [("jobset", "ranks"), ("runtime-torch", "node")])
 def test_what_the_page_adds_for_tls_fits_the_files(stem: str, ranks: str, checker: Path) -> None:
-    section = (FOLDER / "README.md").read_text().partition("## With TLS")[2].partition("\n## ")[0]
-    parts = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)]
     (document,) = documents(FOLDER / f"{stem}.yaml")
     jobs = dict(job_specs(document))
-    for job, part in zip((jobs["stager"], jobs[ranks]), parts, strict=True):
+    for job, part in zip((jobs["stager"], jobs[ranks]), tls_additions(), strict=True):
+        add_to_pod(job, part)
         pod = job["template"]["spec"]
         (container,) = pod["containers"]
-        container["env"] += part["env"]
-        container["volumeMounts"] += part["volumeMounts"]
-        pod["volumes"] += part["volumes"]
         for word in ("volumeMounts", "volumes"):
             names = [one["name"] for one in (pod | container)[word]]
             assert len(names) == len(set(names))
@@ -225,4 +222,4 @@ def test_what_the_page_adds_for_tls_fits_the_files(stem: str, ranks: str, checke
     assert check(checker, [document]) == [[]]
     if stem == "jobset":
         host, _, _ = environment_of(jobs[ranks])["HOLDFAST_STAGER"].partition(":")
-        assert f"`{host}`" in section
+        assert f"`{host}`" in (FOLDER / "README.md").read_text()

@@ -10,8 +10,19 @@ import pytest
 from operator_side.supervise.exit_codes import AGAIN
 from tests.hosts.network import why_not
 from tests.infra.namespaced_pods import NamespacedJobSet
-from tests.infra.pods import RANKS, go_on, jobset_document, played_in_namespaces, starts, wait_for_ranks
+from tests.infra.pods import (
+    RANKS,
+    add_to_pod,
+    go_on,
+    jobset_document,
+    played_in_namespaces,
+    starts,
+    tls_additions,
+    wait_for_ranks,
+)
 from tests.integration.jobs.in_a_pod import EVERY, MET_AT, STEPS, counted_after
+from tests.support.certificates import TestAuthority
+from tests.support.events import read_events
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "pods can be namespaces here")
 
@@ -27,8 +38,11 @@ def _completed_from(jobset: NamespacedJobSet, step_min: int) -> None:
         assert (jobset.folder / "out" / f"final-{rank}").read_text() == str(counted_after(after))
 
 
-def test_a_pod_that_is_told_to_go_is_started_again_with_the_others_at_other_addresses(tmp_path: Path) -> None:
-    with played_in_namespaces(tmp_path, jobset_document()) as jobset:
+def test_over_tls_a_pod_that_is_told_to_go_is_started_again_with_the_others(tmp_path: Path) -> None:
+    """With what the page adds for TLS. All pods have other addresses then; the certificate is for the stager's name."""
+    document = jobset_document()
+    secrets = _add_tls(document, tmp_path)
+    with played_in_namespaces(tmp_path, document, secrets) as jobset:
         jobset.start()
         wait_for_ranks(jobset)
         first, names = list(jobset.pods), (tmp_path / "names").read_text()
@@ -40,6 +54,8 @@ def test_a_pod_that_is_told_to_go_is_started_again_with_the_others_at_other_addr
         # The step that the notice made them save is later than any that they would have saved without it.
         _completed_from(jobset, MET_AT + 2)
         assert "saved because rank 1" in jobset.output()
+        ready = [line for line in read_events(tmp_path / "events") if line["event"] == "stager_ready"]
+        assert [line["transport"] for line in ready] == ["tls", "tls"]
 
 
 def test_a_node_that_is_gone_without_a_word_has_all_pods_started_again(tmp_path: Path) -> None:
@@ -52,6 +68,18 @@ def test_a_node_that_is_gone_without_a_word_has_all_pods_started_again(tmp_path:
         jobset.of("ranks")[1].lose_node()
         assert jobset.settle() == RESTARTED, jobset.output()
         _completed_from(jobset, STEPS - EVERY)
+
+
+def _add_tls(document: Any, folder: Path) -> dict[str, dict[str, str]]:
+    jobs = {one["name"]: one["template"]["spec"] for one in document["spec"]["replicatedJobs"]}
+    for job, part in zip((jobs["stager"], jobs["ranks"]), tls_additions(), strict=True):
+        add_to_pod(job, part)
+    authority = TestAuthority(folder)
+    pair = authority.sign("stager", host="holdfast-stager-0-0.holdfast")
+    return {
+        "holdfast-tls": {"tls.crt": pair.cert.read_text(), "tls.key": pair.key.read_text()},
+        "holdfast-ca": {"ca.pem": authority.cert.read_text()},
+    }
 
 
 def _shorten(document: Any) -> None:

@@ -43,12 +43,17 @@ class TestAuthority:
         self.cert = directory / f"{name}.pem"
         self.cert.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
 
-    def sign(self, name: str, address: str = "127.0.0.1", *, days: int = 5) -> SignedPair:
-        """A certificate for an IP address, which is good for so many days from yesterday on."""
+    def sign(
+        self, name: str, address: str = "127.0.0.1", *, host: str | None = None, days: int = 5
+    ) -> SignedPair:
+        """A certificate for a host name or else an IP address, which is good for so many days from yesterday on."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         made = self._build(subject, key.public_key(), days=days).add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False
+            x509.SubjectAlternativeName(
+                [x509.DNSName(host) if host else x509.IPAddress(ipaddress.ip_address(address))]
+            ),
+            critical=False,
         )
         pair = SignedPair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
         pair.cert.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
