@@ -35,6 +35,7 @@ from trainer_side.save.gate import Gate
 from trainer_side.save.hook_proof import HookProof
 from trainer_side.save.staging import Staging
 from trainer_side.save.tearing import SavedInstant
+from trainer_side.save.unchanged import Outdated
 from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Capture, Outgrown
@@ -248,6 +249,16 @@ class Copier:
                 self._copy(job)
             except Outgrown as outgrown:
                 self._fail(job, DeclineCause.OUTGROWN.because(outgrown))
+            except Outdated as outdated:
+                step = job.transfer.step
+                self._fail(
+                    job,
+                    DeclineCause.TORN.because(
+                        f"{outdated.path} was the same at the saves before, and has changed at save({step}) in a way "
+                        "that torch does not count; the step is withdrawn, and from now on the tensor is copied at each"
+                    ),
+                )
+                job.staging.drop()
             except Exception as error:  # noqa: BLE001 - the thread must not die: every later save() would wait for it
                 self._fail(job, DeclineCause.COPY_FAILED.because(error))
                 _log.debug("the copy failed", exc_info=True)

@@ -194,10 +194,11 @@ class Saver:
     ) -> _Taken:
         """Take what must be taken at once: with room on the device for a mirror, all that is there."""
         sources, gate = taken.sources, self._copier.gate
-        route = None
+        route = versions = None
         if device is not None:
+            versions = area.counted(taken.tensors, taken.tensor_entries)
             route = plan.router.route(sources, gate.update_order, order_changed=gate.order_changed)
-        is_mirrored = area.copy_now(sources, dict(taken.contents), route)
+        is_mirrored = area.copy_now(sources, dict(taken.contents), route, versions)
         is_live = route is None or not is_mirrored or bool(area.live(route).host)
         instant = None
         if is_live:

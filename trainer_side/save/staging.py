@@ -23,6 +23,7 @@ from trainer_side.save.copy_engine import CopyEngine, Move
 from trainer_side.save.copy_plan import Batch, CopyPiece, Route, SlicePlan, batches
 from trainer_side.save.device_copy import Mirror
 from trainer_side.save.host_memory import huge_buffer, in_slot, locked_buffer
+from trainer_side.save.unchanged import Unchanged
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.skeleton import Skeleton
 from trainer_side.state.survey import StorageSource
@@ -71,6 +72,8 @@ class Staging:
         for piece in plan.gated:
             self._copies_at_first[piece.frame] += 1
         self._now_entries = sorted({piece.entry for piece in plan.now})
+        self._unchanged = Unchanged(plan.now, skeleton.layout)
+        self._spared: frozenset[int] = frozenset()  # entries whose bytes are here from a save before
         self._places: list[tuple[int, int, torch.device] | None] = []
         self._now: tuple[tuple[Batch, ...], tuple[Batch, ...]] = (), ()
         self._landing: Callable[[], None] | None = None
@@ -105,6 +108,7 @@ class Staging:
         sources: Sequence[StorageSource | None],
         contents: Mapping[int, bytes | memoryview],
         route: Route | None = None,
+        versions: Mapping[int, int] | None = None,
     ) -> bool:
         """Take what must be captured before `save()` returns. Training thread; the area must be released.
 
@@ -115,6 +119,7 @@ class Staging:
             sources: Per entry its storage; None where `contents` has the bytes.
             contents: Entries whose bytes are made, not copied from a tensor (data.pkl, `PerRank` values).
             route: The way through what is gated, where some of it is on a device.
+            versions: As `counted` gave them; without, all is copied.
 
         Returns:
             Whether all that is on a device is taken: `copy_gated` reads nothing there, and needs no gate for it.
@@ -123,7 +128,8 @@ class Staging:
         self._took_host = False
         self._mirror = self._landing = None
         self.fill(contents)
-        host, device = self._batches_now(sources, contents)
+        spared = self._unchanged.look(sources, versions or {})
+        host, device = self._batches_now(sources, contents, spared)
         for batch in host:
             self._engine.copy_host(batch, self.memory, self._move)
         behind = () if route is None else route.device
@@ -139,11 +145,21 @@ class Staging:
                 self._count(batch)
         return self._mirror is not None
 
+    def counted(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> Mapping[int, int]:
+        """The changes that torch has counted, of what is not copied again while it stays as it is: for `copy_now`.
+
+        Args:
+            tensors: All of the state.
+            tensor_entries: Of each, its entry.
+        """
+        return self._unchanged.versions(tensors, tensor_entries)
+
     def drop(self) -> None:
         """No `copy_gated` follows on `copy_now`, or it has failed. Waits for what is on its way into the area, which is
         going to be used again.
         """
         self._mirror = None
+        self._unchanged.forget()
         if self._landing is not None:
             self._landing()
             self._landing = None
@@ -168,7 +184,7 @@ class Staging:
                 ]
 
     def _batches_now(
-        self, sources: Sequence[StorageSource | None], contents: Collection[int]
+        self, sources: Sequence[StorageSource | None], contents: Collection[int], spared: frozenset[int]
     ) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
         """What `copy_now` copies from tensors in host memory and on a device; made anew only where one has moved."""
         # All that a batch depends on, beside the plan. It holds addresses, never memory.
@@ -180,16 +196,16 @@ class Staging:
                 self._now_entries, map(sources.__getitem__, self._now_entries), strict=True
             )
         ]
-        if places != self._places:
+        if places != self._places or spared != self._spared:
             host: list[CopyPiece] = []
             device: list[CopyPiece] = []
             place_of = dict(zip(self._now_entries, places, strict=True))
             for piece in self._plan.now:
                 place = place_of[piece.entry]
-                if place is not None:
+                if place is not None and piece.entry not in spared:
                     (host if place[2].type == "cpu" else device).append(piece)
             self._now = batches(host, sources), batches(device, sources)
-            self._places = places
+            self._places, self._spared = places, spared
         return self._now
 
     def copy_gated(
@@ -215,6 +231,9 @@ class Staging:
             copied: Called when nothing is read any more, before the last frame is given to the sender.
             was_read: Called with each batch that was read, before its storages are passed; it may cancel.
             was_copied: Called with each batch whose bytes are in the area, before its frames may go; it may cancel.
+
+        Raises:
+            Outdated: What `copy_now` has left out has changed, uncounted by torch. Nothing was given to the sender.
         """
         route = self.live(route)
         mirror, self._mirror = self._mirror, None
@@ -273,6 +292,7 @@ class Staging:
         if self._landing is not None:
             self._landing()
             self._landing = None
+        self._unchanged.settle()
         if self._plan.gated:
             for frame in range(len(self._copies_left)):
                 self._copies_left[frame] -= 1

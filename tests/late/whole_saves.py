@@ -1,0 +1,95 @@
+"""A rank that trains on the late device and saves through its checkpointer, with a link that the test plays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config import TrainerConfig
+from tests.late.control import Copied, LateMachine
+from tests.unit.trainer_side.test_checkpointer import FakeLink
+from trainer_side import joining
+from trainer_side.checkpointer import Checkpointer
+from trainer_side.save.device_lane import _own_stream
+
+__all__ = ["DeviceRank"]
+
+_BIG = 1 << 20  # elements
+
+
+class DeviceRank:
+    """Many small layers, a large one, a frozen one and a buffer, all on the device; an optimizer with moments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.link = FakeLink()
+        monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: self.link)
+        torch.manual_seed(0)
+        small = [torch.nn.Linear(8, 8) for _ in range(40)]
+        self.model = torch.nn.Sequential(torch.nn.Linear(1024, 512), *small).cuda()
+        self.model.register_parameter(
+            "base", torch.nn.Parameter(torch.zeros(_BIG, device="cuda"), requires_grad=False)
+        )
+        self.model.register_buffer("seen", torch.zeros(16, device="cuda"))
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.1, fused=True, capturable=True)
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.checkpointer = Checkpointer(
+            self.state, config=TrainerConfig(events=None, copy_seconds_max=60, **settings)
+        )
+        self.wanted: dict[int, dict[str, bytes]] = {}
+
+    def base(self) -> torch.nn.Parameter:
+        """The frozen parameter."""
+        return self.model.get_parameter("base")
+
+    def save(self, step: int) -> bool:
+        """As `Checkpointer.save`; what the step is to hold is noted, in the order of the current stream."""
+        layout_paths = {f"model.{name}": one for name, one in self.model.state_dict().items()}
+        noted = {path: one.detach().clone() for path, one in layout_paths.items()}
+        taken = self.checkpointer.save(step)
+        if taken:
+            self._noted = noted
+        return taken
+
+    def update(self) -> None:
+        """One step of the training."""
+        self.optimizer.step()
+        self.model.get_buffer("seen").add_(1)
+
+    def land(self, step: int) -> None:
+        """Wait for the copy, and see that it is of the moment of `save()`; then the area is free."""
+        image = self.link.bytes_of(step)
+        layout = self.link.layouts[-1]
+        looked = 0
+        for tensor in layout.tensors:
+            name = tensor.path.replace("/", ".")
+            if name in self._noted:
+                entry = layout.entries[tensor.entry]
+                wanted = self._noted[name].cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                assert image[entry.offset : entry.offset + entry.nbytes] == wanted, f"{name} of step {step}"
+                looked += 1
+        assert looked == len(self._noted)
+        self.link.stage(step)
+
+    def own_stream(self) -> int:
+        """The project's stream."""
+        return int(_own_stream(self.base().device).cuda_stream)
+
+
+@contextmanager
+def counted(late: LateMachine, *streams: int) -> Iterator[list[Copied]]:
+    """The bytes that are copied on each of these streams meanwhile."""
+    before = [late.copied(stream) for stream in streams]
+    found: list[Copied] = []
+    yield found
+    found += [
+        Copied(*(now - had for now, had in zip(late.copied(stream), earlier, strict=True)))
+        for stream, earlier in zip(streams, before, strict=True)
+    ]
