@@ -43,7 +43,7 @@ class DeviceRank:
         self.checkpointer = Checkpointer(
             self.state, config=TrainerConfig(events=None, copy_seconds_max=60, **settings)
         )
-        self.wanted: dict[int, dict[str, bytes]] = {}
+        self._noted: dict[str, torch.Tensor] = {}
 
     def base(self) -> torch.nn.Parameter:
         """The frozen parameter."""
@@ -51,12 +51,12 @@ class DeviceRank:
 
     def save(self, step: int) -> bool:
         """As `Checkpointer.save`; what the step is to hold is noted, in the order of the current stream."""
-        layout_paths = {f"model.{name}": one for name, one in self.model.state_dict().items()}
-        noted = {path: one.detach().clone() for path, one in layout_paths.items()}
-        taken = self.checkpointer.save(step)
-        if taken:
-            self._noted = noted
-        return taken
+        self.note()
+        return self.checkpointer.save(step)
+
+    def note(self) -> None:
+        """What the next step that lands is to hold, in the order of the current stream."""
+        self._noted = {f"model.{name}": one.detach().clone() for name, one in self.model.state_dict().items()}
 
     def update(self) -> None:
         """One step of the training."""

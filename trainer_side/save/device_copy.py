@@ -35,6 +35,8 @@ _log = logging.getLogger("holdfast.trainer")
 
 _SLOTS = 8  # so many batches are queued ahead: the device is never idle between two
 _ALIGNMENT_BYTES = 512
+_CAPTURED_BYTES_MAX = 8 << 20
+HOST_BYTES = _SLOTS * BATCH_BYTES_MAX + _CAPTURED_BYTES_MAX  # beside the areas, at most
 _SECTION_BYTES = 32 << 20  # of a mirror, at least: so much at a time is given back
 
 
@@ -135,6 +137,7 @@ class DeviceCopy:
             Waits until they are there. At most one capture is under way.
         """
         needed = sum(batch.nbytes for batch in batches if len(batch.pieces) > 1)
+        needed = min(needed, _CAPTURED_BYTES_MAX)
         if needed and (self._captured is None or self._captured.numel() < needed):
             self._captured = self._lane.on_host(needed)
         if any(len(batch.pieces) > 1 for batch in behind):
@@ -146,6 +149,10 @@ class DeviceCopy:
                 parts = _parts(batch, sources)
                 if len(parts) == 1:
                     _target(batch, area).copy_(parts[0], non_blocking=True)
+                    continue
+                if at + batch.nbytes > needed:  # so many small tensors that they are not worth the memory
+                    for part, offset in zip(parts, batch.offsets, strict=True):
+                        area[offset : offset + part.numel()].copy_(part, non_blocking=True)
                     continue
                 assert self._captured is not None
                 bounce = self._captured[at : at + batch.nbytes]

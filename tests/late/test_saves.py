@@ -1,0 +1,224 @@
+"""Whole saves on the late device: each way of a copy, other streams, recorded graphs, a full device, errors."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast.telemetry.causes import DeclineCause
+from tests.late.control import LateMachine
+from tests.late.whole_saves import DeviceRank
+from trainer_side.save.copier import Copier, CopyJob
+from trainer_side.save.device_copy import HOST_BYTES, DeviceCopy
+from trainer_side.save.fingerprint import Fingerprints
+from trainer_side.state.survey import StorageSource
+
+pytestmark = pytest.mark.late("lazy")
+SECONDS_MAX = 60
+
+
+@pytest.mark.late("lazy", "side_lazy", "dice:1")
+@pytest.mark.parametrize("mirror", ["0", "1GiB"], ids=["C", "mirror"])
+def test_each_way_of_a_copy_gives_the_bytes_of_the_moment(
+    mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
+    for step in range(4):
+        assert rank.save(step)
+        rank.update()
+        rank.land(step)
+    rank.checkpointer.close()
+
+
+def test_save_does_not_wait_for_the_device_where_there_is_a_mirror(
+    late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = DeviceRank(monkeypatch, device_bytes_max="1GiB", in_flight_max=1)
+    for step in range(5):
+        rank.note()
+        if step < 1:
+            assert rank.checkpointer.save(step)
+        else:
+            with late.no_host_waits():
+                assert rank.checkpointer.save(step)
+        rank.update()
+        rank.land(step)
+    rank.checkpointer.close()
+
+
+@pytest.mark.parametrize("mirror", ["0", "1GiB"], ids=["C", "mirror"])
+def test_a_save_on_another_stream_comes_behind_the_training(
+    mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
+    other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for step in range(3):
+        rank.update()
+        rank.note()
+        with torch.cuda.stream(other):
+            assert rank.checkpointer.save(step)
+        rank.update()
+        rank.land(step)
+    rank.checkpointer.close()
+
+
+def test_a_save_comes_behind_updates_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = DeviceRank(monkeypatch, device_bytes_max="1GiB")
+    other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    for step in range(3):
+        with torch.cuda.stream(other):
+            rank.update()
+            rank.note()
+        assert rank.checkpointer.save(step)
+        with torch.cuda.stream(other):
+            rank.update()
+        rank.land(step)
+    rank.checkpointer.close()
+
+
+def test_a_save_while_a_graph_is_recorded_is_declined_and_the_graph_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = DeviceRank(monkeypatch, device_bytes_max="0")
+    assert rank.save(0)
+    rank.land(0)
+    graph, total = torch.cuda.CUDAGraph(), torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        total += 1
+        assert not rank.checkpointer.save(1)
+    assert "graph is being recorded" in rank.link.declined[1].text
+    graph.replay()
+    assert total.tolist() == [1] * 4
+    rank.checkpointer.close()
+
+
+@pytest.mark.parametrize("mirror", ["0", "1GiB"], ids=["C", "mirror"])
+def test_a_replayed_update_does_not_tear_a_copy(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mirror no hook holds it back: `save()` has to end the copy first."""
+    rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
+    for step in range(3):  # the hooks are proven
+        assert rank.save(step)
+        rank.update()
+        rank.land(step)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        rank.update()
+    for step in range(3, 6):
+        assert rank.save(step)
+        graph.replay()
+        torch.cuda.synchronize()
+        rank.land(step)
+    rank.checkpointer.close()
+
+
+def test_the_copy_thread_does_not_end_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording, copy = threading.Event(), Copier._copy
+
+    def late_copy(copier: Copier, job: CopyJob) -> None:
+        assert recording.wait(SECONDS_MAX)
+        copy(copier, job)
+
+    monkeypatch.setattr(Copier, "_copy", late_copy)
+    rank = DeviceRank(monkeypatch, device_bytes_max="1GiB")
+    assert rank.save(0)
+    graph, total = torch.cuda.CUDAGraph(), torch.zeros(4, device="cuda")
+    with torch.cuda.graph(graph):
+        total += 1
+        recording.set()
+        assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+    assert rank.link.declined == {}
+    graph.replay()
+    assert total.tolist() == [1] * 4
+    rank.land(0)
+    rank.checkpointer.close()
+
+
+@pytest.mark.parametrize("mirror", ["0", "1GiB"], ids=["C", "mirror"])
+def test_after_an_error_nothing_writes_into_the_area(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, calls = DeviceCopy._queue, 0
+
+    def failing(copying: DeviceCopy, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise RuntimeError("planted")
+        return queue(copying, *arguments)
+
+    rank = DeviceRank(monkeypatch, device_bytes_max=mirror, in_flight_max=1)
+    monkeypatch.setattr(DeviceCopy, "_queue", failing)
+    assert rank.save(0)
+    assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+    assert rank.link.declined[0].cause == DeclineCause.COPY_FAILED
+    memory = rank.link.offers[0][1].memory
+    memory.fill_(0x55)
+    torch.cuda.synchronize()
+    assert bool((memory == 0x55).all())
+    assert rank.save(1)
+    rank.checkpointer.close()
+
+
+@pytest.mark.parametrize("mirror", ["0", "1GiB"], ids=["C", "mirror"])
+def test_a_full_device_never_ends_the_training(
+    mirror: str, late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = DeviceRank(monkeypatch, device_bytes_max=mirror, in_flight_max=1)
+    taken = []
+    for step in range(6):
+        rank.note()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        late.fail("cudaMalloc", after=step, times=1000)
+        taken.append(rank.checkpointer.save(step))
+        late.heal()
+        rank.update()
+        if taken[-1]:
+            rank.land(step)
+        else:
+            assert rank.link.declined[step].cause == DeclineCause.NO_MEMORY
+    assert any(taken)
+    rank.checkpointer.close()
+
+
+def test_the_limit_of_host_memory_counts_all_that_is_locked(
+    late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = late.pinned_bytes()
+    first = DeviceRank(monkeypatch, device_bytes_max="0")
+    assert first.save(0)
+    first.land(0)
+    area = first.link.offers[0][1].area_bytes
+    first.checkpointer.close()
+    del first
+    limit = HOST_BYTES + 2 * area
+    rank = DeviceRank(monkeypatch, device_bytes_max="0", in_flight_max=4, host_bytes_max=limit)
+    # More small buffers than are worth memory of their own.
+    for number in range(40):
+        rank.model.register_buffer(
+            f"more{number}", torch.full((100_000,), number, device="cuda", dtype=torch.uint8)
+        )
+    with pytest.raises(ConfigError, match="host_bytes_max"):
+        DeviceRank(monkeypatch, device_bytes_max="0", host_bytes_max=HOST_BYTES + 4096).save(0)
+    assert late.pinned_bytes() - before < limit
+    rank.checkpointer.close()
+
+
+def test_fingerprints_of_another_device_are_waited_for() -> None:
+    there = torch.zeros(1 << 14, dtype=torch.uint8, device="cuda:1")
+    torch.cuda.synchronize(1)
+    there.fill_(9)
+    here = torch.full((1 << 14,), 9, dtype=torch.uint8)
+    texts = []
+    for tensor in (there, here):
+        memory = tensor.untyped_storage()
+        source = StorageSource(0, memory, 0, memory.nbytes(), tensor.data_ptr(), tensor.device)
+        fingerprints = Fingerprints([0], [False], 3)
+        fingerprints.take_now([source])
+        texts.append(fingerprints.text())
+    assert texts[0] == texts[1]
