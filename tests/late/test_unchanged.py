@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from holdfast.telemetry.causes import DeclineCause
 from tests.late.control import LateMachine
-from tests.late.whole_saves import DeviceRank, counted
+from tests.late.whole_saves import MIRROR, DeviceRank, counted
 
 pytestmark = pytest.mark.late("lazy", "side_lazy")
 BASE_BYTES = 4 << 20
-MIRROR = pytest.mark.parametrize("mirror", ["0", "1GiB"], ids=["C", "mirror"])
 
 
 @MIRROR
@@ -34,16 +35,28 @@ def test_frozen_parameters_are_copied_while_they_are_not_known_and_when_they_hav
     rank.checkpointer.close()
 
 
+def one_number(base: torch.Tensor) -> None:
+    base[12345] = 1
+
+
+def two_rows_change_places(base: torch.Tensor) -> None:
+    """Rows of one word, side by side; all else stays."""
+    rows = base[: 1 << 10].view(-1, 2)
+    rows[[6, 7]] = rows[[7, 6]]
+
+
 @MIRROR
+@pytest.mark.parametrize("change", [one_number, two_rows_change_places])
 def test_a_change_that_torch_does_not_count_withdraws_the_step(
-    mirror: str, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[torch.Tensor], None], mirror: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it is, and however little: here one number, through `.data`."""
+    """Whatever it is, and however little, through `.data`."""
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror, in_flight_max=1)
+    rank.base().data.copy_(torch.arange(rank.base().numel()))
     for step in range(3):
         assert rank.save(step)
         rank.land(step)
-    rank.base().data[12345] = 1
+    change(rank.base().data)
     rank.save(3)
     assert rank.checkpointer._copier._idle.wait(60)
     assert rank.link.declined[3].cause == DeclineCause.TORN

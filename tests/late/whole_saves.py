@@ -16,7 +16,10 @@ from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
 from trainer_side.save.device_lane import _own_stream
 
-__all__ = ["DeviceRank"]
+__all__ = ["MIRROR", "DeviceRank", "counted"]
+
+# Strategy C, and the copy on the device first.
+MIRROR = pytest.mark.parametrize("mirror", ["0", "1GiB"], ids=["C", "mirror"])
 
 _BIG = 1 << 20  # elements
 
@@ -26,6 +29,7 @@ class DeviceRank:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.link = FakeLink()
+        self.link.chunk_bytes = 1 << 20  # a large tensor goes straight into the area, small ones are gathered
         monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: self.link)
         torch.manual_seed(0)
         small = [torch.nn.Linear(8, 8) for _ in range(40)]

@@ -1,17 +1,22 @@
 """What lies on a device and does not change crosses to the host once: the base model under an adapter, constants.
 
-    save()        on the current stream: a sum of every byte of each tensor that may be so
-    copy thread   sums arrive: as they were when the area's bytes were copied? it was rightly left out
-                               otherwise the step is withdrawn, and the tensor is copied at each save from now on
+    save()        on the current stream: hashes of each tensor that may be so
+    copy thread   hashes arrive: as they were when the area's bytes were copied? it was rightly left out
+                                 otherwise the step is withdrawn, and the tensor is copied at each save from now on
 
-A tensor is left out after `_PROVEN` copies into the same area that had the same sum, as long as it lies where it lay
-and torch has counted no change. What torch does not count (`.data`, kernels of others) shows in the sums: nothing that
-has changed is ever taken for unchanged, but for two values with the same 64 bits. No byte of it crosses, nothing is
-waited for in `save()`, and the device reads each byte once, at the speed of its memory.
+A tensor is left out after `_PROVEN` copies into the same area that had the same hashes, as long as it lies where it
+lay and torch has counted no change. What torch does not count (`.data`, kernels of others) shows in the hashes: sums of
+words, each times a random number of 64 bits that belongs to its place (multilinear hashing, Carter and Wegman 1979;
+Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Whatever has changed, it is taken for unchanged
+with a probability below 2**-31. No byte crosses, and nothing is waited for in `save()`; the device reads each byte
+once, and writes and reads products of twice that size.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,12 +28,13 @@ from trainer_side.save.copy_plan import CopyPiece
 from trainer_side.state.accelerator import StreamEvent, brought
 from trainer_side.state.survey import StorageSource
 
-_NBYTES_MIN = 256 << 10  # a sum takes a few calls of torch: for less, the copy is as cheap
+_NBYTES_MIN = 256 << 10  # a hash takes a few calls of torch: for less, the copy is as cheap
 _PROVEN = 2
-_WORD_BYTES = 8
-_ROW_WORDS = 32  # words within a row that change places are not told from those that stay
+_WORD_BYTES = 4
+_ROW_WORDS = 1024
 _ROW_BYTES = _ROW_WORDS * _WORD_BYTES
-_AT_ONCE_BYTES = 128 << 20  # the sums of its rows take a 32nd of that, and as much again
+_LOW = 2**32 - 1
+_PART_BYTES = 32 << 20  # each has a hash of its own; the products of one take twice as much memory
 
 Place = tuple[
     int, int, int
@@ -52,19 +58,20 @@ class _InArea:
     """The bytes of an entry in the area.
 
     Attributes:
-        place: Where they were copied from. `total`: their sum; `alike`: copies in a row that had it.
+        place: Where they were copied from. `hashes`: of their parts; `alike`: copies in a row that had them.
     """
 
     place: Place
-    total: int
+    hashes: tuple[int, ...]
     alike: int
 
 
 class _Awaited(NamedTuple):
-    """An entry of which a sum is on its way; `before`: what was known of its bytes in the area."""
+    """An entry of which hashes are on their way, so many; `before`: what was known of its bytes in the area."""
 
     entry: int
     place: Place
+    hashes: int
     before: _InArea | None
     is_spared: bool
 
@@ -97,9 +104,9 @@ class Unchanged:
         self._tensor_entries: Sequence[int] = ()
         self._tensors: list[int] = []  # places among all tensors of those that may be left out
         self._known: dict[int, _InArea] = {}
-        self._changes: dict[int, int] = {}  # how often the sum was another one
+        self._changes: dict[int, int] = {}  # how often the hashes were others
         self._looked: list[_Awaited] = []
-        self._totals: torch.Tensor | None = None
+        self._hashes: torch.Tensor | None = None
         self._arrived: StreamEvent | None = None
 
     def versions(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> dict[int, int]:
@@ -115,20 +122,20 @@ class Unchanged:
         counted: dict[int, int] = {}
         for place in self._tensors:
             entry, tensor = tensor_entries[place], tensors[place]
-            # In inference mode torch counts nothing: the sums alone tell.
+            # In inference mode torch counts nothing: the hashes alone tell.
             counted[entry] = counted.get(entry, 0) + (0 if tensor.is_inference() else tensor._version)
         return counted
 
     def look(self, sources: Sequence[StorageSource | None], versions: Mapping[int, int]) -> frozenset[int]:
-        """Queue the sums on the current stream; returns the entries that need not be copied into the area.
+        """Queue the hashes on the current stream; returns the entries that need not be copied into the area.
 
         Args:
             sources: Per entry its storage.
             versions: As `versions` gave them; what is not among them is copied.
         """
-        self._looked, self._totals = [], None
+        self._looked, self._hashes = [], None
         spared: set[int] = set()
-        totals: list[torch.Tensor] = []
+        queued: list[torch.Tensor] = []
         for entry, (begin, end) in self._ranges.items():
             # Whatever is copied is known again only when it has landed.
             known, source = self._known.pop(entry, None), sources[entry]
@@ -141,62 +148,87 @@ class Unchanged:
             ):
                 continue
             try:
-                totals.append(_total(source.bytes()[begin:end]))
-            except torch.OutOfMemoryError:  # no room for the sums of its rows: it is copied
+                hashes = _hashes(source.bytes()[begin:end])
+            except torch.OutOfMemoryError:  # no room for the products: it is copied
                 continue
+            queued += hashes
             place = (source.data_ptr, source.start_bytes, versions[entry])
             is_spared = known is not None and known.place == place and known.alike >= _PROVEN
-            self._looked.append(_Awaited(entry, place, known, is_spared))
+            self._looked.append(_Awaited(entry, place, len(hashes), known, is_spared))
             if known is not None and is_spared:
                 self._known[entry] = known
                 spared.add(entry)
-        if totals:
-            self._totals, self._arrived = brought(torch.stack(totals))
+        if queued:
+            self._hashes, self._arrived = brought(torch.stack(queued))
         return frozenset(spared)
 
     def settle(self) -> None:
-        """The copy has landed, and nothing of it has been used yet; waits for the sums.
+        """The copy has landed, and nothing of it has been used yet; waits for the hashes.
 
         Raises:
             Outdated: What was left out has changed.
         """
-        looked, totals = self._looked, self._totals
-        self._looked, self._totals = [], None
-        if totals is None:
+        looked, arriving = self._looked, self._hashes
+        self._looked, self._hashes = [], None
+        if arriving is None:
             return
         if self._arrived is not None:
             self._arrived.synchronize()
         outdated = None
-        for (entry, place, before, is_spared), total in zip(looked, totals.tolist(), strict=True):
-            is_alike = before is not None and before.total == total
+        arrived = iter(arriving.tolist())
+        for entry, place, count, before, is_spared in looked:
+            hashes = tuple(itertools.islice(arrived, count))
+            is_alike = before is not None and before.hashes == hashes
             if is_spared and not is_alike:
                 outdated, self._changes[entry] = entry, _PROVEN  # for good
                 del self._known[entry]
                 continue
             if before is not None and not is_alike:
                 self._changes[entry] = self._changes.get(entry, 0) + 1
-            self._known[entry] = _InArea(place, total, before.alike + 1 if before and is_alike else 1)
+            self._known[entry] = _InArea(place, hashes, before.alike + 1 if before and is_alike else 1)
         if outdated is not None:
             raise Outdated(self._paths[outdated])
 
     def forget(self) -> None:
         """A copy has not landed: the area may hold anything."""
         self._known.clear()
-        self._looked, self._totals = [], None
+        self._looked, self._hashes = [], None
 
 
-def _total(memory: torch.Tensor) -> torch.Tensor:
-    """A sum of all bytes in which every 256 of them have their own weight; one number of 64 bits, on the device."""
-    total = torch.zeros((), dtype=torch.int64, device=memory.device)
-    for begin in range(0, memory.numel(), _AT_ONCE_BYTES):
-        part = memory[begin : begin + _AT_ONCE_BYTES]
-        whole = part.numel() // _ROW_BYTES * _ROW_BYTES
-        rows = part[:whole].view(torch.int64).view(-1, _ROW_WORDS).sum(dim=1)
-        first = begin // _ROW_BYTES
-        total += (
-            rows * torch.arange(2 * first + 1, 2 * (first + rows.numel()), 2, device=memory.device)
-        ).sum()
+class _Factors(NamedTuple):
+    """Random numbers of 64 bits on a device: for the words of a row, and for both halves of each row's sum."""
+
+    words: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+@functools.cache
+def _factors(device: torch.device) -> _Factors:
+    # A generator of its own: the training's random numbers stay as they are.
+    generator = torch.Generator().manual_seed(secrets.randbits(63))
+    rows = _PART_BYTES // _ROW_BYTES + 1
+    made = torch.empty(_ROW_WORDS + _WORD_BYTES + 2 * rows, dtype=torch.int64)
+    made.random_(-(2**63), None, generator=generator)
+    there = made.to(device)
+    return _Factors(there[: -2 * rows], there[-2 * rows : -rows], there[-rows:])
+
+
+def _hashes(memory: torch.Tensor) -> list[torch.Tensor]:
+    """A hash of each part of the bytes: one number of 64 bits, on the device.
+
+    Raises:
+        torch.OutOfMemoryError: There is no room for the products of a part.
+    """
+    factors = _factors(memory.device)
+    hashes = []
+    for begin in range(0, memory.numel(), _PART_BYTES):
+        part = memory[begin : begin + _PART_BYTES]
+        whole, even = (part.numel() // unit * unit for unit in (_ROW_BYTES, _WORD_BYTES))
+        rows = (part[:whole].view(torch.int32).view(-1, _ROW_WORDS) * factors.words[:_ROW_WORDS]).sum(dim=1)
         if whole < part.numel():
-            rest = part[whole:].to(torch.int64)
-            total += (rest * torch.arange(3, 3 + 2 * rest.numel(), 2, device=memory.device)).sum()
-    return total
+            words = torch.cat([part[whole:even].view(torch.int32), part[even:].to(torch.int32)])
+            rows = torch.cat([rows, (words * factors.words[: words.numel()]).sum().view(1)])
+        count = rows.numel()
+        hashes.append(((rows & _LOW) * factors.low[:count] + (rows >> 32) * factors.high[:count]).sum())
+    return hashes
