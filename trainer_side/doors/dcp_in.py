@@ -12,8 +12,9 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import replace
+from enum import Enum, EnumType
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -119,10 +120,19 @@ class _RecordsOnly(pickle.Unpickler):
     """Makes records of DCP and dtypes; refuses all else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
         known = name in _RECORDS.get(module, ())
         if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             raise pickle.UnpicklingError(f"{module}.{name} in {_METADATA}")
         return super().find_class(module, name)
+
+
+def _member_of(of: object, name: str) -> Enum:
+    """What `getattr` may do here: the first releases of Python 3.11 pickle a member of an enumeration by it."""
+    if not (isinstance(of, EnumType) and name in of.__members__):
+        raise pickle.UnpicklingError(f"builtins.getattr in {_METADATA}")
+    return cast("Enum", of[name])
 
 
 def _metadata_of(folder: Path) -> Metadata:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import os
 import pickle
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
@@ -33,7 +35,7 @@ from tests.support.restoring import publish
 from tests.unit.trainer_side.doors.test_safetensors_out import training_state
 from tests.unit.trainer_side.restore.test_restore import Run, assert_same, bring_back
 from tests.unit.trainer_side.state.test_skeleton import DTYPES, _bits, _filled, _same
-from trainer_side.doors.dcp_in import read_dcp
+from trainer_side.doors.dcp_in import _RecordsOnly, read_dcp
 from trainer_side.doors.dcp_out import write_dcp
 from trainer_side.state.tree import tensor_paths
 
@@ -283,6 +285,24 @@ def test_nothing_in_a_folder_is_run(
     assert "without running code" in err
     assert not (tmp_path / "HACKED").exists()
     assert not (tmp_path / "run").exists()
+
+
+class _By:
+    """Pickled as a call of `getattr`."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, self._arguments
+
+
+def test_getattr_gives_members_of_enumerations_as_early_python_3_11_pickles_them_and_nothing_else() -> None:
+    member = pickle.dumps(_By(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert _RecordsOnly(io.BytesIO(member)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for of, name in ((_MEM_FORMAT_ENCODING, "__init_subclass__"), (Path, "home"), (torch.Size, "numel")):
+        with pytest.raises(pickle.UnpicklingError, match="getattr"):
+            _RecordsOnly(io.BytesIO(pickle.dumps(_By(of, name)))).load()
 
 
 def test_a_folder_that_is_none_or_is_damaged(tmp_path: Path, run: Command) -> None:
