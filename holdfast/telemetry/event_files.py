@@ -4,7 +4,8 @@
 
 A file that is full gets the next number by one rename, so a process that is killed then leaves either no change or the
 whole of it. Lines are appended under a shared lock where that may happen, and the rename has the lock alone: nothing is
-appended to a file that has its number, and who follows a log may leave it at its end.
+appended to a file that has its number, and who follows a log may leave it at its end. Nobody waits for a lock: a line
+that is written in the very moment of the rename stays in the log, but a follower may have passed the place.
 """
 
 from __future__ import annotations

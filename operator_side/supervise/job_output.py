@@ -224,7 +224,7 @@ class Follower:
                 return b""
             if self._file is not None:
                 self._file.close()
-            # What is left is of a line that a dead process did not end.
+            # The rest belongs to a line that a dead process did not end.
             self._file, self._offset, self._rest = following, 0, b""
         return b""
 

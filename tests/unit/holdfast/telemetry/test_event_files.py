@@ -94,7 +94,7 @@ def test_several_processes_share_a_log_and_lose_no_line(tmp_path: Path) -> None:
         followed += more
     follower.close()
     assert [writer.returncode for writer in writers] == [0, 0, 0]
-    assert len(numbered(path)) >= 3
+    assert numbered(path)  # how many, says who held the lock when a file was full
     for lines in (read_events(path), followed):
         for number in range(3):
             of_one = [line["number"] for line in lines if line["role"] == f"role{number}"]
