@@ -213,7 +213,7 @@ class Claim:
             if attempts and not takeover:
                 _refuse_if_alive(store, attempts[-1], identity, heartbeat_seconds, sleep)
             record = _ClaimRecord(
-                attempt=(attempts[-1] if attempts else _highest_published(store)) + 1,
+                attempt=(attempts[-1] if attempts else _highest_published(store, store.list())) + 1,
                 write_id=uuid.uuid4().hex,
                 host=identity.host,
                 boot_id=identity.boot_id,
@@ -319,10 +319,9 @@ def newest_attempt(store: Store) -> int:
     """
     objects = store.list()
     attempts = _attempts(store, objects)
-    sets = [found.attempt for found in find_sets(objects)]
-    if names_tell(store, objects):  # then whoever published a file had a claim
-        return max([*attempts, *sets])
-    return max([*attempts, _highest_published(store)])
+    if _says_named(store, attempts):  # then whoever published a file had a claim
+        return max([*attempts, *(found.attempt for found in find_sets(objects))])
+    return max([*attempts, _highest_published(store, objects)])
 
 
 def names_tell(store: Store, objects: Sequence[ObjectInfo]) -> bool:
@@ -337,16 +336,16 @@ def names_tell(store: Store, objects: Sequence[ObjectInfo]) -> bool:
     Raises:
         StoreError: The store failed.
     """
-    attempts = _attempts(store, objects)
+    return _says_named(store, _attempts(store, objects))
+
+
+def _says_named(store: Store, attempts: Sequence[int]) -> bool:
     record = _read(store, attempts[-1]) if attempts else None
     return record is not None and record.named
 
 
 def _are_named(store: Store, older: Sequence[int]) -> bool:
-    if older:
-        record = _read(store, older[-1])
-        return record is not None and record.named
-    return not manifests_in(store.list())
+    return _says_named(store, older) if older else not manifests_in(store.list())
 
 
 def may_live(store: Store, before_attempt: int) -> str:
@@ -424,11 +423,10 @@ def _attempts(store: Store, objects: Sequence[ObjectInfo] | None = None) -> list
     return attempts
 
 
-def _highest_published(store: Store) -> int:
+def _highest_published(store: Store, objects: Sequence[ObjectInfo]) -> int:
     """The highest attempt among manifests and slices: someone may have cleared `.holdfast/`, and attempts must only
     grow. Of the manifests the newest one that is whole tells it.
     """
-    objects = store.list()
     highest = max((found.attempt for found in find_sets(objects)), default=0)
     for listed in newest_first(store, objects, names_tell=False):
         try:
