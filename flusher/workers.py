@@ -97,3 +97,4 @@ class Workers:
                     return
                 _, _, job = heapq.heappop(self._jobs)
             job()
+            del job  # what it holds may be large, and the next one may be long in coming
