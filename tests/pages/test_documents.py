@@ -29,6 +29,8 @@ MADE = {
     "slices/",
     "terraform-output.json",
     "trainer_state.json",
+    ".wheels/",
+    "NAME.json",
 }
 OPTIONAL = {"torchdata"}  # packages that users may have, and this environment need not
 FILE = re.compile(r"\.?[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|sh|toml|yml|md|tf|c|json|pkl))")

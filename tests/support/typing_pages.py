@@ -63,6 +63,8 @@ NOT_TYPED = {
     "make compose": _OWN_TARGET + "tests/compose, which `make soak` runs too; installs packages as root",
     "make demo": "two to three minutes; `make soak` plays it (tests/soak/test_demo.py)",
     "make bench": "ten minutes and more; `make soak` runs a small one (tests/soak/test_benchmarks.py)",
+    "make gpu": "needs a device; tests/gpu/test_device_rehearsal.py plays it on one that is not there",
+    "python -m tests.late": "minutes; tests/gpu/test_on_the_late_device.py runs tests by it",
     "make docs": "tests/pages/test_site.py builds that site, and reads it",
     "make figures": "writes into docs/; tests/pages/test_benchmarks_document.py compares what it would write",
     "python -m benchmarks reality": "many minutes; `make soak` plays it (tests/soak/test_reality.py)",

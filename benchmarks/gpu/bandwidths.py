@@ -1,0 +1,129 @@
+"""Copies from the device to the host: bare ones, and those of holdfast's lane alone, without tiers and threads.
+
+bare pinned, holdfast's own locked memory, pageable, device to device     one large tensor
+lane: 30 large tensors, many small ones    mirror (through a copy on the device) and gate (from live tensors)
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.measured import Measured, Sizes
+from holdfast.wire.state_messages import Agreement
+from trainer_side.save.copy_engine import CopyEngine
+from trainer_side.save.copy_plan import Router, SlicePlan
+from trainer_side.save.host_memory import huge_buffer, locked_buffer
+from trainer_side.save.staging import Staging
+from trainer_side.state.proposal import table
+from trainer_side.state.skeleton import capture, plan
+from trainer_side.state.tree import classify, collect
+
+__all__ = ["measure"]
+
+_LARGE_TENSORS = 30
+_PAGE_BYTES = 4096
+_CHUNK_BYTES = 16 << 20
+_WARM_UP = 2
+_STRATEGIES = {"mirror": 1 << 40, "gate": 0}  # device_bytes_max
+
+
+def measure(measured: Measured, sizes: Sizes) -> None:
+    live = torch.ones(sizes.copy_bytes, dtype=torch.uint8, device="cuda")
+    targets: dict[str, Callable[[int], torch.Tensor]] = {
+        "pinned": lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True),
+        "holdfast_locked": locked_buffer,
+        "pageable": huge_buffer,
+        "on_device": lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cuda"),
+    }
+    bare: dict[str, float] = {}
+    for name, make in targets.items():
+        bare[name] = _bare(sizes, live, make(sizes.copy_bytes))
+        measured.put(bare_gb_per_second=bare)
+    del live
+    lane: dict[str, dict[str, float]] = {}
+    for state, count, nbytes in (
+        ("large", _LARGE_TENSORS, sizes.large_bytes),
+        ("small", sizes.small_tensors, sizes.small_bytes),
+    ):
+        for strategy, device_bytes_max in _STRATEGIES.items():
+            copier = _LaneAlone(count, nbytes, device_bytes_max)
+            speed = _gb_per_second(sizes, copier.nbytes, copier.copy)
+            lane[f"{state}_{strategy}"] = {
+                "tensors": count,
+                "bytes": copier.nbytes,
+                "gb_per_second": speed,
+                "of_bare_pinned": round(speed / bare["pinned"], 4),
+                "save_call_ms": round(1e3 * statistics.median(copier.call_seconds[_WARM_UP:]), 4),
+            }
+            assert copier.is_mirrored is bool(device_bytes_max), f"{strategy}: another way was taken"
+            measured.put(lane=lane)
+            del copier
+            torch.cuda.empty_cache()
+
+
+def _bare(sizes: Sizes, live: torch.Tensor, target: torch.Tensor) -> float:
+    return _gb_per_second(sizes, sizes.copy_bytes, lambda: target.copy_(live, non_blocking=True))
+
+
+def _gb_per_second(sizes: Sizes, nbytes: int, copy: Callable[[], object]) -> float:
+    """Of the median round."""
+    seconds = []
+    for _ in range(_WARM_UP + sizes.rounds):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        copy()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return round(nbytes / statistics.median(seconds[_WARM_UP:]) / 1e9, 4)
+
+
+class _LaneAlone:
+    """Parameters on the device, and the lane that copies them into a staging area."""
+
+    def __init__(self, count: int, nbytes: int, device_bytes_max: int) -> None:
+        numbers = max(1, nbytes // count // 4)
+        model = torch.nn.ParameterList(torch.ones(numbers, device="cuda") for _ in range(count))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        tree = collect(state)
+        pickle_bytes = table(state, tree, rank=0, ranks=1).pickle_bytes
+        skeleton = plan(
+            tree,
+            classify(state, tree),
+            rank=0,
+            ranks=1,
+            chunk_bytes=_CHUNK_BYTES,
+            agreed=Agreement(-(-pickle_bytes // _PAGE_BYTES) * _PAGE_BYTES, {}),
+        )
+        taken = capture(tree, skeleton)
+        assert taken is not None
+        self._taken, slice_plan = taken, SlicePlan.of(skeleton.layout, 0, skeleton.gated)
+        self._router = Router(slice_plan)
+        self._staging = Staging(
+            skeleton, slice_plan, CopyEngine(device_bytes_max=device_bytes_max), pinned=True
+        )
+        self.nbytes = numbers * 4 * count
+        self.is_mirrored = False
+        self.call_seconds: list[float] = []
+
+    def copy(self) -> None:
+        """What `save()` does, and then the copy thread."""
+        begun = time.perf_counter()
+        sources, contents = self._taken.sources, self._taken.contents
+        route = self._router.route(sources, dict, order_changed=not self.call_seconds)
+        self.is_mirrored = self._staging.copy_now(sources, contents, route)
+        after: torch.cuda.Event = torch.cuda.current_stream().record_event()
+        self.call_seconds.append(time.perf_counter() - begun)
+        self._staging.copy_gated(
+            sources,
+            route,
+            after=after,
+            cancelled=lambda: False,
+            passed=lambda _: None,
+            copied=lambda: None,
+        )

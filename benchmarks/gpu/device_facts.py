@@ -1,0 +1,79 @@
+"""What the figures were measured on: card, driver, torch, commit, and what the machine allows."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.measured import Measured, Sizes
+
+__all__ = ["measure"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_ASK_SECONDS_MAX = 10
+_CARD = (
+    "driver_version",
+    "pcie.link.gen.current",
+    "pcie.link.width.current",
+    "power.limit",
+    "mig.mode.current",
+)
+_WANTED = ("pydantic_settings", "isal", "pytest", "triton")
+
+
+def measure(measured: Measured, sizes: Sizes) -> None:  # noqa: ARG001 - the same for all phases
+    card = torch.cuda.get_device_properties(0)
+    measured.put(
+        card=card.name,
+        devices=torch.cuda.device_count(),
+        capability=f"{card.major}.{card.minor}",
+        device_bytes=card.total_memory,
+        torch=torch.__version__,
+        cuda=torch.version.cuda or torch.version.hip,
+        commit=_commit(),
+        python=platform.python_version(),
+        kernel=platform.release(),
+        cores=os.cpu_count(),
+        host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        locked_bytes_max=_limit(resource.RLIMIT_MEMLOCK),
+        shared_memory_bytes=shutil.disk_usage("/dev/shm").total,
+        lacks=[name for name in _WANTED if importlib.util.find_spec(name) is None],
+    )
+    measured.put(driver=None, **_asked_of_the_driver())
+    torch.zeros(1, device="cuda").cpu()  # else each phase would fail with the same
+    measured.put(works=True)
+
+
+def _commit() -> str:
+    said = _said(["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"])
+    return said or os.environ.get("HOLDFAST_COMMIT", "") or "unknown"
+
+
+def _asked_of_the_driver() -> dict[str, Any]:
+    said = _said(["nvidia-smi", "--id=0", f"--query-gpu={','.join(_CARD)}", "--format=csv,noheader"])
+    values = [value.strip() for value in said.split(",")]
+    if len(values) != len(_CARD):
+        return {}
+    driver, *others = values
+    return {"driver": driver, **dict(zip(_CARD[1:], others, strict=True))}
+
+
+def _said(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS_MAX, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _limit(of: int) -> int | None:
+    soft, _ = resource.getrlimit(of)
+    return None if soft == resource.RLIM_INFINITY else soft
