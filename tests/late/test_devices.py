@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.late.control import ILLEGAL_ADDRESS, LateMachine
+from trainer_side.save.device_runtime import device_runtime
 
 pytestmark = pytest.mark.late("lazy")
 MIB = 1 << 20
@@ -203,3 +205,20 @@ def test_memory_that_cuda_gave_is_taken_back(late: LateMachine) -> None:
     del host
     torch._C._host_emptyCache()
     assert late.pinned_bytes() <= before
+
+
+def test_the_runtime_that_is_called_is_torchs_and_not_another_one_in_the_process(tmp_path: Path) -> None:
+    """Such as that of torch's wheels beside the late one, or that of another package: it may have no device."""
+    source, other = tmp_path / "other.c", tmp_path / "libcudart.so.11"
+    source.write_text(
+        "int cudaGetLastError(void) { return 35; }\nint cudaHostRegister(void) { return 35; }\n"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(other)], check=True)
+    mapped = ctypes.CDLL(str(other))
+    assert mapped.cudaHostRegister() == 35
+    memory = torch.empty(MIB, dtype=torch.uint8)
+    device_runtime.cache_clear()
+    called = device_runtime()
+    assert called is not None
+    assert called.lock(memory.data_ptr(), MIB) == 0
+    called.unlock(memory.data_ptr())

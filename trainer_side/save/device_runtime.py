@@ -4,18 +4,21 @@
     new_stream            a stream that is nobody else's: `torch.cuda.Stream()` deals 32 of them to all who ask
     spare_captures        this thread's calls do not end a graph that another thread records
 
-It is the library that torch has loaded, found by what is mapped. Without it (torch for CPUs or XPU, or one that has the
-runtime inside) nothing is locked, and streams are torch's.
+It is the library that torch itself calls: another one in the same process has other streams, and may have no device.
+Without it (torch for CPUs or XPU, or one that has the runtime inside) nothing is locked, and streams are torch's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
-_LIBRARIES = {"libcudart": "cuda", "libamdhip64": "hip"}
+import torch
+
+_PREFIXES = ("cuda", "hip")
 _PORTABLE = 1  # locked for all devices: cudaHostRegisterPortable
 _NON_BLOCKING = 1  # not in step with the default stream: cudaStreamNonBlocking
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
@@ -66,15 +69,15 @@ class DeviceRuntime:
 
 @functools.cache
 def device_runtime() -> DeviceRuntime | None:
-    """The runtime that torch has loaded; None where it has none. After torch was imported."""
-    try:
-        mapped = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # no Linux: no such torch
-        return None
-    for line in mapped.splitlines():
-        path = line.partition("/")
-        name = path[2].rpartition("/")[2]
-        for library, prefix in _LIBRARIES.items():
-            if name.startswith(library):
-                return DeviceRuntime(ctypes.CDLL(path[1] + path[2]), prefix)
+    """The runtime that torch calls; None where it has none."""
+    folder = Path(torch.__file__).parent / "lib"
+    for prefix in _PREFIXES:
+        try:
+            # A name is looked for in this library and then in those that it was linked to, which are torch's own; what
+            # else is mapped (another version of the runtime, brought by another package) is passed over.
+            library = ctypes.CDLL(str(folder / f"libc10_{prefix}.so"), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
+            continue
+        if hasattr(library, f"{prefix}GetLastError"):
+            return DeviceRuntime(library, prefix)
     return None
