@@ -44,6 +44,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key
 from holdfast.ring.journal import SlotRecord, SlotState
 from holdfast.ring.ring import Ring
+from holdfast.store.lanes import Lanes
 
 _log = logging.getLogger("holdfast.flusher")
 _CHECKERS = 2  # one computes CRCs faster than most networks bring chunks
@@ -57,7 +58,7 @@ class Engine:
         ring: The ring.
         context: The run that they go to, and where the threads answer.
         upkeep: Gets what was published.
-        writers: Threads that write.
+        writers: How many parts are written at once.
         listener: Who is told.
     """
 
@@ -67,7 +68,7 @@ class Engine:
         context: FlusherContext,
         upkeep: Upkeep,
         *,
-        writers: int,
+        writers: Lanes,
         listener: FlushListener,
     ) -> None:
         self._ring, self._upkeep = ring, upkeep
@@ -77,7 +78,7 @@ class Engine:
         self._jobs = Jobs(ring, context.store, context.tenure)
         # Apart from the writers: a chunk that waits to be checked behind parts on their way leaves the store idle.
         self._checkers = Workers("checker", _CHECKERS)
-        self._writers = Workers("writer", writers)
+        self._writers = Workers("writer", writers.most, writers)
         self._publishers = Workers("publisher", 1)
         self._indexes: dict[str, LayoutIndex] = {}
         self._later = Later()
@@ -369,10 +370,11 @@ class Engine:
             workers = self._publishers
         workers.submit((0, *job.key), lambda: self._run(job, round_number))  # older checkpoints first
 
-    def _run(self, job: Job, round_number: int) -> None:
-        """In a worker thread."""
+    def _run(self, job: Job, round_number: int) -> int:
+        """In a worker thread. Returns the bytes that the store has taken."""
         try:
             self._inbox.put(self._jobs.run(job))
+            return sum(nbytes for _, nbytes in job.pieces) if isinstance(job, WritePart) else 0
         except StoreError as error:
             is_lost = error.begin_anew and (not error.retriable or round_number >= _LOST_ROUNDS)
             self._inbox.put(
@@ -390,6 +392,7 @@ class Engine:
             self._inbox.put(
                 JobFailed(job.key, job.slots, StoreError(f"{job.key}: {type(error).__name__}: {error}"))
             )
+        return 0
 
     def _retry(self, job: Job, round_number: int, error: StoreError) -> None:
         if self._pipeline.is_dropping(job.key):

@@ -39,9 +39,10 @@ from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.ring.ring import Ring
 from holdfast.ring.set_aside import read_set_aside
-from holdfast.store import open_store, parts_at_once, refuse_missing_parent
+from holdfast.store import open_store, refuse_missing_parent
 from holdfast.store.base import Store
 from holdfast.store.guarded import guarded
+from holdfast.store.lanes import writing
 from holdfast.store.names import is_kept
 from holdfast.telemetry.board import Board
 from holdfast.telemetry.events import EventLog
@@ -226,8 +227,7 @@ def _clean_store(store: Store, attempt: int, wanted: list[Progress], events: Eve
 
 def _publish_leftovers(ring: Ring, config: FlusherConfig, context: FlusherContext, upkeep: Upkeep) -> None:
     """Publish what is staged in a ring of another size, which no stager can use any more."""
-    writers = config.writers or parts_at_once(config.store)
-    engine = Engine(ring, context, upkeep, writers=writers, listener=_Quiet())
+    engine = Engine(ring, context, upkeep, writers=writing(config.store, config.writers), listener=_Quiet())
     try:
         settle(engine, ring, "its flusher ended, and the ring has another size now")
         while not engine.idle:

@@ -31,7 +31,7 @@ from holdfast.image.manifest import Key
 from holdfast.ring.doorbell import Listener
 from holdfast.ring.ring import Ring
 from holdfast.ring.wanted import is_kept
-from holdfast.store import parts_at_once
+from holdfast.store.lanes import writing
 
 _log = logging.getLogger("holdfast.flusher")
 _FIRST_STAGER_SECONDS_MAX = 120.0  # a stager that started us and died must not leave us here for ever
@@ -74,7 +74,7 @@ class FlusherService:
             ring,
             context,
             upkeep,
-            writers=config.writers or parts_at_once(config.store),
+            writers=writing(config.store, config.writers),
             listener=_Relay(self),
         )
         self._desk: StagerDesk | None = None

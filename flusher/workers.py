@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.process import wait_readable
+from holdfast.store.lanes import Lanes
 
 
 class Inbox:
@@ -54,29 +55,34 @@ class Inbox:
 
 
 class Workers:
-    """A fixed number of threads; the most urgent job first.
+    """Threads for one kind of job; the most urgent job first. A thread begins when a job finds all others busy.
 
     Args:
         name: Names the threads.
-        threads: How many.
+        threads: How many at most.
+        lanes: Lets them run; None: all at once.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, lanes: Lanes | None = None) -> None:
+        self._name, self._threads_max = name, threads
+        self._lanes = lanes or Lanes(threads)
         self._ready = threading.Condition()
-        self._jobs: list[tuple[tuple[int, ...], int, Callable[[], None]]] = []
+        self._jobs: list[tuple[tuple[int, ...], int, Callable[[], int | None]]] = []
         self._order = itertools.count()
         self._ended = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
 
-    def submit(self, urgency: tuple[int, ...], job: Callable[[], None]) -> None:
-        """Run `job`, lower `urgency` first. It must not raise."""
+    def submit(self, urgency: tuple[int, ...], job: Callable[[], int | None]) -> None:
+        """Run `job`, lower `urgency` first. It must not raise, and may say how many bytes it has carried."""
         with self._ready:
+            if self._ended:
+                return
             heapq.heappush(self._jobs, (urgency, next(self._order), job))
+            if self._idle < len(self._jobs) and len(self._threads) < self._threads_max:
+                name = f"{self._name}-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._threads[-1].start()
             self._ready.notify()
 
     def stop(self) -> None:
@@ -91,10 +97,14 @@ class Workers:
     def _work(self) -> None:
         while True:
             with self._ready:
+                self._idle += 1
                 while not self._jobs and not self._ended:
                     self._ready.wait()
+                self._idle -= 1
                 if self._ended:
                     return
-                _, _, job = heapq.heappop(self._jobs)
-            job()
-            del job  # what it holds may be large, and the next one may be long in coming
+            with self._lanes.lane() as lane:
+                with self._ready:  # only now: meanwhile a more urgent one may have come
+                    job = heapq.heappop(self._jobs)[2] if self._jobs else None
+                if job is not None:
+                    lane.nbytes = job() or 0

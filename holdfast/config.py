@@ -262,7 +262,8 @@ class _RingConfig(RoleConfig):
         reuse: Write a new checkpoint over the file of one that is no longer kept and that nobody has open (ext4 and XFS
             only). Turn it off where other machines read these files over NFS from this one.
         linger: Keep the flusher running after training has ended, for the next job.
-        writers: Number of flusher threads that write parts to the store; by default chosen for the kind of store.
+        writers: Number of parts that the flusher writes to the store at once, 1 to 128. None: 2 to a directory, and to
+            S3 as many as make it faster, found by measurement.
         runtime_dir: Directory of the ring, its journal and its socket; it should be in memory (tmpfs).
         niceness: CPU priority that stager and flusher give up, 0 to 19; with 10 they yield to training ranks on the
             same machine, which must leave some CPU time to them (docs/design/028-priority.md).
@@ -284,7 +285,7 @@ class _RingConfig(RoleConfig):
     on_nonfinite: Literal["warn", "refuse"] = "warn"
     reuse: bool = True
     linger: bool = False
-    writers: Annotated[int, Field(ge=1, le=64)] | None = None
+    writers: Annotated[int, Field(ge=1, le=128)] | None = None
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     niceness: Annotated[int, Field(ge=0, le=19)] = 0
     metrics_port: Annotated[int, Field(ge=1, lt=65535)] | None = None

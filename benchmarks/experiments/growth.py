@@ -14,6 +14,7 @@ from benchmarks.experiments import EXPERIMENTS, Options, command_of
 from benchmarks.grid import Grid
 from benchmarks.growing.agreeing import STATES, agree
 from benchmarks.growing.cataloguing import catalogue
+from benchmarks.growing.connections import SINKS, connections
 from benchmarks.growing.frames import stager_per_frame
 from benchmarks.growing.preparing import prepare
 
@@ -24,6 +25,7 @@ _FRAMES, _RING_CHUNKS = 8192, 4096
 _IMAGE_CHUNKS = 65_566
 _TENSORS = 10_000
 _CHECKPOINTS, _NAMED_TENSORS = 10_000, 1_500
+_SECONDS_EACH_WAY = 30
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -39,6 +41,11 @@ def measure(options: Options) -> dict[str, Any]:
         agreed[state] = agree(state, most, options.count(_TENSORS, 100))
     options.progress("catalog")
     checkpoints = options.count(_CHECKPOINTS, 50)
+    looks = catalogue(checkpoints, _NAMED_TENSORS)
+    sinks = {}
+    for name, speed in SINKS.items():
+        options.progress(f"connections, {name}")
+        sinks[name] = connections(speed, options.count(_SECONDS_EACH_WAY, 2))
     return {
         "experiment": "growth",
         "what": EXPERIMENTS["growth"],
@@ -49,7 +56,8 @@ def measure(options: Options) -> dict[str, Any]:
         "frames": frames,
         "prepare": prepared,
         "agreement": agreed,
-        "catalog": {"checkpoints": checkpoints, "looks": catalogue(checkpoints, _NAMED_TENSORS)},
+        "catalog": {"checkpoints": checkpoints, "looks": looks},
+        "connections": sinks,
     }
 
 
@@ -103,6 +111,22 @@ def grids(document: dict[str, Any]) -> list[Grid]:
                     str(of["files_opened"]),
                 )
                 for name, of in document["catalog"]["looks"].items()
+            ),
+        ),
+        Grid(
+            "Bytes to and from an S3 server that limits each connection, or all",
+            ("server", "way", "MB/s", "of what it lets pass", "connections", "CPU s/GB"),
+            tuple(
+                (
+                    sink,
+                    way,
+                    f"{of['bytes_per_second'] / 1e6:.0f}",
+                    f"{of['bytes_per_second'] / of['most_bytes_per_second']:.0%}",
+                    f"{of['connections']:.0f}",
+                    f"{of['cpu_seconds_per_gb']:.2f}",
+                )
+                for sink, ways in document["connections"].items()
+                for way, of in ways.items()
             ),
         ),
     ]

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import bisect
 import logging
-import queue
 import struct
 import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -34,10 +33,12 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import EntryRecord, Manifest, NonfiniteRecord
 from holdfast.ring.pages import direct_window
 from holdfast.store.base import Store
+from holdfast.store.lanes import Lanes, reading
 from holdfast.store.ranged import RangedFile
 
 _log = logging.getLogger("holdfast.verify")
 _NAMES_SHOWN = 8
+_BUFFERS_BYTES_MAX, _BUFFER_BYTES_MIN = 256 << 20, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +116,19 @@ def verify_file(
     store: Store,
     manifest: Manifest,
     *,
-    threads: int = 2,
+    threads: int | None = None,
     buffer_bytes: int = 16 * 1024 * 1024,
     progress: Callable[[int], None] | None = None,
 ) -> VerifyReport:
     """Read the file of `manifest` once, and check every chunk, every entry, the whole, and the zip's own CRC
     fields.
 
-    Blocks until it is done; memory is `threads * buffer_bytes`, whatever the manifest says.
+    Blocks until it is done; memory is a buffer for each read, 256 MiB in all, whatever the manifest says.
 
     Args:
         store: The run.
         manifest: What should be there.
-        threads: How many read and check at once.
+        threads: How many read and check at once. None: 2 from a directory, from S3 as many as make it faster.
         buffer_bytes: Largest single read.
         progress: Called from the calling thread with the number of bytes newly checked.
 
@@ -156,7 +157,8 @@ def verify_file(
         return report(Damage("file", shorter, longer - shorter, *lengths, tensors))
     found = _Found(manifest)
     try:
-        with closing(_chunk_sums(store, manifest, threads, buffer_bytes)) as chunks:
+        lanes = reading(store.url, threads)
+        with closing(_chunk_sums(store, manifest, lanes, buffer_bytes)) as chunks:
             for chunk, sums in enumerate(chunks):
                 found.add(chunk, sums)
                 if progress is not None:
@@ -191,20 +193,19 @@ def _chunk_bytes(manifest: Manifest, chunk: int) -> int:
 
 
 def _chunk_sums(
-    store: Store, manifest: Manifest, threads: int, buffer_bytes: int
+    store: Store, manifest: Manifest, lanes: Lanes, buffer_bytes: int
 ) -> Generator[list[_Sum], None, None]:
-    """The sums of each chunk, in order, computed by `threads` threads."""
-    buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-    nbytes = max(1, min(buffer_bytes, manifest.chunk_bytes, manifest.image_bytes))
-    for _ in range(threads):
-        buffers.put(direct_window(nbytes))
+    """The sums of each chunk, in order, each computed in a lane of its own."""
+    most_bytes = max(1, min(buffer_bytes, manifest.chunk_bytes, manifest.image_bytes))
+    chunks = len(manifest.chunk_crc32s)
+    buffers = _Buffers(most_bytes)
     bounds = _Bounds(manifest.entries)
     formats = float_formats(manifest)
 
     def sums_of(chunk: int) -> list[_Sum]:
-        buffer = buffers.get()
-        try:
+        with lanes.lane() as lane, buffers.borrowed(lanes.width) as buffer:
             sums = list(_sums(store, manifest, chunk, (bounds, formats), buffer))
+            lane.nbytes = _chunk_bytes(manifest, chunk)
             if _combined(sums) == manifest.chunk_crc32s[chunk]:
                 return sums
             # A byte may have changed on its way here only: what lies in the store is the same every time.
@@ -216,11 +217,30 @@ def _chunk_sums(
                     chunk,
                 )
             return again
-        finally:
-            buffers.put(buffer)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as readers:
-        yield from readers.map(sums_of, range(len(manifest.chunk_crc32s)))
+    # A result that waits for those before it is small, and the threads of lanes that are not used wait.
+    with ThreadPoolExecutor(min(lanes.most, chunks), thread_name_prefix="verify") as readers:
+        yield from readers.map(sums_of, range(chunks))
+
+
+class _Buffers:
+    """One buffer for each lane: the more lanes, the smaller, so that all of them together stay below a limit."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._free: list[memoryview] = []
+
+    @contextmanager
+    def borrowed(self, lanes: int) -> Iterator[memoryview]:
+        share_bytes = max(_BUFFER_BYTES_MIN, _BUFFERS_BYTES_MAX // lanes & -_BUFFER_BYTES_MIN)
+        nbytes = min(self._most_bytes, share_bytes)
+        buffer = None
+        with suppress(IndexError):
+            buffer = self._free.pop()
+        if buffer is None or len(buffer) != nbytes:  # the number of lanes has changed
+            buffer = direct_window(nbytes)
+        yield buffer
+        self._free.append(buffer)
 
 
 def _combined(sums: Sequence[_Sum]) -> int:

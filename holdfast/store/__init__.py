@@ -64,8 +64,13 @@ def is_local(url: str) -> bool:
     return _scheme(normalise_url(url)) in _LOCAL
 
 
+def is_s3(url: str) -> bool:
+    """Whether the store at `url` is an S3 bucket."""
+    return _scheme(normalise_url(url)) in _S3
+
+
 def parts_at_once(url: str) -> int:
-    """How many parts of one upload are best sent at the same time to the store at `url`."""
+    """How many parts of one upload are sent at the same time to the store at `url`, where nothing was measured."""
     scheme = _scheme(normalise_url(url))
     if scheme in _LOCAL:
         return _PARTS_LOCAL

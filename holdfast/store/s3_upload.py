@@ -33,8 +33,8 @@ _WRITE_ID = "holdfast-write-id"
 _PARTS_MAX = 10_000
 _PART_BYTES_MIN = 5 << 20
 _PART_BYTES_MAX = 5 << 30
-_PARTS_WANTED = 32  # four for each of eight connections, so that they end at nearly the same time
-_PART_BYTES_WANTED_MAX = 64 << 20  # above, what a request costs by itself no longer shows
+_PARTS_WANTED = 256  # two for each of 128 connections, so that they end at nearly the same time
+_PART_BYTES_WANTED_MAX = 32 << 20  # larger ones leave connections idle where the ring is small
 _PART_CHUNKS_WANTED_MAX = 4  # a part waits in the ring until it is whole, and the least ring has eight chunks
 _IDLE_SECONDS_MAX = 300.0
 _ENDINGS_MAX = 6
@@ -43,8 +43,8 @@ _ENDINGS_MAX = 6
 def part_bytes_for(nbytes: int, chunk_bytes: int) -> int:
     """How large the parts of an image of `nbytes` are: a multiple of `chunk_bytes`.
 
-    As many parts as keep all connections busy to the end, in few requests: a 32nd of the image, but at most 64 MiB and
-    four chunks. Beyond that only as much as S3 asks for: at least 5 MiB, and at most 10,000 parts.
+    As many parts as keep all connections busy to the end: a 256th of the image, but at most 32 MiB and four chunks.
+    Beyond that only as much as S3 asks for: at least 5 MiB, and at most 10,000 parts.
 
     Raises:
         StoreError: Not even 5 GiB parts would do, or a size is not positive.

@@ -30,13 +30,12 @@ _FAULTS_SHOWN = 20
 @click.option("--all", "check_all", is_flag=True, help="Check every checkpoint of the run.")
 @click.option(
     "--threads",
-    type=click.IntRange(1, 64),
-    default=2,
-    show_default=True,
-    help="Number of threads that read at the same time.",
+    type=click.IntRange(1, 128),
+    default=None,
+    help="Number of threads that read at the same time. Default: 2 from a directory; from S3 as many as help.",
 )
 @json_option
-def verify(as_json: bool, target: Target, check_all: bool, threads: int) -> None:
+def verify(as_json: bool, target: Target, check_all: bool, threads: int | None) -> None:
     """Read a checkpoint of the run at URL, and check the CRC of each chunk, of each entry of the file and of the whole
     file.
 
@@ -88,7 +87,7 @@ def _chosen(
         catalog.get()  # its error says whether the run is missing, or has no checkpoint
 
 
-def _checked(catalog: Catalog, manifest: Manifest, threads: int, *, quiet: bool) -> VerifyReport:
+def _checked(catalog: Catalog, manifest: Manifest, threads: int | None, *, quiet: bool) -> VerifyReport:
     with progress_bar(manifest.file, manifest.image_bytes, hidden=quiet) as advance:
         return verify_file(catalog.store, manifest, threads=threads, progress=advance)
 

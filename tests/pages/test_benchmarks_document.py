@@ -195,6 +195,16 @@ _CONTENT: dict[str, dict[str, Any]] = {
             "checkpoints": 10_000,
             "looks": {"the newest good one": {"seconds": 0.2, "resident_bytes": _SMALL, "files_opened": 2}},
         },
+        "connections": {
+            "5 MB/s each": {
+                "sent": {
+                    "bytes_per_second": 6e8,
+                    "most_bytes_per_second": 6.4e8,
+                    "connections": 128,
+                    "cpu_seconds_per_gb": 0.9,
+                }
+            }
+        },
     },
     "gate": {
         "copy_seconds": 0.4,

@@ -28,6 +28,7 @@ from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import Key, State, manifest_name
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
+from holdfast.store.lanes import Lanes
 from holdfast.telemetry.events import EventLog
 from tests.rot.flips import COUNT, Flip, flips
 from tests.support.images import Image, from_torch_file, made_up
@@ -74,7 +75,7 @@ class _Rig:
             self.ring,
             self.context,
             self.upkeep,
-            writers=2,
+            writers=Lanes(2),
             listener=self.heard,
         )
 

@@ -26,6 +26,7 @@ from holdfast.image.manifest import Key, Manifest, State, manifest_name
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.store.guarded import guarded
+from holdfast.store.lanes import Lanes
 from holdfast.telemetry.events import EventLog
 from tests.support.images import Image, from_torch_file, made_up
 from tests.support.memory_store import MemoryStore
@@ -77,7 +78,7 @@ class Rig:
             self.ring,
             self.context,
             self.upkeep,
-            writers=2,
+            writers=Lanes(2),
             listener=self.heard,
         )
 

@@ -20,13 +20,13 @@ def test_parts_are_whole_chunks_and_within_the_limits_of_s3(nbytes: int, chunk_b
     assert -(-nbytes // part_bytes) <= 10_000
     smaller = part_bytes - chunk_bytes
     needed = smaller < 5 * _MIB or smaller * 10_000 < nbytes
-    wanted = part_bytes * 32 <= nbytes and part_bytes <= min(64 * _MIB, 4 * chunk_bytes)
+    wanted = part_bytes * 256 <= nbytes and part_bytes <= min(32 * _MIB, 4 * chunk_bytes)
     assert needed or wanted
 
 
 @pytest.mark.parametrize(
     ("image_mib", "part_mib"),
-    [(307, 16), (1023, 16), (1424, 32), (2048, 64), (12_000, 64), (600_000, 64), (640_001, 80)],
+    [(307, 16), (1424, 16), (8191, 16), (8192, 32), (300_000, 32), (600_000, 64), (640_001, 80)],
 )
 def test_parts_grow_with_the_image(image_mib: int, part_mib: int) -> None:
     assert part_bytes_for(image_mib * _MIB, 16 * _MIB) == part_mib * _MIB

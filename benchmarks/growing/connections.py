@@ -1,0 +1,273 @@
+"""How much of what a store lets pass is used: parts sent by the flusher's writers, a file read back, slices assembled.
+
+    Workers, lanes, S3 store, verify_file, publish_image: the product's ─► sink.py: a process that keeps only sizes
+
+The sink limits each connection, or all of them together. Each way goes on for some seconds, of which the first half,
+in which the number of connections is found, does not count.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from flusher.workers import Workers
+from holdfast.checkpoints.assembly import ChunkFinisher, Finished, Read, _write_parts
+from holdfast.checkpoints.verification import verify_file
+from holdfast.crc import combine_all, crc32
+from holdfast.image.chunks import Source
+from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.layout import Layout
+from holdfast.image.manifest import EntryRecord, Key, Manifest
+from holdfast.ring.pages import direct_window
+from holdfast.store import open_store
+from holdfast.store.base import Store, Upload
+from holdfast.store.lanes import LANES_MAX, Lanes, reading, writing
+
+__all__ = ["SINKS", "connections"]
+
+_CHUNK_BYTES = 8 << 20
+_BEFORE = 8
+
+
+class SinkSpeed(NamedTuple):
+    """Bytes a second that a sink lets pass, on each connection and in all; 0: without a limit."""
+
+    each: float
+    in_all: float
+
+    @property
+    def most(self) -> float:
+        """With as many connections as there may be."""
+        each = self.each * LANES_MAX if self.each else float("inf")
+        return min(each, self.in_all or float("inf"))
+
+
+SINKS = {
+    "5 MB/s each": SinkSpeed(5e6, 0),
+    "50 MB/s each, 100 MB/s in all": SinkSpeed(50e6, 100e6),
+}
+
+
+def connections(speed: SinkSpeed, seconds: float) -> dict[str, dict[str, float]]:
+    """Bytes a second, connections and CPU seconds per GB of each way to one sink.
+
+    Args:
+        speed: Of the sink.
+        seconds: For each way, of which the second half counts.
+    """
+    found = {}
+    with _sink(speed) as port, _environment(port):
+        url = f"s3://sink-{port}/run"  # of another sink nothing is known yet
+        store = open_store(url)
+        ways: dict[str, Callable[[Callable[[int], None]], None]] = {
+            f"sent, {_BEFORE} connections": lambda count: _send(store, writing(url, _BEFORE), count),
+            f"sent, {LANES_MAX} connections": lambda count: _send(store, writing(url, LANES_MAX), count),
+            "sent": lambda count: _send(store, writing(url), count),
+            "read back": lambda count: _read_back(store, count),
+            "assembled": lambda count: _assemble(store, count),
+        }
+        for name, way in ways.items():
+            found[name] = _measure(way, port, seconds) | {"most_bytes_per_second": speed.most}
+    return found
+
+
+class _Enough(Exception):
+    """The time is over."""
+
+
+def _measure(way: Callable[[Callable[[int], None]], None], port: int, seconds: float) -> dict[str, float]:
+    begun = time.monotonic()
+    over, half = threading.Event(), list[float]()
+
+    def count(_: int) -> None:
+        if over.is_set():
+            raise _Enough
+
+    def watch() -> None:
+        time.sleep(seconds / 2)
+        _seen(port)
+        half.extend((time.monotonic(), _cpu_seconds()))
+        time.sleep(max(0.0, begun + seconds - time.monotonic()))
+        half.extend((time.monotonic(), _cpu_seconds(), *_seen(port)))
+        over.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with suppress(_Enough):
+        way(count)
+    watcher.join()
+    half_at, half_cpu, end_at, end_cpu, most, nbytes = half
+    return {
+        "bytes_per_second": nbytes / (end_at - half_at),
+        "connections": most,
+        "cpu_seconds_per_gb": (end_cpu - half_cpu) / (nbytes / 1e9),
+    }
+
+
+def _send(store: Store, lanes: Lanes, count: Callable[[int], None]) -> None:
+    """Uploads one after the other, as the flusher's writers send them; none is completed."""
+    nbytes = 2 * LANES_MAX * _CHUNK_BYTES
+    memory = direct_window(_CHUNK_BYTES)
+    sum32 = crc32(memory)
+    workers = Workers("writer", lanes.most, lanes)
+    room, ended = threading.Semaphore(2 * LANES_MAX), list[BaseException]()
+
+    def send(upload: Upload, part: int) -> int:
+        try:
+            if not ended:
+                upload.write_part(part, [memory] * (upload.part_bytes // _CHUNK_BYTES), sum32)
+                count(upload.part_bytes)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            ended.append(error)
+        finally:
+            room.release()
+        return upload.part_bytes
+
+    try:
+        while not ended:
+            upload = store.begin("image.pt", nbytes=nbytes, chunk_bytes=_CHUNK_BYTES, write_id="w")
+            for part in range(nbytes // upload.part_bytes):
+                room.acquire()
+                workers.submit((0,), partial(send, upload, part))
+        raise ended[0]
+    finally:
+        workers.stop()
+
+
+def _read_back(store: Store, count: Callable[[int], None]) -> None:
+    """One large file of zeros, again and again."""
+    chunks = 4 * LANES_MAX
+    nbytes = chunks * _CHUNK_BYTES
+    _make(store, "zeros.pt", nbytes)
+    sum32 = crc32(bytes(_CHUNK_BYTES))
+    manifest = Manifest(
+        run="run",
+        attempt=1,
+        step=1,
+        file="zeros.pt",
+        image_bytes=nbytes,
+        image_crc32=combine_all((sum32, _CHUNK_BYTES) for _ in range(chunks)),
+        chunk_bytes=_CHUNK_BYTES,
+        chunk_crc32s=(sum32,) * chunks,
+        ranks=1,
+        layout_digest="0",
+        write_id="w",
+        created="",
+        pgt1_seconds=0,
+        pgt2_seconds=0,
+        entries=(EntryRecord(name="zeros", offset=0, nbytes=nbytes, crc32=0),),
+        tensors=(),
+    )
+    while True:
+        verify_file(store, manifest, progress=count)
+
+
+class _Zeros:
+    """An image of zeros whose frames lie in one object of the store."""
+
+    def __init__(self, chunks: int) -> None:
+        nbytes = chunks * _CHUNK_BYTES
+        entry = Entry("zeros", 64, nbytes - _CHUNK_BYTES, REPLICATED, ())
+        self.layout = Layout(nbytes, _CHUNK_BYTES, 2, (entry,))
+        self._finisher = ChunkFinisher(Key(1, 1), self.layout)
+        self._sums: dict[int, int] = {}
+
+    def senders(self, chunk: int) -> tuple[int, ...]:
+        return self.layout.senders(chunk)
+
+    def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:
+        base = chunk * _CHUNK_BYTES
+        for extent in self.layout.pieces(chunk, rank):
+            read(rank, extent.offset, memory[extent.offset - base : extent.end - base])
+
+    def finish_chunk(self, memory: memoryview) -> int:
+        chunk = self._finisher.chunk
+        sources = tuple(Source(rank, self._sum(chunk, rank)) for rank in self.senders(chunk))
+        return self._finisher.finish(memory, sources)
+
+    def _sum(self, chunk: int, rank: int) -> int:
+        nbytes = sum(extent.nbytes for extent in self.layout.pieces(chunk, rank))
+        if nbytes not in self._sums:
+            self._sums[nbytes] = crc32(bytes(nbytes))
+        return self._sums[nbytes]
+
+    def finished(self) -> Finished:
+        return self._finisher.finished()
+
+
+def _assemble(store: Store, count: Callable[[int], None]) -> None:
+    image_chunks = 4 * LANES_MAX
+    image = _Zeros(image_chunks)
+    _make(store, "slices/zeros.slice", image.layout.image_bytes)
+    lanes = reading(store.url), writing(store.url)
+    while True:
+        upload = store.begin(
+            "image.pt", nbytes=image.layout.image_bytes, chunk_bytes=_CHUNK_BYTES, write_id="w"
+        )
+        fresh = _Zeros(image_chunks)
+
+        def read(rank: int, offset: int, view: memoryview) -> None:  # noqa: ARG001 - one object is that of all
+            store.read_into("slices/zeros.slice", offset, view)
+
+        for nbytes in _write_parts(upload, fresh, read, *lanes):
+            count(nbytes)
+
+
+def _make(store: Store, name: str, nbytes: int) -> None:
+    """An object of this size, of which the sink is told in its own way."""
+    store.write(f"make/{nbytes}/{name}", b"")
+
+
+@contextmanager
+def _sink(speed: SinkSpeed) -> Iterator[int]:
+    command = [sys.executable, "-m", "benchmarks.growing.sink", str(speed.each), str(speed.in_all)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@contextmanager
+def _environment(port: int) -> Iterator[None]:
+    own: Mapping[str, str] = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(Path(os.devnull)),
+    }
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _seen(port: int) -> tuple[float, float]:
+    """Since this was last asked: the most requests at once, and bytes that have passed."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/peak", timeout=60) as answer:
+        most, nbytes = answer.read().split()
+        return float(most), float(nbytes)
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
