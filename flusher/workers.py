@@ -108,3 +108,4 @@ class Workers:
                     job = heapq.heappop(self._jobs)[2] if self._jobs else None
                 if job is not None:
                     lane.nbytes = job() or 0
+            del job  # what it holds may be large, and the next one may be long in coming
