@@ -1,4 +1,4 @@
-"""What stager, flusher and ranks need of their own process: its priority, a wait for a descriptor, an end in time."""
+"""What stager, flusher and ranks need of their own process: priority, memory, waiting for a descriptor, ending."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
 
 def yield_to_training(niceness: int) -> None:
@@ -68,3 +70,31 @@ def end_within(seconds_max: float, call: Callable[[], object], what: str, *, cod
         call()
     finally:
         timer.cancel()
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """What the kernel could give without swapping, and what the limits of this process's control groups leave of it.
+
+    Args:
+        root: Where `proc` and `sys` are.
+    """
+    rows = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    least = next(int(row[1]) for row in rows if row[0] == "MemAvailable:") * 1024
+    with suppress(OSError):  # no control groups, or those of version 1
+        name = (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip()
+        top = root / "sys/fs/cgroup"
+        group = top / name.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top):
+                least = min(least, _left_bytes(folder, least))
+    return max(0, least)
+
+
+def _left_bytes(group: Path, otherwise: int) -> int:
+    """What a control group's limit leaves; its page cache can be given back. `otherwise`: it has none."""
+    with suppress(OSError, ValueError):  # "max", or the file is not there
+        used = int((group / "memory.current").read_text())
+        rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cache = sum(int(row[1]) for row in rows if row[0] == "inactive_file")
+        return int((group / "memory.max").read_text()) - used + cache
+    return otherwise

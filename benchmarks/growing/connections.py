@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flusher.workers import Workers
-from holdfast.checkpoints.assembly import ChunkFinisher, Finished, Read, _write_parts
+from holdfast.checkpoints.assembly import ChunkFinisher
+from holdfast.checkpoints.image_writing import Finished, Read, write_parts
 from holdfast.checkpoints.verification import verify_file
 from holdfast.crc import combine_all, crc32
 from holdfast.image.chunks import Source
@@ -220,7 +221,7 @@ def _assemble(store: Store, count: Callable[[int], None]) -> None:
         def read(rank: int, offset: int, view: memoryview) -> None:  # noqa: ARG001 - one object is that of all
             store.read_into("slices/zeros.slice", offset, view)
 
-        for nbytes in _write_parts(upload, fresh, read, *lanes):
+        for nbytes in write_parts(upload, fresh, read, *lanes):
             count(nbytes)
 
 

@@ -11,18 +11,15 @@ leaves a good state each time: slices only; slices and a file that no manifest n
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
-import os
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from holdfast.checkpoints.claim import Claimed
+from holdfast.checkpoints.image_writing import Finished, Image, Parts, Read, write_parts
 from holdfast.checkpoints.intents import Intent, forget_intent, take_back
 from holdfast.checkpoints.publish import (
     ASSEMBLY,
@@ -35,39 +32,20 @@ from holdfast.checkpoints.publish import (
 )
 from holdfast.checkpoints.slice_sets import LoadedSet
 from holdfast.crc import combine, combine_all, crc32
-from holdfast.errors import DamageError, HoldfastError, ProtocolError, StoreMissing
+from holdfast.errors import DamageError, HoldfastError, StoreMissing
 from holdfast.faultpoint import Point, reach
 from holdfast.image.chunks import Source, patch_chunk, verify_chunk
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key, Manifest
 from holdfast.image.slices import SliceFrame, frames_of
-from holdfast.ring.pages import direct_window
 from holdfast.store import is_s3
 from holdfast.store.base import Store
 from holdfast.store.lanes import Lanes, reading, writing
 
 _log = logging.getLogger("holdfast.assembly")
 _READERS = 4
-_BUFFERS_MIN = 2  # one is filled while the other is written
-_BUFFERS_BYTES_MAX, _MEMORY_SHARE = 2 << 30, 8
 _RECORD_BYTES_MAX = 1 << 16  # of one rank, in the manifest; it is input from outside
-
-Read = Callable[[int, int, memoryview], None]
-"""Fill a view with the bytes of a rank's slice from an offset on."""
-
-
-class Parts(Protocol):
-    """A destination that takes an image part by part: an upload, or an open file."""
-
-    @property
-    def part_bytes(self) -> int:
-        """Size of every part but the last: a multiple of the chunk's."""
-        ...
-
-    def write_part(self, index: int, buffers: Sequence[memoryview], crc32: int) -> None:
-        """Write part `index`, whose bytes are `buffers` back to back."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,38 +64,6 @@ class _Patch:
     touched: tuple[int, ...]
     verified_crcs: tuple[int, ...]
     index: LayoutIndex
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The facts of an image that a manifest states."""
-
-    key: Key
-    index: LayoutIndex
-    image_crc32: int
-    chunk_crc32s: tuple[int, ...]
-    entry_crc32s: tuple[int, ...]
-
-
-class Image(Protocol):
-    """An image whose chunks can be made, in order."""
-
-    @property
-    def layout(self) -> Layout: ...
-
-    def senders(self, chunk: int) -> tuple[int, ...]: ...
-
-    def read_frame(self, chunk: int, rank: int, memory: memoryview, read: Read) -> None:
-        """Put what `rank` has of `chunk` in its place. Any thread."""
-        ...
-
-    def finish_chunk(self, memory: memoryview) -> int:
-        """Fill the CRC fields of the next chunk, all of whose frames are there; its CRC-32."""
-        ...
-
-    def finished(self) -> Finished:
-        """The part of the manifest that is known after the last chunk."""
-        ...
 
 
 class ChunkFinisher:
@@ -259,7 +205,7 @@ def assemble(
     progress: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Publish a complete set as a portable file; the slices stay. Blocks; memory is two parts of the upload,
-    and to S3 one for each connection that makes it faster, within an eighth of the free memory and 2 GiB.
+    and to S3 one for each connection that makes it faster (image_writing.py).
 
     Args:
         store: The run.
@@ -304,7 +250,7 @@ def publish_image(
     facts: ManifestFacts,
 ) -> Manifest:
     """Publish an image as a portable file, and then its manifest. Blocks; memory is two parts of the upload,
-    and to S3 one for each connection that makes it faster, within an eighth of the free memory and 2 GiB.
+    and to S3 one for each connection that makes it faster (image_writing.py).
 
     Args:
         ours: The run, whose claim is checked before each part and each visible act.
@@ -330,7 +276,7 @@ def publish_image(
     try:
         Intent.to_publish(file, upload, **sizes, write_id=write_id).write(store)
         lanes = (reading(store.url), writing(store.url)) if is_s3(store.url) else (Lanes(_READERS), Lanes(1))
-        with contextlib.closing(_write_parts(upload, image, read, *lanes)) as parts:
+        with contextlib.closing(write_parts(upload, image, read, *lanes)) as parts:
             for nbytes in parts:
                 check()
                 if progress is not None:
@@ -375,7 +321,7 @@ def copy_out(
     assembler, read = _assembler_of(store, loaded)
     # A file takes its parts in their order, so one at a time.
     with contextlib.closing(
-        _write_parts(parts, assembler, read, reading(store.url, _READERS), Lanes(1))
+        write_parts(parts, assembler, read, reading(store.url, _READERS), Lanes(1))
     ) as written:
         for nbytes in written:
             if progress is not None:
@@ -393,99 +339,6 @@ def _assembler_of(store: Store, loaded: LoadedSet) -> tuple[Assembler, Read]:
             ) from error
 
     return Assembler(loaded, lambda rank: f"{store.url}/{loaded.found.name(rank).slice}"), read
-
-
-def _write_parts(
-    upload: Parts, image: Image, read: Read, readers: Lanes, writers: Lanes
-) -> Generator[int, None, None]:
-    """Write all parts; gives the bytes of each when it is written, in their order."""
-    layout = image.layout
-    if upload.part_bytes <= 0 or upload.part_bytes % layout.chunk_bytes:
-        raise ProtocolError(
-            f"the store uploads parts of {upload.part_bytes} bytes, expected a multiple of the chunk size "
-            f"{layout.chunk_bytes}"
-        )
-    nbytes_max = min(upload.part_bytes, layout.image_bytes)
-    part_chunks = upload.part_bytes // layout.chunk_bytes
-    buffers_max = _BUFFERS_MIN if writers.most == 1 else _buffers(nbytes_max, readers.most + writers.most)
-    free: list[memoryview] = []
-    lent = 0
-    firsts = deque(enumerate(range(0, layout.chunks, part_chunks)))
-    under_way: deque[_PartReads] = deque()
-    written: deque[Future[tuple[int, memoryview]]] = deque()
-
-    def frame(chunk: int, rank: int, memory: memoryview) -> None:
-        with readers.lane() as lane:
-            image.read_frame(chunk, rank, memory, read)
-            lane.nbytes = sum(extent.nbytes for extent in layout.pieces(chunk, rank))
-
-    def write(part: int, memory: memoryview, views: Sequence[memoryview], crc: int) -> tuple[int, memoryview]:
-        with writers.lane() as lane:
-            lane.nbytes = _write_part(upload, part, views, crc)
-        return lane.nbytes, memory
-
-    with (
-        ThreadPoolExecutor(readers.most, thread_name_prefix="slices") as slices,
-        ThreadPoolExecutor(writers.most, thread_name_prefix="image") as images,
-    ):
-        while firsts or under_way or written:
-            while firsts and lent < min(buffers_max, readers.width + writers.width):
-                part, first = firsts.popleft()
-                memory = free.pop() if free else direct_window(nbytes_max)
-                lent += 1
-                base = first * layout.chunk_bytes
-                extents = [
-                    layout.chunk_extent(chunk)
-                    for chunk in range(first, min(first + part_chunks, layout.chunks))
-                ]
-                places = [memory[at.offset - base : at.end - base] for at in extents]
-                reads = [
-                    slices.submit(frame, chunk, rank, place)
-                    for chunk, place in enumerate(places, start=first)
-                    for rank in image.senders(chunk)
-                ]
-                under_way.append(_PartReads(part, memory, places, reads))
-            if written and written[0].done():
-                nbytes, memory = written.popleft().result()
-                free.append(memory)
-                lent -= 1
-                yield nbytes
-            elif under_way and all(one.done() for one in under_way[0].reads):
-                part, memory, places, reads = under_way.popleft()
-                _wait_all(reads)
-                crcs = [(image.finish_chunk(place), place.nbytes) for place in places]
-                reach(Point.SLICES_READ)
-                written.append(images.submit(write, part, memory, places, combine_all(crcs)))
-            else:
-                waited: list[Future[Any]] = list(under_way[0].reads) if under_way else []
-                waited += itertools.islice(written, 1)
-                wait([one for one in waited if not one.done()], return_when=FIRST_COMPLETED)
-
-
-class _PartReads(NamedTuple):
-    part: int
-    memory: memoryview
-    places: list[memoryview]
-    reads: list[Future[None]]
-
-
-def _buffers(nbytes: int, wanted: int) -> int:
-    """How many buffers of a part there may be: two at the least, else within a share of the machine's free memory."""
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    share_bytes = min(_BUFFERS_BYTES_MAX, free_bytes // _MEMORY_SHARE)
-    return max(_BUFFERS_MIN, min(wanted, share_bytes // nbytes))
-
-
-def _write_part(upload: Parts, part: int, views: Sequence[memoryview], crc: int) -> int:
-    upload.write_part(part, views, crc)
-    return sum(view.nbytes for view in views)
-
-
-def _wait_all(futures: Sequence[Future[None]]) -> None:
-    """Wait for all of them, whatever becomes of some; then raise what the first one raised."""
-    wait(futures)
-    for future in futures:
-        future.result()
 
 
 def _times(loaded: LoadedSet) -> Times:

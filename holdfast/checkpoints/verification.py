@@ -21,7 +21,7 @@ import logging
 import struct
 import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +33,7 @@ from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import EntryRecord, Manifest, NonfiniteRecord
 from holdfast.ring.pages import direct_window
 from holdfast.store.base import Store
-from holdfast.store.lanes import Lanes, reading
+from holdfast.store.lanes import Lanes, LanesUntilFailure, LaneUse, reading
 from holdfast.store.ranged import RangedFile
 
 _log = logging.getLogger("holdfast.verify")
@@ -201,9 +201,13 @@ def _chunk_sums(
     buffers = _Buffers(most_bytes)
     bounds = _Bounds(manifest.entries)
     formats = float_formats(manifest)
+    requests = LanesUntilFailure()
 
     def sums_of(chunk: int) -> list[_Sum]:
-        with lanes.lane() as lane, buffers.borrowed(lanes.width) as buffer:
+        return requests.run(lanes, lambda lane: read(chunk, lane))
+
+    def read(chunk: int, lane: LaneUse) -> list[_Sum]:
+        with buffers.borrowed(lanes.width) as buffer:
             sums = list(_sums(store, manifest, chunk, (bounds, formats), buffer))
             lane.nbytes = _chunk_bytes(manifest, chunk)
             if _combined(sums) == manifest.chunk_crc32s[chunk]:
@@ -220,7 +224,12 @@ def _chunk_sums(
 
     # A result that waits for those before it is small, and the threads of lanes that are not used wait.
     with ThreadPoolExecutor(min(lanes.most, chunks), thread_name_prefix="verify") as readers:
-        yield from readers.map(sums_of, range(chunks))
+        try:
+            yield from readers.map(sums_of, range(chunks))
+        except CancelledError:
+            requests.check()
+        finally:
+            requests.end()
 
 
 class _Buffers:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.checkpoints.assembly import Image
+    from holdfast.checkpoints.image_writing import Image
     from holdfast.image.manifest import Key
 
 

@@ -9,10 +9,14 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from typing import TypeVar
 
 from holdfast.store import is_s3, parts_at_once
 from holdfast.store.lane_width import LaneWidth
+
+_Result = TypeVar("_Result")
 
 LANES_MAX = 128
 _LANES_MIN = 2
@@ -65,6 +69,40 @@ class Lanes:
                     self._found.ended(began, now, lane.nbytes, full=self._taken >= before)
                 self._taken -= 1
                 self._free.notify(1 + max(0, self.width - before))
+
+
+class LanesUntilFailure:
+    """Requests in lanes, of which none begins any more once one has failed. May be used from any thread.
+
+    A store that is gone lets every request fail only after many tries; those that wait for a lane would add theirs.
+    """
+
+    def __init__(self) -> None:
+        self._over: list[BaseException] = []
+
+    def run(self, lanes: Lanes, request: Callable[[LaneUse], _Result]) -> _Result:
+        """Wait for a lane, and do `request` in it.
+
+        Raises:
+            CancelledError: Another one had failed before, or it is over.
+        """
+        with lanes.lane() as lane:
+            if self._over:
+                raise CancelledError
+            try:
+                return request(lane)
+            except BaseException as error:
+                self._over.append(error)  # before the lane is free
+                raise
+
+    def check(self) -> None:
+        """Raise what the first one that failed has raised, if one has."""
+        if self._over:
+            raise self._over[0]
+
+    def end(self) -> None:
+        """Nobody wants the answers of those that have not begun."""
+        self._over.append(CancelledError())
 
 
 def writing(url: str, most: int | None = None) -> Lanes:

@@ -13,6 +13,7 @@ from pathlib import Path
 from holdfast import __version__
 from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import ConfigError
+from holdfast.process import available_memory_bytes
 from holdfast.ring.directory import make_private_directory
 
 _PYTHON_MIN = (3, 11)
@@ -90,8 +91,8 @@ def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
         if enough
         else "lower ring_bytes, or enlarge it: mount -o remount,size=... /dev/shm; in a container: --shm-size",
     )
-    available_bytes = _available_memory_bytes()
-    if available_bytes is not None and in_memory:
+    available_bytes = available_memory_bytes()
+    if in_memory:
         enough = available_bytes >= needed_bytes
         yield Finding(
             "memory",
@@ -222,13 +223,6 @@ def _file_system(path: Path) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, found
     return kind
-
-
-def _available_memory_bytes() -> int | None:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _read(path: Path) -> str:

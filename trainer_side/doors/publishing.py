@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.checkpoints.assembly import ChunkFinisher, Finished, Read
+from holdfast.checkpoints.assembly import ChunkFinisher
+from holdfast.checkpoints.image_writing import Finished, Read
 from holdfast.crc import crc32
 from holdfast.image.chunks import Source
 from holdfast.image.layout import CHUNK_BYTES, Layout

@@ -1,4 +1,4 @@
-"""Priority is given up once, and never taken; a wait is for any descriptor."""
+"""Priority is given up once, and never taken; a wait is for any descriptor; memory is what limits leave."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from holdfast.process import wait_readable
+import pytest
+
+from holdfast.process import available_memory_bytes, wait_readable
 
 _TWICE = (
     "import os; from holdfast.process import yield_to_training as y; {}; y(5); y(10); y(5); print(os.nice(0))"
@@ -68,3 +71,30 @@ def test_a_descriptor_may_have_any_number() -> None:
     finally:
         for descriptor in (reader, writer, high):
             os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("group_max", "parent_max", "expected"),
+    [
+        ("max", "max", 4 << 30),
+        ("3221225472", "max", 2560 << 20),
+        ("max", "1048576000", (1048576000 - (512 << 20))),
+    ],
+)
+def test_the_memory_that_is_left_is_that_of_the_machine_and_of_each_group(
+    tmp_path: Path, group_max: str, parent_max: str, expected: int
+) -> None:
+    group = tmp_path / "sys/fs/cgroup/jobs/one"
+    (tmp_path / "proc/self").mkdir(parents=True)
+    group.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable: 4194304 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/jobs/one\n")
+    for folder, limit in ((group, group_max), (group.parent, parent_max)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{768 << 20}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {256 << 20}\n")
+    assert available_memory_bytes(tmp_path) == expected
+
+
+def test_the_memory_of_this_machine_is_some() -> None:
+    assert 0 < available_memory_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

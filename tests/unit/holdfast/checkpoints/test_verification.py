@@ -213,6 +213,28 @@ def test_a_store_that_fails_says_nothing_about_the_bytes() -> None:
         verify_file(store, manifest)
 
 
+class FailsInLanes(MemoryStore):
+    """Counts what it is asked for, in lanes as to S3."""
+
+    url = "s3://test-verification/run"
+    asked = 0
+    counting = threading.Lock()
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        with self.counting:
+            self.asked += 1
+        raise StoreError("connection reset")
+
+
+def test_after_a_failure_those_that_wait_for_a_lane_read_nothing() -> None:
+    store = FailsInLanes()
+    manifest = manifest_of(IMAGE, step=1, tensors=SMALL_TENSORS, chunk_bytes=max(1, len(IMAGE) // 256))
+    add(store, manifest, IMAGE)
+    with pytest.raises(StoreError, match="connection reset"):
+        verify_file(store, manifest)
+    assert 1 <= store.asked <= 8  # of 128 threads, as many as there were lanes
+
+
 class WrongOnce(MemoryStore):
     """The first read of each place comes with a byte changed on its way."""
 
