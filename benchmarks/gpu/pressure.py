@@ -20,6 +20,7 @@ def measure(measured: Measured, sizes: Sizes) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     with saved_by("default", training, measured.folder) as saver:
+        beside_before = _beside_torch()
         torch.cuda.reset_peak_memory_stats()
         for number in range(_SAVES):
             saver.save(number)
@@ -29,6 +30,7 @@ def measure(measured: Measured, sizes: Sizes) -> None:
             allocated_before_bytes=before,
             peak_of_saves_bytes=torch.cuda.max_memory_allocated() - before,
             kept_bytes=torch.cuda.memory_allocated() - before,
+            kept_beside_torch_bytes=_beside_torch() - beside_before,
         )
         # What the training may ask for is all that is free, and what torch keeps beside.
         torch.cuda.empty_cache()
@@ -51,3 +53,9 @@ def measure(measured: Measured, sizes: Sizes) -> None:
         training.step()
         torch.cuda.synchronize()
         measured.put(saved_again=again, kept_at_the_end_bytes=torch.cuda.memory_allocated() - before)
+
+
+def _beside_torch() -> int:
+    """What is taken of the device, and is not torch's."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()

@@ -55,6 +55,44 @@ int device_of(const void* pointer) {
   return -1;
 }
 
+cudaError_t take(int device, void** pointer, size_t bytes) {
+  auto& from = arena(device);
+  bytes = (bytes + UNIT - 1) / UNIT * UNIT;
+  for (auto one = from.free.begin(); one != from.free.end(); ++one) {
+    if (one->second < bytes) continue;
+    auto [at, room] = *one;
+    from.free.erase(one);
+    if (room > bytes) from.free[at + bytes] = room - bytes;
+    from.taken[at] = bytes;
+    from.taken_bytes += bytes;
+    memset(from.behind + at, FRESH, bytes);
+    *pointer = from.seen + at;
+    return cudaSuccess;
+  }
+  return cudaErrorMemoryAllocation;
+}
+cudaError_t give_back(int device, void* pointer) {
+  auto& to = arenas[device];
+  size_t at = (char*)pointer - to.seen;
+  auto found = to.taken.find(at);
+  if (found == to.taken.end()) return cudaErrorInvalidValue;
+  size_t bytes = found->second;
+  to.taken.erase(found);
+  to.taken_bytes -= bytes;
+  fallocate(to.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, bytes);  // the host gets its pages back
+  auto one = to.free.emplace(at, bytes).first;
+  if (auto next = std::next(one); next != to.free.end() && at + bytes == next->first) {
+    one->second += next->second;
+    to.free.erase(next);
+  }
+  if (one != to.free.begin())
+    if (auto before = std::prev(one); before->first + before->second == at) {
+      before->second += one->second;
+      to.free.erase(one);
+    }
+  return cudaSuccess;
+}
+
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
   auto* lane = lane_of(stream);
   if (!bytes) return cudaSuccess;
@@ -119,20 +157,18 @@ void* late_behind(const void* pointer) {
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   LATE_ENTER_UNSAFE("cudaMalloc");
-  auto& from = arena(current);
-  bytes = (bytes + UNIT - 1) / UNIT * UNIT;
-  for (auto one = from.free.begin(); one != from.free.end(); ++one) {
-    if (one->second < bytes) continue;
-    auto [at, room] = *one;
-    from.free.erase(one);
-    if (room > bytes) from.free[at + bytes] = room - bytes;
-    from.taken[at] = bytes;
-    from.taken_bytes += bytes;
-    memset(from.behind + at, FRESH, bytes);
-    *pointer = from.seen + at;
-    return cudaSuccess;
-  }
-  return say(cudaErrorMemoryAllocation);
+  return say(take(current, pointer, bytes));
+}
+// Of the device's default pool, which keeps nothing for later.
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t stream) {
+  LATE_ENTER("cudaMallocAsync");
+  return say(take(lane_of(stream)->device, pointer, bytes));
+}
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
+  LATE_ENTER("cudaFreeAsync");
+  int device = device_of(pointer);
+  if (device < 0 || !arenas[device].taken.count((char*)pointer - arenas[device].seen)) return say(cudaErrorInvalidValue);
+  return say(put(lane_of(stream), {"free", [=] { give_back(device, pointer); }}));
 }
 cudaError_t cudaFree(void* pointer) {
   LATE_ENTER_UNSAFE("cudaFree");
@@ -141,25 +177,7 @@ cudaError_t cudaFree(void* pointer) {
   if (device < 0) return say(cudaErrorInvalidValue);
   count("host_waits");  // it waits for its device
   finish_device(device);
-  auto& to = arenas[device];
-  size_t at = (char*)pointer - to.seen;
-  auto found = to.taken.find(at);
-  if (found == to.taken.end()) return say(cudaErrorInvalidValue);
-  size_t bytes = found->second;
-  to.taken.erase(found);
-  to.taken_bytes -= bytes;
-  fallocate(to.file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, bytes);  // the host gets its pages back
-  auto one = to.free.emplace(at, bytes).first;
-  if (auto next = std::next(one); next != to.free.end() && at + bytes == next->first) {
-    one->second += next->second;
-    to.free.erase(next);
-  }
-  if (one != to.free.begin())
-    if (auto before = std::prev(one); before->first + before->second == at) {
-      before->second += one->second;
-      to.free.erase(one);
-    }
-  return cudaSuccess;
+  return say(give_back(device, pointer));
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   std::lock_guard held(mutex);

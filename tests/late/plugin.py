@@ -43,4 +43,8 @@ def late_policy(late: LateMachine, request: pytest.FixtureRequest) -> Iterator[s
         torch.cuda.synchronize(device)
     torch.cuda.set_device(0)
     torch.cuda.empty_cache()
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(
+            device
+        )  # what one test took is nothing that the next is to be left room for
     assert late.violations() == []

@@ -60,6 +60,20 @@ def test_a_full_device_refuses() -> None:
         block(total // MIB + 1)
 
 
+def test_memory_of_a_stream_goes_back_when_the_stream_comes_there(late: LateMachine) -> None:
+    side, address, before = torch.cuda.Stream(1), ctypes.c_void_p(), late.device_bytes(1)  # type: ignore[no-untyped-call]
+    handle = ctypes.c_void_p(side.cuda_stream)
+    with late.no_host_waits():
+        assert runtime().cudaMallocAsync(ctypes.byref(address), ctypes.c_size_t(MIB), handle) == 0
+        assert runtime().cudaFreeAsync(address, handle) == 0
+    assert late.device_bytes(1) - before == MIB
+    side.synchronize()
+    assert late.device_bytes(1) == before
+    assert runtime().cudaFreeAsync(address, handle) != 0
+    assert runtime().cudaMallocAsync(ctypes.byref(address), ctypes.c_size_t(1 << 40), handle) != 0
+    assert runtime().cudaGetLastError() != 0
+
+
 def test_what_is_freed_is_one_piece_again() -> None:
     free, _ = torch.cuda.mem_get_info()
     pieces = [block(64) for _ in range(8)]

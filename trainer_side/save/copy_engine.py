@@ -121,6 +121,11 @@ class CopyEngine:
         if route.device:
             self._device(sources).copy(route.device, sources, area, after, cancelled, read, arrived)
 
+    def give_back(self) -> None:
+        """No copy is under way, and none follows on the last `capture`: its memory on a device goes back."""
+        if self._on_device is not None:
+            self._on_device.give_back()
+
     def _device(self, sources: Sequence[StorageSource | None]) -> DeviceCopy:
         if self._on_device is None:
             device = next(

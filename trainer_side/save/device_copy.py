@@ -9,8 +9,9 @@ replay of a graph or another state that is loaded, behind the copy of its own me
 can be torn (docs/design/036-device-ordered-copy.md). Without room for one, the two others are strategy C of LightCheck
 (ICCD 2023). Strategy D, straight into a tier, is each of them with a slot for an area.
 
-Small tensors are gathered on the device and cross together. Where there is no memory to gather them in, they cross one
-by one.
+Small tensors are gathered on the device and cross together. What they are gathered in lies beside all that torch keeps,
+so that no block is cut that training wants again, and only as long as a copy is under way. Where there is no room for
+it, they cross one by one.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class _Queued:
 
 class DeviceCopy:
     """Copies from one device into staging areas. `mirror` and `capture` belong to the training thread, and take all the
-    memory there is to take; `bring` and `copy` to the copy thread. They never meet: a save waits for the copy before.
+    memory there is to take; `bring` and `copy` to the copy thread, `give_back` to either. They never meet: a save waits
+    for the copy before.
 
     Args:
         lane: The device.
@@ -195,9 +197,19 @@ class DeviceCopy:
         arrived: Callable[[Batch], None],
     ) -> None:
         """Copy live `batches`; arguments as of `CopyEngine.copy`."""
-        with self._lane.beside(after):
-            live = ((batch, None) for batch in batches)
-            self._to_host(live, sources, area, cancelled, read, arrived)
+        try:
+            with self._lane.beside(after):
+                live = ((batch, None) for batch in batches)
+                self._to_host(live, sources, area, cancelled, read, arrived)
+        finally:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """No copy is under way: what was taken of the device for one goes back."""
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            with contextlib.suppress(RuntimeError):  # of a device that has failed
+                self._lane.give_back(scratch)
 
     def _to_host(
         self,
@@ -274,10 +286,9 @@ class DeviceCopy:
             self._bounce = self._lane.on_host(_SLOTS * BATCH_BYTES_MAX)
 
     def _take_scratch(self) -> None:
-        if self._scratch is not None:
-            return
-        with contextlib.suppress(torch.OutOfMemoryError):  # tried again at the next save
-            self._scratch = self._lane.on_device(_SLOTS * BATCH_BYTES_MAX)
+        nbytes = _SLOTS * BATCH_BYTES_MAX
+        if self._scratch is None and self._room.has_beside(nbytes):
+            self._scratch = self._lane.aside(nbytes)
 
     @contextlib.contextmanager
     def _drained_on_error(self) -> Iterator[None]:

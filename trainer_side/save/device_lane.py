@@ -57,6 +57,14 @@ class DeviceLane(Protocol):
         """
         ...
 
+    def aside(self, nbytes: int) -> torch.Tensor | None:
+        """Memory of the own stream, beside all that torch keeps; None: there is none, or no way to take it so."""
+        ...
+
+    def give_back(self, aside: torch.Tensor) -> None:
+        """What `aside` gave belongs to the device again, when this returns."""
+        ...
+
     def on_host(self, nbytes: int) -> torch.Tensor:
         """Host memory that the device can copy into without stopping the CPU."""
         ...
@@ -93,6 +101,22 @@ class AcceleratorLane:
         """As `DeviceLane`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
+    def aside(self, nbytes: int) -> torch.Tensor | None:
+        """As `DeviceLane`."""
+        runtime, stream = device_runtime(), self._stream_handle()
+        if runtime is None or stream is None or (address := runtime.allocate(nbytes, stream)) is None:
+            return None
+        return torch.as_tensor(_DeviceBytes(address, nbytes), device=self._device)
+
+    def give_back(self, aside: torch.Tensor) -> None:
+        """As `DeviceLane`."""
+        runtime, stream = device_runtime(), self._stream_handle()
+        assert runtime is not None, "it has given the memory"
+        assert stream is not None
+        runtime.free(aside.data_ptr(), stream)
+        with self.beside(None):
+            self.record().synchronize()
+
     def on_host(self, nbytes: int) -> torch.Tensor:
         """As `DeviceLane`."""
         return locked_buffer(max(1, nbytes))
@@ -107,6 +131,22 @@ class AcceleratorLane:
         kept = int(stats.get("reserved_bytes.all.current", 0)) - allocated
         peak, retries = stats.get("allocated_bytes.all.peak", 0), stats.get("num_alloc_retries", 0)
         return DeviceMemory(int(free) + kept, int(total), allocated, int(peak), int(retries))
+
+    def _stream_handle(self) -> int | None:
+        handle: int | None = getattr(self._stream, "cuda_stream", None)
+        return handle
+
+
+class _DeviceBytes:
+    """Memory of a device as torch takes it over from others, by CUDA's array interface."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
 
 
 @functools.cache

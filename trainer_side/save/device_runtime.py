@@ -2,10 +2,12 @@
 
     lock, unlock          host memory that the device reads and writes without stopping the CPU
     new_stream            a stream that is nobody else's: `torch.cuda.Stream()` deals 32 of them to all who ask
+    allocate, free        device memory beside all that torch keeps, in the order of a stream
     spare_captures        this thread's calls do not end a graph that another thread records
 
 It is the library that torch itself calls: another one in the same process has other streams, and may have no device.
-Without it (torch for CPUs or XPU, or one that has the runtime inside) nothing is locked, and streams are torch's.
+Without it (torch for CPUs or XPU, or one that has the runtime inside) nothing is locked, streams are torch's, and no
+memory is taken beside torch.
 """
 
 from __future__ import annotations
@@ -51,6 +53,21 @@ class DeviceRuntime:
         if self._call("StreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, lowest):
             return None
         return stream.value
+
+    def allocate(self, nbytes: int, stream: int) -> int | None:
+        """Memory of the stream's device, from this point of the stream on: its address; None where there is none.
+
+        torch's allocator has no part in it, so no block is cut that training is going to want again.
+        """
+        address = ctypes.c_void_p()
+        refused = self._call(
+            "MallocAsync", ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
+        )
+        return None if refused else address.value
+
+    def free(self, address: int, stream: int) -> None:
+        """Undo `allocate` at this point of the stream; the device has it back when the stream is waited for."""
+        self._call("FreeAsync", ctypes.c_void_p(address), ctypes.c_void_p(stream))
 
     def spare_captures(self) -> None:
         """From now on calls of this thread do not end the recording of a graph in another thread."""

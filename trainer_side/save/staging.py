@@ -163,6 +163,7 @@ class Staging:
         if self._landing is not None:
             self._landing()
             self._landing = None
+        self._engine.give_back()
 
     def live(self, route: Route) -> Route:
         """What of the route is still to be read from live tensors. Between `copy_now` and `copy_gated`."""

@@ -60,6 +60,19 @@ def test_where_torch_had_to_give_memory_back_no_mirror_is_made_any_more() -> Non
     assert not room.has(30, _memory(allocated=30, peak=50, retries=1))
 
 
+@pytest.mark.parametrize("limit", [None, 0])
+def test_what_a_copy_without_a_mirror_takes_has_to_fit_into_the_same_room(limit: int | None) -> None:
+    memory = _memory(allocated=30, peak=50)
+    room = MirrorRoom(limit)
+    room.has(100, memory)
+    assert not room.has_beside(1), "what a step of training takes is not known yet"
+    assert not room.has(100, memory)
+    assert room.has_beside(40)
+    assert not room.has_beside(41)
+    room.has(100, _memory(allocated=30, peak=50, retries=1))
+    assert not room.has_beside(1), "torch had to give memory back while there was less of it"
+
+
 def test_retries_of_before_are_not_a_mirrors() -> None:
     memory = _memory(allocated=30, peak=50, retries=5)
     assert _after_one_save(memory).has(30, memory)

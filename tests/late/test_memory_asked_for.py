@@ -1,0 +1,122 @@
+"""A step of training that takes all that is left of the device gets it, after a save and beside a copy."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+
+import pytest
+import torch
+
+from tests.late.control import LateMachine
+from tests.late.whole_saves import DeviceRank
+from trainer_side.save.copier import Copier, CopyJob
+
+pytestmark = pytest.mark.late("lazy", "side_lazy")
+SECONDS_MAX = 60
+_MIB = 1 << 20
+_LEFT_MIB = 80  # of the device, beside what is somebody else's
+_HOLE_BYTES = 3 * _MIB // 2  # the smallest that torch takes from a segment of large blocks
+_BESIDE_BYTES = 4 * _MIB  # what a step takes beside its one large activation
+
+
+def block(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+
+def filled_up() -> tuple[list[torch.Tensor], int]:
+    """Memory of somebody else, and the bytes that are left: in one piece, and nowhere else."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    kept, before = [], torch.cuda.memory_reserved()
+    while torch.cuda.memory_reserved() == before:
+        kept.append(block(_HOLE_BYTES))
+    kept.pop()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    for mib in itertools.count(_LEFT_MIB):  # the device has holes as well
+        try:
+            kept.append(block(free - mib * _MIB))
+            break
+        except torch.OutOfMemoryError:
+            continue
+    return kept, torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.parametrize("limit", [{}, {"device_bytes_max": "0"}], ids=["default", "no mirror"])
+def test_an_activation_that_fills_the_device_is_given(
+    limit: dict[str, str], late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy begins only when the step after its save has had all of its memory."""
+    may_copy, copy = threading.Event(), Copier._copy
+
+    def late_copy(copier: Copier, job: CopyJob) -> None:
+        assert may_copy.wait(SECONDS_MAX)
+        copy(copier, job)
+
+    monkeypatch.setattr(Copier, "_copy", late_copy)
+    rank = DeviceRank(monkeypatch, in_flight_max=1, **limit)
+    kept, left = filled_up()
+    before = late.device_bytes()
+    for step in range(5):
+        activation = block(left - _BESIDE_BYTES)
+        del activation
+        may_copy.set()
+        rank.update()
+        if step:
+            rank.land(step - 1)
+        if step > 1:  # the first ends its copy itself: no hook is proven yet
+            may_copy.clear()
+        rank._noted = {f"model.{name}": one.cpu() for name, one in rank.model.state_dict().items()}
+        assert rank.checkpointer.save(step)
+    may_copy.set()
+    rank.land(4)
+    rank.checkpointer.close()
+    torch.cuda.empty_cache()
+    assert late.device_bytes() - before <= _BESIDE_BYTES
+    del kept
+
+
+@pytest.mark.late("lazy")
+def test_small_tensors_are_gathered_in_memory_that_a_save_takes_and_its_copy_gives_back(
+    late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No save but the first, which must not take what nobody knows to be free, makes torch ask the device for any."""
+    rank = DeviceRank(monkeypatch, device_bytes_max="0", in_flight_max=1)
+    gathered, asked = [], []
+    before = late.device_bytes() - torch.cuda.memory_reserved()
+    for step in range(5):
+        counts = late.count("cudaMallocAsync"), late.count("cudaMalloc")
+        rank.note()
+        in_save = late.count("cudaMallocAsync", of_this_thread=True)
+        assert rank.checkpointer.save(step)
+        in_save = late.count("cudaMallocAsync", of_this_thread=True) - in_save
+        rank.update()
+        rank.land(step)
+        assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+        gathered.append(late.count("cudaMallocAsync") - counts[0])
+        asked.append(late.count("cudaMalloc") - counts[1])
+        assert gathered[-1] == in_save, "the copy thread has taken some"
+        assert late.device_bytes() - torch.cuda.memory_reserved() == before, "something is kept"
+    assert gathered == [0, 1, 1, 1, 1]
+    assert asked[2:] == [0, 0, 0]
+    rank.checkpointer.close()
+
+
+@pytest.mark.late("lazy")
+def test_a_step_that_is_withdrawn_gives_it_back_as_well(
+    late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = DeviceRank(monkeypatch, device_bytes_max="0", in_flight_max=1)
+    for step in range(3):
+        assert rank.save(step)
+        rank.land(step)
+    assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+    before = late.device_bytes()
+    rank.base().data[7] = 1  # torch does not count it
+    rank.save(3)
+    assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+    assert 3 in rank.link.declined
+    assert late.device_bytes() == before
+    rank.checkpointer.close()
