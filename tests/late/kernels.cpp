@@ -158,6 +158,16 @@ bool can_wait(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> values) 
   return plain;
 }
 
+// A gradient that the caller does not want is no tensor, whatever the meta kernel says.
+bool unwanted(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> values, size_t result) {
+  for (size_t at = 0; at < values.size(); ++at) {
+    if (schema.arguments()[at].name() != "output_mask" || !values[at].isBoolList()) continue;
+    auto mask = values[at].toBoolList();
+    return result < mask.size() && !mask.get(result);
+  }
+  return false;
+}
+
 // Results of the shapes that the meta kernel says; what is written in place is that argument itself.
 std::optional<Stack> results(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> values, c10::Device device) {
   auto& schema = op.schema();
@@ -176,6 +186,10 @@ std::optional<Stack> results(const c10::OperatorHandle& op, c10::ArrayRef<c10::I
   Stack made;
   for (size_t at = 0; at < schema.returns().size(); ++at) {
     auto* alias = schema.returns()[at].alias_info();
+    if (!alias && unwanted(schema, values, at)) {
+      made.push_back(at::Tensor());
+      continue;
+    }
     if (!alias) {
       bool there = true;
       made.push_back(replaced(shapes[at], [&](const at::Tensor& shape) {

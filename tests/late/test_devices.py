@@ -92,6 +92,22 @@ def test_an_op_runs_on_the_device_of_its_tensors() -> None:
     assert torch.cuda.default_stream(0).query()
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_gradient_that_nobody_wants_is_none(wanted: bool) -> None:
+    """The first layer's input needs none."""
+    there, here = (torch.nn.BatchNorm1d(3).to(device) for device in ("cuda", "cpu"))
+    numbers = torch.arange(12.0).view(4, 3) ** 2
+    ends = []
+    for layer, device in ((there, "cuda"), (here, "cpu")):
+        inputs = numbers.to(device).requires_grad_(wanted)
+        (layer(inputs) ** 3).sum().backward()
+        ends.append([layer.weight.grad, layer.bias.grad, inputs.grad])
+    for on_device, on_host in zip(*ends, strict=True):
+        assert (on_device is None) is (on_host is None)
+        if on_device is not None and on_host is not None:
+            assert torch.equal(on_device.cpu(), on_host)
+
+
 def test_an_op_refuses_tensors_of_two_devices() -> None:
     with pytest.raises(RuntimeError, match="same device"):
         torch.cat([torch.zeros(4, device="cuda:0"), torch.zeros(4, device="cuda:1")])
