@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from holdfast.telemetry.causes import DeclineCause
 from tests.late.control import LateMachine
 from tests.late.whole_saves import MIRROR, DeviceRank, counted
+from tests.unit.trainer_side.tiers.ranks import until
 
 pytestmark = pytest.mark.late("lazy", "side_lazy")
 BASE_BYTES = 4 << 20
@@ -65,4 +67,50 @@ def test_a_change_that_torch_does_not_count_withdraws_the_step(
         rank.base().data[step] = step
         assert rank.save(step)
         rank.land(step)
+    rank.checkpointer.close()
+
+
+@MIRROR
+def test_each_slot_of_a_tier_that_is_the_area_has_what_does_not_change(
+    mirror: str, tmp_path: Path, late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strategy D: what one slot holds says nothing of another. The tier itself is read, slot by slot."""
+    slots, saves, changed_at = 3, 18, 12
+    rank = DeviceRank(
+        monkeypatch,
+        device_bytes_max=mirror,
+        store=f"file://{tmp_path}/store",
+        tiers=[f"memory:{tmp_path}"],
+        tier_slots=slots,
+        on_full="wait",
+    )
+    (tier,) = rank.checkpointer._tiers.tiers
+    at: dict[int, list[int]] = {}
+    copied = []
+    for step in range(saves):
+        if step in (0, changed_at):
+            with torch.no_grad():
+                rank.base().copy_(torch.arange(rank.base().numel()) + step)
+        torch.cuda.synchronize()
+        with counted(late, 0, rank.own_stream()) as streams:
+            assert rank.save(step)
+            rank.update()
+            until(lambda: rank.checkpointer._tiers.is_idle)
+        copied.append(sum(one.to_host for one in streams))
+        (kept,) = (one for one in tier.kept() if one.seal.step == step)
+        at.setdefault(kept.slot, []).append(step)
+        image = memoryview(bytearray(kept.layout.image_bytes))
+        tier.read_into(kept, 0, image)
+        assert rank.base().detach().cpu().numpy().tobytes() in bytes(image), f"step {step}, slot {kept.slot}"
+    # Twice into each slot, and again when it has changed.
+    wanted = {
+        step: place < 2
+        for steps in at.values()
+        for part in ([one for one in steps if (one < changed_at) is before] for before in (True, False))
+        for place, step in enumerate(part)
+    }
+    least = min(copied)
+    assert [nbytes - least >= BASE_BYTES for nbytes in copied] == [wanted[step] for step in range(saves)]
+    assert len(at) > 1
+    assert not all(wanted.values())
     rank.checkpointer.close()
