@@ -11,7 +11,7 @@ import torch
 from holdfast.errors import ConfigError
 from holdfast.telemetry.causes import DeclineCause
 from tests.late.control import LateMachine
-from tests.late.whole_saves import MIRROR, DeviceRank
+from tests.late.whole_saves import MIRROR, DeviceRank, as_late_as_may_be
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.device_copy import HOST_BYTES, DeviceCopy
 from trainer_side.save.fingerprint import Fingerprints
@@ -117,6 +117,68 @@ def test_a_replayed_update_does_not_tear_a_copy(mirror: str, monkeypatch: pytest
         graph.replay()
         torch.cuda.synchronize()
         rank.land(step)
+    rank.checkpointer.close()
+
+
+@MIRROR
+def test_a_replayed_update_before_a_late_copy_is_not_in_it(
+    mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy begins behind the replay, unless `save()` itself waits for it: without a mirror it must."""
+    may_begin = as_late_as_may_be(monkeypatch)
+    rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
+    for step in range(3):
+        may_begin.set()
+        assert rank.save(step)
+        rank.update()
+        rank.land(step)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        rank.update()
+    for step in range(3, 6):
+        may_begin.clear()
+        assert rank.save(step)
+        graph.replay()
+        torch.cuda.synchronize()
+        may_begin.set()
+        assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+        assert rank.link.declined == {}
+        rank.land(step)
+    rank.checkpointer.close()
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["device", "host"])
+def test_beside_a_mirror_only_what_is_in_host_memory_can_be_torn(
+    torn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something is changed by no optimizer's step, after `save()` and before its copy begins."""
+    may_begin = as_late_as_may_be(monkeypatch)
+    here = torch.nn.Parameter(torch.zeros(1 << 20))
+    here.grad = torch.ones_like(here)
+    there = torch.optim.SGD([here], lr=1)
+    beside = {"here": torch.nn.ParameterList([here]), "host": there}
+    rank = DeviceRank(monkeypatch, beside=beside, device_bytes_max="1GiB")
+    for step in range(3):  # the hooks are proven
+        may_begin.set()
+        assert rank.save(step)
+        rank.update()
+        there.step()
+        rank.land(step)
+    may_begin.clear()
+    assert rank.save(3)
+    assert not may_begin.is_set(), "save() has waited for its copy"
+    changed = here if torn else rank.model.get_parameter("0.weight")
+    with torch.no_grad():
+        changed.add_(1)
+    may_begin.set()
+    assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+    if torn:
+        assert rank.link.declined[3].cause == DeclineCause.TORN
+        assert "here" in rank.link.declined[3].text
+    else:
+        assert rank.link.declined == {}
+        rank.land(3)
     rank.checkpointer.close()
 
 

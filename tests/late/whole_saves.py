@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,20 +15,30 @@ from tests.late.control import Copied, LateMachine
 from tests.unit.trainer_side.test_checkpointer import FakeLink
 from trainer_side import joining
 from trainer_side.checkpointer import Checkpointer
+from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.device_lane import _own_stream
+from trainer_side.save.gate import Gate
 
-__all__ = ["MIRROR", "DeviceRank", "counted"]
+__all__ = ["MIRROR", "DeviceRank", "as_late_as_may_be", "counted"]
 
 # Strategy C, and the copy on the device first.
 MIRROR = pytest.mark.parametrize("mirror", ["0", "1GiB"], ids=["C", "mirror"])
 
 _BIG = 1 << 20  # elements
+_SECONDS_MAX = 60
 
 
 class DeviceRank:
-    """Many small layers, a large one, a frozen one and a buffer, all on the device; an optimizer with moments."""
+    """Many small layers, a large one, a frozen one and a buffer, all on the device; an optimizer with moments.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    Args:
+        beside: More of the state.
+        settings: Of the checkpointer.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, beside: Mapping[str, Any] | None = None, **settings: Any
+    ) -> None:
         self.link = FakeLink()
         self.link.chunk_bytes = 1 << 20  # a large tensor goes straight into the area, small ones are gathered
         monkeypatch.setattr(joining, "meet_stager", lambda _config, _world: self.link)
@@ -43,7 +54,7 @@ class DeviceRank:
         for parameter in trained:
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, **(beside or {})}
         self.checkpointer = Checkpointer(
             self.state, config=TrainerConfig(events=None, copy_seconds_max=60, **settings)
         )
@@ -85,6 +96,23 @@ class DeviceRank:
     def own_stream(self) -> int:
         """The project's stream."""
         return int(_own_stream(self.base().device).cuda_stream)
+
+
+def as_late_as_may_be(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """From now on a copy begins when what this gives is set, or when the training thread waits for it."""
+    may_begin, copy, wait = threading.Event(), Copier._copy, Gate.wait
+
+    def late_copy(copier: Copier, job: CopyJob) -> None:
+        assert may_begin.wait(_SECONDS_MAX)
+        copy(copier, job)
+
+    def waited_for(gate: Gate) -> None:
+        may_begin.set()
+        wait(gate)
+
+    monkeypatch.setattr(Copier, "_copy", late_copy)
+    monkeypatch.setattr(Gate, "wait", waited_for)
+    return may_begin
 
 
 @contextmanager
