@@ -31,12 +31,16 @@ def test_the_rules_of_the_device_hold() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("mirror", ["0", ""], ids=["behind the gate", "mirror"])
-def test_ranks_on_devices_are_killed_and_go_on_exactly(tmp_path: Path, mirror: str) -> None:
-    """Two ranks, each on a device of its own, under mpirun with a stager."""
+@pytest.mark.parametrize("more", [{}, {"SHARDED": "1"}], ids=["replicas", "FSDP2"])
+def test_ranks_on_devices_are_killed_and_go_on_exactly(
+    tmp_path: Path, mirror: str, more: dict[str, str]
+) -> None:
+    """Two ranks, each on a device of its own, under mpirun with a stager; what they exchange goes through gloo."""
     ranks, steps, pause, saved = 2, 14, 8, 5
     env = _runtime().environment(policy="lazy", devices=ranks, device_mib=256)
     env["HOLDFAST_ON_FULL"] = "wait"  # steps take a moment here, and none may be declined
     env |= {"HOLDFAST_DEVICE_BYTES_MAX": mirror} if mirror else {}
+    env |= more
     undisturbed, killed = (
         Cluster(tmp_path / name, str(tmp_path / name / "store"), env, script=on_devices.__file__)
         for name in ("undisturbed", "killed")

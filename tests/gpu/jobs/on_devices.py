@@ -1,7 +1,8 @@
 """A training of replicas, each rank on a device of its own: `python on_devices.py OUT STEPS [PAUSE_AT]`.
 
 Every rank sees the same data, so the replicas stay equal without NCCL. Dropout takes random numbers of the device, a
-GradScaler is in the state, and each step's update follows the save at once.
+GradScaler is in the state, and each step's update follows the save at once. With SHARDED in the environment the model
+is split by FSDP2, and there is no GradScaler.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import time
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map
 
 from trainer_side import Checkpointer, PerRank, RngState, init_torch_distributed
+from trainer_side.state.split_tensor import local_of
 
 _PAUSE_SECONDS_MAX = 240
 _EVERY = 3
@@ -31,8 +35,12 @@ def main() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4)
     ).cuda()
+    is_sharded = "SHARDED" in os.environ
+    if is_sharded:
+        for part in (model[0], model[3], model):
+            fully_shard(part)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    scaler = torch.amp.GradScaler("cuda")
+    scaler = torch.amp.GradScaler("cuda", enabled=not is_sharded)
     state = {"model": model, "optimizer": optimizer, "scaler": scaler, "rng": PerRank(RngState())}
     (out / f"pid-{rank}").write_text(str(os.getpid()))
     with (
@@ -54,7 +62,7 @@ def main() -> None:
                 time.sleep(_PAUSE_SECONDS_MAX)
                 sys.exit("nobody killed this rank")
     final = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-    torch.save(final, out / f"final-{rank}.pt")
+    torch.save(tree_map(local_of, final), out / f"final-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
