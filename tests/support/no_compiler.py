@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 import torch
+from torch.torch_version import TorchVersion
 
 __all__ = ["do_without_compiler"]
 
@@ -21,7 +22,12 @@ class _OptimizedModule:
 
 
 def do_without_compiler() -> None:
-    """Put an empty one in its place, with what optimizers, DDP, FSDP2, pipelines and process groups ask of it."""
+    """Put an empty one in its place, with what optimizers, DDP, FSDP2, pipelines and process groups ask of it.
+
+    That is what they ask since torch 2.11; before, they get the compiler.
+    """
+    if TorchVersion(torch.__version__) < "2.11":
+        return
     nothing = types.ModuleType("torch._dynamo")
     answers = {
         "disable": lambda call, recursive=True, **_: call,

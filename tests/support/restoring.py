@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from holdfast.errors import PeerLost
 from holdfast.image.manifest import Manifest, TensorRecord, manifest_name, step_file_name
@@ -40,6 +41,8 @@ def publish(
     index_of: dict[int | None, int] = {
         entry.offset: index for index, entry in enumerate(manifest.entries) if entry.nbytes
     }
+    with FakeTensorMode():
+        placed = torch.load(io.BytesIO(image), weights_only=True)
     tensors = tuple(
         TensorRecord(
             path=path,
@@ -47,9 +50,7 @@ def publish(
             shape=tuple(tensor.shape),
             entry=index_of[tensor.untyped_storage()._checkpoint_offset],
         )
-        for path, tensor in tensor_paths(
-            torch.load(io.BytesIO(image), map_location="meta", weights_only=True)
-        )
+        for path, tensor in tensor_paths(placed)
         if tensor.untyped_storage().nbytes()
     )
     manifest = manifest.model_copy(update={"tensors": tensors})

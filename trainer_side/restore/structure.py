@@ -12,6 +12,7 @@ the tree, or better, those of the live objects (`Structure.adopt`): then loading
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import pickle
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 # What a zip file begins with. Anything else torch takes for one of its older formats, which are not ours.
 _ZIP_MAGIC = b"PK\x03\x04"
+_ITEMSIZES = (1, 2, 4, 8, 16)
 _SCRATCH_BYTES = 1024 * 1024
 _Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
 
@@ -112,8 +114,11 @@ class Structure:
         self._what = file if store is None else f"{store.url}/{file}"
         self._image = image
         created: list[torch.UntypedStorage] = []
+        sizes = iter([image.entries[index].nbytes for index in self._numbered()])
 
         def note(storage: Any, _location: str) -> Any:
+            if storage.nbytes() and not _skipped_sizes_are_right():
+                storage = _of_size(storage, next(sizes, 0))
             created.append(storage)
             return storage
 
@@ -196,23 +201,27 @@ class Structure:
         `torch.save` numbers storages in the order in which the pickle first names them, and `torch.load` makes them
         in that order. Empty ones are made again each time they are named: they are left out on both sides.
         """
-        filled = [storage for storage in created if storage.nbytes()]
-        numbered = sorted(
-            (int(entry.name.rpartition("/")[2]), index)
-            for index, entry in enumerate(self._image.entries)
-            if is_storage(entry) and entry.nbytes
-        )
+        filled, numbered = [storage for storage in created if storage.nbytes()], self._numbered()
         if len(numbered) != len(filled):
             raise DamageError(
                 f"{self._what}: {len(filled)} storages in the file, {len(numbered)} in its manifest"
             )
-        for (_, index), storage in zip(numbered, filled, strict=True):
+        for index, storage in zip(numbered, filled, strict=True):
             entry = self._image.entries[index]
             if entry.nbytes != storage.nbytes():
                 raise DamageError(
                     f"{self._what}: {entry.name}: {storage.nbytes()} bytes in the file, {entry.nbytes} in its manifest"
                 )
-        return {index: storage for (_, index), storage in zip(numbered, filled, strict=True)}
+        return dict(zip(numbered, filled, strict=True))
+
+    def _numbered(self) -> list[int]:
+        """The entries of storages that hold something, in the order of their numbers."""
+        numbered = sorted(
+            (int(entry.name.rpartition("/")[2]), index)
+            for index, entry in enumerate(self._image.entries)
+            if is_storage(entry) and entry.nbytes
+        )
+        return [index for _, index in numbered]
 
     def _check_paths(self) -> None:
         """See that each tensor lies in the entry that the manifest names: the order above is torch's, not a promise."""
@@ -293,6 +302,28 @@ def entry_at(tensor: torch.Tensor, entry_of: Mapping[int, int]) -> int | None:
 def once(paths: Iterable[str]) -> set[str]:
     """The paths that stand for one tensor only."""
     return {path for path, count in Counter(paths).items() if count == 1}
+
+
+@functools.cache
+def _skipped_sizes_are_right() -> bool:
+    """Torch before 2.11 takes the bytes of a storage that it skips for elements: such a storage is too large."""
+    saved = io.BytesIO()
+    torch.save(torch.zeros(1), saved)
+    saved.seek(0)
+    with torch.serialization.skip_data():
+        read = torch.load(saved, weights_only=True)
+    return bool(read.untyped_storage().nbytes() == read.nbytes)
+
+
+def _of_size(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+    """One of the size that its entry has, for a storage that is too large by the size of an element.
+
+    A tensor that reaches beyond the end makes it grow when torch makes the tensor; then the sizes differ again.
+    """
+    sizes = {nbytes * itemsize for itemsize in _ITEMSIZES}
+    if storage.nbytes() not in sizes:
+        return storage
+    return torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
 
 
 def _by_storage(tensors: list[Named]) -> dict[int, list[Named]]:

@@ -13,11 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.debug import (
-    _clear_fast_path_sharding_prop_cache,
-    _clear_python_sharding_prop_cache,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, debug
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -98,8 +94,8 @@ def as_rank(rank: int) -> Iterator[None]:
     """A process group of four, in which only this rank is real, and which exchanges nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
     # What torch remembers of a DTensor has a mesh in it, and with it the rank.
-    _clear_fast_path_sharding_prop_cache()  # type: ignore[no-untyped-call]
-    _clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    for name in ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
+        getattr(debug, name, debug._clear_sharding_prop_cache)()  # one of both before torch 2.9
     try:
         yield
     finally:

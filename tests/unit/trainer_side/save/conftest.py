@@ -22,4 +22,5 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def on_mesh(mesh: DeviceMesh, whole: torch.Tensor, placement: Placement | None = None) -> DTensor:
     """A whole tensor as each rank has its part of it: by rows, if nothing else is said."""
-    return distribute_tensor(whole.detach(), mesh, [placement or Shard(0)], src_data_rank=None)
+    # A copy: a rank's part is a view in torch before 2.11, and an optimizer may write into its gradients.
+    return distribute_tensor(whole.detach().clone(), mesh, [placement or Shard(0)], src_data_rank=None)

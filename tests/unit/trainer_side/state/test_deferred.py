@@ -203,6 +203,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.filterwarnings(
+    "ignore:The epoch parameter in `scheduler.step"
+)  # that of torch itself, before 2.9
 @pytest.mark.parametrize("name", sorted({*schedulers.__all__} - {"LRScheduler"}))
 def test_with_each_of_torchs_schedulers_and_groups_of_parameters_it_is_left_for_later(name: str) -> None:
     model = torch.nn.Linear(4, 4)
