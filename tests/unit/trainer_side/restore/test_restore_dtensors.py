@@ -89,13 +89,19 @@ MESHES: dict[str, tuple[Callable[[Net], None], bool]] = {
 }
 
 
+def _forget_as_of_old() -> None:
+    """What `debug` has no function for, before torch 2.9."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache.cache_clear()
+
+
 @contextmanager
 def as_rank(rank: int) -> Iterator[None]:
     """A process group of four, in which only this rank is real, and which exchanges nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
     # What torch remembers of a DTensor has a mesh in it, and with it the rank.
     for name in ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"):
-        getattr(debug, name, debug._clear_sharding_prop_cache)()  # one of both before torch 2.9
+        getattr(debug, name, _forget_as_of_old)()
     try:
         yield
     finally:
