@@ -52,6 +52,7 @@ NOT_TYPED = {
     "make test": _OWN_TARGET + "what CI runs before this one",
     "make check": _OWN_TARGET + "the one that this test is of",
     "make rest": _OWN_TARGET + "the one that this test is of, or a part of it",
+    "make floor": _OWN_TARGET + "another torch, of gigabytes where no index has its CPU build",
     "make soak": _OWN_TARGET + "more than an hour",
     "SIMULATION_SCHEDULES=200000": _OWN_TARGET + "a night of it",
     "make chaos": _OWN_TARGET + "tests/chaos, of which `make check` runs a part",
