@@ -1,6 +1,7 @@
 """Tables of docs/scaling.md, computed by scale.py: `python -m benchmarks.on_paper` fills them in.
 
 <!-- computed: load -->    what one checkpoint is made of, by ranks and size
+<!-- computed: split -->   the same of a state that is split among the ranks, by the layout itself
 <!-- computed: stagers --> how many of a machine take a terabyte each so many minutes
 <!-- computed: rings -->   how long a terabyte takes into rings of several sizes
 <!-- computed: machines --> the machines, and where their figures come from
@@ -9,11 +10,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.grid import Grid
+from benchmarks.large_model import RANKS, agreed, layout_of
+from holdfast.image.slices import frames_of
 from operator_side.simulate.scale import (
     STAGERS,
     STAGERS_SOURCE,
@@ -34,7 +38,6 @@ _SHAPES = (
     ("GPT-2 small, AdamW", 2, 1_490_000_000),
     ("7 B parameters, AdamW", 64, 84_000_000_000),
     ("7 B parameters, AdamW", 1024, 84_000_000_000),
-    ("83 B parameters, AdamW", 1024, _TERABYTE),
 )
 _MINUTES = (1, 2, 5, 10, 30)
 _STORE_RATES = (float("inf"), 5e9)
@@ -91,6 +94,34 @@ def _load() -> Grid:
     return Grid("One checkpoint, in chunks of 16 MiB", names, tuple(rows))
 
 
+@functools.cache
+def _split() -> Grid:
+    layout = layout_of(agreed()[1])
+    in_chunks = [len(layout.senders(chunk)) for chunk in range(layout.chunks)]
+    sent = sum(extent.nbytes for frame in frames_of(layout, 0) for extent in frame.extents)
+    row = (
+        f"70 B parameters, AdamW, {RANKS} ranks",
+        _size(layout.image_bytes),
+        _size(sent),
+        f"{layout.chunks:,}",
+        f"{sum(in_chunks):,}",
+        f"{max(in_chunks):,}",
+        f"{Load.control_messages(RANKS, sum(in_chunks)):,}",
+    )
+    names = (
+        "job",
+        "image",
+        "rank 0's slice",
+        "chunks",
+        "frames",
+        "most of them in one chunk",
+        "control messages, at most",
+    )
+    return Grid(
+        "One checkpoint of split state: FSDP over 64, each with tensor parallelism of 8", names, (row,)
+    )
+
+
 def _stagers() -> Grid:
     rows = []
     for store_rate in _STORE_RATES:
@@ -142,6 +173,7 @@ def _size(nbytes: float) -> str:
 
 _TABLES: dict[str, Callable[[], Grid]] = {
     "load": _load,
+    "split": _split,
     "stagers": _stagers,
     "rings": _rings,
     "machines": _machines,

@@ -78,10 +78,15 @@ class Load:
             slice_bytes,
             chunks,
             frames,
-            _MESSAGES_PER_RANK * shape.ranks + _MESSAGES_PER_FRAME * frames,
+            cls.control_messages(shape.ranks, frames),
             _JOURNAL_STATES * chunks,
             part_chunks * shape.chunk_bytes,
         )
+
+    @staticmethod
+    def control_messages(ranks: int, frames: int) -> int:
+        """Most messages to and from the stager for so many frames of all ranks together."""
+        return _MESSAGES_PER_RANK * ranks + _MESSAGES_PER_FRAME * frames
 
 
 # -- the ring --------------------------------------------------------------------------------------------------------

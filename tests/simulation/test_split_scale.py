@@ -8,76 +8,22 @@ import gc
 import itertools
 import math
 import tracemalloc
-from collections.abc import Iterator
 
 import pytest
 
-from holdfast.image.entries import SPLIT, Entry
-from holdfast.image.layout import Layout
-from holdfast.image.regions import Comb, Extent, Region
+from benchmarks.large_model import RANKS, agreed, layout_of, tensors
+from holdfast.image.regions import Comb, Extent
 from holdfast.image.slices import frames_of
-from holdfast.wire.agreement import Round
 from holdfast.wire.frames import decode
-from holdfast.wire.held_regions import HeldRegions
 from holdfast.wire.state_messages import Agreement, Proposal
 
-SHARDS, PARTS = 64, 8
-RANKS = SHARDS * PARTS
-WIDTH, HIDDEN, WORDS, LAYERS = 8192, 28672, 128256, 80
-CHUNK_BYTES = 16 << 20
 PROCESS_BYTES_MAX = 200 << 20
 PATTERNS_MAX = 20
 
 
-def tensors() -> Iterator[tuple[str, tuple[int, ...], int | None]]:
-    """Name, shape, and the dimension that tensor parallelism cuts."""
-    yield "embed", (WORDS, WIDTH), 1
-    for layer in range(LAYERS):
-        yield f"{layer}.q", (WIDTH, WIDTH), 0
-        yield f"{layer}.k", (1024, WIDTH), 0
-        yield f"{layer}.v", (1024, WIDTH), 0
-        yield f"{layer}.o", (WIDTH, WIDTH), 1
-        yield f"{layer}.gate", (HIDDEN, WIDTH), 0
-        yield f"{layer}.up", (HIDDEN, WIDTH), 0
-        yield f"{layer}.down", (WIDTH, HIDDEN), 1
-        yield f"{layer}.norm1", (WIDTH,), None
-        yield f"{layer}.norm2", (WIDTH,), None
-    yield "norm", (WIDTH,), None
-    yield "head", (WORDS, WIDTH), 0
-
-
-def region_of(shape: tuple[int, ...], part_dimension: int | None, rank: int) -> Region:
-    """What a rank holds: its part of the tensor, and of that its rows."""
-    shard, part = divmod(rank, PARTS)
-    start, size = [0] * len(shape), [*shape]
-    if part_dimension is not None:
-        size[part_dimension] //= PARTS
-        start[part_dimension] = part * size[part_dimension]
-    rows = -(-size[0] // SHARDS)
-    first, end = (min(size[0], rows * which) for which in (shard, shard + 1))
-    start[0] += first
-    size[0] = end - first
-    return Region(tuple(start), tuple(size))
-
-
 @pytest.fixture(scope="module", name="agreement")
 def _agreement() -> tuple[Proposal, Agreement]:
-    rows, specs = [], []
-    for kind, dtype, item_bytes in (("model", "bfloat16", 2), ("m", "float32", 4), ("v", "float32", 4)):
-        for name, shape, part_dimension in tensors():
-            rows.append([f"{kind}/{name}", dtype, list(shape), SPLIT])
-            specs.append((shape, part_dimension, item_bytes))
-    stager, answer, own = Round(RANKS, 60.0), None, None
-    kinds = {spec: number for number, spec in enumerate(dict.fromkeys(specs))}
-    for rank in range(RANKS):
-        regions = [region_of(shape, dimension, rank) for shape, dimension, _ in kinds]
-        held = HeldRegions.of((row, spec[2], regions[kinds[spec]]) for row, spec in enumerate(specs))
-        proposal = Proposal("digest", rows, 0, {}, held=held)
-        own = own or proposal
-        answer = stager.propose(rank, proposal, 0.0)
-    assert isinstance(answer, Agreement), answer
-    assert own is not None
-    return own, answer
+    return agreed()
 
 
 def test_the_ranks_agree_on_few_patterns(agreement: tuple[Proposal, Agreement]) -> None:
@@ -85,15 +31,6 @@ def test_the_ranks_agree_on_few_patterns(agreement: tuple[Proposal, Agreement]) 
     assert len(answer.split_rows) == len(own.table) > 2000
     assert len(answer.patterns) < PATTERNS_MAX
     assert Agreement.from_frame(decode(answer.to_frame(1))) == answer
-
-
-def layout_of(answer: Agreement) -> Layout:
-    offset, entries = 1 << 20, []
-    for row, number in answer.split_rows:
-        nbytes = answer.patterns[number].nbytes
-        entries.append(Entry(f"archive/data/{row}", offset, nbytes, SPLIT - number, ()))
-        offset += nbytes + 128
-    return Layout(offset + 4096, CHUNK_BYTES, RANKS, tuple(entries), patterns=answer.patterns)
 
 
 def test_a_rank_plans_its_slice_without_an_object_for_each_run_of_the_image(
