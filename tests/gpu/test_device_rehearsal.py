@@ -61,7 +61,10 @@ def test_every_phase_writes_its_figures(tmp_path: Path) -> None:
     assert of["memory"]["kept_bytes"] == of["memory"]["kept_at_the_end_bytes"] == 0
     assert of["memory"]["kept_beside_torch_bytes"] == 0
     assert of["memory"]["saved_again"]
-    assert [one["waited_for_the_queue"] for one in of["waits"]["strategies"].values()] == [False] * 5
+    # `waited_for_the_queue` needs a device that takes time: here a wait of the copy thread, which may come at any
+    # moment, does all that is queued. The waits of `save()` itself are counted in tests/late/test_saves.py.
+    waits = of["waits"]["strategies"].values()
+    assert [(one["taken"], one["synchronising_calls"]) for one in waits] == [(True, 0)] * 5
     assert of["resume"]["same_bits"] is True
     assert of["resume"]["resumed"]["first_step"] > 0
 

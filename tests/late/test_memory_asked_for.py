@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def filled_up() -> tuple[list[torch.Tensor], int]:
 
 @pytest.mark.parametrize("limit", [{}, {"device_bytes_max": "0"}], ids=["default", "no mirror"])
 def test_an_activation_that_fills_the_device_is_given(
-    limit: dict[str, str], late: LateMachine, monkeypatch: pytest.MonkeyPatch
+    limit: dict[str, Any], late: LateMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each copy begins only when the step after its save has had all of its memory."""
     may_copy, copy = threading.Event(), Copier._copy

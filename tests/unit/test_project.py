@@ -34,6 +34,8 @@ TARGETS = {
     "docs",
     "figures",
     "soak",
+    "floor",
+    "gpu",
     "nfs",
     "infra",
     "pm",
