@@ -132,7 +132,7 @@ def figures() -> None:
 @main.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def gpu(arguments: tuple[str, ...]) -> None:
-    """What only a CUDA device shows, in phases with a limit each: `make gpu`. `gpu --help` lists its options."""
+    """Measure on a CUDA device, in phases with a limit each, as `make gpu` does. `gpu --help` lists its options."""
     from benchmarks.gpu.__main__ import main as on_the_device
 
     raise SystemExit(on_the_device(arguments))

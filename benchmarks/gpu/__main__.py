@@ -50,7 +50,7 @@ class TimedPhase:
     seconds_max: float
 
 
-# What is worth most comes first: a machine may be taken away at any moment.
+# The most valuable phases come first: a machine may be taken away at any moment.
 PHASES = (
     TimedPhase("facts", "benchmarks.gpu.device_facts", 60),
     TimedPhase("tests", "benchmarks.gpu.device_tests", 120),
@@ -110,7 +110,7 @@ def _run(
     folder: Path | None,
     environment: dict[str, str],
 ) -> tuple[dict[str, Any], int]:
-    """What the phase has written, with how it ended; and its exit code."""
+    """The figures that the phase has written, with the way it ended; and its exit code."""
     begun = time.monotonic()
     path.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-gpu-", dir=folder or _roomiest()) as scratch:

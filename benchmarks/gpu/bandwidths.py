@@ -112,7 +112,7 @@ class _LaneAlone:
         self.call_seconds: list[float] = []
 
     def copy(self) -> None:
-        """What `save()` does, and then the copy thread."""
+        """The work of `save()`, and then that of the copy thread."""
         begun = time.perf_counter()
         sources, contents = self._taken.sources, self._taken.contents
         route = self._router.route(sources, dict, order_changed=not self.call_seconds)

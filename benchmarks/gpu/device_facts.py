@@ -1,4 +1,4 @@
-"""What the figures were measured on: card, driver, torch, commit, and what the machine allows."""
+"""The machine that the figures come from: card, driver, torch, commit, and what the machine allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save costs the training: a window of steps that begins with one, against the same steps without.
+"""The cost of a save to the training: a window of steps that begins with one, against the same steps without.
 
 The window begins with an idle device and ends when its last step is done. Before the next one the checkpoint is where
 it goes, so that no save waits for the one before. The ways take turns, forwards and backwards.

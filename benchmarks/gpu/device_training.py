@@ -1,4 +1,4 @@
-"""What the phases train on one device, and how it is saved: by holdfast with each strategy, by DCP, not at all."""
+"""The training of all phases on one device, and the ways to save it: holdfast with each strategy, DCP, not at all."""
 
 from __future__ import annotations
 

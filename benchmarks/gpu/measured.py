@@ -1,4 +1,4 @@
-"""What a phase has measured so far, in a file that is whole at every moment: a run that is cut off keeps it."""
+"""The figures of a phase so far, in a file that is whole at every moment: a run that is cut off keeps them."""
 
 from __future__ import annotations
 

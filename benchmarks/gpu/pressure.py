@@ -32,7 +32,7 @@ def measure(measured: Measured, sizes: Sizes) -> None:
             kept_bytes=torch.cuda.memory_allocated() - before,
             kept_beside_torch_bytes=_beside_torch() - beside_before,
         )
-        # What the training may ask for is all that is free, and what torch keeps beside.
+        # The training may ask for all memory that is free, and for the blocks that torch keeps unused.
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         wanted = free - _LEFT_BYTES
@@ -56,6 +56,6 @@ def measure(measured: Measured, sizes: Sizes) -> None:
 
 
 def _beside_torch() -> int:
-    """What is taken of the device, and is not torch's."""
+    """Bytes of the device that are taken, and are not torch's."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()

@@ -100,11 +100,9 @@ def test_a_save_while_a_graph_is_recorded_is_declined_and_the_graph_is_whole(
     rank.checkpointer.close()
 
 
-@MIRROR
-def test_a_replayed_update_does_not_tear_a_copy(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a mirror no hook holds it back: `save()` has to end the copy first."""
-    rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
-    for step in range(3):  # the hooks are proven
+def recorded_update(rank: DeviceRank) -> torch.cuda.CUDAGraph:
+    """An update as a graph, recorded after three saves by which the hooks are proven."""
+    for step in range(3):
         assert rank.save(step)
         rank.update()
         rank.land(step)
@@ -112,6 +110,14 @@ def test_a_replayed_update_does_not_tear_a_copy(mirror: str, monkeypatch: pytest
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         rank.update()
+    return graph
+
+
+@MIRROR
+def test_a_replayed_update_does_not_tear_a_copy(mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mirror no hook holds it back: `save()` has to end the copy first."""
+    rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
+    graph = recorded_update(rank)
     for step in range(3, 6):
         assert rank.save(step)
         graph.replay()
@@ -127,15 +133,8 @@ def test_a_replayed_update_before_a_late_copy_is_not_in_it(
     """The copy begins behind the replay, unless `save()` itself waits for it: without a mirror it must."""
     may_begin = as_late_as_may_be(monkeypatch)
     rank = DeviceRank(monkeypatch, device_bytes_max=mirror)
-    for step in range(3):
-        may_begin.set()
-        assert rank.save(step)
-        rank.update()
-        rank.land(step)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        rank.update()
+    may_begin.set()
+    graph = recorded_update(rank)
     for step in range(3, 6):
         may_begin.clear()
         assert rank.save(step)

@@ -115,9 +115,10 @@ class Structure:
         self._image = image
         created: list[torch.UntypedStorage] = []
         sizes = iter([image.entries[index].nbytes for index in self._numbered()])
+        sizes_are_right = _skipped_sizes_are_right()  # not in `note`: it loads something itself
 
         def note(storage: Any, _location: str) -> Any:
-            if storage.nbytes() and not _skipped_sizes_are_right():
+            if storage.nbytes() and not sizes_are_right:
                 storage = _of_size(storage, next(sizes, 0))
             created.append(storage)
             return storage
@@ -308,10 +309,10 @@ def once(paths: Iterable[str]) -> set[str]:
 def _skipped_sizes_are_right() -> bool:
     """Torch before 2.11 takes the bytes of a storage that it skips for elements: such a storage is too large."""
     saved = io.BytesIO()
-    torch.save(torch.zeros(1), saved)
+    torch.save(torch.zeros(1, device="cpu"), saved)  # whatever device the script has made the default
     saved.seek(0)
     with torch.serialization.skip_data():
-        read = torch.load(saved, weights_only=True)
+        read = torch.load(saved, map_location="cpu", weights_only=True)
     return bool(read.untyped_storage().nbytes() == read.nbytes)
 
 
