@@ -51,5 +51,5 @@ def test_what_was_saved_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_storage_of_another_size_is_damage_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(tmp_path, 3, tree(3.0))
     make_larger(monkeypatch, 3)
-    with pytest.raises(DamageError, match="180 bytes in the file, 60 in its manifest"):
+    with pytest.raises(DamageError, match=r"\d+ bytes in the file, 60 in its manifest"):
         bring_back(tree(0.0), tmp_path)
