@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from flusher.flusher_context import FlusherContext
 from flusher.held import Later, RetryCounts
 from flusher.jobs import Jobs
 from flusher.listener import DurableStep, EndedCheckpoints, FlushListener, LookedUp
 from flusher.pipeline import Pipeline
+from flusher.ring_room import RingGrown
 from flusher.steps import (
     Aborted,
     Action,
@@ -60,6 +62,7 @@ class Engine:
         upkeep: Gets what was published.
         writers: How many parts are written at once.
         listener: Who is told.
+        want_room: Told of each new image's chunks; answers with `RingGrown`, if at all.
     """
 
     def __init__(
@@ -70,8 +73,9 @@ class Engine:
         *,
         writers: Lanes,
         listener: FlushListener,
+        want_room: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._ring, self._upkeep = ring, upkeep
+        self._ring, self._upkeep, self._want_room = ring, upkeep, want_room
         self._inbox, self._events = context.inbox, context.events
         self._listener = listener
         self._pipeline = Pipeline(ring.ring_chunks)
@@ -97,6 +101,7 @@ class Engine:
             self._indexes = {
                 layout.digest: LayoutIndex(layout)
             }  # the one before is no longer used for new steps
+            self._want_room(layout.chunks)
         if self._pipeline.knows(key):
             self._tell(Begin(key, self._indexes[layout.digest]))
             if key in self._opened:
@@ -221,7 +226,10 @@ class Engine:
             FencedError: The run is another writer's; stop.
         """
         for item in self._inbox.take():
-            self._take(item)
+            if isinstance(item, RingGrown):
+                self._grow(item)
+            else:
+                self._take(item)
         self._later.do_due()
         self._upkeep.give_way(self._running > 0)
 
@@ -280,6 +288,18 @@ class Engine:
         if key in self._opened:
             self._opened[key] = together
         self._listener.began(key, together)
+
+    def _grow(self, grown: RingGrown) -> None:
+        ring = self._ring
+        if grown.ring_chunks > ring.ring_chunks:
+            ring.add_slots(grown.ring_chunks)
+            self._pipeline.ring_chunks = ring.ring_chunks
+        if grown.note:
+            _log.info("%s", grown.note)
+            self._events.emit(
+                "ring_grown", {"ring_bytes": ring.ring_chunks * ring.chunk_bytes, "message": grown.note}
+            )
+        self._listener.grown(grown.note)
 
     def _published(self, key: Key) -> None:
         manifest = self._jobs.manifests[key]

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from flusher.listener import DurableStep
 from flusher.progress import Progress
 from flusher.recovery import recorded, settle
 from flusher.retention import Keep
+from flusher.ring_room import RingRoom
 from flusher.service import FlusherService
 from flusher.tenure import Instance, Tenure
 from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
@@ -35,7 +35,7 @@ from holdfast.config import FlusherConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
 from holdfast.image.manifest import Key
-from holdfast.ring.directory import runtime_directory
+from holdfast.ring.directory import make_private_directory, runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.ring.ring import Ring
 from holdfast.ring.set_aside import read_set_aside
@@ -102,7 +102,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
         ring = held.enter_context(
             _ring(directory, config, tenure.attempt, found, lambda: service.leaves_ring)
         )
-        held.enter_context(_huge_pages(ring))
+        room = held.enter_context(RingRoom(ring, inbox, grows=config.ring_bytes is None))
         held.enter_context(serve_metrics(config, events, ring=ring, store=store))
         board = Board("flusher", store.url)
         events.listen(board.hear)
@@ -116,6 +116,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
             context,
             upkeep=upkeep,
             listener=listener,
+            want_room=room.want,
             adopted=found is not None,
         )
         events.emit("flusher_ready", {"attempt": tenure.attempt, "directory": str(directory)})
@@ -148,7 +149,11 @@ def _ring(
     if found is None:
         Ring.remove(directory)
         found = Ring.create(
-            directory, chunk_bytes=config.chunk_bytes, ring_chunks=config.ring_chunks, attempt=attempt
+            directory,
+            chunk_bytes=config.chunk_bytes,
+            ring_chunks=config.ring_chunks,
+            attempt=attempt,
+            room_chunks=_room_chunks(directory, config),
         )
     with found as ring:
         try:
@@ -160,26 +165,13 @@ def _ring(
         Ring.remove(directory)
 
 
-@contextlib.contextmanager
-def _huge_pages(ring: Ring) -> Iterator[None]:
-    """Have a thread move the ring into huge pages while the job starts."""
-    ended = threading.Event()
-
-    def move() -> None:
-        begun = time.monotonic()
-        moved_bytes, ring_bytes = ring.use_huge_pages(ended.is_set), ring.ring_chunks * ring.chunk_bytes
-        seconds = time.monotonic() - begun
-        _log.info(
-            "%d of the ring's %d bytes are in huge pages, after %.1f s", moved_bytes, ring_bytes, seconds
-        )
-
-    thread = threading.Thread(target=move, name="huge-pages", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def _room_chunks(directory: Path, config: FlusherConfig) -> int:
+    """How many slots the ring may grow to; 0: it keeps its size."""
+    if config.ring_bytes is not None:
+        return 0
+    make_private_directory(directory)
+    found = os.statvfs(directory)
+    return found.f_blocks * found.f_frsize // config.chunk_bytes
 
 
 def _close_store(store: Store) -> None:
@@ -202,6 +194,8 @@ def _find_ring(directory: Path, events: EventLog) -> Ring | None:
 
 
 def _fits(ring: Ring, config: FlusherConfig) -> bool:
+    if config.ring_bytes is None:
+        return ring.chunk_bytes == config.chunk_bytes
     return (ring.chunk_bytes, ring.ring_chunks) == (config.chunk_bytes, config.ring_chunks)
 
 
@@ -244,6 +238,9 @@ class _Quiet:
         pass
 
     def freed(self, slots: tuple[int, ...]) -> None:
+        pass
+
+    def grown(self, note: str) -> None:
         pass
 
     def durable(self, key: Key, durable: DurableStep) -> None:

@@ -22,6 +22,10 @@ class FlushListener(Protocol):
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
+    def grown(self, note: str) -> None:
+        """The ring has more slots, as its journal says. `note`: to be told, once it grows no further; or empty."""
+        ...
+
     def durable(self, key: Key, durable: DurableStep) -> None: ...
 
     def read_back(self, result: ReadBack) -> None:

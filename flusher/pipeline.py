@@ -54,10 +54,13 @@ class Pipeline:
 
     Args:
         ring_chunks: Slots in the ring: a part must fit into it.
+
+    Attributes:
+        ring_chunks: To be changed when the ring has grown; for checkpoints whose upload is opened after that.
     """
 
     def __init__(self, ring_chunks: int) -> None:
-        self._ring_chunks = ring_chunks
+        self.ring_chunks = ring_chunks
         self._flights: dict[Key, Flight] = {}
 
     @property
@@ -221,13 +224,13 @@ class Pipeline:
         if flight.error is not None:
             return self._drop(flight, flight.error)
         flight.resumable = event.resumable
-        flight.keeps_slots = not event.resumable and flight.index.layout.chunks <= self._ring_chunks
-        if min(part_chunks, flight.index.layout.chunks) > self._ring_chunks:
+        flight.keeps_slots = not event.resumable and flight.index.layout.chunks <= self.ring_chunks
+        if min(part_chunks, flight.index.layout.chunks) > self.ring_chunks:
             return self._drop(
                 flight,
                 ConfigError(
                     f"{flight.key}: the store needs parts of {part_chunks} chunks for "
-                    f"{flight.index.layout.image_bytes} bytes, the ring holds {self._ring_chunks}; raise ring_bytes"
+                    f"{flight.index.layout.image_bytes} bytes, the ring holds {self.ring_chunks}; raise ring_bytes"
                 ),
             )
         if flight.resume is not None:

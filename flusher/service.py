@@ -17,6 +17,7 @@ import platform
 import selectors
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from flusher.engine import Engine
@@ -52,6 +53,7 @@ class FlusherService:
         context: The run, and where the threads answer.
         upkeep: Verification and retention.
         listener: Where stagers connect.
+        want_room: Told of each new image's chunks, for the ring may grow.
 
     Attributes:
         leaves_ring: It was told to end, and the ring is still needed: by checkpoints in it, or by a stager.
@@ -65,6 +67,7 @@ class FlusherService:
         *,
         upkeep: Upkeep,
         listener: Listener,
+        want_room: Callable[[int], None] = lambda _: None,
         adopted: bool = False,
     ) -> None:
         self._config, self._ring, self._upkeep, self._listener = config, ring, upkeep, listener
@@ -76,6 +79,7 @@ class FlusherService:
             upkeep,
             writers=writing(config.store, config.writers),
             listener=_Relay(self),
+            want_room=want_room,
         )
         self._desk: StagerDesk | None = None
         self._is_ours = not adopted  # the ring's attempt is the claim's, and no stager has had it yet
@@ -372,6 +376,10 @@ class _Relay:
     def freed(self, slots: tuple[int, ...]) -> None:
         if self._service.desk is not None:
             self._service.desk.freed(slots)
+
+    def grown(self, note: str) -> None:
+        if self._service.desk is not None:
+            self._service.desk.grown(note)
 
     def durable(self, key: Key, durable: DurableStep) -> None:
         if self._service.desk is not None:

@@ -183,6 +183,11 @@ class StagerDesk:
             for first in range(0, len(slots), _SLOTS_TOLD_MAX):
                 self.channel.send("freed", slots=list(slots[first : first + _SLOTS_TOLD_MAX]))
 
+    def grown(self, note: str) -> None:
+        """As `flusher.listener.FlushListener`."""
+        if self.welcomed:
+            self.channel.send("grown", note=note)
+
     def durable(self, key: Key, durable: DurableStep) -> None:
         """As `flusher.listener.FlushListener`."""
         if self._concerns(key):

@@ -40,6 +40,7 @@ from holdfast.net.address import parse_address
 
 __all__ = [
     "IN_FLIGHT_MAX",
+    "RING_BYTES",
     "RING_CHUNKS_MIN",
     "FlusherConfig",
     "StagerConfig",
@@ -50,6 +51,7 @@ __all__ = [
 
 # Checkpoints in flight at once: those in a rank's staging areas, and one that begins while slower ranks end theirs.
 IN_FLIGHT_MAX = 9
+RING_BYTES = 256 << 20  # at first, where nobody has set it
 RING_CHUNKS_MIN = 8  # below this the ring cannot overlap receiving, writing and freeing
 _KEEP_HOURLY, _KEEP_DAILY = 24, 7
 _CHUNK_BYTES_MAX = 1 << 30  # one chunk is one MPI message, whose counts are 32 bits
@@ -247,8 +249,9 @@ class _RingConfig(RoleConfig):
         create: Make the directories above the run's own, too. Without it a path whose parent directory does not exist
             is refused, because its file system may not be mounted.
         chunk_bytes: Size of the chunks in which a checkpoint is sent and written, such as 16MiB; a multiple of 4096.
-        ring_bytes: Shared memory for checkpoints on their way to the store, such as 1GiB; at least 8 chunks. A larger
-            checkpoint streams through it.
+        ring_bytes: Shared memory for checkpoints on their way to the store, such as 4GiB; at least 8 chunks. A larger
+            checkpoint streams through it. None: 256 MiB at first, and room for two checkpoints as soon as their size
+            is known, as far as half of the memory that is free then reaches.
         keep_last: Number of the newest good checkpoints to keep in the store; 0 keeps all.
         keep_every: Also keep every checkpoint whose step is a multiple of this number; 0: none.
         keep_hourly: Also keep the first checkpoint of each of so many hours that have one; 0: none. None: 24 unless
@@ -276,7 +279,7 @@ class _RingConfig(RoleConfig):
     store: _StoreUrl
     create: bool = False
     chunk_bytes: _ChunkBytes = CHUNK_BYTES
-    ring_bytes: _Size = 1 << 30
+    ring_bytes: _Size | None = None
     keep_last: _Count = 3
     keep_every: _Count = 0
     keep_hourly: _Count | None = None
@@ -293,9 +296,9 @@ class _RingConfig(RoleConfig):
 
     @field_validator("ring_bytes", mode="after")
     @classmethod
-    def _ring_holds_enough_chunks(cls, value: int, info: ValidationInfo) -> int:
+    def _ring_holds_enough_chunks(cls, value: int | None, info: ValidationInfo) -> int | None:
         chunk_bytes = info.data.get("chunk_bytes")
-        if chunk_bytes is not None and value < RING_CHUNKS_MIN * chunk_bytes:
+        if value is not None and chunk_bytes is not None and value < RING_CHUNKS_MIN * chunk_bytes:
             least = RING_CHUNKS_MIN * chunk_bytes
             raise ValueError(
                 f"at least {least} bytes, which is {RING_CHUNKS_MIN} chunks of {chunk_bytes} bytes"
@@ -326,8 +329,10 @@ class _RingConfig(RoleConfig):
 
     @property
     def ring_chunks(self) -> int:
-        """Number of whole chunks that fit into the ring."""
-        return self.ring_bytes // self.chunk_bytes
+        """Number of whole chunks that fit into the ring when it is made."""
+        if self.ring_bytes is not None:
+            return self.ring_bytes // self.chunk_bytes
+        return max(RING_CHUNKS_MIN, RING_BYTES // self.chunk_bytes)
 
 
 class StagerConfig(_RingConfig):

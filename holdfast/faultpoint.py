@@ -57,6 +57,7 @@ class Point(StrEnum):
     FILE_RETIRED = "file_retired"
     ROOM_TAKEN = "room_taken"  # flusher: the next upload has that room, nothing is written over it
     RECOVERING = "recovering"  # flusher: has found a dead one's ring, and done nothing yet
+    RING_TAKEN = "ring_taken"  # flusher: the ring's file is longer, its journal does not say so
     SLICE_STORED = "slice_stored"  # rank: its slice is in the store, its seal is not
     SLICE_SEALED = "slice_sealed"  # rank: its slice is sealed in the store, and nobody was told
     SLICES_READ = "slices_read"  # flusher, tool: a part of an image was put together from slices in the store

@@ -1,6 +1,6 @@
 """Handles the flusher's messages in the stager, and takes a new flusher when the old one has ended.
 
-    began, freed, durable, failed ─► events of the session
+    began, freed, grown, durable, failed ─► events of the session
     the line is cut ─► what nobody can go on with has failed ─► another flusher is found
                           ├─ with our ring: it is told what the session knows; the trainers notice nothing
                           └─ with another ring: all is refused until no credit is out into the one before
@@ -21,7 +21,15 @@ from stager.flusher_line import FlusherLine
 from stager.flusher_process import Flusher
 from stager.payloads import Payloads
 from stager.session.session import Session
-from stager.session.session_messages import Began, Durable, Failed, FlusherBack, FlusherGone, SlotsFreed
+from stager.session.session_messages import (
+    Began,
+    Durable,
+    Failed,
+    FlusherBack,
+    FlusherGone,
+    SlotsAdded,
+    SlotsFreed,
+)
 
 
 def replay(line: FlusherLine, session: Session) -> FlusherBack:
@@ -92,6 +100,8 @@ class FlusherDesk:
                 self._actions.take(Began(fields["step"], fields["part_chunks"]))
             case "freed":
                 self._hear_freed(fields["slots"])
+            case "grown":
+                self._hear_grown(fields["note"])
             case "durable":
                 body = {"pgt2_seconds": fields["pgt2_seconds"], "file": fields["file"]}
                 _log.info("step %d is durable: %s", fields["step"], fields["file"])
@@ -140,6 +150,15 @@ class FlusherDesk:
             self._line.progressed()
             self._actions.take(SlotsFreed(freed))
 
+    def _hear_grown(self, note: str) -> None:
+        ring = self._line.flusher.ring
+        slots = ring.see_added()
+        if slots:
+            self._payloads.grow(ring, slots)
+            self._actions.take(SlotsAdded(tuple(slots)))
+        if note:
+            _log.info("%s", note)
+
     def _end_stranded(self) -> None:
         """End what nobody can go on with, before it is called staged: chunks are gone from the ring, with no record."""
         flusher = self._line.flusher
@@ -163,6 +182,8 @@ class FlusherDesk:
                 return
             if found.resumed:
                 self._line.take(found)
+                # The one before may have ended between its word in the journal and that to us.
+                self._hear_grown("")
                 self._actions.take(replay(self._line, self._session))
                 return
             self._next = found

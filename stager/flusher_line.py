@@ -209,10 +209,9 @@ class FlusherLine:
     def _look_for_one(self) -> None:
         """The thread: find or start one."""
         ring = self.flusher.ring
-        update = {  # the ring as the trainers were told
-            "chunk_bytes": ring.chunk_bytes,
-            "ring_bytes": ring.chunk_bytes * ring.ring_chunks,
-        }
+        update = {"chunk_bytes": ring.chunk_bytes}  # the ring as the trainers were told
+        if self._config.ring_bytes is not None:
+            update["ring_bytes"] = ring.chunk_bytes * ring.ring_chunks
         try:
             found = attach(self._config.model_copy(update=update), held=self.flusher)
             if found.ring.chunk_bytes != ring.chunk_bytes:

@@ -184,7 +184,7 @@ def _arguments(config: StagerConfig) -> list[str]:
         *("--store", config.store),
         "--create" if config.create else "--no-create",
         *("--chunk-bytes", str(config.chunk_bytes)),
-        *("--ring-bytes", str(config.ring_bytes)),
+        *(() if config.ring_bytes is None else ("--ring-bytes", str(config.ring_bytes))),
         *("--keep-last", str(config.keep_last)),
         *("--keep-every", str(config.keep_every)),
         *("--keep-hourly", str(config.hourly_kept)),

@@ -8,6 +8,7 @@ Only those of which SENT has come are looked at: the test of a request costs som
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from holdfast.image.layout import Layout
@@ -50,6 +51,10 @@ class Payloads:
         """From now on receive into another ring. Only while nothing is posted."""
         assert not self._posted, "payloads are still under way into the ring before"
         self._memory = _memory(ring)
+
+    def grow(self, ring: Ring, slots: Iterable[int]) -> None:
+        """The ring has these slots, too."""
+        self._memory += [ring.slot_memory(slot) for slot in slots]
 
     def close(self) -> None:
         """Let go of the ring's memory."""

@@ -40,9 +40,10 @@ class CheckPlan:
     Attributes:
         store: URL of the run; None: the store is not checked.
         runtime_dir: Directory of the ring.
-        ring_bytes: Size of the ring.
+        ring_bytes: Size of the ring, at first.
         chunk_bytes: Size of a chunk.
         hostfile: Hosts of the MPI job, for mpirun; None: this machine alone.
+        ring_grows: It becomes larger when a checkpoint needs it.
     """
 
     store: str | None
@@ -50,3 +51,4 @@ class CheckPlan:
     ring_bytes: int
     chunk_bytes: int
     hostfile: Path | None = None
+    ring_grows: bool = False

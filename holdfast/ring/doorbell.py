@@ -1,7 +1,7 @@
 """The doorbell between stager and flusher: small JSON messages over a unix SOCK_SEQPACKET socket.
 
     stager  ── hello, begin, chunk, staged, abort, finish ──────────────────────────►  flusher
-            ◄── welcome | refused, began, freed, durable, verified, bad, failed, held, drained ──
+            ◄── welcome | refused, began, freed, grown, durable, verified, bad, failed, held, drained ──
 
 A stager whose flusher died says hello to the next one with the attempt that it has: if the welcome says `resumed`, ring
 and attempt are as they were, and it replays what it knows (begin, chunk, staged, abort). Whatever the flusher knows
@@ -32,7 +32,7 @@ from holdfast.errors import FencedError, PeerLost, ProtocolError
 
 _log = logging.getLogger("holdfast.ipc")
 
-VERSION = 3
+VERSION = 4
 SOCKET_NAME = "flusher.sock"
 MESSAGE_BYTES_MAX = 64 * 1024
 _OUTBOX_MESSAGES_MAX = 4096  # a peer that has not read for so long is as good as dead
@@ -63,6 +63,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "refused": {"code": str, "message": str},
     "began": {"attempt": int, "step": int, "part_chunks": int},
     "freed": {"slots": list},
+    "grown": {"note": str},  # the journal says by how much
     "durable": {"attempt": int, "step": int, "file": str, "pgt2_seconds": float, "record": dict},
     "verified": {"attempt": int, "step": int},
     "bad": {"attempt": int, "step": int, "note": str},

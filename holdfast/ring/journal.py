@@ -11,7 +11,8 @@ Rules that make a kill at any instruction harmless:
    still a whole FILLING record.
 4. A slot that is freed keeps its record, and its bytes. `mark_filling` takes the content part away first of all, so a
    FREE slot with a whole record (`remains`) has the bytes that were FULL under it, and no others.
-5. Sources that a record has no room for lie in a file beside the journal, which is there before the record names them.
+5. Slots that are added later stand in a word of their own, by one store, once their records and their memory are there.
+6. Sources that a record has no room for lie in a file beside the journal, which is there before the record names them.
    The record's CRC is over all of them, so a file of another chunk is no file of this one.
 """
 
@@ -49,6 +50,7 @@ _PLACE_OFFSET = 8
 _CONTENT_OFFSET = _PLACE_OFFSET + _PLACE.size
 _PAIRS_OFFSET = 64
 _VERSION_OFFSET = 8
+_ADDED_OFFSET = _HEADER.size + _STATE.size  # behind the header's CRC: 36
 SOURCES_INSIDE_MAX = (RECORD_BYTES - _PAIRS_OFFSET) // _PAIR.size
 
 
@@ -74,7 +76,7 @@ class SlotRecord(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Geometry of the ring, and the attempt that may write into it."""
+    """Geometry of the ring as it was made, and the attempt that may write into it."""
 
     chunk_bytes: int
     ring_chunks: int
@@ -110,7 +112,7 @@ class Journal:
     """Reads and writes the records in mapped memory.
 
     Args:
-        memory: The whole journal file, mapped shared.
+        memory: The whole journal file, mapped shared; it may have room for more records than there are slots.
         source: Its path, for messages.
         more: The files for sources that a record has no room for.
 
@@ -121,6 +123,8 @@ class Journal:
     def __init__(self, memory: mmap.mmap, source: str, more: SourceFiles) -> None:
         self._memory, self._source, self._more = memory, source, more
         self.header = self._read_header()
+        self.ring_chunks = self.header.ring_chunks
+        self.see_added()
 
     @staticmethod
     def write_header(memory: mmap.mmap, header: Header, version: int = _VERSION) -> None:
@@ -130,6 +134,35 @@ class Journal:
         crc = _STATE.pack(crc32(raw))
         raw = raw[:_VERSION_OFFSET] + _STATE.pack(version) + raw[_VERSION_OFFSET + _STATE.size :]
         memory[: len(raw) + len(crc)] = raw + crc
+
+    @property
+    def room_chunks(self) -> int:
+        """For how many slots the file has room."""
+        return (len(self._memory) - HEADER_BYTES) // RECORD_BYTES
+
+    def add_slots(self, ring_chunks: int) -> None:
+        """Say that the ring has so many slots now. Flusher only; records of new ones are zero, which is FREE."""
+        assert self.ring_chunks <= ring_chunks <= self.room_chunks, (
+            "slots are never taken away, and each has a record"
+        )
+        with memoryview(self._memory) as whole, whole[_ADDED_OFFSET : _ADDED_OFFSET + 4].cast("I") as added:
+            added[0] = ring_chunks - self.header.ring_chunks  # one aligned store of one word
+        self.ring_chunks = ring_chunks
+
+    def see_added(self) -> None:
+        """Look how many slots there are by now.
+
+        Raises:
+            ProtocolError: The file has no records for them.
+        """
+        (added,) = _STATE.unpack_from(self._memory, _ADDED_OFFSET)
+        ring_chunks = self.header.ring_chunks + added
+        if ring_chunks > self.room_chunks:
+            raise ProtocolError(
+                f"{self._source}: header: {added} slots were added to {self.header.ring_chunks}, but the file has "
+                f"records for {self.room_chunks} slots"
+            )
+        self.ring_chunks = ring_chunks
 
     def set_attempt(self, attempt: int) -> None:
         """Name the attempt whose chunks may come in from now on. Flusher only, while no stager is attached."""
@@ -183,9 +216,9 @@ class Journal:
         Raises:
             ProtocolError: It is no state.
         """
-        if not 0 <= slot < self.header.ring_chunks:
+        if not 0 <= slot < self.ring_chunks:
             raise ProtocolError(
-                f"{self._source}: there is no slot {slot}, the ring has {self.header.ring_chunks} slots"
+                f"{self._source}: there is no slot {slot}, the ring has {self.ring_chunks} slots"
             )
         word: int = _STATE.unpack_from(self._memory, HEADER_BYTES + slot * RECORD_BYTES)[0]
         if word >= len(_STATES):
@@ -281,9 +314,9 @@ class Journal:
         if stated != crc32(raw):
             raise ProtocolError(f"{self._source}: header: header_crc {stated:#x}, expected {crc32(raw):#x}")
         header = Header(chunk_bytes, ring_chunks, attempt).checked(f"{self._source}: header")
-        if len(self._memory) != header.journal_bytes:
+        if len(self._memory) < header.journal_bytes or (len(self._memory) - HEADER_BYTES) % RECORD_BYTES:
             raise ProtocolError(
                 f"{self._source}: the file has {len(self._memory)} bytes, expected {header.journal_bytes} for "
-                f"{ring_chunks} chunks"
+                f"{ring_chunks} chunks, or more by whole records"
             )
         return header

@@ -1,7 +1,7 @@
 """The ring: a bounded pool of chunks in shared memory, owned by the flusher, filled by the stager, outliving both.
 
     <runtime dir>/<run key>/       0700, ours (holdfast/ring/directory.py)
-        ring                       ring_chunks x chunk_bytes, touched once when it is made
+        ring                       ring_chunks x chunk_bytes, touched once when it is made or grows
         journal                    what each slot holds (holdfast/ring/journal.py, docs/ring.md)
         checkpoint-<attempt>-<step>.json    receiving or staged, layout digest, times of the ranks; replaced whole
         flush-<attempt>-<step>     what the store has of it already (flusher/progress.py)
@@ -9,11 +9,13 @@
         sources-<slot>             senders of a chunk for whom its record has no room
         flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/tenure.py)
 
-The flusher makes and removes a ring; a stager or a tool attaches. Nothing here locks: each slot state has one writer.
+The flusher makes and removes a ring, and may add slots; a stager or a tool attaches. Nothing here locks: each slot
+state has one writer.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fcntl
 import logging
@@ -34,7 +36,7 @@ from holdfast.ring.directory import (
     make_private_directory,
     open_private_file,
 )
-from holdfast.ring.journal import Header, Journal, SlotRecord, SlotState
+from holdfast.ring.journal import RING_CHUNKS_MAX, Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
 from holdfast.ring.set_aside import SET_ASIDE_NAME
 from holdfast.ring.side_files import SourceFiles, read_side_file, write_side_file
@@ -73,30 +75,27 @@ class Ring:
 
     Attributes:
         directory: Where it lies.
-        chunk_bytes: Size of a slot. `ring_chunks`: how many there are.
+        chunk_bytes: Size of a slot. `ring_chunks`: how many of them this process has mapped.
     """
 
-    def __init__(self, directory: Path, journal: mmap.mmap, ring_fd: int, ring_bytes: int | None) -> None:
+    def __init__(self, directory: Path, journal: mmap.mmap, ring_fd: int) -> None:
         self.directory = directory
         self._journal_map = journal
         self._journal = Journal(journal, str(directory / "journal"), SourceFiles(directory))
-        header = self._journal.header
-        found_bytes = ring_bytes if ring_bytes is not None else os.fstat(ring_fd).st_size
-        if found_bytes != header.ring_bytes:
-            raise ProtocolError(
-                f"{directory / 'ring'}: {found_bytes} bytes, the journal says {header.ring_bytes}"
-            )
-        self.chunk_bytes, self.ring_chunks = header.chunk_bytes, header.ring_chunks
-        # Populated at once: a first touch in the middle of a receive would run at a tenth of memory speed.
-        self._ring_map = mmap.mmap(ring_fd, header.ring_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._memory = memoryview(self._ring_map)
+        self.chunk_bytes, self.ring_chunks = self._journal.header.chunk_bytes, 0
+        # One map when it is opened, and one for each time that it has grown since: a map that is in use cannot grow.
+        self._first_slots: list[int] = []
+        self._maps: list[tuple[mmap.mmap, memoryview]] = []
+        self._map(ring_fd)
         self._layouts: dict[str, Layout] = {}
         self._stager_fd = -1
 
     # -- making, attaching, ending -------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, directory: Path, *, chunk_bytes: int, ring_chunks: int, attempt: int) -> Ring:
+    def create(
+        cls, directory: Path, *, chunk_bytes: int, ring_chunks: int, attempt: int, room_chunks: int = 0
+    ) -> Ring:
         """Make a new ring, all slots FREE, its memory touched. Flusher only.
 
         Args:
@@ -104,11 +103,13 @@ class Ring:
             chunk_bytes: A multiple of 4096.
             ring_chunks: Number of slots.
             attempt: Fencing epoch of the flusher.
+            room_chunks: How many slots it may grow to; the least is `ring_chunks`.
 
         Raises:
             ConfigError: The directory is not safely ours, already holds a ring, or memory has too little room.
         """
         header = Header(chunk_bytes, ring_chunks, attempt).checked(f"new ring in {directory}")
+        room = header._replace(ring_chunks=min(max(ring_chunks, room_chunks), RING_CHUNKS_MAX))
         make_private_directory(directory)
         _check_room(directory, header.ring_bytes + header.journal_bytes + _SPARE_BYTES)
         try:
@@ -128,11 +129,12 @@ class Ring:
             journal_fd = open_private_file(directory / "journal", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
                 os.posix_fallocate(journal_fd, 0, header.journal_bytes)
-                journal = mmap.mmap(journal_fd, header.journal_bytes)
+                os.ftruncate(journal_fd, room.journal_bytes)
+                journal = mmap.mmap(journal_fd, room.journal_bytes)
             finally:
                 os.close(journal_fd)
             Journal.write_header(journal, header)
-            return cls(directory, journal, ring_fd, header.ring_bytes)
+            return cls(directory, journal, ring_fd)
         finally:
             os.close(ring_fd)
 
@@ -160,14 +162,78 @@ class Ring:
                 f"no ring in {directory} ({error.filename} is missing); is its flusher running?"
             ) from error
         try:
-            return cls(directory, journal, ring_fd, None)
+            return cls(directory, journal, ring_fd)
         finally:
             os.close(ring_fd)
+
+    def _map(self, ring_fd: int) -> None:
+        """Map the slots that the journal has and this process does not."""
+        first, chunks = self.ring_chunks, self._journal.ring_chunks
+        needed_bytes, found_bytes = chunks * self.chunk_bytes, os.fstat(ring_fd).st_size
+        if found_bytes < needed_bytes:  # more: a flusher died before it had said that the ring is larger now
+            raise ProtocolError(
+                f"{self.directory / 'ring'}: {found_bytes} bytes, the journal says {needed_bytes}"
+            )
+        # Populated at once: a first touch in the middle of a receive would run at a tenth of memory speed.
+        flags, offset = mmap.MAP_SHARED | mmap.MAP_POPULATE, first * self.chunk_bytes
+        mapped = mmap.mmap(ring_fd, needed_bytes - offset, flags=flags, offset=offset)
+        self._first_slots.append(first)
+        self._maps.append((mapped, memoryview(mapped)))
+        self.ring_chunks = chunks
+
+    # -- growing -------------------------------------------------------------------------------------------------
+
+    @property
+    def room_chunks(self) -> int:
+        """How many slots the ring may grow to."""
+        # Where a map may begin: every chunk of the usual sizes.
+        grows = self.chunk_bytes % mmap.ALLOCATIONGRANULARITY == 0
+        return self._journal.room_chunks if grows else self.ring_chunks
+
+    def allocate(self, ring_chunks: int) -> None:
+        """Take memory for so many slots; they are not part of the ring before `add_slots`. Flusher only, any thread.
+
+        A flusher that dies after this leaves a ring file that is longer than the journal says, which is no harm.
+
+        Raises:
+            OSError: There is not so much.
+        """
+        header = self._journal.header._replace(ring_chunks=ring_chunks)
+        for name, nbytes in (("journal", header.journal_bytes), ("ring", header.ring_bytes)):
+            descriptor = open_private_file(self.directory / name, os.O_RDWR)
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)  # takes the pages now: no SIGBUS later
+            finally:
+                os.close(descriptor)
+
+    def add_slots(self, ring_chunks: int) -> None:
+        """Have so many slots from now on, all new ones FREE. Flusher only, in its loop; after `allocate`."""
+        self._journal.add_slots(ring_chunks)
+        self.see_added()
+
+    def see_added(self) -> range:
+        """Map what the flusher has added since the last look.
+
+        Returns:
+            The new slots.
+
+        Raises:
+            ProtocolError: The journal is damaged.
+        """
+        first = self.ring_chunks
+        self._journal.see_added()
+        if self._journal.ring_chunks > first:
+            descriptor = open_private_file(self.directory / "ring", os.O_RDWR)
+            try:
+                self._map(descriptor)
+            finally:
+                os.close(descriptor)
+        return range(first, self.ring_chunks)
 
     def use_huge_pages(self, stopped: Callable[[], bool]) -> int:
         """Move the ring into huge pages: what is written past the page cache from there is sooner written. Any thread.
 
-        Slots may be used meanwhile. It takes seconds for each GiB, and is done once for the life of the ring.
+        Slots may be used meanwhile. It takes seconds for each GiB that does not lie in them yet.
 
         Args:
             stopped: Asked often; True ends it.
@@ -184,11 +250,12 @@ class Ring:
     def close(self) -> None:
         """Unmap; the ring stays where it is. Views that are still held keep their memory until they go."""
         self.let_go()
-        self._memory.release()
-        try:
-            self._ring_map.close()
-        except BufferError:
-            _log.debug("slots of %s are still in use; unmapped when the last view goes", self.directory)
+        for mapped, memory in self._maps:
+            memory.release()
+            try:
+                mapped.close()
+            except BufferError:
+                _log.debug("slots of %s are still in use; unmapped when the last view goes", self.directory)
         self._journal_map.close()
 
     def __enter__(self) -> Self:
@@ -263,7 +330,9 @@ class Ring:
             raise ProtocolError(
                 f"{self.directory}: there is no slot {slot}, the ring has {self.ring_chunks} slots"
             )
-        return self._memory[slot * self.chunk_bytes : (slot + 1) * self.chunk_bytes]
+        which = bisect.bisect_right(self._first_slots, slot) - 1
+        begin = (slot - self._first_slots[which]) * self.chunk_bytes
+        return self._maps[which][1][begin : begin + self.chunk_bytes]
 
     def mark_filling(self, slot: int, attempt: int, step: int, chunk: int) -> None:
         """FREE → FILLING. Stager only; before the first byte may arrive."""

@@ -10,7 +10,7 @@ import click
 from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.command.examples import examples
 from holdfast.command.output import console, json_option, print_json, table
-from holdfast.config import RING_CHUNKS_MIN, default_runtime_dir, parse_size
+from holdfast.config import RING_BYTES, RING_CHUNKS_MIN, default_runtime_dir, parse_size
 from holdfast.errors import ConfigError
 from holdfast.image.layout import CHUNK_BYTES
 from operator_side.doctor import examine
@@ -36,9 +36,8 @@ _STYLE = {
 )
 @click.option(
     "--ring-bytes",
-    default="1GiB",
-    show_default=True,
-    help="Size of the ring: shared memory for checkpoints on their way to the store.",
+    help="Size of the ring: shared memory for checkpoints on their way to the store. Default: it grows to hold two "
+    "checkpoints, and the check says how large it can become.",
 )
 @click.option(
     "--chunk-bytes", default=str(CHUNK_BYTES), show_default="16MiB", help="Size of a chunk, such as 16MiB."
@@ -57,7 +56,7 @@ _STYLE = {
 def doctor(
     as_json: bool,
     store: str | None,
-    ring_bytes: str,
+    ring_bytes: str | None,
     chunk_bytes: str,
     runtime_dir: Path | None,
     hostfile: Path | None,
@@ -71,12 +70,14 @@ def doctor(
 
     JSON: {"fit": bool, "findings": [{"check", "state": "ok|warn|fail|skipped", "seen", "fix"}]}.
     """
+    chunk_size = _size("--chunk-bytes", chunk_bytes)
     plan = CheckPlan(
         store=store,
         runtime_dir=(runtime_dir or default_runtime_dir()).absolute(),
-        ring_bytes=_size("--ring-bytes", ring_bytes),
-        chunk_bytes=_size("--chunk-bytes", chunk_bytes),
+        ring_bytes=_ring_bytes(ring_bytes, chunk_size),
+        chunk_bytes=chunk_size,
         hostfile=hostfile,
+        ring_grows=ring_bytes is None,
     )
     if plan.ring_bytes < RING_CHUNKS_MIN * plan.chunk_bytes:
         raise ConfigError(
@@ -89,6 +90,10 @@ def doctor(
         print_json({"fit": not bad, "findings": [_document(finding) for finding in findings]})
     if bad:
         click.get_current_context().exit(ConfigError.exit_code)
+
+
+def _ring_bytes(said: str | None, chunk_bytes: int) -> int:
+    return max(RING_BYTES, RING_CHUNKS_MIN * chunk_bytes) if said is None else _size("--ring-bytes", said)
 
 
 def _show(plan: CheckPlan, *, quiet: bool) -> list[Finding]:

@@ -15,6 +15,7 @@ from holdfast.command.checks import CheckPlan, CheckState, Finding
 from holdfast.errors import ConfigError
 from holdfast.process import available_memory_bytes
 from holdfast.ring.directory import make_private_directory
+from holdfast.ring.growth import growth_bytes_in, image_chunks_max
 
 _PYTHON_MIN = (3, 11)
 _DESCRIPTORS_MIN = 1024
@@ -62,6 +63,8 @@ def shared_memory(plan: CheckPlan) -> Iterator[Finding]:
         return
     try:
         yield from _ring_room(base, plan)
+        if plan.ring_grows:
+            yield _ring_growth(base, plan)
         yield _touch(probe)
     finally:
         probe.rmdir()
@@ -102,6 +105,17 @@ def _ring_room(base: Path, plan: CheckPlan) -> Iterator[Finding]:
             if enough
             else "lower ring_bytes, or use a machine with more memory: a ring that is swapped out is slow",
         )
+
+
+def _ring_growth(base: Path, plan: CheckPlan) -> Finding:
+    grown_bytes = plan.ring_bytes + growth_bytes_in(base)
+    image_bytes = image_chunks_max(grown_bytes // plan.chunk_bytes) * plan.chunk_bytes
+    return Finding(
+        "ring growth",
+        CheckState.OK,
+        f"as memory is now, the ring can grow to hold two checkpoints of {image_bytes / _MIB:,.0f} MiB each; larger "
+        "ones stream through it at the store's speed",
+    )
 
 
 def _touch(directory: Path) -> Finding:

@@ -119,7 +119,7 @@ class RingFiles:
         return RingLook(
             journal.header.attempt,
             journal.header.chunk_bytes,
-            journal.header.ring_chunks,
+            journal.ring_chunks,
             counts,
             tuple(found),
             "; ".join(troubles),
@@ -173,10 +173,10 @@ def _count(
     journal: Journal, memory: mmap.mmap
 ) -> tuple[dict[str, int], dict[tuple[int, int], dict[int, int]]]:
     """The number of chunks in each state, and for each checkpoint its FULL chunks and their bytes."""
-    ring_chunks = journal.header.ring_chunks
-    # A copy: a view would keep the map open.
-    words = np.frombuffer(memory, dtype="<u4", offset=HEADER_BYTES)[:: RECORD_BYTES // _WORD_BYTES].copy()
-    counted = Counter(words[:ring_chunks].tolist())
+    words_each = RECORD_BYTES // _WORD_BYTES
+    # Not those that the ring may grow by: to read them would take memory. A copy: a view would keep the map open.
+    words = np.frombuffer(memory, "<u4", journal.ring_chunks * words_each, HEADER_BYTES)[::words_each].copy()
+    counted = Counter(words.tolist())
     counts = {state.name.lower(): counted[state.value] for state in SlotState}
     full: dict[tuple[int, int], dict[int, int]] = {}
     for slot in np.flatnonzero(words == SlotState.FULL.value).tolist():

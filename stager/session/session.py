@@ -51,6 +51,7 @@ from stager.session.session_messages import (
     Received,
     Returned,
     Sent,
+    SlotsAdded,
     SlotsFreed,
     Tell,
     Tick,
@@ -100,6 +101,7 @@ class Session:
             RankSilent: self._on_rank_silent,
             RankBack: self._on_rank_back,
             Began: self._on_began,
+            SlotsAdded: self._on_slots_added,
             SlotsFreed: self._on_slots_freed,
             Durable: self._on_durable,
             Failed: self._on_failed,
@@ -377,6 +379,9 @@ class Session:
     def _on_flusher_back(self, event: FlusherBack) -> None:
         self._no_flusher = ""
         self._on_slots_freed(SlotsFreed(event.freed))
+
+    def _on_slots_added(self, event: SlotsAdded) -> None:
+        self._slots.free.extendleft(reversed(event.slots))  # before those that a restore may still read
 
     def _on_slots_freed(self, event: SlotsFreed) -> None:
         self._slots.freed(event.slots)

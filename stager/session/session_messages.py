@@ -115,6 +115,13 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotsAdded:
+    """The ring has grown by these slots, all free."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotsFreed:
     """The flusher has freed these slots."""
 
@@ -169,6 +176,7 @@ Event = (
     | RankSilent
     | RankBack
     | Began
+    | SlotsAdded
     | SlotsFreed
     | Durable
     | Failed

@@ -50,6 +50,8 @@ class _Heard:
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
+    def grown(self, note: str) -> None: ...
+
     def durable(self, key: Key, durable: DurableStep) -> None:
         self.durables[key] = durable
 

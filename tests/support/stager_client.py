@@ -33,7 +33,8 @@ class FlusherProcess:
         self.events = base / "events.jsonl"
         command = [
             *(sys.executable, "-m", "flusher", "--create", "--store", str(self.store)),
-            *("--chunk-bytes", chunk, "--ring-bytes", ring, "--runtime-dir", str(base / "rt")),
+            *(("--ring-bytes", ring) if ring else ()),  # else it grows
+            *("--chunk-bytes", chunk, "--runtime-dir", str(base / "rt")),
             *("--events", str(self.events), "--grace-seconds", "0", *options),
         ]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}

@@ -49,6 +49,8 @@ class Heard:
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
+    def grown(self, note: str) -> None: ...
+
     def durable(self, key: Key, durable: DurableStep) -> None:
         self.durables[key] = durable
 

@@ -33,7 +33,8 @@ def write_toml(text: str) -> None:
 
 def test_defaults() -> None:
     stager = StagerConfig(store="/run")
-    assert (stager.chunk_bytes, stager.ring_bytes, stager.ring_chunks) == (16 * MIB, 1024 * MIB, 64)
+    assert (stager.chunk_bytes, stager.ring_bytes, stager.ring_chunks) == (16 * MIB, None, 16)
+    assert StagerConfig(store="/run", chunk_bytes=64 * MIB).ring_chunks == RING_CHUNKS_MIN
     assert (stager.keep_last, stager.keep_every, stager.verify, stager.linger, stager.writers) == (
         3,
         0,
@@ -219,7 +220,8 @@ def test_the_ring_holds_at_least_eight_chunks() -> None:
 def test_the_ring_is_checked_against_chunks_from_another_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_CHUNK_BYTES", "256MiB")
     with pytest.raises(ConfigError, match="ring_bytes"):
-        FlusherConfig(store="s")
+        FlusherConfig.from_sources(store="s", ring_bytes="1GiB")
+    assert FlusherConfig(store="s").ring_chunks == 8
     assert FlusherConfig.from_sources(store="s", ring_bytes="2GiB").ring_chunks == 8
 
 

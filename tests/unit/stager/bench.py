@@ -104,7 +104,7 @@ class Bench:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.port = FakePort()
         self.directory = tmp_path / "base" / "run"
-        self.ring = Ring.create(self.directory, chunk_bytes=CHUNK, ring_chunks=8, attempt=3)
+        self.ring = Ring.create(self.directory, chunk_bytes=CHUNK, ring_chunks=8, attempt=3, room_chunks=32)
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.flusher = Channel(theirs)
         self.attached = Flusher(Channel(mine), Ring.attach(self.directory), 3, "file:///run", 1234)

@@ -12,7 +12,7 @@ from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
 from holdfast.wire.frames import Kind
 from stager.flusher_process import log_path
-from tests.unit.stager.bench import LAYOUT, Bench
+from tests.unit.stager.bench import CHUNK, IMAGE, LAYOUT, Bench
 
 
 def test_a_dead_flusher_costs_nothing_while_there_is_room(bench: Bench) -> None:
@@ -88,6 +88,54 @@ def test_what_the_journal_says_is_free_is_taken_and_word_of_it_may_come_late(ben
     free, held = set(bench.service._session._slots.free), bench.service._session.flusher_slots
     assert held == {record.slot for record in bench.ring.records() if record.state is SlotState.FULL}
     assert not free & held
+
+
+def test_slots_that_the_flusher_has_added_take_payloads(bench: Bench) -> None:
+    grow(bench, 12)
+    bench.offer_all()
+    assert {record.slot for record in bench.ring.records() if record.state is SlotState.FILLING} <= set(
+        range(8)
+    )
+    bench.flusher.send("began", attempt=3, step=1, part_chunks=1)
+    bench.pay_all()
+    bench.flusher.send("grown", note="")
+    bench.turn()
+    bench.offer_all(step=2)
+    bench.pay_all(step=2)
+    records = [record for record in bench.ring.records()[8:] if record.state is SlotState.FULL]
+    assert len(records) == min(4, LAYOUT.chunks), "they come before slots that have been used"
+    for record in records:
+        start = record.chunk * CHUNK
+        assert record.step == 2
+        assert (
+            bytes(bench.ring.slot_memory(record.slot)[: record.nbytes])
+            == IMAGE[start : start + record.nbytes]
+        )
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_slots_are_found_whose_flusher_died_before_it_spoke_of_them(bench: Bench, said: bool) -> None:
+    bench.offer_all()
+    grow(bench, 12)
+    bench.kill_flusher()
+    bench.next_flusher()
+    if said:
+        bench.flusher.send("grown", note="the ring has 0.1 GiB now")
+        bench.turn()
+    free = bench.service._session._slots.free
+    assert set(range(8, 12)) <= set(free)
+    assert len(set(free)) == len(free), "each once"
+    bench.flusher.send("began", attempt=3, step=1, part_chunks=1)
+    bench.pay_all()
+    assert [rank for rank, _ in bench.port.told(Kind.STAGED)] == [0, 1]
+
+
+def grow(bench: Bench, ring_chunks: int) -> None:
+    """As the flusher does it, which has the ring mapped by itself."""
+    with Ring.attach(bench.directory) as ring:
+        ring.allocate(ring_chunks)
+        ring.add_slots(ring_chunks)
+    bench.ring.see_added()
 
 
 def test_a_flusher_that_comes_back_hears_what_was_given_up_meanwhile(bench: Bench) -> None:

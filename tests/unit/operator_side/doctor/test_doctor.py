@@ -70,6 +70,19 @@ def test_too_little_shared_memory_is_named_with_both_figures(small_memory: Path)
     assert found["ring memory"].state is CheckState.FAIL, "64 MiB cannot be touched in 8"
 
 
+def test_a_ring_whose_size_is_not_set_is_told_how_large_it_may_become(
+    small_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_size = CheckPlan(None, small_memory / "runtime", 2 * MIB, MIB // 8)
+    assert "ring growth" not in by_check(machine.shared_memory(set_size))
+    grows = CheckPlan(None, small_memory / "runtime", 2 * MIB, MIB // 8, ring_grows=True)
+    seen = by_check(machine.shared_memory(grows))["ring growth"].seen
+    assert "two checkpoints of 2 MiB each" in seen, "2 MiB and half of 8, less 8 chunks, in halves"
+    monkeypatch.setattr("holdfast.ring.growth.available_memory_bytes", lambda: 0)
+    seen = by_check(machine.shared_memory(grows))["ring growth"].seen
+    assert "two checkpoints of 0 MiB each" in seen
+
+
 def test_a_runtime_directory_that_others_may_write_is_refused(tmp_path: Path) -> None:
     base = tmp_path / "runtime"
     base.mkdir()

@@ -21,6 +21,7 @@ from stager.session.session_messages import (
     Received,
     Returned,
     Sent,
+    SlotsAdded,
     SlotsFreed,
 )
 from tests.unit.stager.session.sessions import CHUNK, Stager, is_empty, make_layout, slots_of
@@ -39,6 +40,20 @@ def test_slots_are_filled_in_turn_so_that_the_newest_chunks_stay_for_longest(sta
     stager.offer_all(6)
     stager.pay_all(6)
     assert [fill.slot for fill in stager.of(FillSlot)][6:] == [6, 7, 0, 1, 2, 3]
+
+
+def test_slots_that_are_added_serve_at_once_and_before_those_that_a_restore_may_read() -> None:
+    stager = Stager(make_layout(), slots=3)
+    stager.offer_all(5)
+    assert len(stager.of(FillSlot)) == 3
+    actions = stager.take(SlotsAdded((3, 4)))
+    assert [action.slot for action in actions if isinstance(action, FillSlot)] == [3, 4]
+    stager.take(SlotsAdded((5, 6)))
+    stager.pay_all(5)
+    stager.take(SlotsFreed((0, 1, 2, 3, 4, 5)))
+    stager.take(SlotsAdded((7, 8)))
+    stager.offer_all(6)
+    assert [fill.slot for fill in stager.of(FillSlot)][6:] == [7, 8, 6, 0, 1, 2]
 
 
 def test_a_chunk_of_two_ranks_is_full_when_both_frames_are_in() -> None:

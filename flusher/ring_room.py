@@ -1,0 +1,122 @@
+"""The ring's room: one thread moves its memory into huge pages, and takes more memory when a checkpoint needs it.
+
+    small ─► a checkpoint begins ─► room for two of its size is wanted ─► memory is taken, a step at a time
+                                                                              │ RingGrown, into the loop's inbox
+                                                                              ▼
+                                            the loop adds the slots to the journal, and the stager is told
+
+Memory is taken here and not in the loop: the kernel clears it first, about half a second for each GiB. Until a step is
+taken the ring is as it was, so a checkpoint never waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import NamedTuple, Self
+
+from flusher.workers import Inbox
+from holdfast.errors import HoldfastError
+from holdfast.faultpoint import Point, reach
+from holdfast.ring.growth import growth_bytes_in, wanted_chunks
+from holdfast.ring.ring import Ring
+
+_log = logging.getLogger("holdfast.flusher")
+
+_STEP_BYTES_MIN, _STEP_BYTES_MAX = 256 << 20, 1 << 30
+_GIB = 1 << 30
+
+
+class RingGrown(NamedTuple):
+    """For the inbox: there is memory for `ring_chunks` slots. `note`: what to tell, once it grows no further."""
+
+    ring_chunks: int
+    note: str
+
+
+class RingRoom:
+    """See the module. A context: the thread ends with it.
+
+    Args:
+        ring: The ring.
+        inbox: Where `RingGrown` goes.
+        grows: Whether it may grow; else the thread only cares for huge pages.
+    """
+
+    def __init__(self, ring: Ring, inbox: Inbox, *, grows: bool) -> None:
+        self._ring, self._inbox, self._grows = ring, inbox, grows
+        self._taken_chunks = ring.ring_chunks  # slots with memory, whether or not the loop has added them yet
+        self._wanted_chunks = 0
+        self._ended = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ring-room", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        self._wake.set()
+        self._thread.join()
+
+    def want(self, image_chunks: int) -> None:
+        """A checkpoint of so many chunks begins. For the loop's thread; never waits."""
+        if self._grows:
+            self._wanted_chunks = max(self._wanted_chunks, wanted_chunks(image_chunks))
+            self._wake.set()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        tried_chunks = 0  # memory that was short once is not asked for again before a larger image comes
+        while not self._ended:
+            self._wake.clear()
+            wanted = self._wanted_chunks
+            if wanted > max(self._taken_chunks, tried_chunks):
+                tried_chunks = wanted
+                self._grow(wanted)
+            self._move()
+            self._wake.wait()
+
+    def _move(self) -> None:
+        begun = time.monotonic()
+        moved_bytes = self._ring.use_huge_pages(self._wake.is_set)
+        _log.info(
+            "%d of the ring's %d bytes are in huge pages, after %.1f s",
+            moved_bytes,
+            self._ring.ring_chunks * self._ring.chunk_bytes,
+            time.monotonic() - begun,
+        )
+
+    def _grow(self, wanted: int) -> None:
+        ring = self._ring
+        may_bytes = growth_bytes_in(ring.directory)
+        target = min(wanted, self._taken_chunks + may_bytes // ring.chunk_bytes, ring.room_chunks)
+        short = "" if target == wanted else "no more than half of the free memory is taken"
+        try:
+            while self._taken_chunks < target and not self._ended:
+                self._take(target)
+        except (OSError, HoldfastError) as error:
+            short = f"the system gave no more ({error})"
+        self._inbox.put(RingGrown(self._taken_chunks, self._note(wanted, short)))
+
+    def _take(self, target: int) -> None:
+        """One step: memory that the kernel clears within half a second or so."""
+        chunk_bytes = self._ring.chunk_bytes
+        step_bytes = min(max(_STEP_BYTES_MIN, self._taken_chunks * chunk_bytes // 4), _STEP_BYTES_MAX)
+        chunks = min(target, self._taken_chunks + max(1, step_bytes // chunk_bytes))
+        self._ring.allocate(chunks)
+        reach(Point.RING_TAKEN)
+        self._taken_chunks = chunks
+        self._inbox.put(RingGrown(chunks, ""))
+
+    def _note(self, wanted: int, short: str) -> str:
+        has, needs = (chunks * self._ring.chunk_bytes / _GIB for chunks in (self._taken_chunks, wanted))
+        if not short:
+            return f"the ring has {has:.1f} GiB now, room for two checkpoints"
+        return (
+            f"the ring has {has:.1f} GiB; two checkpoints need {needs:.1f} GiB, but {short}. What has no room waits "
+            "for the store: set ring_bytes, or give the stager's machine more memory"
+        )

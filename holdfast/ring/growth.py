@@ -1,0 +1,37 @@
+"""How large a ring becomes whose size nobody has set: room for two checkpoints, of at most half of what is free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast.process import available_memory_bytes
+
+_IMAGES = 2  # the next one comes in while the last one goes out, and a restore finds the last one whole
+_SPARE_CHUNKS = 8  # for values that grow, and for the part that an upload needs whole
+
+
+def wanted_chunks(image_chunks: int) -> int:
+    """Slots that a ring should have for images of so many chunks."""
+    return _IMAGES * image_chunks + _SPARE_CHUNKS
+
+
+def image_chunks_max(ring_chunks: int) -> int:
+    """Chunks of the largest image of which a ring of so many slots has room for two."""
+    return max(0, ring_chunks - _SPARE_CHUNKS) // _IMAGES
+
+
+def growth_bytes(free_bytes: int, available_bytes: int) -> int:
+    """By how much a ring may grow: half of what is free, for others need memory, too.
+
+    Args:
+        free_bytes: Free in the ring's file system.
+        available_bytes: What the kernel and the limits of control groups leave.
+    """
+    return max(0, min(free_bytes, available_bytes)) // 2
+
+
+def growth_bytes_in(directory: Path) -> int:
+    """By how much a ring in this directory may grow now."""
+    found = os.statvfs(directory)
+    return growth_bytes(found.f_bavail * found.f_frsize, available_memory_bytes())
