@@ -51,7 +51,7 @@ class Shape:
 
     Attributes:
         model: See `benchmarks.workload`.
-        ring_bytes: Size of the stager's ring.
+        ring_bytes: Size of the stager's ring; None: it grows, as it does where nobody has set it.
         store: Path or URL of the run; empty: a folder beside what the other peers write.
         folder: Where all peers write; None is the place for temporary files.
         environment: More settings of all processes.
@@ -60,7 +60,7 @@ class Shape:
 
     model: str = "gpt2"
     ranks: int = 2
-    ring_bytes: int = 1 << 30  # the stager's default
+    ring_bytes: int | None = None
     chunk_bytes: int = CHUNK_BYTES
     store: str = ""
     folder: Path | None = None
@@ -71,7 +71,7 @@ class Shape:
         """The same, with chunks and ring that fit a toy if it is one."""
         if not is_toy(self.model) or self.chunk_bytes != CHUNK_BYTES:
             return self
-        ring = min(self.ring_bytes, _TOY_RING_BYTES_MAX)
+        ring = min(self.ring_bytes or _TOY_RING_BYTES_MAX, _TOY_RING_BYTES_MAX)
         return replace(self, ring_bytes=ring, chunk_bytes=_TOY_CHUNK_BYTES)
 
 
@@ -96,6 +96,12 @@ class Cluster:
         self._job, self._step = job, 0
         self._prepared: set[str] = set()
         self._compared: set[str] = set()
+
+    @property
+    def ring_bytes(self) -> int:
+        """The ring as it is."""
+        (ring,) = self.folders.runtime.glob("*/ring")
+        return ring.stat().st_size
 
     # -- orders ------------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,9 @@ def folders(parent: Path | None) -> Iterator[Folders]:
         yield Folders(scratch, runtime)
 
 
-def rank_environment(ranks: int, folders: Folders, *, chunk_bytes: int, ring_bytes: int) -> dict[str, str]:
+def rank_environment(
+    ranks: int, folders: Folders, *, chunk_bytes: int, ring_bytes: int | None
+) -> dict[str, str]:
     """The environment of a job: nothing of holdfast's or MPI's from outside, one thread for arithmetic."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -97,7 +99,7 @@ def rank_environment(ranks: int, folders: Folders, *, chunk_bytes: int, ring_byt
         **kept,
         "HOLDFAST_RUNTIME_DIR": str(folders.runtime),
         "HOLDFAST_CHUNK_BYTES": str(chunk_bytes),
-        "HOLDFAST_RING_BYTES": str(ring_bytes),
+        **({} if ring_bytes is None else {"HOLDFAST_RING_BYTES": str(ring_bytes)}),
         "HOLDFAST_KEEP_LAST": "1",  # retention removes what the other peers remove themselves
         "HOLDFAST_NICENESS": "10" if ranks <= (os.cpu_count() or 1) else "0",  # as docs/operations.md has it
         "HF_HUB_OFFLINE": "1",

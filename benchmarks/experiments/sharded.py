@@ -39,7 +39,7 @@ def measure(options: Options) -> dict[str, Any]:
     if not model.startswith("fsdp2-"):
         raise RuntimeError(f"{model!r} is not split: give --model fsdp2-N, a state of N MB")
     split = options.shape(model)
-    split = dataclasses.replace(split, model=model, ring_bytes=_ring_bytes(model, split.ring_bytes))
+    split = dataclasses.replace(split, model=model, ring_bytes=_ring_bytes(model))
     replicated = dataclasses.replace(split, model=model.replace("fsdp2", "hsdp"), ranks=_RANKS[-1])
     cells, restores = [], []
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=options.folder) as kept:
@@ -62,9 +62,9 @@ def measure(options: Options) -> dict[str, Any]:
     return document("sharded", options, shape, cells=cells, restores=restores)
 
 
-def _ring_bytes(model: str, usual: int) -> int:
-    """Of a state that is smaller than the default ring: half of it, so that nobody has room for the whole."""
-    return min(usual, int(model.split("-")[1]) * 1_000_000 // 2)
+def _ring_bytes(model: str) -> int:
+    """Half of the state, 1 GiB at most, so that nobody has room for the whole."""
+    return min(1 << 30, int(model.split("-")[1]) * 1_000_000 // 2)
 
 
 def _saves(options: Options, cluster: Cluster, peers: Sequence[str]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class RawTransfer:
         image_bytes = cluster.manifests[-1].image_bytes
         word = ["-m", "benchmarks.raw_mpi", "sender", "--hub", str(hub.path), "--nbytes", str(image_bytes)]
         word += ["--chunk-bytes", str(shape.chunk_bytes)]
-        word += ["--ring-chunks", str(shape.ring_bytes // shape.chunk_bytes)]
+        word += ["--ring-chunks", str(cluster.ring_bytes // shape.chunk_bytes)]
         receiver = [sys.executable, *("receiver" if part == "sender" else part for part in word)]
         self._job = jobs.Job(
             "raw_mpi",
@@ -117,7 +117,7 @@ def measure(options: Options) -> dict[str, Any]:
                         rounds.append(figures)
                 for peer in peers:
                     cluster.drop(peer)
-        phases = _phases(cluster)
+        phases, ring_bytes = _phases(cluster), cluster.ring_bytes
     return document(
         "table",
         options,
@@ -127,6 +127,7 @@ def measure(options: Options) -> dict[str, Any]:
         memory={"ranks": ranks, **footprints},
         idle_cpu_percent=idle,
         phases=phases,
+        ring_bytes=ring_bytes,
     )
 
 
@@ -266,7 +267,14 @@ def _memory_grid(document: dict[str, Any]) -> Grid:
         for name, of in document["memory"].items()
         if name != "ranks"
     ]
-    rows.append(("ring (both map it)", megabytes(document["shape"]["ring_bytes"]), "", ""))
+    rows.append(
+        (
+            "ring (both map it)",
+            megabytes(document.get("ring_bytes") or document["shape"]["ring_bytes"]),
+            "",
+            "",
+        )
+    )
     for peer, of in document["memory"]["ranks"].items():
         cpu = f"{idle['trainer']:.2f}" if peer == "holdfast" else ""
         rows.append(

@@ -50,7 +50,7 @@ def note(stager: StagerClient) -> str:
     """What the flusher says when it has done; all that it has said before is of no use."""
     deadline = time.monotonic() + 60
     while True:
-        said = [message.fields["note"] for message in stager.heard if message.kind == "grown"]
+        said: list[str] = [message.fields["note"] for message in stager.heard if message.kind == "grown"]
         if any(said):
             return next(text for text in said if text)
         assert time.monotonic() < deadline
