@@ -28,12 +28,14 @@ from flusher.service import FlusherService
 from flusher.tenure import Instance, Tenure
 from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
+from holdfast.checkpoints.catalog import Catalog
 from holdfast.checkpoints.intents import clear_intents
 from holdfast.checkpoints.publish import writer_attempt
 from holdfast.checkpoints.slice_sets import is_slice_upload
 from holdfast.config import FlusherConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolError
 from holdfast.faultpoint import Point, reach
+from holdfast.image.chunk_size import chunk_bytes_for
 from holdfast.image.manifest import Key
 from holdfast.ring.directory import make_private_directory, runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
@@ -100,7 +102,7 @@ def live(config: FlusherConfig, ready: Callable[[dict[str, Any]], None]) -> None
                 found.close()
             raise
         ring = held.enter_context(
-            _ring(directory, config, tenure.attempt, found, lambda: service.leaves_ring)
+            _ring(directory, config, store, tenure.attempt, found, lambda: service.leaves_ring)
         )
         room = held.enter_context(RingRoom(ring, inbox, grows=config.ring_bytes is None))
         held.enter_context(serve_metrics(config, events, ring=ring, store=store))
@@ -143,17 +145,23 @@ def _instance(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ring(
-    directory: Path, config: FlusherConfig, attempt: int, found: Ring | None, is_left: Callable[[], bool]
+    directory: Path,
+    config: FlusherConfig,
+    store: Store,
+    attempt: int,
+    found: Ring | None,
+    is_left: Callable[[], bool],
 ) -> Iterator[Ring]:
     """The ring that was found, or a new one. Removed when all is done; kept when it is left, or this flusher fails."""
     if found is None:
         Ring.remove(directory)
+        chunk_bytes = config.chunk_bytes or chunk_bytes_for(_newest_image_bytes(store), config.ring_bytes)
         found = Ring.create(
             directory,
-            chunk_bytes=config.chunk_bytes,
-            ring_chunks=config.ring_chunks,
+            chunk_bytes=chunk_bytes,
+            ring_chunks=config.ring_chunks(chunk_bytes),
             attempt=attempt,
-            room_chunks=_room_chunks(directory, config),
+            room_chunks=0 if config.ring_bytes is not None else _most_bytes(directory) // chunk_bytes,
         )
     with found as ring:
         try:
@@ -165,13 +173,11 @@ def _ring(
         Ring.remove(directory)
 
 
-def _room_chunks(directory: Path, config: FlusherConfig) -> int:
-    """How many slots the ring may grow to; 0: it keeps its size."""
-    if config.ring_bytes is not None:
-        return 0
+def _most_bytes(directory: Path) -> int:
+    """What a ring there could have if nothing else were there."""
     make_private_directory(directory)
     found = os.statvfs(directory)
-    return found.f_blocks * found.f_frsize // config.chunk_bytes
+    return found.f_blocks * found.f_frsize
 
 
 def _close_store(store: Store) -> None:
@@ -194,9 +200,17 @@ def _find_ring(directory: Path, events: EventLog) -> Ring | None:
 
 
 def _fits(ring: Ring, config: FlusherConfig) -> bool:
-    if config.ring_bytes is None:
-        return ring.chunk_bytes == config.chunk_bytes
-    return (ring.chunk_bytes, ring.ring_chunks) == (config.chunk_bytes, config.ring_chunks)
+    """What nobody has set is as it is found."""
+    chunks_fit = config.chunk_bytes in (None, ring.chunk_bytes)
+    return chunks_fit and (
+        config.ring_bytes is None or config.ring_chunks(ring.chunk_bytes) == ring.ring_chunks
+    )
+
+
+def _newest_image_bytes(store: Store) -> int | None:
+    """The size of the run's newest checkpoint whose manifest can be read; None: there is none."""
+    items = Catalog(store).newest_first()
+    return next((item.manifest.image_bytes for item in items if item.manifest is not None), None)
 
 
 def _clean_store(store: Store, attempt: int, wanted: list[Progress], events: EventLog) -> None:

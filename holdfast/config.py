@@ -249,6 +249,7 @@ class _RingConfig(RoleConfig):
         create: Make the directories above the run's own, too. Without it a path whose parent directory does not exist
             is refused, because its file system may not be mounted.
         chunk_bytes: Size of the chunks in which a checkpoint is sent and written, such as 16MiB; a multiple of 4096.
+            None: 16MiB; and 64MiB in a new ring of a run whose newest checkpoint has 100 GB or more.
         ring_bytes: Shared memory for checkpoints on their way to the store, such as 4GiB; at least 8 chunks. A larger
             checkpoint streams through it. None: 256 MiB at first, and room for two checkpoints as soon as their size
             is known, as far as half of the memory that is free then reaches.
@@ -278,7 +279,7 @@ class _RingConfig(RoleConfig):
 
     store: _StoreUrl
     create: bool = False
-    chunk_bytes: _ChunkBytes = CHUNK_BYTES
+    chunk_bytes: _ChunkBytes | None = None
     ring_bytes: _Size | None = None
     keep_last: _Count = 3
     keep_every: _Count = 0
@@ -297,8 +298,10 @@ class _RingConfig(RoleConfig):
     @field_validator("ring_bytes", mode="after")
     @classmethod
     def _ring_holds_enough_chunks(cls, value: int | None, info: ValidationInfo) -> int | None:
-        chunk_bytes = info.data.get("chunk_bytes")
-        if value is not None and chunk_bytes is not None and value < RING_CHUNKS_MIN * chunk_bytes:
+        if value is None or "chunk_bytes" not in info.data:
+            return value
+        chunk_bytes = info.data["chunk_bytes"] or CHUNK_BYTES
+        if value < RING_CHUNKS_MIN * chunk_bytes:
             least = RING_CHUNKS_MIN * chunk_bytes
             raise ValueError(
                 f"at least {least} bytes, which is {RING_CHUNKS_MIN} chunks of {chunk_bytes} bytes"
@@ -327,12 +330,11 @@ class _RingConfig(RoleConfig):
             return said
         return 0 if "keep_last" in self.model_fields_set else default
 
-    @property
-    def ring_chunks(self) -> int:
-        """Number of whole chunks that fit into the ring when it is made."""
+    def ring_chunks(self, chunk_bytes: int) -> int:
+        """Number of whole chunks of this size that fit into the ring when it is made."""
         if self.ring_bytes is not None:
-            return self.ring_bytes // self.chunk_bytes
-        return max(RING_CHUNKS_MIN, RING_BYTES // self.chunk_bytes)
+            return self.ring_bytes // chunk_bytes
+        return max(RING_CHUNKS_MIN, RING_BYTES // chunk_bytes)
 
 
 class StagerConfig(_RingConfig):

@@ -90,7 +90,7 @@ def attach(config: StagerConfig, *, held: Flusher | None = None) -> Flusher:
         attempt = 0 if held is None else held.attempt
         channel.send("hello", version=ipc.VERSION, pid=os.getpid(), attempt=attempt)
         welcome = _await_welcome(channel, deadline)
-        if welcome["chunk_bytes"] != config.chunk_bytes:
+        if config.chunk_bytes is not None and welcome["chunk_bytes"] != config.chunk_bytes:
             _log.warning(
                 "the flusher that serves this run has chunks of %d bytes, so the setting chunk_bytes = %d is not used",
                 welcome["chunk_bytes"],
@@ -183,7 +183,7 @@ def _arguments(config: StagerConfig) -> list[str]:
     arguments = [
         *("--store", config.store),
         "--create" if config.create else "--no-create",
-        *("--chunk-bytes", str(config.chunk_bytes)),
+        *(() if config.chunk_bytes is None else ("--chunk-bytes", str(config.chunk_bytes))),
         *(() if config.ring_bytes is None else ("--ring-bytes", str(config.ring_bytes))),
         *("--keep-last", str(config.keep_last)),
         *("--keep-every", str(config.keep_every)),

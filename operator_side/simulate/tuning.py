@@ -8,11 +8,12 @@ image, rates, the stager's memory ─► ring, machine                     trace
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import ConfigError
+from holdfast.image.chunk_size import LARGE_IMAGE_BYTES, chunk_bytes_for
 from holdfast.policy.advice import Advice, Hazard, advise
 from holdfast.policy.cost import best_in_flight
 from operator_side.simulate.profiles import Measured, TrainingProfile
@@ -279,8 +280,12 @@ def _sized(question: Question, measured: Measured, cycle_seconds: float) -> tupl
             *notes,
             "ring_bytes is not set: give the memory of the stager's machine with --stager-memory.",
         ]
+    shape = replace(shape, chunk_bytes=chunk_bytes_for(image, memory))
     ring = best_ring(shape, in_rate=in_rate, out_rate=out_rate, memory_bytes=memory)
-    return [Setting("stager", "ring_bytes", _size(ring.ring_bytes), _ring_why(ring, image, memory))], notes
+    return [
+        Setting("stager", "ring_bytes", _size(ring.ring_bytes), _ring_why(ring, image, memory)),
+        Setting("stager", "chunk_bytes", _size(shape.chunk_bytes), _chunk_why(shape)),
+    ], notes
 
 
 def _too_slow(image: int, cycle_seconds: float, name: str, rate: float) -> str:
@@ -311,6 +316,14 @@ def _ring_why(ring: RingSize, image: int, memory: int) -> str:
         0: f"less than a checkpoint of {image / 1e9:.4g} GB, which streams through the ring; more does not fit",
     }[ring.images]
     return f"With {memory / _GIB:.4g} GiB of memory, {what}. Staged after {ring.staged_seconds:.3g} s."
+
+
+def _chunk_why(shape: Shape) -> str:
+    chunks = -(-shape.image_bytes // shape.chunk_bytes)
+    return (
+        f"A checkpoint of {shape.image_bytes / 1e9:.4g} GB is {chunks:,} chunks. Where it is not set, a run whose "
+        f"newest checkpoint has {LARGE_IMAGE_BYTES // 10**9} GB or more starts with 64MiB, all others with 16MiB."
+    )
 
 
 # -- text ------------------------------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ def write_toml(text: str) -> None:
 
 def test_defaults() -> None:
     stager = StagerConfig(store="/run")
-    assert (stager.chunk_bytes, stager.ring_bytes, stager.ring_chunks) == (16 * MIB, None, 16)
-    assert StagerConfig(store="/run", chunk_bytes=64 * MIB).ring_chunks == RING_CHUNKS_MIN
+    assert (stager.chunk_bytes, stager.ring_bytes) == (None, None)
+    assert [stager.ring_chunks(chunk * MIB) for chunk in (4, 16, 64)] == [64, 16, RING_CHUNKS_MIN]
     assert (stager.keep_last, stager.keep_every, stager.verify, stager.linger, stager.writers) == (
         3,
         0,
@@ -209,7 +209,7 @@ def test_bounds_of_the_interval_are_checked(field: str, value: str, monkeypatch:
 
 def test_the_ring_holds_at_least_eight_chunks() -> None:
     least = RING_CHUNKS_MIN * 16 * MIB
-    assert StagerConfig.from_sources(store="s", ring_bytes=least).ring_chunks == RING_CHUNKS_MIN
+    assert StagerConfig.from_sources(store="s", ring_bytes=least).ring_chunks(16 * MIB) == RING_CHUNKS_MIN
     with pytest.raises(
         ConfigError,
         match=f"ring_bytes: expected at least {least} bytes, which is 8 chunks of {16 * MIB} bytes",
@@ -221,8 +221,8 @@ def test_the_ring_is_checked_against_chunks_from_another_source(monkeypatch: pyt
     monkeypatch.setenv("HOLDFAST_CHUNK_BYTES", "256MiB")
     with pytest.raises(ConfigError, match="ring_bytes"):
         FlusherConfig.from_sources(store="s", ring_bytes="1GiB")
-    assert FlusherConfig(store="s").ring_chunks == 8
-    assert FlusherConfig.from_sources(store="s", ring_bytes="2GiB").ring_chunks == 8
+    assert FlusherConfig(store="s").ring_chunks(256 * MIB) == 8
+    assert FlusherConfig.from_sources(store="s", ring_bytes="2GiB").ring_chunks(256 * MIB) == 8
 
 
 @pytest.mark.parametrize("value", ["1000", "0", "2GiB", "4097"])

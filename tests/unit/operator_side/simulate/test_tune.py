@@ -183,6 +183,19 @@ def test_the_stagers_machine_is_named_or_judged(run: Any, tmp_path: Path) -> Non
     assert "expected one of c7gn.4xlarge" in run(*asked, "--stager-type", "t3.nano")[2]
 
 
+def test_the_size_of_chunks_is_said(run: Any, tmp_path: Path) -> None:
+    asked = ("--mtbf-hours", "2", "--profile", _profile(tmp_path), "--stager-memory", "512GiB")
+    for size, chunk, said in (
+        ("50MB", "16MiB", "3"),
+        ("20GB", "16MiB", "1,193"),
+        ("120GB", "64MiB", "1,789"),
+    ):
+        code, out, _ = run(*asked, "--image-size", size)
+        assert code == 0
+        assert tomllib.loads(out)["stager"]["chunk_bytes"] == chunk
+        assert f"is {said} chunks" in _said(out)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
