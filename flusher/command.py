@@ -6,6 +6,7 @@ Prints one line of JSON on stdout when stagers may connect, `{"ready": true, "di
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -22,6 +23,7 @@ from holdfast.errors import HoldfastError
 from holdfast.faultpoint import identify
 from holdfast.process import yield_to_training
 
+_OBJECTS_BETWEEN_SEARCHES = 200_000
 _log = logging.getLogger("holdfast.flusher")
 
 
@@ -74,6 +76,9 @@ def flusher(**arguments: Any) -> None:
         identify("flusher")
         config = FlusherConfig.from_sources(**arguments)
         yield_to_training(config.niceness)
+        # A manifest is some objects for each tensor, none of them in a cycle: of tens of thousands of tensors half the
+        # time would be spent on looking through them for garbage.
+        gc.set_threshold(_OBJECTS_BETWEEN_SEARCHES)
         live(config, ready)
     except HoldfastError as error:
         _log.error("%s", error)

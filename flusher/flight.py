@@ -68,25 +68,30 @@ class Flight:
         """The CRCs of a chunk's segments are known; give the chunks whose CRC fields waited for an entry in it."""
         index, freed = self.index, []
         self.segment_crcs[chunk] = crcs
-        for segment in index.layout.segments(chunk):
-            if segment.entry is None:
+        for (_, _, entry), crc in zip(index.layout.segments(chunk), crcs, strict=True):
+            if entry is None:
                 continue
-            self.entry_left[segment.entry] -= 1
-            if self.entry_left[segment.entry] == 0:
-                self.entry_crcs[segment.entry] = combine_all(
-                    (self.segment_crcs[at][number], index.layout.segments(at)[number].nbytes)
-                    for at, number in index.places[segment.entry]
+            self.entry_left[entry] -= 1
+            if self.entry_left[entry] == 0:
+                places = index.places[entry]
+                self.entry_crcs[entry] = (
+                    crc
+                    if len(places) == 1
+                    else combine_all(
+                        (self.segment_crcs[at][number], index.layout.segments(at)[number].nbytes)
+                        for at, number in places
+                    )
                 )
-                for waiting in index.waiting[segment.entry]:
+                for waiting in index.waiting[entry]:
                     self.chunk_left[waiting] -= 1
-                    freed.append(waiting)
+                freed += index.waiting[entry]
         return freed
 
     def finish_chunk(self, chunk: int) -> None:
         """All of a chunk is as it will stand in the file."""
         segments = self.index.layout.segments(chunk)
         self.chunk_crcs[chunk] = combine_all(
-            (crc, segment.nbytes) for crc, segment in zip(self.segment_crcs[chunk], segments, strict=True)
+            zip(self.segment_crcs[chunk], [nbytes for _, nbytes, _ in segments], strict=True)
         )
 
     def is_written(self, chunk: int) -> bool:

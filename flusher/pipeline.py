@@ -279,16 +279,14 @@ class Pipeline:
         if chunk not in flight.segment_crcs or flight.chunk_left[chunk] or flight.is_written(chunk):
             return []  # written: by a dead flusher, before the chunk with the entry was
         index = flight.index
-        if not index.fields[chunk]:
+        fields = index.fields[chunk]
+        if not fields:
             return self._finish_chunk(flight, chunk)
-        values: list[tuple[int, bytes]] = []
-        for part in index.fields[chunk]:
-            crc = flight.entry_crcs[part.entry]
-            assert crc is not None, "chunk_left counts the entries that are not known"
-            values.append((part.offset, crc.to_bytes(4, "little")[part.first : part.first + part.nbytes]))
-        slots, touched = (flight.slots[chunk],), index.patched[chunk]
-        verified = tuple(flight.segment_crcs[chunk][number] for number in touched)
-        return self._start(flight, [Patch(flight.key, slots, chunk, tuple(values), touched, verified, index)])
+        crcs = tuple(map(flight.entry_crcs.__getitem__, fields.entries))
+        known = tuple(crc for crc in crcs if crc is not None)
+        assert len(known) == len(crcs), "chunk_left counts the entries that are not known"
+        verified = tuple(map(flight.segment_crcs[chunk].__getitem__, fields.segments))
+        return self._start(flight, [Patch(flight.key, (flight.slots[chunk],), chunk, known, verified, index)])
 
     def _finish_chunk(self, flight: Flight, chunk: int) -> list[Action]:
         flight.finish_chunk(chunk)

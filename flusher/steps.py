@@ -148,14 +148,13 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Write `(offset in the chunk, bytes)`, and CRC the segments `touched`. Answer: `Patched`."""
+    """Fill the CRC fields, and CRC the segments that they lie in. Answer: `Patched`."""
 
     key: Key
     slots: tuple[int, ...]  # one
     chunk: int
-    values: tuple[tuple[int, bytes], ...]
-    touched: tuple[int, ...]
-    verified_crcs: tuple[int, ...]  # of these segments, their fields zero
+    entry_crcs: tuple[int, ...]  # for the fields: see `holdfast.image.index.ChunkFields.entries`
+    verified_crcs: tuple[int, ...]  # of its `segments`, their fields zero
     index: LayoutIndex
 
 

@@ -372,7 +372,7 @@ class Upkeep:
     def _remove_one(self, name: str, one: StoredStep) -> bool:
         """Remove a checkpoint, if it is still the write that is meant."""
         try:
-            manifest = Manifest.from_bytes(self._store.read(name), source=name)
+            manifest = Manifest.head_from_bytes(self._store.read(name), source=name)
         except (DamageError, StoreMissing) as error:
             _log.warning("not removed: %s", error)
             return False

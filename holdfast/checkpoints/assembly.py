@@ -60,8 +60,7 @@ class _Verify:
 class _Patch:
     key: Key
     chunk: int
-    values: tuple[tuple[int, bytes], ...]
-    touched: tuple[int, ...]
+    entry_crcs: tuple[int, ...]
     verified_crcs: tuple[int, ...]
     index: LayoutIndex
 
@@ -105,19 +104,10 @@ class ChunkFinisher:
                 self._entry_crcs[segment.entry] = combine(
                     self._entry_crcs[segment.entry], crc, segment.nbytes
                 )
-        if self.index.fields[chunk]:
-            values = tuple(
-                (
-                    part.offset,
-                    self._entry_crcs[part.entry].to_bytes(4, "little")[part.first : part.first + part.nbytes],
-                )
-                for part in self.index.fields[chunk]
-            )
-            touched = self.index.patched[chunk]
-            verified = tuple(crcs[number] for number in touched)
-            for number, crc in patch_chunk(
-                memory, _Patch(self._key, chunk, values, touched, verified, self.index)
-            ):
+        if fields := self.index.fields[chunk]:
+            known = tuple(map(self._entry_crcs.__getitem__, fields.entries))
+            verified = tuple(map(crcs.__getitem__, fields.segments))
+            for number, crc in patch_chunk(memory, _Patch(self._key, chunk, known, verified, self.index)):
                 crcs[number] = crc
         total = combine_all((crc, segment.nbytes) for segment, crc in zip(segments, crcs, strict=True))
         self._chunk_crcs.append(total)

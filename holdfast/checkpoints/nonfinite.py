@@ -6,6 +6,7 @@ finite. So the bytes are looked at as whole numbers, and no format has to be kno
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy as np
 from holdfast.image.manifest import NONFINITE_NAMED_MAX, Manifest, NonfiniteRecord
 
 _BLOCK_VALUES = 1 << 16  # what is computed of them stays in the cache of one core
+_LARGE_BYTES = 1 << 15  # runs of so many bytes are looked at one by one
+_DENSE = 4  # as long as so much of the bytes, one part in four, lies in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,31 @@ def count_nonfinite(data: memoryview, this: FloatFormat) -> int:
         exponents = np.bitwise_and(block, mask, out=masked[: len(block)])
         count += int(np.count_nonzero(exponents == mask))
     return count
+
+
+def count_nonfinite_of_each(
+    data: memoryview, runs: Sequence[tuple[int, int]], this: FloatFormat
+) -> list[int]:
+    """The same of each run of bytes of `data`, which do not overlap: begin and end, ascending.
+
+    Where they are many and small, all that lies between the first and the last is looked at in one go, and what is not
+    finite in none of them does not count.
+    """
+    first, last = runs[0][0], runs[-1][1]
+    begins, ends = np.array(runs, np.int64).T
+    is_dense = (ends - begins).sum() * _DENSE >= last - first
+    if (last - first) // len(runs) >= _LARGE_BYTES or not is_dense or ((begins - first) % this.nbytes).any():
+        return [count_nonfinite(data[begin:end], this) for begin, end in runs]
+    counts = np.zeros(len(runs), np.int64)
+    values = np.frombuffer(data, f"<u{this.nbytes}", (last - first) // this.nbytes, first)
+    mask = values.dtype.type(this.mask)
+    for begin in range(0, len(values), _BLOCK_VALUES):
+        block = values[begin : begin + _BLOCK_VALUES]
+        found = first + (begin + np.flatnonzero((block & mask) == mask)) * this.nbytes
+        if found.size:
+            of_run = np.searchsorted(begins, found, side="right") - 1
+            counts += np.bincount(of_run[found + this.nbytes <= ends[of_run]], minlength=len(runs))
+    return counts.tolist()
 
 
 def nonfinite_record(manifest: Manifest, counts: dict[int, int]) -> NonfiniteRecord:

@@ -12,13 +12,11 @@ from typing import Any, Protocol
 
 from holdfast.errors import BusyError, DamageError, StoreError, StoreMissing
 from holdfast.image.index import LayoutIndex
-from holdfast.image.layout import Layout
 from holdfast.image.manifest import (
     EntryRecord,
     Key,
     Manifest,
     State,
-    TensorRecord,
     manifest_name,
     step_file_name,
 )
@@ -232,21 +230,7 @@ def build_manifest(
             EntryRecord(name=entry.name, offset=entry.offset, nbytes=entry.nbytes, crc32=crc)
             for entry, crc in zip(layout.entries, job.entry_crc32s, strict=True)
         ),
-        tensors=tuple(
-            TensorRecord(
-                path=tensor.path,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                entry=tensor.entry,
-                split=_split_of(layout, tensor.entry),
-            )
-            for tensor in layout.tensors
-        ),
+        tensors=job.index.tensor_records,
         splits=tuple(map(SplitRecord.of, layout.patterns[:SPLITS_MAX])),
         record={**record, facts.writer: dict(writer_record)},
     )
-
-
-def _split_of(layout: Layout, entry: int) -> int | None:
-    number = layout.pattern_number(layout.entries[entry])
-    return None if number is None or number >= SPLITS_MAX else number

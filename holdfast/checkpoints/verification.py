@@ -24,11 +24,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from holdfast import crc
-from holdfast.checkpoints.nonfinite import FloatFormat, count_nonfinite, float_formats, nonfinite_record
+from holdfast.checkpoints.nonfinite import (
+    FloatFormat,
+    count_nonfinite_of_each,
+    float_formats,
+    nonfinite_record,
+)
 from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import EntryRecord, Manifest, NonfiniteRecord
 from holdfast.ring.pages import direct_window
@@ -175,17 +180,20 @@ def verify_file(
     )
 
 
-class _Sum(NamedTuple):
-    """CRC-32 of a run of bytes of one chunk that belongs to one entry (or to none).
+class _ChunkSums(NamedTuple):
+    """What was found in one chunk, run by run: a run of bytes belongs to one entry, or to none.
 
     Attributes:
-        nonfinite: How many of its numbers are not finite; None: it has no floating ones, or cuts one in two.
+        entries: Of each run. `crc32s`: its CRC-32. `sizes`: its bytes.
+        crc32: Of the chunk.
+        nonfinite: Entry → how many of its numbers here are not finite, if any are; None: a read has cut one in two.
     """
 
-    entry: int | None
+    entries: list[int | None]
+    crc32s: list[int]
+    sizes: list[int]
     crc32: int
-    nbytes: int
-    nonfinite: int | None
+    nonfinite: dict[int, int] | None
 
 
 def _chunk_bytes(manifest: Manifest, chunk: int) -> int:
@@ -194,7 +202,7 @@ def _chunk_bytes(manifest: Manifest, chunk: int) -> int:
 
 def _chunk_sums(
     store: Store, manifest: Manifest, lanes: Lanes, buffer_bytes: int
-) -> Generator[list[_Sum], None, None]:
+) -> Generator[_ChunkSums, None, None]:
     """The sums of each chunk, in order, each computed in a lane of its own."""
     most_bytes = max(1, min(buffer_bytes, manifest.chunk_bytes, manifest.image_bytes))
     chunks = len(manifest.chunk_crc32s)
@@ -203,18 +211,18 @@ def _chunk_sums(
     formats = float_formats(manifest)
     requests = LanesUntilFailure()
 
-    def sums_of(chunk: int) -> list[_Sum]:
+    def sums_of(chunk: int) -> _ChunkSums:
         return requests.run(lanes, lambda lane: read(chunk, lane))
 
-    def read(chunk: int, lane: LaneUse) -> list[_Sum]:
+    def read(chunk: int, lane: LaneUse) -> _ChunkSums:
         with buffers.borrowed(lanes.width) as buffer:
-            sums = list(_sums(store, manifest, chunk, (bounds, formats), buffer))
+            sums = _sums(store, manifest, chunk, (bounds, formats), buffer)
             lane.nbytes = _chunk_bytes(manifest, chunk)
-            if _combined(sums) == manifest.chunk_crc32s[chunk]:
+            if sums.crc32 == manifest.chunk_crc32s[chunk]:
                 return sums
             # A byte may have changed on its way here only: what lies in the store is the same every time.
-            again = list(_sums(store, manifest, chunk, (bounds, formats), buffer))
-            if _combined(again) == manifest.chunk_crc32s[chunk]:
+            again = _sums(store, manifest, chunk, (bounds, formats), buffer)
+            if again.crc32 == manifest.chunk_crc32s[chunk]:
                 _log.warning(
                     "%s: chunk %d was read wrong once and right the next time: the path from the store damages bytes",
                     manifest.file,
@@ -252,27 +260,32 @@ class _Buffers:
         self._free.append(buffer)
 
 
-def _combined(sums: Sequence[_Sum]) -> int:
-    return crc.combine_all((s.crc32, s.nbytes) for s in sums)
-
-
 class _Bounds:
-    """Finds the entry to which a byte belongs, and the end of that entry. Entries without bytes are left out."""
+    """Finds the entries to which bytes belong. Entries without bytes are left out."""
 
     def __init__(self, entries: Sequence[EntryRecord]) -> None:
-        self._filled = [(index, entry) for index, entry in enumerate(entries) if entry.nbytes]
-        self._starts = [entry.offset for _, entry in self._filled]
+        self._filled = [
+            (index, entry.offset, entry.offset + entry.nbytes)
+            for index, entry in enumerate(entries)
+            if entry.nbytes
+        ]
+        self._starts = [start for _, start, _ in self._filled]
 
-    def at(self, offset: int, limit: int) -> tuple[int | None, int]:
-        """The entry of byte `offset`, and the end of the run, at most `limit`."""
-        following = bisect.bisect_right(self._starts, offset)
-        if following:
-            index, entry = self._filled[following - 1]
-            if offset < entry.offset + entry.nbytes:
-                return index, min(limit, entry.offset + entry.nbytes)
-        if following < len(self._starts):
-            limit = min(limit, self._starts[following])
-        return None, limit
+    def runs(self, offset: int, end: int) -> list[tuple[int | None, int, int]]:
+        """What the bytes from `offset` to `end` belong to, without gaps: an entry or None; first byte, end."""
+        found: list[tuple[int | None, int, int]] = []
+        first = max(0, bisect.bisect_right(self._starts, offset) - 1)
+        for index, start, stop in islice(self._filled, first, bisect.bisect_left(self._starts, end)):
+            if stop <= offset:
+                continue
+            if start > offset:
+                found.append((None, offset, start))
+                offset = start
+            found.append((index, offset, min(stop, end)))
+            offset = min(stop, end)
+        if offset < end:
+            found.append((None, offset, end))
+        return found
 
 
 def _sums(
@@ -281,26 +294,49 @@ def _sums(
     chunk: int,
     contents: tuple[_Bounds, Mapping[int, FloatFormat]],
     buffer: memoryview,
-) -> Iterator[_Sum]:
+) -> _ChunkSums:
     bounds, formats = contents
     offset = chunk * manifest.chunk_bytes
     end = offset + _chunk_bytes(manifest, chunk)
+    entries: list[int | None] = []
+    crc32s: list[int] = []
+    sizes: list[int] = []
+    nonfinite: dict[int, int] | None = {}
     while offset < end:
         part = buffer[: min(len(buffer), end - offset)]
         store.read_into(manifest.file, offset, part)
-        position = 0
-        while position < len(part):
-            entry, stop = bounds.at(offset + position, offset + len(part))
-            piece = part[position : stop - offset]
-            this = None if entry is None else formats.get(entry)
-            nonfinite = None
-            if entry is not None and this is not None:
-                # Files of holdfast cut no number in two: storages and reads begin at multiples of its size.
-                skipped = (offset + position - manifest.entries[entry].offset) % this.nbytes
-                nonfinite = count_nonfinite(piece, this) if not skipped else None
-            yield _Sum(entry, crc.crc32(piece), len(piece), nonfinite)
-            position += len(piece)
+        runs = bounds.runs(offset, offset + len(part))
+        entries += [entry for entry, _, _ in runs]
+        crc32s += crc.crc32_of_each([part[first - offset : stop - offset] for _, first, stop in runs])
+        sizes += [stop - first for _, first, stop in runs]
+        if nonfinite is not None:
+            nonfinite = _count(nonfinite, manifest, runs, formats, part)
         offset += len(part)
+    return _ChunkSums(entries, crc32s, sizes, crc.combine_all(zip(crc32s, sizes, strict=True)), nonfinite)
+
+
+def _count(
+    counted: dict[int, int],
+    manifest: Manifest,
+    runs: Sequence[tuple[int | None, int, int]],
+    formats: Mapping[int, FloatFormat],
+    part: memoryview,
+) -> dict[int, int] | None:
+    """Add the numbers of each run that are not finite; None: one was cut in two, and nothing is known."""
+    offset = runs[0][1]
+    by_format: dict[FloatFormat, list[tuple[int, int, int]]] = {}
+    for entry, first, stop in runs:
+        if entry is not None and (this := formats.get(entry)) is not None:
+            # Files of holdfast cut no number in two: storages and reads begin at multiples of its size.
+            if (first - manifest.entries[entry].offset) % this.nbytes:
+                return None
+            by_format.setdefault(this, []).append((entry, first - offset, stop - offset))
+    for this, those in by_format.items():
+        counts = count_nonfinite_of_each(part, [(first, stop) for _, first, stop in those], this)
+        for (entry, _, _), count in zip(those, counts, strict=True):
+            if count:
+                counted[entry] = counted.get(entry, 0) + count
+    return counted
 
 
 class _Found:
@@ -311,27 +347,22 @@ class _Found:
         self._image_crc32 = 0
         self._entry_crc32s = [0] * len(manifest.entries)
         self._bad_chunks: list[tuple[int, int]] = []
-        self._tensors = _Tensors(manifest)
-        self._formats = float_formats(manifest)
         self._nonfinite: dict[int, int] | None = {}
 
-    def add(self, chunk: int, sums: Sequence[_Sum]) -> None:
-        chunk_crc32 = _combined(sums)
-        self._image_crc32 = crc.combine(self._image_crc32, chunk_crc32, sum(s.nbytes for s in sums))
-        for s in sums:
-            if s.entry is not None:
-                self._entry_crc32s[s.entry] = crc.combine(self._entry_crc32s[s.entry], s.crc32, s.nbytes)
-                self._count(s, s.entry)
-        if chunk_crc32 != self._manifest.chunk_crc32s[chunk]:
-            self._bad_chunks.append((chunk, chunk_crc32))
-
-    def _count(self, found: _Sum, entry: int) -> None:
-        if self._nonfinite is None or entry not in self._formats:
-            return
-        if found.nonfinite is None:
+    def add(self, chunk: int, sums: _ChunkSums) -> None:
+        self._image_crc32 = crc.combine(self._image_crc32, sums.crc32, _chunk_bytes(self._manifest, chunk))
+        crc32s = self._entry_crc32s
+        for entry, crc32, nbytes in zip(sums.entries, sums.crc32s, sums.sizes, strict=True):
+            if entry is not None:
+                before = crc32s[entry]
+                crc32s[entry] = crc.combine(before, crc32, nbytes) if before else crc32
+        if sums.nonfinite is None:
             self._nonfinite = None
-        elif found.nonfinite:
-            self._nonfinite[entry] = self._nonfinite.get(entry, 0) + found.nonfinite
+        elif self._nonfinite is not None:
+            for entry, count in sums.nonfinite.items():
+                self._nonfinite[entry] = self._nonfinite.get(entry, 0) + count
+        if sums.crc32 != self._manifest.chunk_crc32s[chunk]:
+            self._bad_chunks.append((chunk, sums.crc32))
 
     def nonfinite(self) -> NonfiniteRecord | None:
         """Numbers that are not finite; None when a read has cut one in two."""
@@ -345,17 +376,20 @@ class _Found:
         bad_entries = {
             index for index, entry in enumerate(manifest.entries) if self._entry_crc32s[index] != entry.crc32
         }
+        if not bad_entries and not self._bad_chunks and self._image_crc32 == manifest.image_crc32:
+            return []
         found: list[Damage] = []
+        named = _Tensors(manifest)
         for chunk, got in self._bad_chunks:
             offset, nbytes = chunk * manifest.chunk_bytes, _chunk_bytes(manifest, chunk)
-            tensors = self._tensors.between(offset, offset + nbytes, only=bad_entries)
+            tensors = named.between(offset, offset + nbytes, only=bad_entries)
             found.append(
                 _crc_damage(f"chunk {chunk}", offset, nbytes, manifest.chunk_crc32s[chunk], got, tensors)
             )
         for index in sorted(bad_entries):
             entry = manifest.entries[index]
             offset, end = self._narrowed(entry)
-            tensors = self._tensors.of(index)
+            tensors = named.of(index)
             what, got = f"entry {entry.name}", self._entry_crc32s[index]
             found.append(_crc_damage(what, offset, end - offset, entry.crc32, got, tensors))
         if not found and self._image_crc32 != manifest.image_crc32:
@@ -423,10 +457,9 @@ def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         return [Damage("directory", 0, manifest.image_bytes, "a zip file", str(error))]
     found: list[Damage] = []
-    named = _Tensors(manifest)
+    named: _Tensors | None = None
     for index, entry in enumerate(manifest.entries):
         info = infos.get(entry.name)
-        expected = f"{entry.nbytes} bytes with CRC-32 {entry.crc32:08x}"
         if info is None:
             got = "no such entry"
         elif (info.CRC, info.file_size, info.compress_type) != (
@@ -437,6 +470,8 @@ def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
             got = f"{info.file_size} bytes with {info.CRC:08x}, compression {info.compress_type}"
         else:
             continue
+        expected = f"{entry.nbytes} bytes with CRC-32 {entry.crc32:08x}"
+        named = named or _Tensors(manifest)
         found.append(
             Damage(f"directory of {entry.name}", entry.offset, entry.nbytes, expected, got, named.of(index))
         )

@@ -6,13 +6,19 @@ that was patched by a flusher that died then is verified as it came, because the
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
-from holdfast.crc import combine, crc32
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.crc import combine, combine_all, crc32, crc32_of_each
 from holdfast.errors import DamageError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import Key
+
+_FIELD_BYTES = 4
 
 
 class Source(NamedTuple):
@@ -39,7 +45,12 @@ class VerifyJob(Protocol):
 
 
 class PatchJob(Protocol):
-    """A chunk to patch: the values and their places, the segments that they change, and the CRCs of these so far."""
+    """A chunk to patch: the CRCs for its fields, and those so far of the segments that they lie in.
+
+    Attributes:
+        entry_crcs: For each of `LayoutIndex.fields[chunk].entries`.
+        verified_crcs: Of each of its `segments`, their fields zero.
+    """
 
     @property
     def key(self) -> Key: ...
@@ -48,10 +59,7 @@ class PatchJob(Protocol):
     def chunk(self) -> int: ...
 
     @property
-    def values(self) -> tuple[tuple[int, bytes], ...]: ...
-
-    @property
-    def touched(self) -> tuple[int, ...]: ...
+    def entry_crcs(self) -> tuple[int, ...]: ...
 
     @property
     def verified_crcs(self) -> tuple[int, ...]: ...
@@ -75,14 +83,33 @@ def verify_chunk(memory: memoryview, job: VerifyJob) -> tuple[int, ...]:
     """
     layout, chunk = job.index.layout, job.chunk
     base = chunk * layout.chunk_bytes
-    for part in job.index.fields[chunk]:
-        _put(memory, part.offset, bytes(part.nbytes))
-    crcs: list[int] = []
+    fields = job.index.fields[chunk]
+    _put(memory, fields.whole, 0)
+    for part in fields.cut:
+        memory[part.offset : part.offset + part.nbytes] = bytes(part.nbytes)
+    segments = layout.segments(chunk)
+    crcs = crc32_of_each([memory[offset - base : offset - base + nbytes] for offset, nbytes, _ in segments])
+    if len(job.sources) == 1 and layout.senders(chunk) == (job.sources[0].rank,):
+        total = combine_all(zip(crcs, [nbytes for _, nbytes, _ in segments], strict=True))
+        by_rank = {job.sources[0].rank: total}
+    else:
+        by_rank = _crc_of_each_sender(memory, job, crcs)
+    for source in job.sources:
+        if by_rank[source.rank] != source.crc32:
+            raise DamageError(
+                f"{job.key}: chunk {chunk} from rank {source.rank}: CRC-32 {by_rank[source.rank]:#010x}, the rank "
+                f"sent {source.crc32:#010x}; the chunk was damaged on the way or in the ring; it holds "
+                f"{job.index.contents(chunk, source.rank)}"
+            )
+    return crcs
+
+
+def _crc_of_each_sender(memory: memoryview, job: VerifyJob, crcs: Sequence[int]) -> dict[int, int]:
+    """Of each rank that sends into the chunk, the CRC of its frame."""
+    layout, chunk = job.index.layout, job.chunk
+    base = chunk * layout.chunk_bytes
     by_rank = {source.rank: 0 for source in job.sources}
-    for segment in layout.segments(chunk):
-        offset = segment.offset - base
-        crc = crc32(memory[offset : offset + segment.nbytes])
-        crcs.append(crc)
+    for segment, crc in zip(layout.segments(chunk), crcs, strict=True):
         senders = (
             layout.split_senders(segment) if layout.is_split(segment) else [layout.sender(chunk, segment)]
         )
@@ -94,14 +121,7 @@ def verify_chunk(memory: memoryview, job: VerifyJob) -> tuple[int, ...]:
             assert own is not None, "it sends something"
             for extent in own.extents:
                 by_rank[rank] = crc32(memory[extent.offset - base : extent.end - base], by_rank[rank])
-    for source in job.sources:
-        if by_rank[source.rank] != source.crc32:
-            raise DamageError(
-                f"{job.key}: chunk {chunk} from rank {source.rank}: CRC-32 {by_rank[source.rank]:#010x}, the rank "
-                f"sent {source.crc32:#010x}; the chunk was damaged on the way or in the ring; it holds "
-                f"{job.index.contents(chunk, source.rank)}"
-            )
-    return tuple(crcs)
+    return by_rank
 
 
 def patch_chunk(memory: memoryview, job: PatchJob) -> tuple[tuple[int, int], ...]:
@@ -113,34 +133,54 @@ def patch_chunk(memory: memoryview, job: PatchJob) -> tuple[tuple[int, int], ...
     Raises:
         DamageError: naming the chunk; a segment is no longer what was verified.
     """
-    layout = job.index.layout
-    base = job.chunk * layout.chunk_bytes
-    segments = layout.segments(job.chunk)
-    ordered = sorted(job.values)
-    offsets = [offset for offset, _ in ordered]
-    changed: list[tuple[int, int]] = []
-    for index, verified in zip(job.touched, job.verified_crcs, strict=True):
-        first = segments[index].offset - base
-        end = first + segments[index].nbytes
-        copy = bytearray(memory[first:end])
-        inside = ordered[bisect_left(offsets, first) : bisect_left(offsets, end)]
-        values = [(offset - first, value) for offset, value in inside]
-        for at, value in values:
-            copy[at : at + len(value)] = bytes(len(value))
-        found = crc32(copy)
+    layout, fields = job.index.layout, job.index.fields[job.chunk]
+    base, segments = job.chunk * layout.chunk_bytes, layout.segments(job.chunk)
+    touched = [*map(segments.__getitem__, fields.segments)]
+    bounds = [(offset - base, offset - base + nbytes) for offset, nbytes, _ in touched]
+    # One copy of all of them, one behind the other, and where each field lies in it.
+    copy = bytearray().join([memory[first:end] for first, end in bounds])
+    begins = [0, *accumulate([nbytes for _, nbytes, _ in touched])]
+    pieces = memoryview(copy)
+    copied = [pieces[begin:end] for begin, end in pairwise(begins)]
+    firsts = np.array([first for first, _ in bounds], np.int64)
+    moved_by = firsts - np.array(begins[:-1], np.int64)
+
+    def in_copy(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return offsets - moved_by[np.searchsorted(firsts, offsets, side="right") - 1]
+
+    values = [crc.to_bytes(_FIELD_BYTES, "little") for crc in job.entry_crcs[fields.whole.size :]]
+    whole, crcs = in_copy(fields.whole), np.array(job.entry_crcs[: fields.whole.size], np.uint32)
+    cut = [
+        (at, part.offset, value[part.first : part.first + part.nbytes])
+        for at, part, value in zip(
+            in_copy(np.array([part.offset for part in fields.cut], np.int64)).tolist(),
+            fields.cut,
+            values,
+            strict=True,
+        )
+    ]
+    _put(pieces, whole, 0)
+    for at, _, value in cut:
+        pieces[at : at + len(value)] = bytes(len(value))
+    for (first, end), found, verified in zip(bounds, crc32_of_each(copied), job.verified_crcs, strict=True):
         if found != verified:
             raise DamageError(
                 f"{job.key}: chunk {job.chunk}: bytes {first} to {end} have CRC-32 {found:#010x}, and had "
                 f"{verified:#010x} when they were verified; they were damaged in the ring since then: test the memory "
                 "of this machine"
             )
-        for at, value in values:
-            copy[at : at + len(value)] = value
-        changed.append((index, crc32(copy)))
-    for offset, value in job.values:
-        _put(memory, offset, value)
-    return tuple(changed)
+    _put(pieces, whole, crcs)
+    for at, _, value in cut:
+        pieces[at : at + len(value)] = value
+    changed = tuple(zip(fields.segments, crc32_of_each(copied), strict=True))
+    _put(memory, fields.whole, crcs)
+    for _, offset, value in cut:
+        memory[offset : offset + len(value)] = value
+    return changed
 
 
-def _put(memory: memoryview, offset: int, value: bytes) -> None:
-    memory[offset : offset + len(value)] = value
+def _put(memory: memoryview, offsets: npt.NDArray[np.int64], values: npt.NDArray[np.uint32] | int) -> None:
+    """Write one value of four bytes at each of these offsets, wherever they begin."""
+    if offsets.size:
+        places = len(memory) - _FIELD_BYTES + 1
+        np.ndarray((places,), "<u4", memory, strides=(1,))[offsets] = values

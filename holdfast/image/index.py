@@ -7,10 +7,17 @@ chunk, so it is kept in parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from holdfast.image.layout import Layout
+from holdfast.image.manifest import TensorRecord
+from holdfast.image.split_record import SPLITS_MAX
 
 _FIELD_BYTES = 4
 _NAMES_SHOWN = 5
@@ -31,16 +38,35 @@ class FieldPart(NamedTuple):
     entry: int
 
 
+class ChunkFields:
+    """The CRC fields in one chunk.
+
+    Attributes:
+        whole: Where those begin that lie in it with all their bytes, ascending. `cut`: the others.
+        entries: The entry whose CRC each states: first of the whole ones, then of the cut ones.
+        segments: The indices of the segments that they lie in, ascending.
+    """
+
+    def __init__(self, parts: Sequence[FieldPart], segments: Sequence[int]) -> None:
+        whole = sorted((part.offset, part.entry) for part in parts if part.nbytes == _FIELD_BYTES)
+        self.whole: npt.NDArray[np.int64] = np.array([offset for offset, _ in whole], np.int64)
+        self.cut = tuple(part for part in parts if part.nbytes < _FIELD_BYTES)
+        self.entries = (*(entry for _, entry in whole), *(part.entry for part in self.cut))
+        self.segments = tuple(segments)
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+
 class LayoutIndex:
     """Lookups over one layout. Immutable after construction; may be read from any thread.
 
     Attributes:
         layout: The layout.
-        fields: Per chunk, the parts of CRC fields in it.
+        fields: Per chunk, the CRC fields in it.
         needs: Per chunk, the entries whose CRC must be known before it can be written.
         waiting: Per entry, the chunks that hold its CRC fields.
         places: Per entry, `(chunk, index of the segment in the chunk)` of all its bytes, in order.
-        patched: Per chunk, the indices of the segments that its CRC fields lie in.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -50,27 +76,45 @@ class LayoutIndex:
             for crc_field in entry.crc_fields:
                 for chunk, part in _cut(crc_field, number, layout.chunk_bytes):
                     fields[chunk].append(part)
-        self.fields = tuple(tuple(parts) for parts in fields)
         self.needs = tuple(frozenset(part.entry for part in parts) for parts in fields)
         self.waiting: tuple[list[int], ...] = tuple([] for _ in layout.entries)
         for chunk, entries in enumerate(self.needs):
             for number in entries:
                 self.waiting[number].append(chunk)
         self.places: tuple[list[tuple[int, int]], ...] = tuple([] for _ in layout.entries)
-        patched: list[tuple[int, ...]] = []
-        for chunk in range(layout.chunks):
+        found: list[ChunkFields] = []
+        for chunk, parts in enumerate(fields):
+            begins = sorted(part.offset for part in parts)
+            ends = sorted(part.offset + part.nbytes for part in parts)
             base = chunk * layout.chunk_bytes
-            cut: list[int] = []
+            touched: list[int] = []
             for index, segment in enumerate(layout.segments(chunk)):
                 if segment.entry is not None:
                     self.places[segment.entry].append((chunk, index))
-                elif _touches(fields[chunk], segment.offset - base, segment.offset - base + segment.nbytes):
-                    cut.append(index)
-            patched.append(tuple(cut))
-        self.patched = tuple(patched)
+                elif bisect_left(begins, segment.end - base) > bisect_left(ends, segment.offset - base + 1):
+                    touched.append(index)
+            found.append(ChunkFields(parts, touched))
+        self.fields = tuple(found)
         self._paths: dict[int, list[str]] = {}
         for tensor in layout.tensors:
             self._paths.setdefault(tensor.entry, []).append(tensor.path)
+
+    @cached_property
+    def tensor_records(self) -> tuple[TensorRecord, ...]:
+        """The tensors as each manifest of this layout names them."""
+        layout = self.layout
+        numbers = [layout.pattern_number(entry) for entry in layout.entries]
+        splits = [number if number is not None and number < SPLITS_MAX else None for number in numbers]
+        return tuple(
+            TensorRecord(
+                path=tensor.path,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                entry=tensor.entry,
+                split=splits[tensor.entry],
+            )
+            for tensor in layout.tensors
+        )
 
     def contents(self, chunk: int, rank: int) -> str:
         """Names of what `rank` sends into `chunk`, for messages: tensor paths, or entries."""
@@ -92,7 +136,3 @@ def _cut(crc_field: int, entry: int, chunk_bytes: int) -> Iterable[tuple[int, Fi
         stop = min(end, (chunk + 1) * chunk_bytes)
         yield chunk, FieldPart(offset - chunk * chunk_bytes, offset - crc_field, stop - offset, entry)
         offset = stop
-
-
-def _touches(parts: Iterable[FieldPart], begin: int, end: int) -> bool:
-    return any(part.offset < end and part.offset + part.nbytes > begin for part in parts)

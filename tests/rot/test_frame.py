@@ -90,4 +90,6 @@ def _heard(chunk: int, payload: bytes) -> Frame:
 
 def _hit_is_a_crc_field(memory: bytearray, whole: bytes, index: LayoutIndex, chunk: int) -> bool:
     (offset,) = (n for n in range(len(whole)) if memory[n] != whole[n])
-    return any(part.offset <= offset < part.offset + part.nbytes for part in index.fields[chunk])
+    offset += chunk * index.layout.chunk_bytes
+    places = [place for entry in index.layout.entries for place in entry.crc_fields]
+    return any(place <= offset < place + 4 for place in places)

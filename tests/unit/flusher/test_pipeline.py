@@ -236,12 +236,11 @@ def test_a_bit_that_flips_after_the_check_gets_no_crc_that_fits_it(image: Image,
     def flip(job: Action) -> None:
         if not isinstance(job, Patch) or hit:
             return
-        index = world.chance.choice(job.touched)
+        index = world.chance.choice(job.index.fields[job.chunk].segments)
         segment = job.index.layout.segments(job.chunk)[index]
         first = segment.offset - job.chunk * CHUNK_BYTES
-        fields = {
-            at for part in job.index.fields[job.chunk] for at in range(part.offset, part.offset + part.nbytes)
-        }
+        places = [place for entry in job.index.layout.entries for place in entry.crc_fields]
+        fields = {place - job.chunk * CHUNK_BYTES + n for place in places for n in range(4)}
         around = [at for at in range(first, first + segment.nbytes) if at not in fields]
         if around:
             world.memory(job.slots[0])[world.chance.choice(around)] ^= 0x10

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 import tracemalloc
 
 import pytest
 import torch
 
-from holdfast.checkpoints.nonfinite import _FORMATS, count_nonfinite
+from holdfast.checkpoints.nonfinite import _FORMATS, count_nonfinite, count_nonfinite_of_each
 from holdfast.checkpoints.verification import verify_file
 from holdfast.image.manifest import Manifest, NonfiniteRecord, TensorRecord
 from tests.support.checkpoints import add, manifest_of, torch_image
@@ -32,6 +33,31 @@ def test_as_torch_counts(name: str) -> None:
     expected = int(finite.numel() - finite.sum())
     assert expected, "random bits have some"
     assert count_nonfinite(bits(values), _FORMATS[name]) == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("count", "apart"), [(300, 64), (300, 9000), (3, 70_000)])
+def test_many_runs_count_as_each_by_itself(name: str, count: int, apart: int) -> None:
+    """Small ones with headers between them, of random bytes; few that lie far apart; large ones."""
+    this = _FORMATS[name]
+    chance = random.Random(count * apart)
+    data = memoryview(bytearray(chance.randbytes(count * apart)))
+    for _ in range(count):
+        at = chance.randrange(len(data) - 100)
+        data[at : at + 100] = b"\xff" * 100
+    runs = [
+        (begin, begin + chance.randrange(min(apart, 40_000) * 3 // 4))
+        for begin in range(0, count * apart, apart)
+    ]
+    expected = [count_nonfinite(data[begin:end], this) for begin, end in runs]
+    assert sum(expected), "there are some"
+    assert count_nonfinite_of_each(data, runs, this) == expected
+    shifted = [
+        (begin + 1, end + 1) for begin, end in runs
+    ]  # so no value of theirs begins where those of `data` do
+    assert count_nonfinite_of_each(data, shifted, this) == [
+        count_nonfinite(data[begin:end], this) for begin, end in shifted
+    ]
 
 
 def test_the_memory_that_it_takes_does_not_grow_with_the_tensor() -> None:

@@ -6,15 +6,26 @@ import re
 import struct
 import threading
 import zlib
+from functools import partial
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoints.verification import VerifyReport, verify_file
 from holdfast.errors import StoreError
 from holdfast.image.manifest import EntryRecord, Manifest
-from tests.support.checkpoints import CHUNK_BYTES, SMALL_TENSORS, add, add_small, manifest_of, small_image
+from tests.support.calls import python_calls
+from tests.support.checkpoints import (
+    CHUNK_BYTES,
+    SMALL_TENSORS,
+    add,
+    add_small,
+    manifest_of,
+    small_image,
+    torch_image,
+)
 from tests.support.memory_store import MemoryStore
 
 IMAGE = small_image()
@@ -254,3 +265,16 @@ def test_a_byte_that_is_wrong_only_on_its_way_is_no_damage(caplog: pytest.LogCap
     manifest = add_small(store, 1)
     assert verify_file(store, manifest).ok
     assert len([r for r in caplog.records if "read wrong once" in r.message]) == len(manifest.chunk_crc32s)
+
+
+def test_reading_back_runs_no_python_function_for_each_tensor() -> None:
+    calls = []
+    for tensors in (50, 400):
+        image = torch_image({str(number): torch.ones(20) for number in range(tensors)})
+        manifest = manifest_of(image, step=1, tensors={}, chunk_bytes=1 << 20)
+        store = MemoryStore()
+        add(store, manifest, image)
+        assert verify_file(store, manifest, threads=1).ok
+        reading = partial(verify_file, store, manifest, threads=1)
+        calls.append(python_calls(reading, of="holdfast/checkpoints"))
+    assert calls[0] == calls[1]

@@ -1,53 +1,109 @@
-"""Many small tensors in one chunk: true CRCs are put in by passes over their list, not by one for each segment."""
+"""Many small tensors in one chunk: loops in C check them and put true CRCs in, no Python function for each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+import zlib
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
 
 from holdfast.crc import crc32
-from holdfast.image.chunks import PatchJob, patch_chunk
+from holdfast.errors import DamageError
+from holdfast.image.chunks import Source, patch_chunk, verify_chunk
+from holdfast.image.entries import REPLICATED, Entry
+from holdfast.image.index import LayoutIndex
+from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key
+from tests.support.calls import python_calls
 
-_SEGMENTS, _SEGMENT_BYTES = 500, 16
-
-
-class _Counted(tuple[tuple[int, bytes], ...]):
-    """Counts how often it was gone through."""
-
-    __slots__ = ()
-    passes: list[None] = []  # noqa: RUF012
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes.append(None)
-        return super().__iter__()
+_ENTRY_BYTES = 19  # so that fields begin at any address
 
 
-def test_each_value_is_put_into_its_segment_in_a_fixed_number_of_passes() -> None:
-    memory = bytearray(_SEGMENTS * _SEGMENT_BYTES)
-    segments = [
-        SimpleNamespace(offset=number * _SEGMENT_BYTES, nbytes=_SEGMENT_BYTES) for number in range(_SEGMENTS)
-    ]
-    clean = crc32(bytes(_SEGMENT_BYTES))
-    # Two values in each segment, at its begin and at its end, in an order that is not that of the file.
-    places = [place for one in segments for place in (one.offset, one.offset + _SEGMENT_BYTES - 4)]
-    values = _Counted((place, place.to_bytes(4, "little")) for place in reversed(places))
-    layout = SimpleNamespace(chunk_bytes=len(memory), segments=lambda _chunk: segments)
-    job = SimpleNamespace(
-        key=Key(1, 1),
-        chunk=0,
-        values=values,
-        touched=tuple(range(_SEGMENTS)),
-        verified_crcs=(clean,) * _SEGMENTS,
-        index=SimpleNamespace(layout=layout),
-    )
-    _Counted.passes.clear()
-    changed = patch_chunk(memoryview(memory), cast(PatchJob, job))
-    assert len(_Counted.passes) <= 2
-    for place in places:
-        assert memory[place : place + 4] == place.to_bytes(4, "little")
-    assert changed == tuple(
-        (number, crc32(memory[one.offset : one.offset + _SEGMENT_BYTES]))
-        for number, one in enumerate(segments)
-    )
+@dataclass(frozen=True)
+class _Job:
+    key: Key
+    chunk: int
+    index: LayoutIndex
+    sources: tuple[Source, ...] = ()
+    entry_crcs: tuple[int, ...] = ()
+    verified_crcs: tuple[int, ...] = ()
+
+
+class _Scene:
+    """One chunk with so many entries; behind each its CRC, and at the end all of them again, as in a zip file."""
+
+    def __init__(self, entries: int) -> None:
+        apart = _ENTRY_BYTES + 6
+        directory = entries * apart
+        self.layout = Layout(
+            directory + 4 * entries + 1,
+            1 << 20,
+            1,
+            tuple(
+                Entry(
+                    str(number),
+                    number * apart,
+                    _ENTRY_BYTES,
+                    REPLICATED,
+                    (number * apart + _ENTRY_BYTES + 1, directory + 4 * number),
+                )
+                for number in range(entries)
+            ),
+        )
+        self.index = LayoutIndex(self.layout)
+        self.memory = bytearray(number * 7 % 251 for number in range(self.layout.image_bytes))
+        self.fields = [field for entry in self.layout.entries for field in entry.crc_fields]
+        sent = bytearray(self.memory)
+        for field in self.fields:
+            sent[field : field + 4] = bytes(4)
+        self.sent = bytes(sent)
+        self.entry_crcs = [zlib.crc32(self.sent[entry.offset : entry.end]) for entry in self.layout.entries]
+
+    def verify(self) -> tuple[int, ...]:
+        sources = (Source(0, zlib.crc32(self.sent)),)
+        return verify_chunk(memoryview(self.memory), _Job(Key(1, 1), 0, self.index, sources))
+
+    def patch(self, verified: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        fields = self.index.fields[0]
+        entry_crcs = tuple(map(self.entry_crcs.__getitem__, fields.entries))
+        verified_crcs = tuple(map(verified.__getitem__, fields.segments))
+        job = _Job(Key(1, 1), 0, self.index, entry_crcs=entry_crcs, verified_crcs=verified_crcs)
+        return patch_chunk(memoryview(self.memory), job)
+
+
+def test_every_field_gets_the_crc_of_its_entry() -> None:
+    scene = _Scene(60)
+    verified = scene.verify()
+    assert bytes(scene.memory) == scene.sent
+    changed = scene.patch(verified)
+    for number, entry in enumerate(scene.layout.entries):
+        for field in entry.crc_fields:
+            assert scene.memory[field : field + 4] == scene.entry_crcs[number].to_bytes(4, "little")
+    crcs = dict(enumerate(verified)) | dict(changed)
+    for number, segment in enumerate(scene.layout.segments(0)):
+        assert crcs[number] == crc32(scene.memory[segment.offset : segment.end])
+    assert [number for number, _ in changed] == list(scene.index.fields[0].segments)
+    assert scene.patch(verified) == changed, "and again, by a flusher that goes on"
+
+
+def test_a_header_that_changed_since_it_was_verified_is_named() -> None:
+    scene = _Scene(60)
+    verified = scene.verify()
+    at = scene.layout.entries[40].end  # before the field
+    scene.memory[at] ^= 1
+    before = bytes(scene.memory)
+    with pytest.raises(DamageError, match=f"chunk 0: bytes {at} to {at + 6} have CRC-32"):
+        scene.patch(verified)
+    assert bytes(scene.memory) == before
+
+
+def test_the_number_of_tensors_costs_no_python_calls() -> None:
+    calls = []
+    for entries in (100, 1000):
+        scene = _Scene(entries)
+        verified = scene.verify()  # the first time the layout finds out who sends what
+        verifying = python_calls(scene.verify)
+        patching = python_calls(partial(scene.patch, verified))
+        calls.append((verifying, patching))
+    assert calls[0] == calls[1]

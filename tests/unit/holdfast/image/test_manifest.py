@@ -23,7 +23,7 @@ DATA = MANIFEST.to_bytes()
 
 def signed(document: dict[str, Any]) -> bytes:
     """A document with a CRC that holds, as an attacker could write it."""
-    body = json.dumps(document).encode()[:-1]
+    body = json.dumps(document, separators=(",", ":")).encode()[:-1]
     return body + b',\n"manifest_crc32":%d}\n' % crc32(body)
 
 
@@ -42,6 +42,34 @@ def test_it_is_json_that_anyone_reads() -> None:
     assert document["step"] == 7
     assert document["state"] == "verified"
     assert document["tensors"][0]["path"] == "model/weight"
+
+
+def test_its_head_says_whose_it_is_and_nothing_of_the_tensors() -> None:
+    head = Manifest.head_from_bytes(DATA, source="here")
+    assert head == MANIFEST.model_copy(update={"entries": (), "tensors": (), "record": head.record})
+    assert head.write_id == MANIFEST.write_id
+
+
+def test_a_manifest_with_its_fields_in_another_order_is_read_as_a_whole() -> None:
+    document = json.loads(DATA)
+    del document["manifest_crc32"]
+    for order in (sorted(document), sorted(document, reverse=True)):
+        data = signed({name: document[name] for name in order})
+        assert Manifest.head_from_bytes(data, source="here") == MANIFEST
+
+
+def test_a_text_that_looks_like_its_entries_is_a_text() -> None:
+    tricky = MANIFEST.model_copy(update={"note": ',"entries":[],"tensors":[]}'})
+    assert Manifest.head_from_bytes(tricky.to_bytes(), source="here").note == tricky.note
+
+
+def test_the_head_of_a_damaged_manifest_is_refused() -> None:
+    spoilt = bytearray(DATA)
+    spoilt[-40] ^= 1
+    with pytest.raises(DamageError, match="here: the manifest is truncated or altered"):
+        Manifest.head_from_bytes(bytes(spoilt), source="here")
+    with pytest.raises(DamageError, match="here: this version cannot read the manifest"):
+        Manifest.head_from_bytes(changed(step=-1), source="here")
 
 
 def is_refused(data: bytes) -> bool:
