@@ -83,6 +83,7 @@ def test_what_comes_out_is_read_by_every_role(
     assert isinstance(flusher, FlusherConfig)
     assert (trainer.in_flight_max, trainer.watch, trainer.store) == (2, ("auto",), "s3://bucket/run")
     assert flusher.store == stager.store == "s3://bucket/run"
+    assert stager.ring_bytes is not None
     assert stager.ring_bytes < 64 << 30
     document = tomllib.loads(text)
     assert document["trainer"]["in_flight_max"] == 2
