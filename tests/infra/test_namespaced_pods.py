@@ -18,6 +18,7 @@ from tests.infra.pods import (
     played_in_namespaces,
     starts,
     tls_additions,
+    trainer_document,
     wait_for_ranks,
 )
 from tests.integration.jobs.in_a_pod import EVERY, MET_AT, STEPS, counted_after
@@ -58,14 +59,30 @@ def test_over_tls_a_pod_that_is_told_to_go_is_started_again_with_the_others(tmp_
         assert [line["transport"] for line in ready] == ["tls", "tls"]
 
 
-def test_a_node_that_is_gone_without_a_word_has_all_pods_started_again(tmp_path: Path) -> None:
-    document = jobset_document()
-    _shorten(document)
+def test_a_pod_of_a_trainjob_that_is_told_to_go_is_started_again_with_the_others(tmp_path: Path) -> None:
+    """Kubeflow's torch runtime: torchrun's agents meet by the name that the Trainer gives them."""
+    with played_in_namespaces(tmp_path, trainer_document()) as jobset:
+        jobset.start()
+        wait_for_ranks(jobset)
+        first, names = list(jobset.pods), (tmp_path / "names").read_text()
+        go_on(jobset)
+        jobset.of("node")[1].terminate()
+        assert jobset.settle() == RESTARTED, jobset.output()
+        assert [pod.process.returncode for pod in first] == [AGAIN] * 3, jobset.output()
+        assert not set(names.splitlines()[1:]) & set((tmp_path / "names").read_text().splitlines())
+        _completed_from(jobset, MET_AT + 2)
+
+
+@pytest.mark.parametrize("kind", ["ranks", "node"])
+def test_a_node_that_is_gone_without_a_word_has_all_pods_started_again(tmp_path: Path, kind: str) -> None:
+    """Of jobset.yaml, and of Kubeflow's torch runtime."""
+    document = jobset_document() if kind == "ranks" else trainer_document()
+    _shorten(document, kind)
     with played_in_namespaces(tmp_path, document) as jobset:
         jobset.start()
         wait_for_ranks(jobset)
         go_on(jobset)
-        jobset.of("ranks")[1].lose_node()
+        jobset.of(kind)[1].lose_node()
         assert jobset.settle() == RESTARTED, jobset.output()
         _completed_from(jobset, STEPS - EVERY)
 
@@ -82,9 +99,9 @@ def _add_tls(document: Any, folder: Path) -> dict[str, dict[str, str]]:
     }
 
 
-def _shorten(document: Any) -> None:
+def _shorten(document: Any, kind: str) -> None:
     """The rank that is left waits for the one that is lost until it is killed: for 8 seconds, and not for 120."""
-    (ranks,) = (one for one in document["spec"]["replicatedJobs"] if one["name"] == "ranks")
+    (ranks,) = (one for one in document["spec"]["replicatedJobs"] if one["name"] == kind)
     pod = ranks["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     pod["terminationGracePeriodSeconds"] = 8
