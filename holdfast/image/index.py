@@ -57,6 +57,11 @@ class ChunkFields:
     def __bool__(self) -> bool:
         return bool(self.entries)
 
+    def extents(self) -> Iterator[tuple[int, int]]:
+        """`(offset, bytes)` of each of them in the chunk."""
+        yield from ((offset, _FIELD_BYTES) for offset in self.whole.tolist())
+        yield from ((part.offset, part.nbytes) for part in self.cut)
+
 
 class LayoutIndex:
     """Lookups over one layout. Immutable after construction; may be read from any thread.

@@ -203,9 +203,9 @@ class RingSlices:
             index = self._indexes.get(layout.digest)
             if index is None:
                 index = self._indexes[layout.digest] = LayoutIndex(layout)
-        for part in index.fields[chunk]:
-            begin = max(0, chunk * layout.chunk_bytes + part.offset - span.offset)
-            end = min(span.nbytes, chunk * layout.chunk_bytes + part.offset + part.nbytes - span.offset)
+        for offset, nbytes in index.fields[chunk].extents():
+            begin = max(0, chunk * layout.chunk_bytes + offset - span.offset)
+            end = min(span.nbytes, chunk * layout.chunk_bytes + offset + nbytes - span.offset)
             if begin < end:
                 view[begin:end] = bytes(end - begin)
 
