@@ -62,7 +62,7 @@ class Engine:
         upkeep: Gets what was published.
         writers: How many parts are written at once.
         listener: Who is told.
-        want_room: Told of each new image's chunks; answers with `RingGrown`, if at all.
+        want_room: Told of each new image's chunks. True: it will answer, and its last `RingGrown` has a note.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Engine:
         *,
         writers: Lanes,
         listener: FlushListener,
-        want_room: Callable[[int], None] = lambda _: None,
+        want_room: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._ring, self._upkeep, self._want_room = ring, upkeep, want_room
         self._inbox, self._events = context.inbox, context.events
@@ -92,6 +92,8 @@ class Engine:
         self._discards: set[Key] = set()
         self._given_up: set[Key] = set()  # and the stager was told
         self._running = 0  # jobs that have not answered yet
+        self._growing = False
+        self._opened_early: list[Opened] = []
 
     # -- what the stager says ------------------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class Engine:
             self._indexes = {
                 layout.digest: LayoutIndex(layout)
             }  # the one before is no longer used for new steps
-            self._want_room(layout.chunks)
+            self._growing = self._want_room(layout.chunks) or self._growing
         if self._pipeline.knows(key):
             self._tell(Begin(key, self._indexes[layout.digest]))
             if key in self._opened:
@@ -228,6 +230,9 @@ class Engine:
         for item in self._inbox.take():
             if isinstance(item, RingGrown):
                 self._grow(item)
+            elif isinstance(item, Opened) and self._growing and not item.resumable:
+                # Whether such an image fits into the ring decides what its flusher's death would cost.
+                self._opened_early.append(item)
             else:
                 self._take(item)
         self._later.do_due()
@@ -299,7 +304,10 @@ class Engine:
             self._events.emit(
                 "ring_grown", {"ring_bytes": ring.ring_chunks * ring.chunk_bytes, "message": grown.note}
             )
+            self._growing = False
         self._listener.grown(grown.note)
+        while self._opened_early and not self._growing:
+            self._take(self._opened_early.pop(0))
 
     def _published(self, key: Key) -> None:
         manifest = self._jobs.manifests[key]

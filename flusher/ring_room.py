@@ -47,7 +47,7 @@ class RingRoom:
     def __init__(self, ring: Ring, inbox: Inbox, *, grows: bool) -> None:
         self._ring, self._inbox, self._grows = ring, inbox, grows
         self._taken_chunks = ring.ring_chunks  # slots with memory, whether or not the loop has added them yet
-        self._wanted_chunks = 0
+        self._wanted_chunks = ring.ring_chunks
         self._ended = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ring-room", daemon=True)
@@ -61,22 +61,29 @@ class RingRoom:
         self._wake.set()
         self._thread.join()
 
-    def want(self, image_chunks: int) -> None:
-        """A checkpoint of so many chunks begins. For the loop's thread; never waits."""
-        if self._grows:
-            self._wanted_chunks = max(self._wanted_chunks, wanted_chunks(image_chunks))
-            self._wake.set()
+    def want(self, image_chunks: int) -> bool:
+        """A checkpoint of so many chunks begins. For the loop's thread; never waits.
+
+        Returns:
+            True: a `RingGrown` with a note will come. Memory that was short is asked for again by a larger image only.
+        """
+        wanted = wanted_chunks(image_chunks)
+        if not self._grows or wanted <= self._wanted_chunks:
+            return False
+        self._wanted_chunks = wanted
+        self._wake.set()
+        return True
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        tried_chunks = 0  # memory that was short once is not asked for again before a larger image comes
+        answered_chunks = self._ring.ring_chunks
         while not self._ended:
             self._wake.clear()
             wanted = self._wanted_chunks
-            if wanted > max(self._taken_chunks, tried_chunks):
-                tried_chunks = wanted
+            if wanted > answered_chunks:
                 self._grow(wanted)
+                answered_chunks = wanted
             self._move()
             self._wake.wait()
 

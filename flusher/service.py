@@ -53,7 +53,7 @@ class FlusherService:
         context: The run, and where the threads answer.
         upkeep: Verification and retention.
         listener: Where stagers connect.
-        want_room: Told of each new image's chunks, for the ring may grow.
+        want_room: As of `Engine`.
 
     Attributes:
         leaves_ring: It was told to end, and the ring is still needed: by checkpoints in it, or by a stager.
@@ -67,7 +67,7 @@ class FlusherService:
         *,
         upkeep: Upkeep,
         listener: Listener,
-        want_room: Callable[[int], None] = lambda _: None,
+        want_room: Callable[[int], bool] = lambda _: False,
         adopted: bool = False,
     ) -> None:
         self._config, self._ring, self._upkeep, self._listener = config, ring, upkeep, listener

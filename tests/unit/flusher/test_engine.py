@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from flusher.flusher_context import FlusherContext
 from flusher.listener import DurableStep
 from flusher.recovery import settle, take_up
 from flusher.retention import Keep
+from flusher.ring_room import RingGrown
 from flusher.tenure import Tenure
 from flusher.upkeep import ReadBack, Upkeep, UpkeepRules
 from flusher.workers import Inbox
@@ -43,13 +44,15 @@ class Heard:
         self.read_backs: list[ReadBack] = []
         self.failures: dict[Key, HoldfastError] = {}
         self.beginnings: list[tuple[Key, int]] = []
+        self.notes: list[str] = []
 
     def began(self, key: Key, part_chunks: int) -> None:
         self.beginnings.append((key, part_chunks))
 
     def freed(self, slots: tuple[int, ...]) -> None: ...
 
-    def grown(self, note: str) -> None: ...
+    def grown(self, note: str) -> None:
+        self.notes.append(note)
 
     def durable(self, key: Key, durable: DurableStep) -> None:
         self.durables[key] = durable
@@ -66,7 +69,9 @@ class Rig:
 
     def __init__(self, directory: Path, *, verify: bool = False) -> None:
         self.store = MemoryStore()
-        self.ring = Ring.create(directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1)
+        self.ring = Ring.create(
+            directory / "ring", chunk_bytes=CHUNK_BYTES, ring_chunks=32, attempt=1, room_chunks=512
+        )
         self.inbox, self.heard = Inbox(), Heard()
         self.tenure = Tenure(self.store, 5.0)
         self.events = EventLog(directory / "events.jsonl", role="flusher")
@@ -75,13 +80,14 @@ class Rig:
         self.upkeep = Upkeep(self.context, UpkeepRules(verify=verify, keep=Keep(0)))
         self.engine = self.new_engine()
 
-    def new_engine(self) -> Engine:
+    def new_engine(self, want_room: Callable[[int], bool] = lambda _: False) -> Engine:
         return Engine(
             self.ring,
             self.context,
             self.upkeep,
             writers=Lanes(2),
             listener=self.heard,
+            want_room=want_room,
         )
 
     def fill(self, image: Image, step: int, *, tell: bool = True) -> None:
@@ -225,6 +231,40 @@ def test_an_aborted_checkpoint_does_not_wait_for_the_store(rig: Rig, monkeypatch
     rig.drain()
     assert str(rig.heard.failures[KEY]) == "given up"
     assert rig.all_free()
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_an_upload_that_no_other_flusher_could_go_on_with_waits_until_the_ring_has_grown(
+    rig: Rig, resumable: bool
+) -> None:
+    """Else it would be taken for one that the ring cannot hold, and the death of a flusher would cost it."""
+    rig.store.resumable = resumable
+    image = made_up(3, entries=300, chunk_bytes=CHUNK_BYTES, ranks=2, entry_bytes_max=9000)
+    chunks, asked = image.layout.chunks, list[int]()
+    assert chunks > rig.ring.ring_chunks
+
+    def want_room(image_chunks: int) -> bool:
+        asked.append(image_chunks)
+        return True
+
+    rig.engine = engine = rig.new_engine(want_room)
+    engine.begin(KEY, image.layout)
+    assert asked == [chunks]
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not (rig.heard.beginnings or engine._opened_early):
+        assert time.monotonic() < until
+        engine.turn()
+    soon = [(KEY, 1)] if resumable else []
+    assert rig.heard.beginnings == soon
+    rig.ring.allocate(2 * chunks)
+    rig.inbox.put(RingGrown(2 * chunks, ""))
+    engine.turn()
+    assert rig.ring.ring_chunks == 2 * chunks
+    assert rig.heard.beginnings == soon, "it may grow further"
+    rig.inbox.put(RingGrown(2 * chunks, "the ring has room for two"))
+    engine.turn()
+    assert rig.heard.beginnings == (soon or [(KEY, chunks)])
+    assert rig.heard.notes == ["", "the ring has room for two"]
 
 
 @pytest.mark.parametrize("resumable", [True, False])

@@ -74,18 +74,18 @@ def test_memory_is_taken_in_steps_and_the_loop_is_told_of_each(ring: Ring, inbox
 
 def test_what_has_room_already_takes_nothing(ring: Ring, inbox: Inbox) -> None:
     with RingRoom(ring, inbox, grows=True) as room:
-        room.want(20)
+        assert room.want(20)
         assert said(inbox)[-1].ring_chunks == 48
-        room.want(20)
-        room.want(5)
-        room.want(21)
+        assert not room.want(20)
+        assert not room.want(5)
+        assert room.want(21)
         found = said(inbox)
     assert [one.ring_chunks for one in found] == [50, 50]
 
 
 def test_a_ring_of_a_set_size_never_grows(ring: Ring, inbox: Inbox) -> None:
     with RingRoom(ring, inbox, grows=False) as room:
-        room.want(40)
+        assert not room.want(40)
     assert inbox.take() == []
     assert (ring.directory / "ring").stat().st_size == 8 * CHUNK_BYTES
 
@@ -107,8 +107,8 @@ def test_where_memory_is_short_it_says_so_once_and_asks_again_for_a_larger_image
         assert found[-1].note.startswith(
             "the ring has 0.2 GiB; two checkpoints need 0.7 GiB, but no more than half of"
         )
-        room.want(40)
-        room.want(41)
+        assert not room.want(40)
+        assert room.want(41)
         assert [one.ring_chunks for one in said(inbox)] == [48, 48]
     assert len(asked) == 2
 
