@@ -126,15 +126,16 @@ def identify(victim: str) -> None:
     _reached.update({point: itertools.count(1) for point in _armed})
 
 
-def reach(point: Point) -> None:
-    """This process is at `point` now. From any thread."""
+def reach(point: Point, times: int = 1) -> None:
+    """This process is at `point` now, and has been there so many times. From any thread."""
     if not _armed or point not in _armed:
         return
-    number = next(_reached[point])
-    for fault in _armed[point]:
-        if fault.number == number and _is_first(fault):
-            # To this thread: sent to the process, another thread may take it, and this one runs on for a while.
-            signal.pthread_kill(threading.get_ident(), _SIGNALS[fault.action])
+    for _ in range(times):
+        number = next(_reached[point])
+        for fault in _armed[point]:
+            if fault.number == number and _is_first(fault):
+                # To this thread: sent to the process, another thread may take it, and this one runs on for a while.
+                signal.pthread_kill(threading.get_ident(), _SIGNALS[fault.action])
 
 
 def _is_first(fault: Fault) -> bool:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from holdfast.image.layout import Layout
 from holdfast.image.slices import area_bytes, frames_of
@@ -27,6 +28,7 @@ from trainer_side.state.survey import StorageSource
 BATCH_BYTES_MAX = 1 << 20
 _BATCH_PIECES_MAX = 256
 _BATCHES_MIN = 8  # a small state goes layer by layer, too
+_place = attrgetter("data_ptr", "start_bytes")  # of a source: what is gated lies in a tensor
 
 
 class CopyPiece(NamedTuple):
@@ -128,7 +130,7 @@ class Router:
     def __init__(self, plan: SlicePlan) -> None:
         self._pieces = plan.gated
         self._entries = sorted({piece.entry for piece in plan.gated})
-        self._places: list[tuple[int, int]] = []
+        self._places: list[Any] = []
         self._order: dict[int, int] = {}
         self._route: Route | None = None
 
@@ -146,12 +148,7 @@ class Router:
             update_order: Gives the address of each storage → its place in the order of updates.
             order_changed: Whether that may be another one than at the save before.
         """
-        places = [
-            (source.data_ptr, source.start_bytes)
-            for source in map(sources.__getitem__, self._entries)
-            if source is not None
-        ]
-        assert len(places) == len(self._entries), "what is gated lies in a tensor"
+        places = [*map(_place, map(sources.__getitem__, self._entries))]
         moved = self._route is None or places != self._places
         if moved or order_changed:
             order = dict(update_order())

@@ -13,18 +13,23 @@ copy on the stream that is current; only that copy is waited for, by the copy th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 
 import numpy as np
 import torch
 
-from holdfast.crc import crc32
+from holdfast.crc import crc32, crc32_of_each
 from holdfast.image.replicas import ROW_BYTES, digest, encode, first_row, stride
+from trainer_side.save.process_memory import PROCESS_BEGIN, PROCESS_MEMORY
+from trainer_side.state import accelerator
 from trainer_side.state.accelerator import StreamEvent, brought
 from trainer_side.state.survey import StorageSource
 
 _ROW = np.dtype((np.void, ROW_BYTES))
+_AT_ONCE_MAX = 1024  # in a loop in C, which other threads wait for
 _WHOLE_BYTES_MAX = 4096  # below it every row is looked at: see `stride`
 
 
@@ -64,13 +69,13 @@ class Fingerprints:
             sources: Per entry its storage.
             also_gated: Nothing is held back: all of it may change.
         """
-        now: list[int] = []
-        for entry in self._watched:
-            source = sources[entry]
-            held_back = self._gated[entry] and not also_gated
+        held_back = [not also_gated and self._gated[entry] for entry in self._watched]
+        if accelerator.kind() is not None:
             # What is on a device is sampled there, in order: the copy thread takes no memory of the device.
-            (self._left if held_back and _is_on_host(source) else now).append(entry)
-        self._take(now, sources)
+            here = map(_is_on_host, map(sources.__getitem__, self._watched))
+            held_back = [held and on_host for held, on_host in zip(held_back, here, strict=True)]
+        self._left = [*compress(self._watched, held_back)]
+        self._take([*compress(self._watched, map(not_, held_back))], sources)
 
     def take_gated(self, sources: Sequence[StorageSource | None]) -> None:
         """Sample the rest. Behind the gate; copy thread."""
@@ -79,26 +84,30 @@ class Fingerprints:
     def text(self) -> str:
         """For DONE. Copy thread; waits for what is still on its way from a device."""
         self._arrive()
-        return encode([self._crcs[entry] for entry in self._watched])
+        return encode([*map(self._crcs.__getitem__, self._watched)])
 
     def digest(self) -> str:
         """Short words for those that are the same on every rank: entries that are split are left out. As `text`."""
         self._arrive()
-        return digest(encode([self._crcs[entry] for entry in self._watched if entry not in self._shared]))
+        same = (
+            [entry for entry in self._watched if entry not in self._shared] if self._shared else self._watched
+        )
+        return digest(encode([*map(self._crcs.__getitem__, same)]))
 
     def _take(self, entries: Sequence[int], sources: Sequence[StorageSource | None]) -> None:
+        self._crcs.update(dict.fromkeys(entries, 0))  # of a tensor that is split, nothing may be here
+        there = [*filter(None, map(sources.__getitem__, entries))]
+        if accelerator.kind() is None:
+            self._crcs.update(_crcs(there, self._step))
+            return
         by_device: dict[torch.device, list[StorageSource]] = {}
-        for entry in entries:
-            source = sources[entry]
-            if source is None:  # of a tensor that is split, nothing is here
-                self._crcs[entry] = 0
-                continue
+        for source in there:
             by_device.setdefault(source.device, []).append(source)
-        for device, there in by_device.items():
+        for device, on_it in by_device.items():
             if device.type == "cpu":
-                self._crcs.update(_crcs(there, self._step))
+                self._crcs.update(_crcs(on_it, self._step))
             else:
-                self._gathered.append(_gather(there, self._step))
+                self._gathered.append(_gather(on_it, self._step))
 
     def _arrive(self) -> None:
         for gathered in self._gathered:
@@ -115,18 +124,22 @@ def _is_on_host(source: StorageSource | None) -> bool:
     return source is not None and source.device.type == "cpu"
 
 
-def _crcs(sources: Sequence[StorageSource], step: int) -> Iterator[tuple[int, int]]:
+def _crcs(sources: Sequence[StorageSource], step: int) -> dict[int, int]:
     """Entry and CRC of tensors in host memory. Few calls for each: another thread wants to run Python meanwhile."""
-    read_whole = [source for source in sources if source.nbytes <= _WHOLE_BYTES_MAX]
-    addresses, sizes = [source.data_ptr for source in read_whole], [source.nbytes for source in read_whole]
-    yield from zip(
-        [source.entry for source in read_whole],
-        map(crc32, map(ctypes.string_at, addresses, sizes)),
-        strict=True,
-    )
+    found: dict[int, int] = {}
+    whole = [source for source in sources if source.nbytes <= _WHOLE_BYTES_MAX]
+    for begin in range(0, len(whole), _AT_ONCE_MAX):
+        group = whole[begin : begin + _AT_ONCE_MAX]
+        places = [
+            slice(address - PROCESS_BEGIN, address - PROCESS_BEGIN + nbytes)
+            for _, _, _, nbytes, address, _ in group
+        ]
+        crcs = crc32_of_each(map(PROCESS_MEMORY.__getitem__, places))
+        found.update(zip([source.entry for source in group], crcs, strict=True))
     for source in sources:
         if source.nbytes > _WHOLE_BYTES_MAX:
-            yield source.entry, _crc_of_sample(source, step)
+            found[source.entry] = _crc_of_sample(source, step)
+    return found
 
 
 def _crc_of_sample(source: StorageSource, step: int) -> int:

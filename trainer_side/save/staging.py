@@ -242,8 +242,7 @@ class Staging:
 
         def read(batch: Batch) -> None:
             nonlocal unread
-            for _ in batch.pieces:
-                reach(Point.TENSOR_COPIED)
+            reach(Point.TENSOR_COPIED, len(batch.pieces))
             was_read(batch)
             passed(batch.read)
             unread -= 1
@@ -273,8 +272,7 @@ class Staging:
 
         def here(batch: Batch) -> None:
             nonlocal left
-            for _ in batch.pieces:
-                reach(Point.TENSOR_COPIED)
+            reach(Point.TENSOR_COPIED, len(batch.pieces))
             if left > 0:
                 left -= 1
                 if not left:

@@ -14,7 +14,6 @@ fused kernels it does not count in DTensors at all.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,13 +27,13 @@ import torch
 from holdfast.image.layout import Layout
 from holdfast.image.replicas import first_row
 from trainer_side.save.copy_plan import Batch, CopyPiece, SlicePlan
+from trainer_side.save.process_memory import AT_EACH_BYTE, PROCESS_BEGIN, PROCESS_BYTES, WORD_BYTES
 from trainer_side.state import accelerator
 from trainer_side.state.accelerator import brought
 from trainer_side.state.skeleton import Capture
 from trainer_side.state.split_tensor import local_of
 from trainer_side.state.survey import StorageSource
 
-_WORD_BYTES = 8
 _WORDS = 4  # of one piece
 _DRAWN_OF = 1 << 24
 _LOOKS_MAX = 4096  # batches; they hold no tensor
@@ -42,19 +41,6 @@ _LOOKS_MAX = 4096  # batches; they hold no tensor
 _DEVICE_PIECES_MAX = 32
 _version = attrgetter("_version")
 _address = attrgetter("data_ptr")
-
-# All memory of the process as one array, so that one call of numpy reads words of thousands of tensors. Making it
-# touches nothing, and it is read only where tensors lie that are kept alive meanwhile. It begins above address zero,
-# which is none to numpy.
-_BEGIN = 64
-_everything = memoryview((ctypes.c_uint8 * (1 << 56)).from_address(_BEGIN))
-_BYTES: npt.NDArray[np.uint8] = np.frombuffer(_everything, np.uint8)
-_AT_EACH_BYTE: npt.NDArray[Any] = np.lib.stride_tricks.as_strided(
-    np.frombuffer(_everything, np.dtype((np.void, _WORD_BYTES)), count=1),
-    shape=(_BYTES.size - _WORD_BYTES,),
-    strides=(1,),
-    writeable=False,
-)
 
 _Places = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -93,8 +79,8 @@ class TearCheck:
         self._entries = {piece.entry for piece in self.pieces}
         self.starts = np.array([piece.entry_offset for piece in self.pieces], np.int64)
         sizes = np.array([piece.nbytes for piece in self.pieces], np.int64)
-        self.wide = sizes >= _WORD_BYTES
-        self._room = sizes - np.where(self.wide, _WORD_BYTES, 1)  # for the place of a word
+        self.wide = sizes >= WORD_BYTES
+        self._room = sizes - np.where(self.wide, WORD_BYTES, 1)  # for the place of a word
         whole = _without_gaps(layout, {piece.entry for piece in self.pieces})
         self._whole = np.array([piece.entry in whole for piece in self.pieces], bool)
         self.copies = np.array([piece.offset for piece in self.pieces], np.int64)
@@ -305,7 +291,7 @@ class DeviceWords:
         return None
 
     def _width(self, place: int) -> int:
-        return _WORD_BYTES if self.check.wide[place] else 1
+        return WORD_BYTES if self.check.wide[place] else 1
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -323,11 +309,11 @@ def _read(addresses: _Places, wide: _Mask, readable: _Mask) -> _Words:
     """A word at each address; of pieces that are smaller than one, a byte. Zero where it is not readable."""
     words, single_bytes = wide & readable, ~wide & readable
     if words.all():
-        found: _Words = _AT_EACH_BYTE[addresses - _BEGIN].view(np.uint64)
+        found: _Words = AT_EACH_BYTE[addresses - PROCESS_BEGIN].view(np.uint64)
         return found
     found = np.zeros(addresses.shape, np.uint64)
-    found[words] = _AT_EACH_BYTE[addresses[words] - _BEGIN].view(np.uint64)
-    found[single_bytes] = _BYTES[addresses[single_bytes] - _BEGIN]
+    found[words] = AT_EACH_BYTE[addresses[words] - PROCESS_BEGIN].view(np.uint64)
+    found[single_bytes] = PROCESS_BYTES[addresses[single_bytes] - PROCESS_BEGIN]
     return found
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from itertools import repeat
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +69,9 @@ class Recall:
         entries: tuple[int, ...],
         asked: tuple[int, ...],
     ) -> None:
-        self._outline, self._facts, self._places, self._ready = outline, facts, places, ready
+        self._outline, self._facts, self._ready = outline, facts, ready
+        self._columns = tuple(zip(*places, strict=True)) or ((),) * len(_Place._fields)
+        self._empty = [number for number, place in enumerate(places) if not place.nbytes]
         self._asked = asked  # places of all tensors but stand-ins
         self.entries = entries
         self._constants: Constants | None = None
@@ -135,13 +139,15 @@ class Recall:
     def sources(self, seen: RecognisedTree, entries: int) -> list[StorageSource | None]:
         """Per entry of the layout, where its bytes lie now."""
         sources: list[StorageSource | None] = [None] * entries
-        storages = seen.storages
+        of_entry, numbers, starts, sizes, devices = self._columns
+        storages = [*map(seen.storages.__getitem__, numbers)]
+        addresses = [*map(add, map(torch.UntypedStorage.data_ptr, storages), starts)]
+        for place in self._empty:
+            addresses[place] = 0
         # Not `StorageSource(…)`: that runs Python code for each.
-        new = tuple.__new__
-        for entry, number, start_bytes, nbytes, device in self._places:
-            storage = storages[number]
-            address = storage.data_ptr() + start_bytes if nbytes else 0
-            sources[entry] = new(StorageSource, (entry, storage, start_bytes, nbytes, address, device))
+        made = zip(of_entry, storages, starts, sizes, addresses, devices, strict=True)
+        for entry, source in zip(of_entry, map(tuple.__new__, repeat(StorageSource), made), strict=True):
+            sources[entry] = source
         return sources
 
     def pickle(self, tree: Mapping[str, Any], walked: Walked) -> tuple[bytes, set[Any]] | None:

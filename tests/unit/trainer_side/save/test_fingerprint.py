@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
 from holdfast.image.replicas import decode, stride
+from tests.support.calls import python_calls
 from trainer_side.save import fingerprint
 from trainer_side.save.fingerprint import Fingerprints
 from trainer_side.state.survey import StoragePart, StorageSource
@@ -72,3 +76,19 @@ def test_at_most_4_kib_of_a_tensor_are_read() -> None:
     large = torch.zeros(3_000_001, dtype=torch.uint8)
     (source,) = [source for source in _sources([large]) if source is not None]
     assert fingerprint._gather([source], 9).memory.numel() <= 4096 + 64
+
+
+def test_small_tensors_cost_no_python_calls() -> None:
+    calls = []
+    for count in (50, 500):
+        sources = _sources([torch.ones(16) for _ in range(count)])
+        fingerprints = Fingerprints(range(count), [True] * count, 3)
+
+        def take(fingerprints: Fingerprints = fingerprints, sources: Sequence[Any] = sources) -> None:
+            fingerprints.take_now(sources)
+            fingerprints.take_gated(sources)
+            fingerprints.text()
+            fingerprints.digest()
+
+        calls.append(python_calls(take))
+    assert calls[0] == calls[1]
