@@ -33,6 +33,13 @@ def tie(number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def boot_id() -> str:
+    """Random for each start of the machine's kernel; empty where the system does not tell."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def wait_readable(descriptors: Iterable[int], seconds: float | None) -> None:
     """Sleep until one of the descriptors can be read, at most this long; None: without a limit. Any thread.
 

@@ -2,6 +2,7 @@
 
     FETCH: what is there?      every checkpoint that slots still hold chunks of     (holdfast/ring/remains.py)
            a layout            as it lies beside the ring
+           where it lies       for ranks of this machine, who read it themselves (holdfast/ring/near_ring.py)
            bytes of a chunk    copied out of the slot at that moment ─► FETCHED
 
 Only this process fills slots, and only in this thread: between the look at a slot's record and the end of the copy
@@ -14,6 +15,8 @@ from __future__ import annotations
 from collections import deque
 
 from holdfast.errors import ProtocolError
+from holdfast.process import boot_id
+from holdfast.ring.near_ring import RingPlace
 from holdfast.ring.remains import Asked, held_in, tell_held
 from holdfast.ring.ring import Ring
 from holdfast.wire import frames as wire
@@ -96,6 +99,8 @@ class Fetches:
                 body = tell_held(held)
             case Asked.LAYOUT:
                 body = _layout(ring, frame.body.decode(errors="replace"))
+            case Asked.PLACE:
+                body = self._place(ring)
             case Asked.BYTES:
                 body = self._bytes(ring, frame)
         there = body is not None and len(body) <= wire.MAX_BODY_BYTES
@@ -108,6 +113,11 @@ class Fetches:
             arg=int(there),
             body=body if body is not None and there else b"",
         )
+
+    def _place(self, ring: Ring) -> bytes | None:
+        if not ring.token:
+            return None
+        return RingPlace(str(ring.directory), self._line.flusher.attempt, ring.token, boot_id()).to_bytes()
 
     def _bytes(self, ring: Ring, frame: Frame) -> memoryview | None:
         wanted = wire.json_body(frame, offset=int, nbytes=int)

@@ -40,6 +40,7 @@ from holdfast.checkpoints.manifest_order import manifests_in, newest_first
 from holdfast.checkpoints.slice_sets import find_sets
 from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest
+from holdfast.process import boot_id
 from holdfast.sealed import seal, unseal
 from holdfast.store.base import ObjectInfo, Store
 
@@ -83,7 +84,7 @@ class Identity:
         pid = os.getpid()
         return cls(
             host=platform.node(),
-            boot_id=_first_line(Path("/proc/sys/kernel/random/boot_id")),
+            boot_id=boot_id(),
             pid_namespace=_link(Path("/proc/self/ns/pid")),
             pid=pid,
             started=_started(pid) or 0,

@@ -43,6 +43,7 @@ class Asked(IntEnum):
     HELD = 0
     LAYOUT = 1
     BYTES = 2
+    PLACE = 3
 
 
 class HeldCheckpoint(NamedTuple):

@@ -6,6 +6,7 @@
         checkpoint-<attempt>-<step>.json    receiving or staged, layout digest, times of the ranks; replaced whole
         flush-<attempt>-<step>     what the store has of it already (flusher/progress.py)
         layout-<digest>            Layout.to_bytes()
+        stager-<attempt>           locked by the stager of that attempt, with its token
         sources-<slot>             senders of a chunk for whom its record has no room
         flusher.sock  flusher.pid  (holdfast/ring/doorbell.py, flusher/tenure.py)
 
@@ -22,6 +23,7 @@ import logging
 import mmap
 import os
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +41,7 @@ from holdfast.ring.directory import (
 from holdfast.ring.journal import RING_CHUNKS_MAX, Header, Journal, SlotRecord, SlotState
 from holdfast.ring.pages import use_huge_pages
 from holdfast.ring.set_aside import SET_ASIDE_NAME
-from holdfast.ring.side_files import SourceFiles, read_side_file, write_side_file
+from holdfast.ring.side_files import SourceFiles, read_side_file, stager_file, write_side_file
 from holdfast.sealed import seal, unseal
 
 _log = logging.getLogger("holdfast.ring")
@@ -76,6 +78,8 @@ class Ring:
     Attributes:
         directory: Where it lies.
         chunk_bytes: Size of a slot. `ring_chunks`: how many of them this process has mapped.
+        token: Random, in the file of the stager that holds the ring, if this process is it: who finds it there sees
+            this very ring.
     """
 
     def __init__(self, directory: Path, journal: mmap.mmap, ring_fd: int) -> None:
@@ -89,6 +93,7 @@ class Ring:
         self._map(ring_fd)
         self._layouts: dict[str, Layout] = {}
         self._stager_fd = -1
+        self.token = ""
 
     # -- making, attaching, ending -------------------------------------------------------------------------------
 
@@ -285,7 +290,7 @@ class Ring:
 
     def set_attempt(self, attempt: int) -> None:
         """Change it; flusher only, between two stagers."""
-        (self.directory / f"stager-{self.attempt}").unlink(missing_ok=True)
+        stager_file(self.directory, self.attempt).unlink(missing_ok=True)
         self._journal.set_attempt(attempt)
 
     # -- who has it mapped ---------------------------------------------------------------------------------------
@@ -297,8 +302,10 @@ class Ring:
         The kernel knows which it is: it takes the lock from the dead.
         """
         self.let_go()
-        self._stager_fd = open_private_file(self.directory / f"stager-{attempt}", os.O_RDWR | os.O_CREAT)
+        self._stager_fd = open_private_file(stager_file(self.directory, attempt), os.O_RDWR | os.O_CREAT)
         fcntl.flock(self._stager_fd, fcntl.LOCK_SH)
+        self.token = secrets.token_hex(16)
+        os.pwrite(self._stager_fd, self.token.encode(), 0)
 
     def let_go(self) -> None:
         """Take that back."""
@@ -309,7 +316,7 @@ class Ring:
     def is_held(self) -> bool:
         """Whether the stager of the ring's attempt lives, as far as the kernel knows."""
         try:
-            fd = open_private_file(self.directory / f"stager-{self.attempt}", os.O_RDWR)
+            fd = open_private_file(stager_file(self.directory, self.attempt), os.O_RDWR)
         except FileNotFoundError:
             return False
         except StoreError:

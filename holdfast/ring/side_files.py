@@ -39,6 +39,11 @@ class SourceFiles:
         write_side_file(self._directory / f"sources-{slot}", pairs)
 
 
+def stager_file(directory: Path, attempt: int) -> Path:
+    """The file by which the stager of an attempt holds the ring (`Ring.hold`)."""
+    return directory / f"stager-{attempt}"
+
+
 def read_side_file(path: Path) -> bytes:
     """The whole content of a file beside a ring. Raises `ProtocolError` when it is too large, `FileNotFoundError`."""
     fd = open_private_file(path, os.O_RDONLY)

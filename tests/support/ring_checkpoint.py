@@ -66,11 +66,14 @@ class LiveFetch:
     Attributes:
         asked: All questions so far.
         error: Raised from question `errors_from` on, if set.
+        attempt: The stager's.
     """
+
+    attempt = 9
 
     def __init__(self, ring: Ring) -> None:
         self.port = FetchPort()
-        line: Any = SimpleNamespace(flusher=SimpleNamespace(ring=ring, attempt=9))
+        line: Any = SimpleNamespace(flusher=SimpleNamespace(ring=ring, attempt=self.attempt))
         self.fetches = Fetches(cast("Any", self.port), line)
         self.asked: list[Asked] = []
         self.error: Exception | None = None
@@ -84,7 +87,7 @@ class LiveFetch:
             self.asked.append(asked)
             if self.error is not None and len(self.asked) > self.errors_from:
                 raise self.error
-            self.fetches.hear(0, Frame(Kind.FETCH, 9, step, chunk, asked, attempt, body))
+            self.fetches.hear(0, Frame(Kind.FETCH, self.attempt, step, chunk, asked, attempt, body))
             assert self.fetches.answer()
             _, frame = self.port.sent.pop()
             self.port.unsent.clear()

@@ -76,7 +76,10 @@ class Restored:
 
 @dataclass(frozen=True)
 class RestoreJob:
-    """The parts of a restore that are the same for all candidates, and the tiers that `Rounds` found hanging."""
+    """The parts of a restore that are the same for all candidates, and the tiers that `Rounds` found hanging.
+
+    `ring_is_near`: every rank reads the stager's ring itself.
+    """
 
     state: Mapping[str, Any]
     store: Store | None
@@ -87,6 +90,7 @@ class RestoreJob:
     threads: int
     seconds_max: float
     may_lack: frozenset[str] = frozenset()
+    ring_is_near: bool = False
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def tell(self, reasons: Sequence[str], instead: str, *, event: str = "skipped") -> None:
@@ -194,6 +198,7 @@ class Trial:
             job.threads,
             job.seconds_max,
             job.hanging,
+            ring_is_near=job.ring_is_near,
         )
         return self._rounds.ends()
 

@@ -101,7 +101,16 @@ def restore(
     ring = held.known(shelf.stored, peers)
     found = find([*tiers, ring], peers, seconds_max=seconds_max * HANGING_SHARE)
     job = RestoreJob(
-        state, store, peers, events, found, shelf, options.threads, seconds_max, options.may_lack
+        state,
+        store,
+        peers,
+        events,
+        found,
+        shelf,
+        options.threads,
+        seconds_max,
+        options.may_lack,
+        ring.near_all,
     )
     job.tell(found.lost, "other tiers, other ranks or the store may have it", event="damaged")
     wanted = [one for one in found.holders if step in (None, one.key.step)]

@@ -2,11 +2,13 @@
 
     rank 0: what is there? ─► told to all ─┐
     the store's manifests ─────────────────┴─► checkpoints of the ring that are known to have been staged ─► slices
-    every rank: its share of their frames ─► FETCH ─► FETCHED ─► CRC fields left out ─► trainer_side/restore/reading.py
+    a rank elsewhere: its share of their frames ─► FETCH ─► FETCHED ─┐
+    a rank of the stager's machine: ──► the shared memory itself ─────┴─► CRC fields left out ─► reading.py
 
 A checkpoint counts if its file beside the ring says that it is staged, and every chunk is there; or if the store has
 published it, and then what the ring lacks comes from the store. No other one: what was never staged is nobody's. A
-stager that does not answer is no reason to fail: the store is read.
+stager that does not answer is no reason to fail: the store is read. Where all ranks are on the stager's machine, each
+one reads everything (`rounds.py`): to pass it on would be one more copy.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key
 from holdfast.image.regions import Extent
 from holdfast.image.slices import SliceFrame, SliceSeal, frames_of
+from holdfast.ring.near_ring import NearRing, near_ring
 from holdfast.ring.remains import Asked, HeldCheckpoint, read_held
 from holdfast.wire.frames import to_json
 from trainer_side.ranks.peers import Peers
@@ -52,8 +55,8 @@ class _Known(NamedTuple):
 class RingContents:
     """The contents of the ring that rank 0 was told; the same on every rank. `look` makes one."""
 
-    def __init__(self, fetch: Fetch | None, held: list[HeldCheckpoint]) -> None:
-        self._fetch, self._held = fetch, held
+    def __init__(self, fetch: Fetch | None, held: list[HeldCheckpoint], place: bytes = b"") -> None:
+        self._fetch, self._held, self._place = fetch, held, place
 
     @property
     def keys(self) -> list[Key]:
@@ -83,7 +86,8 @@ class RingContents:
             whole = len(held.fitting(layout)) == layout.chunks
             if whole or any(one.digest == digest and not one.fault for one in of_store):
                 found.append(_Known(held, layout))
-        return RingSlices(self._fetch, found)
+        near = near_ring(self._place) if self._place and found else None
+        return RingSlices(self._fetch, found, near, near_all=peers.all_agree(near is not None))
 
     def _layout(self, digest: str, peers: Peers) -> Layout | None:
         said = b""
@@ -109,28 +113,41 @@ def look(fetch: Fetch | None, peers: Peers) -> RingContents:
     """
     if peers.all_agree(fetch is None):
         return RingContents(None, [])
-    said = b""
+    said = place = b""
     if peers.rank == 0 and fetch is not None:
         try:
             said = fetch(Asked.HELD) or b""
+            place = fetch(Asked.PLACE) or b""
         except HoldfastError as error:
             _log.warning("restore: %s; what the ring has is not used", error)
     said = peers.broadcast(said if peers.rank == 0 else None)
+    place = peers.broadcast(place if peers.rank == 0 else None)
     try:
-        return RingContents(fetch, read_held(said) if said else [])
+        return RingContents(fetch, read_held(said) if said else [], place)
     except ProtocolError as error:
         _log.warning("restore: the stager's ring: %s; not used", error)
         return RingContents(None, [])
 
 
 class RingSlices:
-    """The ring's part of each saved rank's slice, in a tier's form. `read_into` is safe for any thread."""
+    """The ring's part of each saved rank's slice, in a tier's form. `read_into` is safe for any thread.
+
+    Attributes:
+        near_all: Whether every rank reads the ring itself; the same on every rank.
+    """
 
     name = "the stager's ring"
     nearness = Nearness.RING
 
-    def __init__(self, fetch: Fetch | None, known: Sequence[_Known]) -> None:
-        self._fetch, self._known = fetch, known
+    def __init__(
+        self,
+        fetch: Fetch | None,
+        known: Sequence[_Known],
+        near: NearRing | None = None,
+        *,
+        near_all: bool = False,
+    ) -> None:
+        self._fetch, self._known, self._near, self.near_all = fetch, known, near, near_all
         self._lock = threading.Lock()
         self._indexes: dict[str, LayoutIndex] = {}
         self._frames: dict[tuple[str, int], tuple[tuple[SliceFrame, ...], list[int]]] = {}
@@ -149,14 +166,19 @@ class RingSlices:
         """
         chunk, spans = self._spans(kept, offset, view.nbytes)
         base = chunk * kept.layout.chunk_bytes
-        position = 0
-        for some in _together(spans):
-            first = some[0].offset
-            data = memoryview(self._bytes(kept, chunk, first - base, some[-1].end - first))
-            for span in some:
-                view[position : position + span.nbytes] = data[span.offset - first : span.end - first]
-                self._blank(kept.layout, chunk, span, view[position : position + span.nbytes])
-                position += span.nbytes
+        parts = [*_parts(spans, view)]
+        wanted = [(span.offset - base, part) for span, part in parts]
+        if self._near is None or not self._near.read(kept.seal.attempt, kept.seal.step, chunk, wanted):
+            self._ask(kept, chunk, base, parts)
+        for span, part in parts:
+            self._blank(kept.layout, chunk, span, part)
+
+    def _ask(self, kept: Kept, chunk: int, base: int, parts: Sequence[tuple[Extent, memoryview]]) -> None:
+        for some in _together(parts):
+            first, end = some[0][0].offset, some[-1][0].end
+            data = memoryview(self._bytes(kept, chunk, first - base, end - first))
+            for span, part in some:
+                part[:] = data[span.offset - first : span.end - first]
 
     def _spans(self, kept: Kept, offset: int, nbytes: int) -> tuple[int, list[Extent]]:
         """The chunk, and the extents of the image, that lie in `nbytes` from `offset` of the slice on."""
@@ -245,13 +267,21 @@ def _cut(frame: SliceFrame, offset: int, nbytes: int) -> list[Extent]:
     return found
 
 
-def _together(spans: Sequence[Extent]) -> Iterator[list[Extent]]:
-    """Neighbours that one answer can bring, with what lies between them."""
-    some: list[Extent] = []
+def _parts(spans: Sequence[Extent], view: memoryview) -> Iterator[tuple[Extent, memoryview]]:
+    """Each span with its part of the view, in which they lie back to back."""
+    position = 0
     for span in spans:
-        if some and span.end - some[0].offset > _ANSWER_BYTES_MAX:
+        yield span, view[position : position + span.nbytes]
+        position += span.nbytes
+
+
+def _together(parts: Sequence[tuple[Extent, memoryview]]) -> Iterator[list[tuple[Extent, memoryview]]]:
+    """Neighbours that one answer can bring, with what lies between them."""
+    some: list[tuple[Extent, memoryview]] = []
+    for part in parts:
+        if some and part[0].end - some[0][0].offset > _ANSWER_BYTES_MAX:
             yield some
             some = []
-        some.append(span)
+        some.append(part)
     if some:
         yield some

@@ -21,13 +21,14 @@ from holdfast.errors import DamageError
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Manifest
 from holdfast.image.regions import Extent
-from trainer_side.ranks.peers import Peers, agree, gather
+from trainer_side.ranks.peers import LonePeers, Peers, agree, gather
 from trainer_side.restore.choice import (
     NEARNESS_OF_RING,
     STORE,
     Candidate,
     FramePiece,
     FrameSource,
+    Holder,
     Unit,
     divide,
     pieces_of,
@@ -37,6 +38,7 @@ from trainer_side.restore.image_map import ImageEnds, Mapped, ends_of
 from trainer_side.restore.origins import Origin
 from trainer_side.restore.reading import Failure, Reading, read
 from trainer_side.restore.targets import EntryTaker, EntryTarget
+from trainer_side.restore.windows import ChunkWindows
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Rounds:
         layout: Of its slices.
         origins: What this rank reads from, by number.
         manifest: The store's; None if it does not have this checkpoint.
+        ring_is_near: Every rank reads by itself what the ring has: it lies in memory that all of them see.
         hanging: Tiers that nothing is asked of any more, by rank and name, and why; the same on every rank. Added to.
         mended: What was damaged or gone and was read from elsewhere, each with its tier, place and rank; of all ranks.
         reading: What the last `read` did on this rank, all rounds together.
@@ -60,6 +63,7 @@ class Rounds:
     threads: int
     seconds_max: float
     hanging: dict[tuple[int, str], str] = field(default_factory=dict)
+    ring_is_near: bool = False
     mended: list[str] = field(default_factory=list)
     reading: Reading = field(default_factory=Reading)
     _failed: set[tuple[int, FrameSource]] = field(default_factory=set)
@@ -128,7 +132,9 @@ class Rounds:
     ) -> tuple[dict[int, Any], str | None]:
         self.reading = Reading()
         done: list[Unit] = []
+        done_near: list[Unit] = []
         left = dict(pieces)
+        windows = ChunkWindows(image, targets)
         while left:
             units, lost = divide(
                 self.candidate,
@@ -140,34 +146,76 @@ class Rounds:
             )
             if lost:
                 return {}, self._hopeless(left[lost[0]])
-            reading = read(
-                image,
-                units,
-                self.origins,
-                targets,
-                self.peers,
-                threads=self.threads,
-                seconds_max=self.seconds_max,
-            )
-            self.reading.add(reading)
-            problem = agree(self.peers, reading.error)
-            if problem is not None:
-                return {}, problem
-            failed_units = self._failures(units, reading.failures)
-            done += [unit for number, unit in enumerate(units) if number not in failed_units]
+            near, shared = self._near(units, left)
+            failures: list[Failure] = []
+            for some, peers in ((near.values(), LonePeers()), (shared, self.peers)):
+                if not some:
+                    continue
+                reading = read(
+                    image,
+                    list(some),
+                    self.origins,
+                    targets,
+                    peers,
+                    threads=self.threads,
+                    seconds_max=self.seconds_max,
+                )
+                self.reading.add(reading)
+                problem = agree(self.peers, reading.error)
+                if problem is not None:
+                    return {}, problem
+                failures += reading.failures
+            failed_units = self._failures(units, near, left, failures)
+            numbers = {unit: number for number, unit in enumerate(units)}
+            done += [unit for unit in shared if numbers[unit] not in failed_units]
+            done_near += [unit for unit in near if numbers[unit] not in failed_units]
+            # What this rank has read of them and another rank has not is read anew, perhaps by another one.
+            for part in windows.parts(
+                [extent for number in failed_units for extent in units[number].extents]
+            ):
+                self.reading.sums.pop(part.offset, None)
             again = {piece for number in failed_units for piece in units[number].pieces}
             left = {number: piece for number, piece in left.items() if number in again}
         told = tell(image, done, targets, self.reading.sums, self.peers)
+        for part in windows.parts([extent for unit in done_near for extent in unit.extents]):
+            told[part.offset] = part, self.reading.sums[part.offset]
         error = check_told(
             image, told, targets, self.reading.sums, received=self.reading.received, threads=self.threads
         )
         return told, agree(self.peers, error)
 
-    def _failures(self, units: Sequence[Unit], mine: Sequence[Failure]) -> set[int]:
-        """Tell each other what could not be read from where; returns the numbers of these units."""
+    def _near(
+        self, units: Sequence[Unit], pieces: Mapping[int, FramePiece]
+    ) -> tuple[dict[Unit, Unit], list[Unit]]:
+        """The units that every rank reads by itself, each as this rank reads it; and all others."""
+        near: dict[Unit, Unit] = {}
+        if self.ring_is_near:
+            for unit in units:
+                holders = self._in_ring(pieces[unit.pieces[0]].slice_rank) if unit.number != STORE else []
+                if (unit.reader, unit.number) in {(one.rank, one.number) for one in holders}:
+                    mine = next(one.number for one in holders if one.rank == self.peers.rank)
+                    near[unit] = unit._replace(reader=LonePeers.rank, number=mine)
+        return near, [unit for unit in units if unit not in near]
+
+    def _in_ring(self, slice_rank: int) -> list[Holder]:
+        """What the ranks have found of a slice in the stager's ring."""
+        holders = self.candidate.slices.get(slice_rank, ())
+        return [one for one in holders if one.nearness == NEARNESS_OF_RING]
+
+    def _failures(
+        self,
+        units: Sequence[Unit],
+        near: Mapping[Unit, Unit],
+        pieces: Mapping[int, FramePiece],
+        mine: Sequence[Failure],
+    ) -> set[int]:
+        """Tell each other what could not be read from where; returns the numbers of these units.
+
+        `near`: units that every rank reads; one that failed on one rank is nowhere read in this way again.
+        """
         if self.peers.all_agree(not mine):
             return set()
-        numbers = {unit: number for number, unit in enumerate(units)}
+        numbers = {near.get(unit, unit): number for number, unit in enumerate(units)}
         rows = [
             (
                 numbers[failure.unit],
@@ -186,10 +234,13 @@ class Rounds:
                     self.hanging.setdefault((rank, hanging), f"rank {rank}: {hanging} hangs")
                 failed.add(number)
                 unit = units[number]
-                source = FrameSource(unit.reader, unit.number)
-                self._failed.update((piece, source) for piece in unit.pieces)
+                sources = [FrameSource(unit.reader, unit.number)]
+                if unit in near:
+                    ring = self._in_ring(pieces[unit.pieces[0]].slice_rank)
+                    sources = [FrameSource(one.rank, one.number) for one in ring]
+                self._failed.update((piece, source) for piece in unit.pieces for source in sources)
                 if broken:
-                    self._broken.add(source)
+                    self._broken.update(sources)
         return failed
 
     def _texts(self, failures: Sequence[Failure]) -> list[str]:

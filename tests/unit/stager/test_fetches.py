@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ProtocolError
+from holdfast.ring.near_ring import RingPlace, near_ring
 from holdfast.ring.remains import Asked
 from holdfast.ring.ring import Ring
 from holdfast.wire.frames import MAX_BODY_BYTES, Frame, Kind, to_json
@@ -43,6 +44,18 @@ def test_bytes_are_those_of_the_chunk_or_none(ring: Ring) -> None:
     assert _bytes(fetch, 3, 2) is not None
 
 
+def test_who_holds_the_ring_says_where_it_lies(ring: Ring) -> None:
+    fetch = LiveFetch(ring)
+    assert fetch(Asked.PLACE) is None
+    ring.hold(LiveFetch.attempt)
+    said = fetch(Asked.PLACE)
+    assert said is not None
+    assert RingPlace.from_bytes(said)[:3] == (str(ring.directory), LiveFetch.attempt, ring.token)
+    assert near_ring(said) is not None
+    ring.hold(LiveFetch.attempt)
+    assert near_ring(said) is None, "the token is of one stager"
+
+
 def test_a_layout_is_there_or_not(ring: Ring) -> None:
     made = saved(3)
     put_in_ring(ring, made, range(64), state="durable")
@@ -72,7 +85,7 @@ def test_two_answers_at_a_time_are_on_their_way_to_a_rank_in_the_order_of_its_qu
 @pytest.mark.parametrize(
     ("flags", "body"),
     [
-        (3, b"{}"),
+        (len(Asked), b"{}"),
         (Asked.BYTES, b""),
         (Asked.BYTES, b'{"offset":-1,"nbytes":5}'),
         (Asked.BYTES, b'{"offset":0,"nbytes":0}'),

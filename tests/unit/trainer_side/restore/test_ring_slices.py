@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.errors import PeerLost
+from holdfast.ring.near_ring import NearRing, near_ring
 from holdfast.ring.remains import Asked
 from holdfast.ring.ring import Ring
 from tests.support.restoring import CountingStore
@@ -21,10 +23,18 @@ from trainer_side.tiers.tier import Tier
 RING, CHUNKS = RingSlices.name, 64
 
 
-@pytest.fixture
-def ring(tmp_path: Path) -> Iterator[Ring]:
+@pytest.fixture(params=["far", "near"])
+def ring(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ring]:
+    """Near: the ranks are on the stager's machine, and read the shared memory themselves."""
     with Ring.create(tmp_path / "ring", chunk_bytes=4096, ring_chunks=CHUNKS, attempt=1) as made:
+        if request.param == "near":
+            made.hold(LiveFetch.attempt)
         yield made
+
+
+def _times(ring: Ring, results: Sequence[Restored]) -> int:
+    """How often each byte of the ring is read: by every rank, or by one that passes it on."""
+    return len(results) if ring.token else 1
 
 
 @pytest.fixture
@@ -57,7 +67,8 @@ def test_what_the_ring_has_costs_no_byte_of_the_store(
     assert store.requests == []
     assert all((one.manifest is not None) == (state == "durable") for one in results)
     assert all(set(one.sources) <= {RING} and not one.mended for one in results)
-    assert sum(one.bytes_read for one in results) == saved(5).layout.image_bytes
+    image_bytes = saved(5).layout.image_bytes
+    assert sum(one.bytes_read for one in results) == image_bytes * _times(ring, results)
 
 
 def test_what_was_never_staged_is_nobodys(ring: Ring, store: CountingStore) -> None:
@@ -80,7 +91,7 @@ def test_what_the_ring_lacks_comes_from_the_store_without_a_word_of_damage(
     (made,) = _published(store, 5)
     put_in_ring(ring, made, range(4), state="durable")
     results = _bring_back(store, LiveFetch(ring), 5)
-    assert sum(one.sources[RING].nbytes for one in results) == 4 * 4096
+    assert sum(one.sources[RING].nbytes for one in results) == 4 * 4096 * _times(ring, results)
     assert store.bytes_read >= made.layout.image_bytes - 4 * 4096
     assert not any(one.mended for one in results)
 
@@ -91,9 +102,8 @@ def test_own_tiers_are_nearer_and_each_fills_the_others_gaps(ring: Ring, store: 
     tier = DictTier().put(made, 0)
     results = _bring_back(store, LiveFetch(ring), 5, [[tier], []])
     assert results[0].sources[tier.name].nbytes == made.layout.slice_bytes(0)
-    assert sum(one.sources[RING].nbytes for one in results if RING in one.sources) == made.layout.slice_bytes(
-        1
-    )
+    from_ring = sum(one.sources[RING].nbytes for one in results if RING in one.sources)
+    assert from_ring == made.layout.slice_bytes(1) * _times(ring, results)
     assert store.requests == []
 
 
@@ -116,7 +126,7 @@ def test_a_bit_that_flipped_in_what_is_only_staged_leads_to_the_one_before(
     assert "step 5" in results[0].skipped[0]
 
 
-@pytest.mark.parametrize("answers", [0, 1, 2, 6])
+@pytest.mark.parametrize("answers", [0, 1, 2, 3, 6])
 def test_a_stager_that_says_nothing_is_no_reason_to_fail(
     ring: Ring, store: CountingStore, answers: int
 ) -> None:
@@ -125,7 +135,8 @@ def test_a_stager_that_says_nothing_is_no_reason_to_fail(
     fetch = LiveFetch(ring)
     fetch.error, fetch.errors_from = PeerLost("no answer within 30 s"), answers
     _bring_back(store, fetch, 5)
-    assert store.bytes_read > 0
+    # Who has been told what is in the ring, and where it lies, needs the stager no more.
+    assert (store.bytes_read == 0) == bool(ring.token and answers >= 3)
 
 
 def test_a_chunk_whose_slot_is_filled_meanwhile_comes_from_the_store(
@@ -143,3 +154,49 @@ def test_a_chunk_whose_slot_is_filled_meanwhile_comes_from_the_store(
 
     results = assert_step(*bring_back(store, [[], []], fetch=filled_after_the_look), 5)
     assert "no longer in the ring" in results[0].mended[0]
+
+
+def test_a_slot_that_is_filled_under_the_second_reader_is_made_good_for_both(
+    store: CountingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (made,) = _published(store, 5)
+    shared = Ring.create(tmp_path / "ring", chunk_bytes=4096, ring_chunks=CHUNKS, attempt=1)
+    read, readers = NearRing.read, []
+
+    def filled_between(near: NearRing, attempt: int, step: int, chunk: int, wanted: Any) -> bool:
+        if chunk == 3:
+            readers.append(near)
+            if len({*map(id, readers)}) == 2 and shared.remains_in(3) is not None:
+                shared.mark_filling(3, 2, 6, 3)
+                shared.slot_memory(3)[:] = bytes(4096)
+        return read(near, attempt, step, chunk, wanted)
+
+    monkeypatch.setattr(NearRing, "read", filled_between)
+    with shared:
+        shared.hold(LiveFetch.attempt)
+        put_in_ring(shared, made, range(CHUNKS), state="durable")
+        results = _bring_back(store, LiveFetch(shared), 5)
+    assert ["no longer in the ring" in reason for reason in results[0].mended] == [True]
+    assert sum(one.sources[store.url].nbytes for one in results if store.url in one.sources) == 4096
+
+
+def test_one_rank_that_cannot_see_the_ring_gets_its_bytes_from_the_others(
+    store: CountingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (made,) = _published(store, 5)
+    seen: list[bytes] = []
+
+    def first_alone(said: bytes) -> NearRing | None:
+        seen.append(said)
+        return near_ring(said) if len(seen) == 1 else None
+
+    monkeypatch.setattr("trainer_side.restore.ring_slices.near_ring", first_alone)
+    with Ring.create(tmp_path / "ring", chunk_bytes=4096, ring_chunks=CHUNKS, attempt=1) as ring:
+        ring.hold(LiveFetch.attempt)
+        put_in_ring(ring, made, range(CHUNKS), state="durable")
+        fetch = LiveFetch(ring)
+        results = _bring_back(store, fetch, 5)
+    assert len(seen) == 2
+    assert sum(one.sources[RING].nbytes for one in results) == made.layout.image_bytes
+    assert Asked.BYTES in fetch.asked
+    assert store.requests == []

@@ -1,0 +1,150 @@
+"""The ring as a rank on the stager's machine reads it: from the shared memory itself, without a word to the stager.
+
+    stager   where it lies: directory, attempt, token, boot id ─────────► rank: are they the same here?
+             (the token is in `stager-<attempt>`)                            │ yes
+                                                          record ─► bytes ─► the same record still?
+
+The rank opens everything for reading alone. The stager fills a slot again whenever it is the slot's turn, also while it
+is being read. But it takes the record away before the first byte of another chunk can come in (journal.py, rule 4), so
+bytes count only if the record is the same after they were copied. A frozen reader finds out when it wakes up.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from holdfast.errors import ConfigError, HoldfastError, ProtocolError, StoreError
+from holdfast.process import boot_id
+from holdfast.ring.directory import check_private_directory, machine_error, open_private_file
+from holdfast.ring.journal import Journal, SlotRecord, SlotState
+from holdfast.ring.side_files import SourceFiles, read_side_file, stager_file
+
+_Text = Annotated[str, Field(min_length=1, max_length=4096)]
+_FIELDS = TypeAdapter(tuple[_Text, Annotated[int, Field(ge=1, lt=2**62)], _Text, _Text])
+
+
+class RingPlace(NamedTuple):
+    """Where a stager's ring lies, and by what a process knows that it sees that ring, and not one of the same name.
+
+    Attributes:
+        directory: The run's runtime directory, as the stager calls it.
+        attempt: The stager's. `token`: random, in the file that this stager keeps beside the ring.
+        boot_id: Of the kernel: a directory that machines share is not memory that they share.
+    """
+
+    directory: str
+    attempt: int
+    token: str
+    boot_id: str
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """What `to_bytes` wrote. Raises `ProtocolError`."""
+        try:
+            return cls(*_FIELDS.validate_json(data))
+        except (ValidationError, RecursionError) as error:
+            raise ProtocolError(f"FETCHED: the place of the ring cannot be read: {error}") from error
+
+
+class NearRing:
+    """A ring of this machine, for reading. Any thread.
+
+    Args:
+        place: What the stager says.
+
+    Raises:
+        ConfigError: It is not on this machine, not this user's, or another one by now.
+        ProtocolError: The journal is damaged.
+        StoreError: The machine lacks something, such as descriptors.
+    """
+
+    def __init__(self, place: RingPlace) -> None:
+        directory = Path(place.directory)
+        if not directory.is_absolute() or place.boot_id != boot_id():
+            raise ConfigError(f"{directory}: the stager's ring is not on this machine")
+        try:
+            check_private_directory(directory)
+            if read_side_file(stager_file(directory, place.attempt)) != place.token.encode():
+                raise ConfigError(f"{directory}: this is not the ring of the stager that answers")
+            journal = os.fdopen(open_private_file(directory / "journal", os.O_RDONLY), "rb")
+            with journal:
+                memory = mmap.mmap(journal.fileno(), 0, access=mmap.ACCESS_READ)
+            self._descriptor = open_private_file(directory / "ring", os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{error.filename}: there is no such file on this machine") from error
+        except (OSError, ValueError) as error:  # an empty journal cannot be mapped
+            raise ConfigError(f"{directory}: the ring cannot be read: {error}") from error
+        weakref.finalize(self, os.close, self._descriptor)
+        self._journal = Journal(memory, str(directory / "journal"), SourceFiles(directory))
+        self._slots: dict[tuple[int, int, int], int] = {}
+        for slot in range(self._journal.ring_chunks):
+            record = self._record(slot)
+            if record is not None:
+                self._slots[record.attempt, record.step, record.chunk] = slot
+
+    def read(self, attempt: int, step: int, chunk: int, wanted: Iterable[tuple[int, memoryview]]) -> bool:
+        """Fill memory with parts of a chunk.
+
+        Args:
+            attempt: Of the checkpoint.
+            step: Its step.
+            chunk: Which of its chunks.
+            wanted: Where each part begins in the chunk, and its memory.
+
+        Returns:
+            Whether these are bytes of that chunk. If not, it has gone from the ring, and the memory holds anything.
+
+        Raises:
+            StoreError: The machine failed.
+        """
+        slot = self._slots.get((attempt, step, chunk))
+        record = None if slot is None else self._record(slot)
+        if (
+            slot is None
+            or record is None
+            or (record.attempt, record.step, record.chunk) != (attempt, step, chunk)
+        ):
+            return False
+        base = slot * self._journal.header.chunk_bytes
+        for offset, view in wanted:
+            if offset + view.nbytes > record.nbytes or not self._fill(base + offset, view):
+                return False
+        return self._record(slot) == record
+
+    def _fill(self, position: int, view: memoryview) -> bool:
+        while view.nbytes:
+            try:
+                count = os.preadv(self._descriptor, [view], position)
+            except OSError as error:
+                raise machine_error(Path("the stager's ring"), error) from error
+            if count == 0:
+                return False
+            position, view = position + count, view[count:]
+        return True
+
+    def _record(self, slot: int) -> SlotRecord | None:
+        """What is in a slot, as if it were free: the flusher may free it meanwhile, and its bytes stay."""
+        try:
+            record = self._journal.remains(slot)
+        except HoldfastError:
+            return None
+        return None if record is None else record._replace(state=SlotState.FREE)
+
+
+def near_ring(said: bytes) -> NearRing | None:
+    """The ring of which a stager has said where it lies; None where this process cannot read it. Any thread."""
+    try:
+        return NearRing(RingPlace.from_bytes(said))
+    except (ConfigError, ProtocolError, StoreError):
+        return None
