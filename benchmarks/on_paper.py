@@ -4,6 +4,7 @@
 <!-- computed: split -->   the same of a state that is split among the ranks, by the layout itself
 <!-- computed: stagers --> how many of a machine take a terabyte each so many minutes
 <!-- computed: rings -->   how long a terabyte takes into rings of several sizes
+<!-- computed: against --> the same rules beside what was measured, from docs/figures/data
 <!-- computed: machines --> the machines, and where their figures come from
 … <!-- end -->
 """
@@ -11,12 +12,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.grid import Grid
 from benchmarks.large_model import RANKS, agreed, layout_of
+from benchmarks.spread import Spread, spread
 from holdfast.image.slices import frames_of
 from operator_side.simulate.scale import (
     STAGERS,
@@ -156,6 +160,47 @@ def _rings() -> Grid:
     return Grid(title, ("ring", "staged after, s", "durable after, s"), tuple(rows))
 
 
+def _against() -> Grid:
+    """Counts and bytes by `Load`; seconds by `staged_seconds`, from the rates at the largest ring."""
+    scaling, slices, rings = (_measured(name) for name in ("scaling", "slices", "rings"))
+    rows = []
+    for cell in scaling["cells"]:
+        load = Load.of(Shape(cell["ranks"], cell["image_bytes"], scaling["shape"]["chunk_bytes"]))
+        what = f"chunks: {cell['ranks']} ranks, {cell['tensors']:,} tensors, {_size(cell['image_bytes'])}"
+        rows.append((what, f"{load.chunks}", f"{cell['chunks']}", _ratio(cell["chunks"], load.chunks)))
+    for cell in slices["cells"]:
+        load = Load.of(Shape(cell["ranks"], slices["image_bytes"]))
+        what = f"the largest slice: {cell['ranks']} ranks, {_size(slices['image_bytes'])}"
+        taken = cell["slice_bytes"]
+        rows.append((what, _size(load.slice_bytes), _size(taken), _ratio(taken, load.slice_bytes)))
+    image_bytes = rings["image_bytes"]
+    *smaller, largest = rings["cells"]
+    in_rate, out_rate = (
+        image_bytes / _seconds(largest, of).median for of in ("staged_seconds", "done_seconds")
+    )
+    for cell in smaller:
+        predicted = staged_seconds(image_bytes, cell["ring_bytes"], in_rate, out_rate)
+        found = _seconds(cell, "staged_seconds")
+        what = f"staged: {_size(image_bytes)} through a ring of {cell['ring_bytes'] >> 20} MiB"
+        rows.append((what, f"{predicted:.3f} s", f"{found.text(3)} s", _ratio(found.median, predicted)))
+    return Grid(
+        "Two cores; measured with 1 to 32 ranks", ("what", "predicted", "measured", "ratio"), tuple(rows)
+    )
+
+
+def _measured(experiment: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((PAGE.parent / "figures" / "data" / f"{experiment}.json").read_text())
+    return found
+
+
+def _seconds(cell: dict[str, Any], of: str) -> Spread:
+    return spread([one[of] for one in cell["rounds"]])
+
+
+def _ratio(found: float, predicted: float) -> str:
+    return f"{found / predicted:.2f}"
+
+
 def _machines() -> Grid:
     rows = [
         (one.name, f"{one.gigabits} Gbit/s, {_size(one.rate)}/s", f"{one.memory_bytes // _GIB} GiB")
@@ -176,6 +221,7 @@ _TABLES: dict[str, Callable[[], Grid]] = {
     "split": _split,
     "stagers": _stagers,
     "rings": _rings,
+    "against": _against,
     "machines": _machines,
 }
 
