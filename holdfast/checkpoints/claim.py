@@ -23,24 +23,20 @@ with a warning.
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.manifest_order import manifests_in, newest_first
 from holdfast.checkpoints.slice_sets import find_sets
 from holdfast.errors import DamageError, FencedError, StoreError, StoreMissing
 from holdfast.image.manifest import Manifest
-from holdfast.process import boot_id
 from holdfast.sealed import seal, unseal
 from holdfast.store.base import ObjectInfo, Store
 
@@ -59,79 +55,6 @@ _Text = Annotated[str, Field(max_length=1024)]
 _Whole = Annotated[int, Field(ge=0, lt=2**62)]
 
 _log = logging.getLogger("holdfast.claim")
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The process and the machine of a writer.
-
-    Attributes:
-        host: Name of the machine, for people.
-        boot_id: Random for each start of the machine's kernel.
-        pid_namespace: Pids mean something only within it: containers of one machine share host and boot.
-        pid: The process.
-        started: Its start time in ticks since boot, 0 where the system does not tell.
-    """
-
-    host: str
-    boot_id: str
-    pid_namespace: str
-    pid: int
-    started: int
-
-    @classmethod
-    def of_this_process(cls) -> Identity:
-        pid = os.getpid()
-        return cls(
-            host=platform.node(),
-            boot_id=boot_id(),
-            pid_namespace=_link(Path("/proc/self/ns/pid")),
-            pid=pid,
-            started=_started(pid) or 0,
-        )
-
-    def shares_place(self, other: Identity) -> bool:
-        """Whether the other's pid can be looked up here."""
-        mine = (self.host, self.boot_id, self.pid_namespace)
-        return bool(self.boot_id) and mine == (other.host, other.boot_id, other.pid_namespace)
-
-    def is_running(self) -> bool:
-        """Whether this very process runs. Only meaningful in the same place."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except (PermissionError, OverflowError):
-            pass  # it exists and is another user's; or is no pid, which the start time below decides
-        started = _started(self.pid)
-        return started is not None and (started == self.started or not self.started)
-
-
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _link(path: Path) -> str:
-    try:
-        return str(path.readlink())
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> int | None:
-    """Start time of a process in ticks since boot; 0 if the system does not tell; None if there is no such
-    process.
-    """
-    if not Path("/proc/self/stat").exists():
-        return 0
-    # The name, in parentheses, may hold spaces and parentheses itself: count the fields from its end.
-    fields = _first_line(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    if len(fields) < 20 or fields[0] in "ZX":  # a zombie writes nothing any more
-        return None
-    return int(fields[19])
 
 
 class _ClaimRecord(BaseModel):

@@ -25,7 +25,8 @@ import numpy as np
 from rich.console import Console
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim, Identity
+from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.verification import verify_file
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoints.claim import Claim, Identity
+from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.identity import Identity
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from holdfast.ring.wanted import RingKeeper

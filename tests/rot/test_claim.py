@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from holdfast.checkpoints.claim import Claim, Identity
+from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.identity import Identity
 from holdfast.errors import FencedError
 from tests.rot.flips import COUNT, flips
 from tests.support.memory_store import MemoryStore

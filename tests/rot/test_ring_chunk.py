@@ -137,7 +137,7 @@ def test_no_flip_before_verify_is_ever_published(rig: _Rig, tmp_path: Path) -> N
         rig.save(IMAGE, step, flip)
         key, name = Key(1, step), f"step-{step:09d}.pt"
         chunk, offset = divmod(flip.offset, CHUNK_BYTES)
-        if any(part.offset <= offset < part.offset + part.nbytes for part in index.fields[chunk]):
+        if any(first <= offset < first + nbytes for first, nbytes in index.fields[chunk].extents()):
             # The four bytes of a CRC field: zeroed before anything is summed, and written by the flusher itself.
             assert rig.store.objects.pop(name) == IMAGE.final
             del rig.store.objects[manifest_name(name)]

@@ -28,7 +28,8 @@ from typing import Any
 
 from flusher.lifetime import live
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim, Identity
+from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.identity import Identity
 from holdfast.checkpoints.publish import choose_name, writer_id
 from holdfast.config import FlusherConfig, StagerConfig, TrainerConfig
 from holdfast.errors import HoldfastError

@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.checkpoints.claim import Claim, Identity, _started, newest_attempt
+from holdfast.checkpoints.claim import Claim, newest_attempt
+from holdfast.checkpoints.identity import Identity, start_ticks
 from holdfast.checkpoints.slice_sets import SliceName, find_sets, slice_write_id
 from holdfast.config import TrainerConfig
 from holdfast.crc import crc32
@@ -192,7 +193,7 @@ def test_what_older_attempts_left_half_sent_is_removed_unless_one_may_live(
         "slices/step-000000004-a002-r00000of00002.slice", b"of an incomplete set: restore may want it"
     )
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        identity = replace(Identity.of_this_process(), pid=process.pid, started=_started(process.pid) or 0)
+        identity = replace(Identity.of_this_process(), pid=process.pid, started=start_ticks(process.pid) or 0)
         assert Claim.take(store, identity=identity).attempt == 3
         if not lives:
             process.kill()

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.checkpoints.claim import Claim, Identity
+from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.identity import Identity
 from holdfast.errors import FencedError, StoreError
 from holdfast.sealed import seal
 from tests.support.checkpoints import add_small

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.checkpoints.catalog import Catalog
-from holdfast.checkpoints.claim import Claim, Identity, _ClaimRecord, _name, names_tell, note_attempt
+from holdfast.checkpoints.claim import Claim, _ClaimRecord, _name, names_tell, note_attempt
 from holdfast.checkpoints.claim import newest_attempt as newest_of_store
+from holdfast.checkpoints.identity import Identity
 from holdfast.image.manifest import (
     EntryRecord,
     Key,

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.checkpoints.claim import Claim, Identity
+from holdfast.checkpoints.claim import Claim
+from holdfast.checkpoints.identity import Identity
 from holdfast.crc import crc32
 from holdfast.errors import FencedError, StoreError
 from holdfast.store.base import Store

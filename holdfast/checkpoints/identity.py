@@ -1,0 +1,83 @@
+"""Which process on which machine a writer is, so that others can look whether it lives."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.process import boot_id
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The process and the machine of a writer.
+
+    Attributes:
+        host: Name of the machine, for people.
+        boot_id: Random for each start of the machine's kernel.
+        pid_namespace: Pids mean something only within it: containers of one machine share host and boot.
+        pid: The process.
+        started: Its start time in ticks since boot, 0 where the system does not tell.
+    """
+
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    started: int
+
+    @classmethod
+    def of_this_process(cls) -> Identity:
+        pid = os.getpid()
+        return cls(
+            host=platform.node(),
+            boot_id=boot_id(),
+            pid_namespace=_link(Path("/proc/self/ns/pid")),
+            pid=pid,
+            started=start_ticks(pid) or 0,
+        )
+
+    def shares_place(self, other: Identity) -> bool:
+        """Whether the other's pid can be looked up here."""
+        mine = (self.host, self.boot_id, self.pid_namespace)
+        return bool(self.boot_id) and mine == (other.host, other.boot_id, other.pid_namespace)
+
+    def is_running(self) -> bool:
+        """Whether this very process runs. Only meaningful in the same place."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except (PermissionError, OverflowError):
+            pass  # it exists and is another user's; or is no pid, which the start time below decides
+        started = start_ticks(self.pid)
+        return started is not None and (started == self.started or not self.started)
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:
+        return ""
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a process in ticks since boot; 0 if the system does not tell; None if there is no such
+    process.
+    """
+    if not Path("/proc/self/stat").exists():
+        return 0
+    # The name, in parentheses, may hold spaces and parentheses itself: count the fields from its end.
+    fields = _first_line(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    if len(fields) < 20 or fields[0] in "ZX":  # a zombie writes nothing any more
+        return None
+    return int(fields[19])
