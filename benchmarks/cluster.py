@@ -148,12 +148,17 @@ class Cluster:
         }
 
     def save(self, peer: str, *, compute_seconds: float = 0.25, clean: bool = True) -> dict[str, float]:
-        """One checkpoint, and quiet afterwards; its figures."""
-        step, stolen = self._steps(1), machine.stolen()
+        """One checkpoint, and quiet afterwards; its figures.
+
+        `cpu_seconds` is that of holdfast until it has read its file back, with the training beside it; what is done
+        here to have it quiet does not count.
+        """
+        step, stolen, cpu = self._steps(1), machine.stolen(), self.cpu_seconds()
         samples = self.ask(do="save", peer=peer, step=step, compute_seconds=compute_seconds)
         figures = {**round_figures(samples), "stolen_share": stolen()}
         if peer == "holdfast":
             figures.update(self._verified(step))
+            figures["cpu_seconds"] = self.cpu_seconds() - cpu
         if clean:
             self.clean(peer)
         self.quiet()

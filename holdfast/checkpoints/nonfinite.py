@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from holdfast.crc import crc32
 from holdfast.image.manifest import NONFINITE_NAMED_MAX, Manifest, NonfiniteRecord
 
 _BLOCK_VALUES = 1 << 16  # what is computed of them stays in the cache of one core
-_LARGE_BYTES = 1 << 15  # runs of so many bytes are looked at one by one
+LARGE_BYTES = 1 << 15  # runs of so many bytes are looked at one by one
 _DENSE = 4  # as long as so much of the bytes, one part in four, lies in them
 
 
@@ -24,7 +27,7 @@ class FloatFormat:
 
     Attributes:
         nbytes: Of one value.
-        mask: The bits that are all set in a value that is not finite, and in no other.
+        mask: The bits that are all set in a value that is not finite, and in no other. Those above are the sign.
     """
 
     nbytes: int
@@ -59,14 +62,32 @@ def float_formats(manifest: Manifest) -> dict[int, FloatFormat]:
 def count_nonfinite(data: memoryview, this: FloatFormat) -> int:
     """How many values in `data` are not finite; bytes after the last whole value do not count."""
     values = np.frombuffer(data, dtype=f"<u{this.nbytes}", count=len(data) // this.nbytes)
-    mask = values.dtype.type(this.mask)
-    masked = np.empty(min(_BLOCK_VALUES, len(values)), values.dtype)
-    count = 0
-    for begin in range(0, len(values), _BLOCK_VALUES):
-        block = values[begin : begin + _BLOCK_VALUES]
-        exponents = np.bitwise_and(block, mask, out=masked[: len(block)])
-        count += int(np.count_nonzero(exponents == mask))
-    return count
+    return sum(
+        _count_of_block(values[begin : begin + _BLOCK_VALUES], this)
+        for begin in range(0, len(values), _BLOCK_VALUES)
+    )
+
+
+def crc32_and_nonfinite(data: memoryview, this: FloatFormat) -> tuple[int, int]:
+    """CRC-32 of `data`, and what `count_nonfinite` says of it: each block is brought into the cache once."""
+    crc, count = 0, 0
+    for begin in range(0, len(data), block_bytes := _BLOCK_VALUES * this.nbytes):
+        block = data[begin : begin + block_bytes]
+        crc = crc32(block, crc)
+        count += count_nonfinite(block, this)
+    return crc, count
+
+
+def _count_of_block(block: npt.NDArray[Any], this: FloatFormat) -> int:
+    # The exponent lies below the sign, so what is not finite is the greatest of its sign. Nearly always there is none,
+    # and to find the greatest numbers nothing is written.
+    sign = 1 << (8 * this.nbytes - 1)
+    if not block.size or (
+        block.max() < sign | this.mask and block.view(f"<i{this.nbytes}").max() < this.mask
+    ):
+        return 0
+    mask = block.dtype.type(this.mask)
+    return int(np.count_nonzero(np.bitwise_and(block, mask) == mask))
 
 
 def count_nonfinite_of_each(
@@ -80,7 +101,7 @@ def count_nonfinite_of_each(
     first, last = runs[0][0], runs[-1][1]
     begins, ends = np.array(runs, np.int64).T
     is_dense = (ends - begins).sum() * _DENSE >= last - first
-    if (last - first) // len(runs) >= _LARGE_BYTES or not is_dense or ((begins - first) % this.nbytes).any():
+    if (last - first) // len(runs) >= LARGE_BYTES or not is_dense or ((begins - first) % this.nbytes).any():
         return [count_nonfinite(data[begin:end], this) for begin, end in runs]
     counts = np.zeros(len(runs), np.int64)
     values = np.frombuffer(data, f"<u{this.nbytes}", (last - first) // this.nbytes, first)

@@ -20,20 +20,15 @@ import bisect
 import logging
 import struct
 import zipfile
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice, pairwise
-from typing import NamedTuple
+from itertools import pairwise
 
 from holdfast import crc
-from holdfast.checkpoints.nonfinite import (
-    FloatFormat,
-    count_nonfinite_of_each,
-    float_formats,
-    nonfinite_record,
-)
+from holdfast.checkpoints.chunk_sums import ChunkSums, EntryBounds, bytes_of_chunk, sums_of_chunk
+from holdfast.checkpoints.nonfinite import float_formats, nonfinite_record
 from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import EntryRecord, Manifest, NonfiniteRecord
 from holdfast.ring.pages import direct_window
@@ -167,7 +162,7 @@ def verify_file(
             for chunk, sums in enumerate(chunks):
                 found.add(chunk, sums)
                 if progress is not None:
-                    progress(_chunk_bytes(manifest, chunk))
+                    progress(bytes_of_chunk(manifest, chunk))
     except DamageError as error:  # it became shorter since its size was asked
         return report(Damage("file", 0, manifest.image_bytes, f"{manifest.image_bytes} bytes", str(error)))
     damage = found.damage()
@@ -180,48 +175,28 @@ def verify_file(
     )
 
 
-class _ChunkSums(NamedTuple):
-    """What was found in one chunk, run by run: a run of bytes belongs to one entry, or to none.
-
-    Attributes:
-        entries: Of each run. `crc32s`: its CRC-32. `sizes`: its bytes.
-        crc32: Of the chunk.
-        nonfinite: Entry → how many of its numbers here are not finite, if any are; None: a read has cut one in two.
-    """
-
-    entries: list[int | None]
-    crc32s: list[int]
-    sizes: list[int]
-    crc32: int
-    nonfinite: dict[int, int] | None
-
-
-def _chunk_bytes(manifest: Manifest, chunk: int) -> int:
-    return min(manifest.chunk_bytes, manifest.image_bytes - chunk * manifest.chunk_bytes)
-
-
 def _chunk_sums(
     store: Store, manifest: Manifest, lanes: Lanes, buffer_bytes: int
-) -> Generator[_ChunkSums, None, None]:
+) -> Generator[ChunkSums, None, None]:
     """The sums of each chunk, in order, each computed in a lane of its own."""
     most_bytes = max(1, min(buffer_bytes, manifest.chunk_bytes, manifest.image_bytes))
     chunks = len(manifest.chunk_crc32s)
     buffers = _Buffers(most_bytes)
-    bounds = _Bounds(manifest.entries)
+    bounds = EntryBounds(manifest.entries)
     formats = float_formats(manifest)
     requests = LanesUntilFailure()
 
-    def sums_of(chunk: int) -> _ChunkSums:
+    def sums_of(chunk: int) -> ChunkSums:
         return requests.run(lanes, lambda lane: read(chunk, lane))
 
-    def read(chunk: int, lane: LaneUse) -> _ChunkSums:
+    def read(chunk: int, lane: LaneUse) -> ChunkSums:
         with buffers.borrowed(lanes.width) as buffer:
-            sums = _sums(store, manifest, chunk, (bounds, formats), buffer)
-            lane.nbytes = _chunk_bytes(manifest, chunk)
+            sums = sums_of_chunk(store, manifest, chunk, (bounds, formats), buffer)
+            lane.nbytes = bytes_of_chunk(manifest, chunk)
             if sums.crc32 == manifest.chunk_crc32s[chunk]:
                 return sums
             # A byte may have changed on its way here only: what lies in the store is the same every time.
-            again = _sums(store, manifest, chunk, (bounds, formats), buffer)
+            again = sums_of_chunk(store, manifest, chunk, (bounds, formats), buffer)
             if again.crc32 == manifest.chunk_crc32s[chunk]:
                 _log.warning(
                     "%s: chunk %d was read wrong once and right the next time: the path from the store damages bytes",
@@ -260,85 +235,6 @@ class _Buffers:
         self._free.append(buffer)
 
 
-class _Bounds:
-    """Finds the entries to which bytes belong. Entries without bytes are left out."""
-
-    def __init__(self, entries: Sequence[EntryRecord]) -> None:
-        self._filled = [
-            (index, entry.offset, entry.offset + entry.nbytes)
-            for index, entry in enumerate(entries)
-            if entry.nbytes
-        ]
-        self._starts = [start for _, start, _ in self._filled]
-
-    def runs(self, offset: int, end: int) -> list[tuple[int | None, int, int]]:
-        """What the bytes from `offset` to `end` belong to, without gaps: an entry or None; first byte, end."""
-        found: list[tuple[int | None, int, int]] = []
-        first = max(0, bisect.bisect_right(self._starts, offset) - 1)
-        for index, start, stop in islice(self._filled, first, bisect.bisect_left(self._starts, end)):
-            if stop <= offset:
-                continue
-            if start > offset:
-                found.append((None, offset, start))
-                offset = start
-            found.append((index, offset, min(stop, end)))
-            offset = min(stop, end)
-        if offset < end:
-            found.append((None, offset, end))
-        return found
-
-
-def _sums(
-    store: Store,
-    manifest: Manifest,
-    chunk: int,
-    contents: tuple[_Bounds, Mapping[int, FloatFormat]],
-    buffer: memoryview,
-) -> _ChunkSums:
-    bounds, formats = contents
-    offset = chunk * manifest.chunk_bytes
-    end = offset + _chunk_bytes(manifest, chunk)
-    entries: list[int | None] = []
-    crc32s: list[int] = []
-    sizes: list[int] = []
-    nonfinite: dict[int, int] | None = {}
-    while offset < end:
-        part = buffer[: min(len(buffer), end - offset)]
-        store.read_into(manifest.file, offset, part)
-        runs = bounds.runs(offset, offset + len(part))
-        entries += [entry for entry, _, _ in runs]
-        crc32s += crc.crc32_of_each([part[first - offset : stop - offset] for _, first, stop in runs])
-        sizes += [stop - first for _, first, stop in runs]
-        if nonfinite is not None:
-            nonfinite = _count(nonfinite, manifest, runs, formats, part)
-        offset += len(part)
-    return _ChunkSums(entries, crc32s, sizes, crc.combine_all(zip(crc32s, sizes, strict=True)), nonfinite)
-
-
-def _count(
-    counted: dict[int, int],
-    manifest: Manifest,
-    runs: Sequence[tuple[int | None, int, int]],
-    formats: Mapping[int, FloatFormat],
-    part: memoryview,
-) -> dict[int, int] | None:
-    """Add the numbers of each run that are not finite; None: one was cut in two, and nothing is known."""
-    offset = runs[0][1]
-    by_format: dict[FloatFormat, list[tuple[int, int, int]]] = {}
-    for entry, first, stop in runs:
-        if entry is not None and (this := formats.get(entry)) is not None:
-            # Files of holdfast cut no number in two: storages and reads begin at multiples of its size.
-            if (first - manifest.entries[entry].offset) % this.nbytes:
-                return None
-            by_format.setdefault(this, []).append((entry, first - offset, stop - offset))
-    for this, those in by_format.items():
-        counts = count_nonfinite_of_each(part, [(first, stop) for _, first, stop in those], this)
-        for (entry, _, _), count in zip(those, counts, strict=True):
-            if count:
-                counted[entry] = counted.get(entry, 0) + count
-    return counted
-
-
 class _Found:
     """Gathers the sums of the chunks, in order, and compares them with the manifest in the end."""
 
@@ -349,8 +245,8 @@ class _Found:
         self._bad_chunks: list[tuple[int, int]] = []
         self._nonfinite: dict[int, int] | None = {}
 
-    def add(self, chunk: int, sums: _ChunkSums) -> None:
-        self._image_crc32 = crc.combine(self._image_crc32, sums.crc32, _chunk_bytes(self._manifest, chunk))
+    def add(self, chunk: int, sums: ChunkSums) -> None:
+        self._image_crc32 = crc.combine(self._image_crc32, sums.crc32, bytes_of_chunk(self._manifest, chunk))
         crc32s = self._entry_crc32s
         for entry, crc32, nbytes in zip(sums.entries, sums.crc32s, sums.sizes, strict=True):
             if entry is not None:
@@ -381,7 +277,7 @@ class _Found:
         found: list[Damage] = []
         named = _Tensors(manifest)
         for chunk, got in self._bad_chunks:
-            offset, nbytes = chunk * manifest.chunk_bytes, _chunk_bytes(manifest, chunk)
+            offset, nbytes = chunk * manifest.chunk_bytes, bytes_of_chunk(manifest, chunk)
             tensors = named.between(offset, offset + nbytes, only=bad_entries)
             found.append(
                 _crc_damage(f"chunk {chunk}", offset, nbytes, manifest.chunk_crc32s[chunk], got, tensors)

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 import random
 import tracemalloc
+import zlib
 
 import pytest
 import torch
 
-from holdfast.checkpoints.nonfinite import _FORMATS, count_nonfinite, count_nonfinite_of_each
+from holdfast.checkpoints.nonfinite import (
+    _FORMATS,
+    count_nonfinite,
+    count_nonfinite_of_each,
+    crc32_and_nonfinite,
+)
 from holdfast.checkpoints.verification import verify_file
 from holdfast.image.manifest import Manifest, NonfiniteRecord, TensorRecord
 from tests.support.checkpoints import add, manifest_of, torch_image
@@ -33,6 +39,20 @@ def test_as_torch_counts(name: str) -> None:
     expected = int(finite.numel() - finite.sum())
     assert expected, "random bits have some"
     assert count_nonfinite(bits(values), _FORMATS[name]) == expected
+    assert crc32_and_nonfinite(bits(values), _FORMATS[name]) == (zlib.crc32(bits(values)), expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_of_each_sign_among_numbers_that_are_finite(name: str) -> None:
+    this = _FORMATS[name]
+    sign = 1 << 8 * this.nbytes - 1
+    greatest = (this.mask - 1).to_bytes(this.nbytes, "little")
+    least = (sign | this.mask - 1).to_bytes(this.nbytes, "little")
+    for spoilt in (this.mask, sign | this.mask, sign - 1, 2 * sign - 1):
+        data = bytearray((greatest + least + bytes(this.nbytes)) * 700)
+        assert count_nonfinite(memoryview(data), this) == 0
+        data[1001 * this.nbytes : 1002 * this.nbytes] = spoilt.to_bytes(this.nbytes, "little")
+        assert count_nonfinite(memoryview(data), this) == 1, hex(spoilt)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -88,18 +108,19 @@ def checkpoint_of(state: dict[str, torch.Tensor], *, chunk_bytes: int = 4096) ->
     return store, manifest
 
 
-def broken_state() -> dict[str, torch.Tensor]:
-    weight = torch.randn(5000, dtype=torch.bfloat16)
+def broken_state(scale: int = 1) -> dict[str, torch.Tensor]:
+    weight = torch.randn(scale * 5000, dtype=torch.bfloat16)
     weight[[0, 2047, 2048, 4999]] = math.nan
-    bias = torch.randn(3000)
+    bias = torch.randn(scale * 3000)
     bias[7] = -math.inf
     return {"weight": weight, "bias": bias, "good": torch.randn(10), "steps": torch.full((9,), -1)}
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
 @pytest.mark.parametrize("buffer_bytes", [512, 1 << 20])
-def test_reading_back_counts_per_tensor(chunk_bytes: int, buffer_bytes: int) -> None:
-    store, manifest = checkpoint_of(broken_state(), chunk_bytes=chunk_bytes)
+@pytest.mark.parametrize("scale", [1, 60])
+def test_reading_back_counts_per_tensor(chunk_bytes: int, buffer_bytes: int, scale: int) -> None:
+    store, manifest = checkpoint_of(broken_state(scale), chunk_bytes=chunk_bytes)
     report = verify_file(store, manifest, buffer_bytes=buffer_bytes)
     assert report.ok
     assert report.nonfinite == NonfiniteRecord(values=5, tensors=2, named={"weight": 4, "bias": 1})

@@ -1,0 +1,160 @@
+"""The sums of one chunk of a file that is read back: CRC-32 and numbers that are not finite, run by run.
+
+A run is what lies in one entry, or between two. Many small ones are looked at by loops in C; large ones block by block,
+so that their bytes are brought into the cache once.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from holdfast import crc
+from holdfast.checkpoints.nonfinite import (
+    LARGE_BYTES,
+    FloatFormat,
+    count_nonfinite_of_each,
+    crc32_and_nonfinite,
+)
+from holdfast.image.manifest import EntryRecord, Manifest
+from holdfast.store.base import Store
+
+
+class ChunkSums(NamedTuple):
+    """What was found in one chunk, run by run: a run of bytes belongs to one entry, or to none.
+
+    Attributes:
+        entries: Of each run. `crc32s`: its CRC-32. `sizes`: its bytes.
+        crc32: Of the chunk.
+        nonfinite: Entry → how many of its numbers here are not finite, if any are; None: a read has cut one in two.
+    """
+
+    entries: list[int | None]
+    crc32s: list[int]
+    sizes: list[int]
+    crc32: int
+    nonfinite: dict[int, int] | None
+
+
+class EntryBounds:
+    """Finds the entries to which bytes belong. Entries without bytes are left out."""
+
+    def __init__(self, entries: Sequence[EntryRecord]) -> None:
+        self._filled = [
+            (index, entry.offset, entry.offset + entry.nbytes)
+            for index, entry in enumerate(entries)
+            if entry.nbytes
+        ]
+        self._starts = [start for _, start, _ in self._filled]
+
+    def runs(self, offset: int, end: int) -> list[tuple[int | None, int, int]]:
+        """What the bytes from `offset` to `end` belong to, without gaps: an entry or None; first byte, end."""
+        found: list[tuple[int | None, int, int]] = []
+        first = max(0, bisect.bisect_right(self._starts, offset) - 1)
+        for index, start, stop in self._filled[first : bisect.bisect_left(self._starts, end)]:
+            if stop <= offset:
+                continue
+            if start > offset:
+                found.append((None, offset, start))
+                offset = start
+            found.append((index, offset, min(stop, end)))
+            offset = min(stop, end)
+        if offset < end:
+            found.append((None, offset, end))
+        return found
+
+
+def sums_of_chunk(
+    store: Store,
+    manifest: Manifest,
+    chunk: int,
+    contents: tuple[EntryBounds, Mapping[int, FloatFormat]],
+    buffer: memoryview,
+) -> ChunkSums:
+    """Read one chunk and look at it. Any thread.
+
+    Args:
+        store: The run.
+        manifest: What should be there.
+        chunk: Which one.
+        contents: Where its entries begin and end, and the format of each that has one.
+        buffer: Is read into; the chunk may take several reads.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    bounds, formats = contents
+    offset = chunk * manifest.chunk_bytes
+    end = offset + bytes_of_chunk(manifest, chunk)
+    entries: list[int | None] = []
+    crc32s: list[int] = []
+    sizes: list[int] = []
+    nonfinite: dict[int, int] | None = {}
+    while offset < end:
+        part = buffer[: min(len(buffer), end - offset)]
+        store.read_into(manifest.file, offset, part)
+        runs = bounds.runs(offset, offset + len(part))
+        pieces = [part[first - offset : stop - offset] for _, first, stop in runs]
+        entries += [entry for entry, _, _ in runs]
+        sizes += map(len, pieces)
+        if nonfinite is None:
+            crc32s += crc.crc32_of_each(pieces)
+        elif len(part) // len(runs) >= LARGE_BYTES:
+            nonfinite = _look(nonfinite, manifest, runs, formats, pieces, crc32s)
+        else:
+            crc32s += crc.crc32_of_each(pieces)
+            nonfinite = _count(nonfinite, manifest, runs, formats, part)
+        offset += len(part)
+    return ChunkSums(entries, crc32s, sizes, crc.combine_all(zip(crc32s, sizes, strict=True)), nonfinite)
+
+
+def _look(
+    counted: dict[int, int],
+    manifest: Manifest,
+    runs: Sequence[tuple[int | None, int, int]],
+    formats: Mapping[int, FloatFormat],
+    pieces: Sequence[memoryview],
+    crc32s: list[int],
+) -> dict[int, int] | None:
+    """As `_count`, and add the CRC-32 of each to `crc32s`: of large runs both are made while they are in the cache."""
+    is_cut = False
+    for (entry, first, _), piece in zip(runs, pieces, strict=True):
+        this = None if entry is None else formats.get(entry)
+        if entry is None or this is None:
+            crc32s.append(crc.crc32(piece))
+            continue
+        is_cut = is_cut or bool((first - manifest.entries[entry].offset) % this.nbytes)
+        crc32, count = crc32_and_nonfinite(piece, this)
+        crc32s.append(crc32)
+        if count:
+            counted[entry] = counted.get(entry, 0) + count
+    return None if is_cut else counted
+
+
+def _count(
+    counted: dict[int, int],
+    manifest: Manifest,
+    runs: Sequence[tuple[int | None, int, int]],
+    formats: Mapping[int, FloatFormat],
+    part: memoryview,
+) -> dict[int, int] | None:
+    """Add the numbers of each run that are not finite; None: one was cut in two, and nothing is known."""
+    offset = runs[0][1]
+    by_format: dict[FloatFormat, list[tuple[int, int, int]]] = {}
+    for entry, first, stop in runs:
+        if entry is not None and (this := formats.get(entry)) is not None:
+            # Files of holdfast cut no number in two: storages and reads begin at multiples of its size.
+            if (first - manifest.entries[entry].offset) % this.nbytes:
+                return None
+            by_format.setdefault(this, []).append((entry, first - offset, stop - offset))
+    for this, those in by_format.items():
+        counts = count_nonfinite_of_each(part, [(first, stop) for _, first, stop in those], this)
+        for (entry, _, _), count in zip(those, counts, strict=True):
+            if count:
+                counted[entry] = counted.get(entry, 0) + count
+    return counted
+
+
+def bytes_of_chunk(manifest: Manifest, chunk: int) -> int:
+    return min(manifest.chunk_bytes, manifest.image_bytes - chunk * manifest.chunk_bytes)
