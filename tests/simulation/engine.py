@@ -58,7 +58,7 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     import stager.flusher_process
     from flusher.progress import Progress
     from flusher.tenure import Instance
-    from holdfast.checkpoints import claim
+    from holdfast.checkpoints import identity
     from holdfast.ring import doorbell as ipc
     from holdfast.ring.ring import Ring
     from holdfast.store import retrying
@@ -82,14 +82,14 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
         setattr(module, "log_path", lambda _url: log)  # noqa: B010
 
     # Who a process is, and whether it runs.
-    def of_this_process(cls: type[claim.Identity]) -> claim.Identity:
-        return claim.Identity("node", "boot", "namespace", SIM.now.here.number, 1)
+    def of_this_process(cls: type[identity.Identity]) -> identity.Identity:
+        return identity.Identity("node", "boot", "namespace", SIM.now.here.number, 1)
 
-    def is_running(self: claim.Identity) -> bool:
+    def is_running(self: identity.Identity) -> bool:
         return any(p.number == self.pid and p.alive and not p.killed for p in current().processes)
 
-    claim.Identity.of_this_process = classmethod(of_this_process)  # type: ignore[method-assign,assignment]
-    claim.Identity.is_running = is_running  # type: ignore[method-assign]
+    identity.Identity.of_this_process = classmethod(of_this_process)  # type: ignore[method-assign,assignment]
+    identity.Identity.is_running = is_running  # type: ignore[method-assign]
 
     # What the kernel closes when a process dies, and what a dead process no longer does.
     channel_init, channel_close = ipc.Channel.__init__, ipc.Channel.close

@@ -80,8 +80,8 @@ def check_remains(world: World, ring: Ring) -> None:
             if list(record.sources) != made.sources(chunk):
                 checks.broken(f"slot {record.slot}: not the CRCs of step {held.step}, chunk {chunk}: {plan}")
             found = bytearray(ring.slot_memory(record.slot)[: record.nbytes])
-            for part in fields[chunk]:
-                found[part.offset : part.offset + part.nbytes] = bytes(part.nbytes)
+            for offset, nbytes in fields[chunk].extents():
+                found[offset : offset + nbytes] = bytes(nbytes)
             if found != made.chunk_bytes(chunk):
                 checks.broken(f"slot {record.slot}: not the bytes of step {held.step}, chunk {chunk}")
 

@@ -139,6 +139,7 @@ def test_a_job_is_kept_for_the_next_experiment_of_its_shape(monkeypatch: pytest.
 
 def test_a_toy_gets_a_ring_smaller_than_itself() -> None:
     toy, real = Shape("flat-24-3").fitted(), Shape("flat-150-600").fitted()
+    assert toy.ring_bytes is not None
     assert toy.ring_bytes < 3 << 20
     assert real == Shape("flat-150-600")
     assert Shape("tiny", chunk_bytes=1 << 20).fitted().chunk_bytes == 1 << 20
