@@ -3,7 +3,7 @@
     file ─► windows of chunk_bytes ─► segments (cut where entries begin and end) ─► CRC-32 of each segment
                                                                                          │ combined, read once
                  image CRC  ◄──────── chunk CRCs  ◄──────── entry CRCs  ◄────────────────┘
-                 zip directory (parsed by zipfile): its CRC and size fields against the manifest's entries
+                 zip directory (zip_directory.py, or zipfile): its CRC and size fields against the manifest's entries
 
 The manifest holds what the flusher computed from its memory; so a difference is damage on the way to the
 store or in it. A chunk that differs is read once more: damage on the way back is not damage of the checkpoint. The
@@ -29,6 +29,7 @@ from itertools import pairwise
 from holdfast import crc
 from holdfast.checkpoints.chunk_sums import ChunkSums, EntryBounds, bytes_of_chunk, sums_of_chunk
 from holdfast.checkpoints.nonfinite import float_formats, nonfinite_record
+from holdfast.checkpoints.zip_directory import plain_directory
 from holdfast.errors import DamageError, StoreMissing
 from holdfast.image.manifest import EntryRecord, Manifest, NonfiniteRecord
 from holdfast.ring.pages import direct_window
@@ -347,6 +348,15 @@ class _Tensors:
 
 def _directory_damage(store: Store, manifest: Manifest) -> list[Damage]:
     """Whether the zip's central directory states the CRC and size that each entry has."""
+    plain = plain_directory(store, manifest.file, manifest.image_bytes)
+    if plain is not None:
+        for entry in manifest.entries:
+            if not entry.name.isascii():
+                break
+            if plain.get(entry.name.encode()) != (entry.crc32, entry.nbytes, zipfile.ZIP_STORED):
+                break
+        else:
+            return []
     try:
         with zipfile.ZipFile(RangedFile(store, manifest.file, manifest.image_bytes)) as archive:
             infos = {info.filename: info for info in archive.infolist()}

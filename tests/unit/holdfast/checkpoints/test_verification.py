@@ -269,7 +269,7 @@ def test_a_byte_that_is_wrong_only_on_its_way_is_no_damage(caplog: pytest.LogCap
 
 def test_reading_back_runs_no_python_function_for_each_tensor() -> None:
     calls = []
-    for tensors in (50, 400):
+    for tensors in (150, 400):
         image = torch_image({str(number): torch.ones(20) for number in range(tensors)})
         manifest = manifest_of(image, step=1, tensors={}, chunk_bytes=1 << 20)
         store = MemoryStore()
