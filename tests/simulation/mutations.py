@@ -117,6 +117,14 @@ MUTATIONS = {
             3000,
         ),
         _one(
+            "read_unseen",
+            "a rank of the stager's machine reads the slot where a chunk once was, whatever is in it now",
+            "holdfast.ring.near_ring",
+            "            or (record.attempt, record.step, record.chunk) != (attempt, step, chunk)\n",
+            "",
+            3000,
+        ),
+        _one(
             "fields_recalled",
             "a chunk that the flusher had patched is recalled with its CRC fields filled in",
             "trainer_side.restore.ring_slices",
