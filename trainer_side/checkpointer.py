@@ -44,7 +44,7 @@ from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.places import Room
 from trainer_side.save.planner import Planner
 from trainer_side.save.rank_context import RankContext
-from trainer_side.save.saver import Saver
+from trainer_side.save.saver import Saver, no_collections
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.transfer import TransferState
 
@@ -204,21 +204,23 @@ class Checkpointer:
             )
         self._beginning.restored()
         store = open_store(self._link.store_url)
-        self.restored = restore(
-            self._state,
-            store,
-            self._link.peers,
-            events=self._events,
-            tiers=self._tiers.tiers,
-            fetch=self._link.fetch,
-            options=RestoreOptions(
-                step=step,
-                seconds_max=self._config.restore_seconds_max,
-                without_store=self._config.restore_without_store,
-                may_lack=frozenset(may_lack),
-                set_aside=self._config.restore_set_aside,
-            ),
+        options = RestoreOptions(
+            step=step,
+            seconds_max=self._config.restore_seconds_max,
+            without_store=self._config.restore_without_store,
+            may_lack=frozenset(may_lack),
+            set_aside=self._config.restore_set_aside,
         )
+        with no_collections():
+            self.restored = restore(
+                self._state,
+                store,
+                self._link.peers,
+                events=self._events,
+                tiers=self._tiers.tiers,
+                fetch=self._link.fetch,
+                options=options,
+            )
         if self.restored is not None:
             self._tiers.restored((self.restored.attempt, self.restored.step), self.restored.whole_in)
             self._link.appointments.restored(self.restored.step)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from trainer_side.link.no_stager import NoStager
 from trainer_side.link.schedule import Schedule
 from trainer_side.notice.appointments import Appointments
 from trainer_side.pace.pacer import open_pacer
+from trainer_side.ranks.peers import LonePeers
 from trainer_side.save import planner
 from trainer_side.save.staging import Staging
 from trainer_side.tiers.tier_set import TierSet
@@ -48,6 +50,7 @@ class FakeLink:
     store_url, chunk_bytes = "/run", 4096
     staged_step = durable_step = -1
     new_pickle_reserve_bytes = 0
+    peers = LonePeers()
 
     def __init__(self) -> None:
         self.events = EventLog(None, role="trainer")
@@ -196,6 +199,23 @@ def test_what_a_save_drops_sets_off_no_search_for_garbage(link: FakeLink) -> Non
     # What is kept until the copy is done, a thousand sources, may set off one at the end of each of two pauses. Without
     # pauses each save has 5, and the first one, which plans, 94.
     assert max(searches) <= 2
+
+
+def test_restore_sets_off_no_search_for_garbage(
+    link: FakeLink, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+
+    def fetch(_: FakeLink, asked: Asked, **_more: Any) -> None:
+        seen.append((asked, gc.isenabled()))
+
+    monkeypatch.setattr(FakeLink, "fetch", fetch)
+    link.store_url = str(tmp_path)
+    rank = Rank(link)
+    assert rank.checkpointer.restore() == 0
+    assert seen == [(Asked.HELD, False), (Asked.PLACE, False)]
+    assert gc.isenabled()
+    rank.checkpointer.close()
 
 
 def test_wait_waits_for_the_oldest_only(link: FakeLink, monkeypatch: pytest.MonkeyPatch) -> None:
