@@ -10,7 +10,7 @@ from benchmarks.on_paper import PAGE, filled
 def test_the_page_is_what_is_computed() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert filled(text) == text, "run: python -m benchmarks.on_paper"
-    assert text.count("<!-- computed: ") == text.count("<!-- end -->") == 5
+    assert text.count("<!-- computed: ") == text.count("<!-- end -->") == 6
 
 
 def test_a_figure_that_is_typed_in_is_put_right() -> None:
