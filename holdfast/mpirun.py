@@ -20,6 +20,7 @@ _DAEMONS = {"mpirun", "mpiexec", "prterun", "prte", "prted"}
 
 
 _MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
+_BTL_VARIABLE = "OMPI_MCA_btl"
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 
 
@@ -81,6 +82,9 @@ def mpirun_command(
         command.append("--oversubscribe")  # with hosts: their slots say how many; mpirun would count cores
     if ulfm:
         command += ["--with-ft", "ulfm"]
+    if hosts is None and "btl" not in options and _BTL_VARIABLE not in os.environ:
+        # Opened at each start, it waits a second where there is no fabric; of one machine's jobs it carries nothing.
+        command += ["--mca", "btl", "^ofi"]
     command += options
     # Unbound: a rank bound to one core would share it with the copy and MPI threads of its own process.
     command += ["--bind-to", "none"]

@@ -55,7 +55,6 @@ _COMPUTE_SECONDS, _UPDATE_SECONDS = 0.08, 0.02
 _CYCLES = 9  # of the run that nobody kills; the first one is left out: it makes room
 _RELAUNCHES_APART = 3.0
 _LOSSES, _LOSSES_QUICK = 4, 1
-_PAUSE_SECONDS_MEAN = 1.0  # `holdfast run` draws a pause of 0 to 2 s before a relaunch
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -185,7 +184,8 @@ def profile_of(
     """The profile from an attempt that was killed once, and the one after it.
 
     An iteration is the median of those that no checkpoint touches; the stall is what an interval takes longer than
-    so many of them. Of the relaunch the pause that was drawn is replaced by its mean.
+    so many of them. The pause before the relaunch is left out: there is one only after an attempt without a newer
+    checkpoint.
     """
     starts = (before.begun, *before.ends[:-1])
     lasted = [end - start for start, end in zip(starts, before.ends, strict=True)]
@@ -200,7 +200,7 @@ def profile_of(
     return TrainingProfile(
         source="one run without a kill, one kill",
         iteration_seconds=iteration,
-        restart_seconds=max(0.0, relaunch - pause_seconds + _PAUSE_SECONDS_MEAN),
+        restart_seconds=max(0.0, relaunch - pause_seconds),
         strategies={
             "holdfast": Measured(
                 stall_seconds=stall,

@@ -362,12 +362,14 @@ def _arguments(settings: dict[str, str]) -> list[str]:
 
 
 def _pause_seconds(number: int) -> float:
+    if number == 1:  # the attempt made progress, or was the first: nothing says that the next one fails, too
+        return 0.0
     # Full jitter under a bound that doubles, as in holdfast/store/retrying.py.
     import tenacity
 
     wait = tenacity.wait_random_exponential(_PAUSE_SECONDS_FIRST, max=_PAUSE_SECONDS_MAX)
     state = tenacity.RetryCallState(tenacity.Retrying(), None, (), {})
-    state.attempt_number = number
+    state.attempt_number = number - 1
     return float(wait(state))
 
 

@@ -7,7 +7,8 @@
                                                                                   └─► OVER
 
     JUDGING      the hosts are looked at once more, unless one is known to be gone, to tell a preemption from a bug
-    PAUSING      for a random time, which doubles with each restart in a row without a newer step (limits.py)
+    PAUSING      not at all after an attempt that made progress; else for a random time, which doubles with each restart
+                 in a row without a newer step (limits.py)
 
 An ended attempt is not held up until its staged steps are durable: the next attempt restores them from the ring, which
 the supervisor keeps.
@@ -67,7 +68,8 @@ class Core:
 
     Args:
         limits: Settings.
-        pause_seconds: Random pause before restart number n (1, 2, …) in a row without progress.
+        pause_seconds: Random pause before restart number n (1, 2, …) in a row without progress; number 1 follows an
+            attempt that made progress, or the first one.
         first_attempt: Number of the first attempt.
         newest_step: Newest step in the store, -1 for none.
         now: The time.
@@ -353,7 +355,8 @@ class Core:
         pause_seconds = self._pause_seconds(self._patience.restarts)
         self.phase, self._until = SupervisorPhase.PAUSING, now + pause_seconds
         fields = {"pause_seconds": round(pause_seconds, 3)}
-        return [Note("relaunching", f"the job is restarted in {pause_seconds:.1f} s", fields)]
+        when = f"in {pause_seconds:.1f} s" if pause_seconds else "at once"
+        return [Note("relaunching", f"the job is restarted {when}", fields), *self._tick(now)]
 
     def _stop(self, reason: str, now: float) -> list[Action]:
         again, self._stopping = bool(self._stopping), reason

@@ -6,12 +6,11 @@ launch ─► mpirun ── output ─► a log file for each process, reports f
 from __future__ import annotations
 
 import logging
-import selectors
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from holdfast.process import wait_readable
 from holdfast.supervised import ATTEMPT_VARIABLE, SET_ASIDE_VARIABLE
 from operator_side.supervise.attempt import Attempt
 from operator_side.supervise.flusher import Segments
@@ -70,15 +69,9 @@ class JobProcesses:
             environment = self._segments.make(environment)
         self._attempt = Attempt(self._command(launch), environment)
 
-    def wait(self, seconds: float) -> None:
-        """Until there is output, or until this time has passed."""
-        if self._attempt is None:
-            time.sleep(seconds)
-            return
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._attempt.output, selectors.EVENT_READ)
-            if selector.select(seconds) and self._attempt.poll() is not None:
-                time.sleep(0)  # the pipe of an mpirun that has ended is always readable
+    def wait(self, seconds: float, wakes: int) -> None:
+        """Until there is output, until the descriptor `wakes` can be read, or until this time has passed."""
+        wait_readable([wakes] if self._attempt is None else [wakes, self._attempt.output.fileno()], seconds)
 
     def hear(self) -> tuple[list[Report], int | None]:
         """What the processes have reported, and the exit status of mpirun if it has just ended."""

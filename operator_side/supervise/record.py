@@ -104,7 +104,9 @@ class RunRecord:
     def reason_to_end(self, limits: Limits, now: float) -> str:
         """Why the attempt cannot go on; empty if it can."""
         # If a rank was killed before all had joined, the others wait for it in MPI for ever, and have nothing to save.
-        hopeless = not self.met and any(death.from_outside for death in self.deaths)
+        # If the stager has ended by itself, they have all left it, or are lost: there is nothing more that they save.
+        left = any(death.rank == self.ranks and death.status == 0 for death in self.deaths)
+        hopeless = (left or not self.met) and any(death.from_outside for death in self.deaths)
         patience = 0.0 if hopeless else limits.lost_seconds_max
         if self.first_death_at is not None and now >= self.first_death_at + patience:
             ended = [d.rank for d in self.deaths if d.status or d.rank == self.ranks]

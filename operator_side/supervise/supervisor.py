@@ -5,13 +5,14 @@ signals, the job's reports, event log, fleet, clock ─► Core ─► start, as
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,19 +49,35 @@ _TURN_SECONDS = 0.1
 
 
 class FleetWatch(threading.Thread):
-    """Asks the fleet for its hosts, in a thread of its own: at intervals, and at once when told to."""
+    """Asks the fleet for its hosts, in a thread of its own: at intervals, and at once when told to.
+
+    Attributes:
+        replace: So many more slots are asked for at each look.
+    """
 
     def __init__(self, fleet: Fleet, poll_seconds: float) -> None:
         super().__init__(name="fleet", daemon=True)
         self._fleet, self._poll_seconds = fleet, poll_seconds
         self._wake, self._over = threading.Event(), False
         self.replace = 0
-        self.seen: queue.SimpleQueue[tuple[Host, ...] | None] = queue.SimpleQueue()
+        self._seen: queue.SimpleQueue[tuple[Host, ...] | None] = queue.SimpleQueue()
+        self._answers = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def ask(self, replace: int) -> None:
         """Look now; ask the fleet for this many more slots, now and at each later look."""
         self.replace = replace
         self._wake.set()
+
+    def fileno(self) -> int:
+        """Readable when there is something to `take`."""
+        return self._answers
+
+    def take(self) -> Iterator[tuple[Host, ...] | None]:
+        """What was seen since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._answers)
+        while not self._seen.empty():
+            yield self._seen.get()
 
     def stop(self) -> None:
         # The look under way is not waited for: a network may take long to give up.
@@ -76,7 +93,8 @@ class FleetWatch(threading.Thread):
             try:
                 if self.replace:
                     self._fleet.replace(self.replace)
-                self.seen.put(self._fleet.look())
+                self._seen.put(self._fleet.look())
+                os.eventfd_write(self._answers, 1)
             except HoldfastError as error:
                 _log.warning("%s: %s; the hosts of the last look still count", self._fleet.name, error)
             except Exception:  # noqa: BLE001 - whatever it is, the job must go on
@@ -142,7 +160,7 @@ class Supervisor:
     # -- one turn --------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        self._job.wait(_TURN_SECONDS)
+        self._job.wait(_TURN_SECONDS, self._watch.fileno())
         while self._signals:
             number = self._signals.pop(0)
             self._take(Stop(f"this command was told to end by {signal.Signals(number).name}"))
@@ -153,8 +171,8 @@ class Supervisor:
         self._follow()
         if status is not None:
             self._take(Exited(status))
-        while not self._watch.seen.empty():
-            self._take(HostsSeen(self._watch.seen.get()))
+        for hosts in self._watch.take():
+            self._take(HostsSeen(hosts))
         self._take(ClockTick())
 
     def _follow(self) -> None:

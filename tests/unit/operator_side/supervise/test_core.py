@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from operator_side.commands.run import _pause_seconds
 from operator_side.supervise.core import Core, SupervisorPhase
 from operator_side.supervise.hosts import Host
 from operator_side.supervise.limits import Limits
@@ -39,10 +41,12 @@ from operator_side.supervise.verdict import Cause
 
 
 class Story:
-    """A core, and all it has asked for. Pauses are as many seconds as relaunches in a row."""
+    """A core, and all it has asked for. Pauses are as many seconds as relaunches in a row, if nothing else is said."""
 
-    def __init__(self, ranks: int = 2, ranks_min: int = 2, **limits: Any) -> None:
-        self.core = Core(Limits(ranks, ranks_min, **limits), float)
+    def __init__(
+        self, ranks: int = 2, ranks_min: int = 2, *, pause: Callable[[int], float] = float, **limits: Any
+    ) -> None:
+        self.core = Core(Limits(ranks, ranks_min, **limits), pause)
         self.now = 0.0
         self.hosts: tuple[Host, ...] | None = None
         self.asked: list[Action] = self.core.begin()
@@ -183,6 +187,43 @@ def test_a_kill_before_all_have_met_ends_the_others_at_once() -> None:
     assert story.of(Terminate) == [Terminate(gently=False)]
     story.end(status=-9)
     assert "killed by SIGKILL" in story.of(Note)[-2].message
+
+
+def test_after_progress_the_fleet_is_looked_at_again_without_a_pause() -> None:
+    story = Story(pause=_pause_seconds).launch().tell(Joined(), StepStaged(5)).end(KILLED)
+    assert story.phase is SupervisorPhase.FINDING
+    assert [note.fields["pause_seconds"] for note in story.of(Note) if note.event == "relaunching"] == [0.0]
+    story.tell(HostsSeen(None))
+    assert [launch.attempt for launch in story.of(Launch)] == [1, 2], "no time has passed since the end"
+
+
+def test_an_attempt_without_progress_is_followed_by_a_pause() -> None:
+    story = Story(pause=_pause_seconds).launch().end(KILLED).launch().end(KILLED)
+    assert story.phase is SupervisorPhase.PAUSING
+    pauses = [note.fields["pause_seconds"] for note in story.of(Note) if note.event == "relaunching"]
+    assert pauses[0] == 0.0
+    assert 0 < pauses[1] <= 2.0
+
+
+def test_who_has_left_the_stager_after_a_kill_is_ended_at_once() -> None:
+    """There is nothing more to save, so what its process still does is not waited for."""
+    story = Story(lost_seconds_max=30).launch().tell(Joined(), KILLED, ClockTick())
+    assert not story.of(Terminate), "the stager may still receive"
+    story.tell(Ended(2, 0), ClockTick())
+    assert story.of(Terminate) == [Terminate(gently=False)]
+    story.end(Ended(1, -15), status=-15)
+    assert "rank 0 on h0 was killed by SIGKILL" in story.of(Note)[-2].message
+
+
+@pytest.mark.parametrize("first", [[BUG], [Ended(0, 1), RankDead(1)], [Ended(1, 0)]])
+def test_without_a_kill_the_others_may_say_why_though_the_stager_has_ended(first: list[Event]) -> None:
+    story = Story(lost_seconds_max=30).launch().tell(Joined(), *first, Ended(2, 0), ClockTick())
+    assert not story.of(Terminate)
+
+
+def test_a_stager_that_failed_does_not_end_the_others_at_once() -> None:
+    story = Story(lost_seconds_max=30).launch().tell(Joined(), KILLED, Ended(2, 1), ClockTick())
+    assert not story.of(Terminate)
 
 
 def test_a_crash_before_all_have_met_lets_the_others_say_why() -> None:

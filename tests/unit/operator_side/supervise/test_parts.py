@@ -263,7 +263,7 @@ def test_an_attempt_is_told_what_is_set_aside(
     )
     job.launch(Launch(2, 1, (Host("here", 1),), set_aside))
     while job.hear()[1] is None:
-        job.wait(1.0)
+        job.wait(1.0, os.eventfd(0))
     job.close()
     assert said == [f"told {expected}"]
 

@@ -1,0 +1,30 @@
+"""Which options the mpirun line gets by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.mpirun import mpirun_command
+
+
+def _value_of_btl(command: list[str]) -> list[str]:
+    return [command[at + 1] for at, word in enumerate(command) if word == "btl"]
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMPI_MCA_btl", raising=False)
+
+
+def test_on_one_machine_no_fabric_is_looked_for() -> None:
+    assert _value_of_btl(mpirun_command(2, ["true"])) == ["^ofi"]
+
+
+def test_between_hosts_the_fabric_is_left_to_mpi() -> None:
+    assert _value_of_btl(mpirun_command(2, ["true"], hosts={"a": 2}, stager_host="b")) == []
+
+
+def test_who_chooses_transports_is_not_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _value_of_btl(mpirun_command(2, ["true"], options=["--mca", "btl", "tcp,self"])) == ["tcp,self"]
+    monkeypatch.setenv("OMPI_MCA_btl", "self,sm")
+    assert _value_of_btl(mpirun_command(2, ["true"])) == []
