@@ -100,6 +100,8 @@ def test_a_new_torchrun_joins_the_running_stager_and_goes_on_from_its_ring(
     restores = scene.restores()
     assert [event["step"] for event in restores] == [SAVED] * RANKS
     assert all(set(event["sources"]) == {RING} for event in restores), restores
+    # Each rank has read all of it in the shared memory.
+    assert all(event["bytes_read"] == event["image_bytes"] for event in restores), restores
     # Told to stop, it leaves nothing behind that is not in the store.
     assert scene.stager.stop() == 0, scene.stager.output()
     files = sorted((scene.directory / "store").glob("step-*.pt"))
