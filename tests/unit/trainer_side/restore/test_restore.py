@@ -831,7 +831,7 @@ def test_a_store_that_hangs_ends_at_the_deadline(tmp_path: Path) -> None:
                 store,
                 LonePeers(),
                 events=None,
-                options=RestoreOptions(seconds_max=1.0),
+                options=RestoreOptions(seconds_max=4.0),
             )
     finally:
         release.set()
