@@ -101,8 +101,14 @@ def _play(way: str, chunks: int, folder: Path | None, hosts: _Hosts | None = Non
             _certify(Path(place), hosts.address)
         if way == "mpi":
             job = [*_JOB, way]
-            line = mpirun_command(RANKS, [*job, "rank", *arguments], stager=[*job, "stager", *arguments])
-            commands = [[line[0], "--mca", "pml", "ob1", "--mca", "btl", "tcp,self", *line[1:]]]
+            commands = [
+                mpirun_command(
+                    RANKS,
+                    [*job, "rank", *arguments],
+                    stager=[*job, "stager", *arguments],
+                    options=["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"],
+                )
+            ]
         else:
             commands = [[*hosts.stager, *_JOB, way, "stager", *arguments]] + [
                 [*hosts.ranks, *_JOB, way, "rank", "--rank", str(rank), *arguments] for rank in range(RANKS)

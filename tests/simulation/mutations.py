@@ -202,8 +202,8 @@ MUTATIONS = {
             "fields_not_zeroed",
             "a chunk that a dead flusher had patched is verified with its CRC fields filled in",
             "holdfast.image.chunks",
-            "        _put(memory, part.offset, bytes(part.nbytes))\n",
-            "        pass\n",
+            "    _put(memory, fields.whole, 0)\n",
+            "",
             1500,
         ),
         _one(

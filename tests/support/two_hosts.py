@@ -121,8 +121,12 @@ class TwoHosts:
         network = f"{self._network}.0/24"
         options = [
             *("--prtemca", "plm_ssh_agent", str(self._agent), "--prtemca", "prte_if_include", network),
-            *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", network),
+            *("--mca", "pml", "ob1", "--mca", "btl_tcp_if_include", network),
         ]
+        command = [*command]
+        command[command.index("btl") + 1] = (
+            "tcp,self"  # what is there for one machine's job: mpirun takes one alone
+        )
         split, first = command.index(":"), command.index("-n")
         ranks = command[first + 1]
         return [
