@@ -89,11 +89,11 @@ class RingRoom:
 
     def _move(self) -> None:
         begun = time.monotonic()
-        moved_bytes = self._ring.use_huge_pages(self._wake.is_set)
+        moved_bytes = self._ring.use_huge_pages(self._taken_chunks, self._wake.is_set)
         _log.info(
             "%d of the ring's %d bytes are in huge pages, after %.1f s",
             moved_bytes,
-            self._ring.ring_chunks * self._ring.chunk_bytes,
+            self._taken_chunks * self._ring.chunk_bytes,
             time.monotonic() - begun,
         )
 

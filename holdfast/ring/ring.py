@@ -235,20 +235,18 @@ class Ring:
                 os.close(descriptor)
         return range(first, self.ring_chunks)
 
-    def use_huge_pages(self, stopped: Callable[[], bool]) -> int:
+    def use_huge_pages(self, ring_chunks: int, stopped: Callable[[], bool]) -> int:
         """Move the ring into huge pages: what is written past the page cache from there is sooner written. Any thread.
 
-        Slots may be used meanwhile. It takes seconds for each GiB that does not lie in them yet.
+        Slots may be used meanwhile. It takes seconds for each GiB not in them yet. Returns how many bytes are in them.
 
         Args:
+            ring_chunks: How many slots have memory, those among them that are not part of the ring yet.
             stopped: Asked often; True ends it.
-
-        Returns:
-            How many bytes lie in huge pages.
         """
         descriptor = open_private_file(self.directory / "ring", os.O_RDWR)
         try:
-            return use_huge_pages(descriptor, self.ring_chunks * self.chunk_bytes, stopped)
+            return use_huge_pages(descriptor, ring_chunks * self.chunk_bytes, stopped)
         finally:
             os.close(descriptor)
 

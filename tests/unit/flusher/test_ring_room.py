@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import queue
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,22 @@ def test_memory_is_taken_in_steps_and_the_loop_is_told_of_each(ring: Ring, inbox
     assert found[-1].note == "the ring has 0.7 GiB now, room for two checkpoints"
     assert ring.ring_chunks == 8, "the loop adds them, and nobody else"
     assert (ring.directory / "ring").stat().st_blocks * 512 == 88 * CHUNK_BYTES
+
+
+def test_what_is_taken_is_moved_into_huge_pages_before_the_loop_has_added_it(
+    ring: Ring, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def use_huge_pages(ring_chunks: int, stopped: Callable[[], bool]) -> int:
+        moved.put(ring_chunks)
+        return 0
+
+    monkeypatch.setattr(ring, "use_huge_pages", use_huge_pages)
+    with RingRoom(ring, inbox, grows=True) as room:
+        assert moved.get(timeout=60) == 8
+        room.want(20)
+        assert moved.get(timeout=60) == 48
 
 
 def test_what_has_room_already_takes_nothing(ring: Ring, inbox: Inbox) -> None:
