@@ -78,18 +78,17 @@ def attach(config: StagerConfig, *, held: Flusher | None = None) -> Flusher:
     deadline = time.monotonic() + config.start_seconds_max
     directory = runtime_directory(config.store, config.runtime_dir)
     socket_path = directory / ipc.SOCKET_NAME
-    try:
-        channel = ipc.connect(socket_path)
-        _log.info(
-            "the flusher (process %d) already serves this run; the stager attaches to it", channel.peer_pid
-        )
-    except PeerLost:
+    attempt = 0 if held is None else held.attempt
+    greeted = _greet(socket_path, attempt, deadline)
+    if greeted is None:
         _start(config, deadline)
-        channel = ipc.connect(socket_path, wait_seconds=max(0.0, deadline - time.monotonic()))
+        greeted = _greet(socket_path, attempt, deadline, wait=True)
+    if greeted is None:
+        raise PeerLost(
+            f"the flusher that was started hung up before it answered; see {log_path(config.store)}"
+        )
+    channel, welcome = greeted
     try:
-        attempt = 0 if held is None else held.attempt
-        channel.send("hello", version=ipc.VERSION, pid=os.getpid(), attempt=attempt)
-        welcome = _await_welcome(channel, deadline)
         if config.chunk_bytes is not None and welcome["chunk_bytes"] != config.chunk_bytes:
             _log.warning(
                 "the flusher that serves this run has chunks of %d bytes, so the setting chunk_bytes = %d is not used",
@@ -121,7 +120,48 @@ def reap() -> None:
         _log.info("the flusher (process %d) ended with %s", process.pid, how)
 
 
-def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any]:
+def _greet(
+    socket_path: Path, attempt: int, deadline: float, *, wait: bool = False
+) -> tuple[ipc.Channel, dict[str, Any]] | None:
+    """The connection to a flusher that has said welcome. None: there is none, or it was just ending, and hung up.
+
+    Args:
+        socket_path: Where it listens.
+        attempt: That of the ring which this stager has; 0: none.
+        deadline: Until when.
+        wait: For one that was just started.
+    """
+    try:
+        channel = ipc.connect(
+            socket_path, wait_seconds=max(0.0, deadline - time.monotonic()) if wait else 0.0
+        )
+    except PeerLost:
+        if wait:
+            raise
+        return None
+    try:
+        channel.send("hello", version=ipc.VERSION, pid=os.getpid(), attempt=attempt)
+        welcome = _await_welcome(channel, deadline)
+    except BaseException:
+        channel.close()
+        raise
+    if welcome is None:
+        _log.info("the flusher (process %d) has just ended; another one is started", channel.peer_pid)
+        channel.close()
+        return None
+    if not wait:
+        _log.info(
+            "the flusher (process %d) already serves this run; the stager attaches to it", channel.peer_pid
+        )
+    return channel, welcome
+
+
+def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any] | None:
+    """Its answer; None: it hung up.
+
+    Raises:
+        HoldfastError: It refuses, by its own error; or it says nothing in time.
+    """
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         while (left_seconds := deadline - time.monotonic()) > 0:
@@ -132,7 +172,7 @@ def _await_welcome(channel: ipc.Channel, deadline: float) -> dict[str, Any]:
                 if message.kind == "refused":
                     raise peer_error(message.fields["code"], message.fields["message"])
             if channel.closed:
-                raise PeerLost(f"the flusher (process {channel.peer_pid}) hung up before it answered")
+                return None
     raise PeerLost(
         f"the flusher (process {channel.peer_pid}) did not answer in time; look whether it still serves another job"
     )

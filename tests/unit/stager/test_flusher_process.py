@@ -6,6 +6,7 @@ import os
 import signal
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 from holdfast.config import StagerConfig
 from holdfast.errors import ConfigError, FencedError, HoldfastError, PeerLost
 from holdfast.image.manifest import manifest_name
-from holdfast.ring.directory import runtime_directory
+from holdfast.ring.directory import make_private_directory, runtime_directory
+from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.store import open_store
 from stager import flusher_process
 from stager.flusher_process import Flusher, attach
@@ -176,6 +178,45 @@ def test_a_flusher_that_hangs_up_is_noticed(config: StagerConfig) -> None:
         time.sleep(0.01)
     assert found.channel.closed
     found.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_flusher_that_ends_just_as_the_stager_comes_is_replaced(
+    config: StagerConfig, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Its socket takes the connection, and nobody answers. If the one that was started does so, too, that is all."""
+    directory = runtime_directory(config.store, config.runtime_dir)
+    make_private_directory(directory)
+    listener = Listener(directory / SOCKET_NAME)
+    ends = threading.Thread(target=_take_and_end, args=(listener,))
+    ends.start()
+    if times == 1:
+        found = attach(config)
+        assert found.attempt == 1
+        found.channel.send("finish")
+        found.close()
+    else:
+        again: list[threading.Thread] = []
+
+        def start(config: StagerConfig, deadline: float) -> None:
+            ends.join()
+            again.append(threading.Thread(target=_take_and_end, args=(Listener(directory / SOCKET_NAME),)))
+            again[0].start()
+
+        monkeypatch.setattr(flusher_process, "_start", start)
+        with pytest.raises(PeerLost, match="that was started hung up before it answered"):
+            attach(config)
+        again[0].join()
+    ends.join()
+
+
+def _take_and_end(listener: Listener) -> None:
+    deadline = time.monotonic() + 60
+    while (channel := listener.accept()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    listener.close()
+    channel.close()
 
 
 def test_a_flusher_that_has_ended_leaves_no_zombie(config: StagerConfig) -> None:
