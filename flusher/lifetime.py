@@ -37,7 +37,7 @@ from holdfast.errors import ConfigError, FencedError, HoldfastError, ProtocolErr
 from holdfast.faultpoint import Point, reach
 from holdfast.image.chunk_size import chunk_bytes_for
 from holdfast.image.manifest import Key
-from holdfast.ring.directory import make_private_directory, runtime_directory
+from holdfast.ring.directory import runtime_directory
 from holdfast.ring.doorbell import SOCKET_NAME, Listener
 from holdfast.ring.ring import Ring
 from holdfast.ring.set_aside import read_set_aside
@@ -161,7 +161,7 @@ def _ring(
             chunk_bytes=chunk_bytes,
             ring_chunks=config.ring_chunks(chunk_bytes),
             attempt=attempt,
-            room_chunks=0 if config.ring_bytes is not None else _most_bytes(directory) // chunk_bytes,
+            room_chunks=0 if config.ring_bytes is not None else _total_bytes(directory) // chunk_bytes,
         )
     with found as ring:
         try:
@@ -173,9 +173,8 @@ def _ring(
         Ring.remove(directory)
 
 
-def _most_bytes(directory: Path) -> int:
-    """What a ring there could have if nothing else were there."""
-    make_private_directory(directory)
+def _total_bytes(directory: Path) -> int:
+    """The size of the file system: a ring there can never become larger."""
     found = os.statvfs(directory)
     return found.f_blocks * found.f_frsize
 
@@ -200,7 +199,7 @@ def _find_ring(directory: Path, events: EventLog) -> Ring | None:
 
 
 def _fits(ring: Ring, config: FlusherConfig) -> bool:
-    """What nobody has set is as it is found."""
+    """Whether the ring has the sizes that were set; a size that was not set may be any."""
     chunks_fit = config.chunk_bytes in (None, ring.chunk_bytes)
     return chunks_fit and (
         config.ring_bytes is None or config.ring_chunks(ring.chunk_bytes) == ring.ring_chunks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from holdfast.image.layout import CHUNK_BYTES
 
-LARGE_CHUNK_BYTES = 64 << 20
+_LARGE_CHUNK_BYTES = 64 << 20
 LARGE_IMAGE_BYTES = 100 * 10**9
 _RING_CHUNKS = 64  # fewer, and what comes in waits for what goes out
 
@@ -20,7 +20,7 @@ def chunk_bytes_for(image_bytes: int | None, ring_bytes: int | None) -> int:
         image_bytes: Size of the run's newest checkpoint; None: it has none yet.
         ring_bytes: Size of the ring; None: it grows with the image.
     """
-    large_fit = ring_bytes is None or ring_bytes >= _RING_CHUNKS * LARGE_CHUNK_BYTES
+    large_fit = ring_bytes is None or ring_bytes >= _RING_CHUNKS * _LARGE_CHUNK_BYTES
     if image_bytes is not None and image_bytes >= LARGE_IMAGE_BYTES and large_fit:
-        return LARGE_CHUNK_BYTES
+        return _LARGE_CHUNK_BYTES
     return CHUNK_BYTES

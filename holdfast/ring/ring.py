@@ -24,6 +24,7 @@ import mmap
 import os
 import re
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -91,6 +92,9 @@ class Ring:
         self._first_slots: list[int] = []
         self._maps: list[tuple[mmap.mmap, memoryview]] = []
         self._map(ring_fd)
+        # Kept: the file may be removed before this process hears that it has grown.
+        self._ring_fd = os.dup(ring_fd)
+        self._close_ring_fd = weakref.finalize(self, os.close, self._ring_fd)
         self._layouts: dict[str, Layout] = {}
         self._stager_fd = -1
         self.token = ""
@@ -204,12 +208,12 @@ class Ring:
             OSError: There is not so much.
         """
         header = self._journal.header._replace(ring_chunks=ring_chunks)
-        for name, nbytes in (("journal", header.journal_bytes), ("ring", header.ring_bytes)):
-            descriptor = open_private_file(self.directory / name, os.O_RDWR)
-            try:
-                os.posix_fallocate(descriptor, 0, nbytes)  # takes the pages now: no SIGBUS later
-            finally:
-                os.close(descriptor)
+        journal_fd = open_private_file(self.directory / "journal", os.O_RDWR)
+        try:
+            os.posix_fallocate(journal_fd, 0, header.journal_bytes)  # takes the pages now: no SIGBUS later
+        finally:
+            os.close(journal_fd)
+        os.posix_fallocate(self._ring_fd, 0, header.ring_bytes)
 
     def add_slots(self, ring_chunks: int) -> None:
         """Have so many slots from now on, all new ones FREE. Flusher only, in its loop; after `allocate`."""
@@ -228,11 +232,7 @@ class Ring:
         first = self.ring_chunks
         self._journal.see_added()
         if self._journal.ring_chunks > first:
-            descriptor = open_private_file(self.directory / "ring", os.O_RDWR)
-            try:
-                self._map(descriptor)
-            finally:
-                os.close(descriptor)
+            self._map(self._ring_fd)
         return range(first, self.ring_chunks)
 
     def use_huge_pages(self, ring_chunks: int, stopped: Callable[[], bool]) -> int:
@@ -244,15 +244,12 @@ class Ring:
             ring_chunks: How many slots have memory, those among them that are not part of the ring yet.
             stopped: Asked often; True ends it.
         """
-        descriptor = open_private_file(self.directory / "ring", os.O_RDWR)
-        try:
-            return use_huge_pages(descriptor, ring_chunks * self.chunk_bytes, stopped)
-        finally:
-            os.close(descriptor)
+        return use_huge_pages(self._ring_fd, ring_chunks * self.chunk_bytes, stopped)
 
     def close(self) -> None:
         """Unmap; the ring stays where it is. Views that are still held keep their memory until they go."""
         self.let_go()
+        self._close_ring_fd()  # once, however often it is called
         for mapped, memory in self._maps:
             memory.release()
             try:

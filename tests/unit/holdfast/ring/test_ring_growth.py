@@ -84,6 +84,16 @@ def test_another_process_that_has_it_mapped_finds_the_new_slots(directory: Path)
         assert bytes(ring.slot_memory(8)[:6]) == b"hello\0"
 
 
+def test_a_ring_that_grew_and_was_removed_at_once_is_no_error(directory: Path) -> None:
+    """As at the end of a short job: the flusher says that the ring has grown, and that all is done, and leaves."""
+    with make(directory) as ring, Ring.attach(directory) as other:
+        grown(ring, 9)
+        Ring.remove(directory)
+        assert other.see_added() == range(4, 9)
+        other.slot_memory(8)[:] = b"x" * CHUNK_BYTES
+        assert bytes(ring.slot_memory(8)) == b"x" * CHUNK_BYTES
+
+
 def test_a_flusher_that_dies_between_memory_and_journal_leaves_a_ring_that_the_next_can_grow(
     directory: Path,
 ) -> None:
