@@ -27,6 +27,7 @@ from holdfast.mpirun import mpirun_command
 from holdfast.net.key import new_key
 
 __all__ = [
+    "OF_RENDEZVOUS",
     "Folders",
     "Job",
     "StandingStager",
@@ -44,7 +45,7 @@ _KILL_SECONDS_MAX = 5.0
 _RUN_SECONDS_MAX = 300.0
 _LISTEN_SECONDS_MAX = 180.0
 _LOOK_SECONDS = 0.02
-_OF_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # torchrun says them itself
+OF_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # torchrun says them itself
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class TorchrunJob(Job):
         folder: Path,
     ) -> None:
         self._stager = StandingStager(last, environment, folder)
-        kept = {name: value for name, value in environment.items() if name not in _OF_RENDEZVOUS}
+        kept = {name: value for name, value in environment.items() if name not in OF_RENDEZVOUS}
         self._launch(torchrun_line(ranks, trainer), {**kept, **self._stager.joining}, folder / f"{name}.log")
 
     def find(self, word: str) -> int:

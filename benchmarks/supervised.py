@@ -1,7 +1,10 @@
-"""A small training under `holdfast run` or torchrun on this machine, and what happened in it.
+"""A small training under `holdfast run` or torchrun on this machine, or the same one without holdfast.
 
 Supervised ─► holdfast run ─► mpirun ─► ranks (supervised_rank.py)      kill(): SIGKILL to one of them
                   └─ status.jsonl           └─ attempt-<n>.jsonl ─► Attempt: when it trained, when each step ended
+Elastic    ─► torchrun ─► ranks, and a stager that stands alone
+BareMpirun ─► a shell that starts mpirun again when it has failed ─► ranks --bare
+BareTorchrun ─► torchrun ─► ranks --bare
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ from typing import Any
 
 import psutil
 
-from benchmarks.jobs import Folders, StandingStager, rank_environment, torchrun_line
+from benchmarks.jobs import OF_RENDEZVOUS, Folders, StandingStager, rank_environment, torchrun_line
+from holdfast.mpirun import mpirun_command
+from holdfast.supervised import ATTEMPT_VARIABLE
 from holdfast.telemetry.event_files import numbered
 
-__all__ = ["Attempt", "Elastic", "Program", "Supervised", "lines"]
+__all__ = ["Attempt", "BareMpirun", "BareTorchrun", "Elastic", "Program", "Supervised", "lines"]
 
 _WAIT_SECONDS_MAX = 120.0
 _END_SECONDS_MAX = 60.0
@@ -33,6 +38,9 @@ _RANK = "benchmarks.supervised_rank"
 _KEEPER = "operator_side.supervise.rank"
 _RING_BYTES = 64 << 20
 _RESTARTS_MAX = 10
+_AGAIN = (
+    f'until "$@"; do {ATTEMPT_VARIABLE}=$(({ATTEMPT_VARIABLE} + 1)); done'  # in the environment: exported
+)
 
 
 @dataclass(frozen=True)
@@ -98,13 +106,9 @@ class Supervised:
         self._folder = folders.scratch / name
         self.store = self._folder / "run"
         self._folder.mkdir()
-        environment = rank_environment(program.ranks, folders, chunk_bytes=1 << 20, ring_bytes=ring_bytes)
-        for variable in (
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "WORLD_SIZE",
-        ):  # the ranks agree on them anew at each launch
-            del environment[variable]
+        environment: Mapping[str, str] = rank_environment(
+            program.ranks, folders, chunk_bytes=1 << 20, ring_bytes=ring_bytes
+        )
         trained = [
             "-m",
             _RANK,
@@ -117,8 +121,7 @@ class Supervised:
         ]
         trained += ["--compute-seconds", str(program.compute_seconds)]
         trained += ["--update-seconds", str(program.update_seconds)]
-        command, more = self._prepare(program.ranks, trained, environment)
-        environment |= more
+        command, environment = self._prepare(program.ranks, trained, environment)
         self._said = self._folder / "said"
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(
@@ -133,10 +136,10 @@ class Supervised:
     def _prepare(
         self, ranks: int, trained: list[str], environment: Mapping[str, str]
     ) -> tuple[list[str], Mapping[str, str]]:
-        """The command that starts the job, and what else its environment needs."""
-        del environment
+        """The command that starts the job, and its environment."""
         command = [sys.executable, "-m", "holdfast", "run", "-n", str(ranks), "--store", str(self.store)]
-        return [*command, "--logs", str(self._folder / "logs"), "--", sys.executable, *trained], {}
+        command += ["--logs", str(self._folder / "logs"), "--", sys.executable, *trained]
+        return command, _unmet(environment)
 
     def attempts(self) -> list[Attempt]:
         """Those that have begun to train, in order."""
@@ -239,12 +242,37 @@ class Elastic(Supervised):
         self, ranks: int, trained: list[str], environment: Mapping[str, str]
     ) -> tuple[list[str], Mapping[str, str]]:
         self.store.mkdir()
+        environment = _unmet(environment)
         stager = [sys.executable, "-m", "holdfast", "stager", "--store", str(self.store)]
         self._stager = StandingStager(stager, environment, self._folder)
-        return torchrun_line(ranks, trained, restarts=_RESTARTS_MAX), self._stager.joining
+        return torchrun_line(ranks, trained, restarts=_RESTARTS_MAX), {**environment, **self._stager.joining}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
         self._stager.end()
+
+
+class BareMpirun(Supervised):
+    """The same script without holdfast, under an mpirun that a shell starts again. Arguments as of `Supervised`."""
+
+    def _prepare(
+        self, ranks: int, trained: list[str], environment: Mapping[str, str]
+    ) -> tuple[list[str], Mapping[str, str]]:
+        line = mpirun_command(ranks, [sys.executable, *trained, "--bare"], ulfm=False)
+        return ["sh", "-c", _AGAIN, "sh", *line], {**environment, ATTEMPT_VARIABLE: "1"}
+
+
+class BareTorchrun(Supervised):
+    """The same script without holdfast, under torchrun. Arguments as of `Supervised`."""
+
+    def _prepare(
+        self, ranks: int, trained: list[str], environment: Mapping[str, str]
+    ) -> tuple[list[str], Mapping[str, str]]:
+        return torchrun_line(ranks, [*trained, "--bare"], restarts=_RESTARTS_MAX), _unmet(environment)
+
+
+def _unmet(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without where the ranks meet: holdfast's and torchrun's agree on it anew at each launch."""
+    return {name: value for name, value in environment.items() if name not in OF_RENDEZVOUS}

@@ -1,6 +1,7 @@
 """A rank of a small training under `holdfast run` or torchrun, killed and started again; rank 0 tells when steps end.
 
     restore ─► iterations of a timed wait, an update that takes as long as a device's would, `Checkpointer.step`
+    --bare: the same iterations from step 0 on, and neither `trainer_side` nor MPI in the process
 
 A file for each attempt, `attempt-<number>.jsonl`: first when it trains and from which step, then each step's end. Times
 are `time.monotonic()`, one clock for the whole machine.
@@ -12,16 +13,19 @@ import argparse
 import json
 import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.device_update import install
 from benchmarks.workload import Workload
-from holdfast.config import TrainerConfig
 from holdfast.supervised import ATTEMPT_VARIABLE
-from trainer_side import Checkpointer, init_torch_distributed
+
+if TYPE_CHECKING:
+    from trainer_side import Checkpointer
 
 __all__ = ["main"]
 
@@ -34,22 +38,19 @@ def main() -> None:
     parser.add_argument("--compute-seconds", type=float, required=True)
     parser.add_argument("--update-seconds", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--bare", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    rank, _ = init_torch_distributed("gloo")
+    rank = _meet_bare() if given.bare else _meet()
     workload = Workload(given.model)
     install(workload, given.update_seconds)
     attempt = int(os.environ.get(ATTEMPT_VARIABLE, "1")) + int(
         os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     )
     path = given.out / f"attempt-{attempt}.jsonl" if rank == 0 else Path(os.devnull)
-    config = TrainerConfig.from_sources(on_full="wait")
-    with (
-        Checkpointer(workload.state(), every=given.every, config=config) as checkpointer,
-        path.open("w") as log,
-    ):
+    with _joined(workload, given.every, bare=given.bare) as checkpointer, path.open("w") as log:
         begun = time.monotonic()
-        step = checkpointer.restore()
+        step = checkpointer.restore() if checkpointer else 0
         dist.barrier()
         now = time.monotonic()
         log.write(json.dumps({"step": step, "at": now, "restore_seconds": now - begun}) + "\n")
@@ -58,10 +59,35 @@ def main() -> None:
             time.sleep(given.compute_seconds)
             dist.barrier()
             workload.update()
-            checkpointer.step(step)
+            if checkpointer:
+                checkpointer.step(step)
             log.write(json.dumps({"step": step, "at": time.monotonic()}) + "\n")
             log.flush()
             step += 1
+
+
+def _meet() -> int:
+    # Here and below: what a bare rank does not have is imported where the script would.
+    from trainer_side import init_torch_distributed
+
+    return init_torch_distributed("gloo")[0]
+
+
+def _meet_bare() -> int:
+    """As a script does that knows torchrun or mpirun, and nothing of holdfast."""
+    if (rank := os.environ.get("OMPI_COMM_WORLD_RANK")) is not None:
+        os.environ.update(RANK=rank, WORLD_SIZE=os.environ["OMPI_COMM_WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    return dist.get_rank()
+
+
+def _joined(workload: Workload, every: int, *, bare: bool) -> AbstractContextManager[Checkpointer | None]:
+    if bare:
+        return nullcontext()
+    from holdfast.config import TrainerConfig
+    from trainer_side import Checkpointer
+
+    return Checkpointer(workload.state(), every=every, config=TrainerConfig.from_sources(on_full="wait"))
 
 
 if __name__ == "__main__":

@@ -5,21 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.experiments import launchers, s3, sharded, transport
 from benchmarks.experiments.makespan import interval_under, overheads
-from benchmarks.experiments.restore import RAW
 from benchmarks.experiments.table import ratio
 from benchmarks.grid import Grid
+from benchmarks.machine_limits import (
+    Document,
+    Documents,
+    bare_interval,
+    bare_is,
+    bare_save,
+    bare_share,
+    gate_limit,
+    pipeline,
+    raw_ranges,
+    raw_read,
+    server_share,
+)
 from benchmarks.restoring import DCP, OURS
-from benchmarks.spread import Spread, columns, ratios, spread
+from benchmarks.spread import Spread, columns, ratios
 
 __all__ = ["TARGETS", "Target", "Verdict", "grid"]
 
 _MIB = 1 << 20
-Document = Mapping[str, Any]
-Documents = Mapping[str, Document | None]
 
 
 @dataclass(frozen=True)
@@ -120,120 +129,14 @@ def _restore(rounds_key: str, other: str, limit: float) -> Callable[[Document], 
     return judge
 
 
-def _bare_is(*peers: str) -> Callable[[Documents], str]:
-    """How much faster than a peer the bare pipeline is, and how much faster a bare write."""
+def _added(figure: str, limit: float) -> Callable[[Document], Verdict | None]:
+    """By holdfast to a script that is started bare; met where it is under each launcher."""
 
-    def limit(documents: Documents) -> str:
-        table = documents.get("table")
-        texts = []
-        for bare, what in _BARE:
-            values = [ratio(table["rounds"], (peer, _DONE), (bare, _DONE)) for peer in peers] if table else []
-            found = [value for value in values if value is not None]
-            if found:
-                texts.append(f"{what} is {min(found, key=lambda value: value.median).text(1)} times faster")
-        return "; ".join(texts)
+    def judge(document: Document) -> Verdict | None:
+        found = launchers.added(document, figure)
+        return _worst(found, limit) if found else None
 
-    return limit
-
-
-def _pipeline(figure: str, alone: str) -> Callable[[Documents], str]:
-    """What of a bare transfer's or write's bandwidth is left when the bytes are copied, sent and written at once."""
-
-    def limit(documents: Documents) -> str:
-        table = documents.get("table")
-        value = ratio(table["rounds"], (alone, _DONE), (_PIPELINE, figure)) if table else None
-        return f"bare copy, MPI and write in one pipeline: {value.text(0, times=100)} %" if value else ""
-
-    return limit
-
-
-def _bare_interval(peer: str, more: float) -> Callable[[Documents], str]:
-    """How soon one checkpoint would have to follow another, beside one that is nothing but bytes on their way."""
-
-    def limit(documents: Documents) -> str:
-        table, makespan = documents.get("table"), documents.get("makespan")
-        if not table or not makespan:
-            return ""
-        seconds = makespan["iteration_seconds"]
-        theirs = interval_under(makespan["runs"], peer, seconds, 0.05)
-        wanted = theirs * seconds / more
-        return "; ".join([f"it would be one every {wanted:.2f} s", *_bare_takes(table)])
-
-    return limit
-
-
-def _gate_limit(documents: Documents) -> str:
-    """In how many settings the copy outlasts computation and update together."""
-    document = documents.get("gate")
-    if not document:
-        return ""
-    cells = document["cells"]
-    outlasted = 0
-    for of in cells:
-        copies = spread([figures["layer-wise"]["copy_seconds"] for figures in of["rounds"]]).median
-        outlasted += copies > of["compute_seconds"] + of["update_seconds"]
-    return f"in {outlasted} of {len(cells)} the copy outlasts computation and update: no gate hides that"
-
-
-def _server_share(documents: Documents) -> str:
-    """What the S3 server computes for the same bytes, whoever sends them."""
-    document = documents.get("s3")
-    cpu = columns(document["rounds"], s3.RAW, "server_cpu_seconds") if document else []
-    if not document or not cpu:
-        return ""
-    bare = spread(columns(document["rounds"], s3.RAW, _DONE)).median
-    return f"the server computes {spread(cpu).median:.1f} s for a bare upload, which takes {bare:.1f} s on two cores"
-
-
-def _raw_ranges(documents: Documents) -> str:
-    document = documents.get("s3")
-    rounds = document["restores"] if document else []
-    theirs, bare = (columns(rounds, how, "seconds") for how in ("s3torchconnector", s3.RAW_READ))
-    return (
-        f"bare ranged reads alone are {ratios(theirs, bare).text(1)} times faster" if theirs and bare else ""
-    )
-
-
-def _bare_share(every: int) -> Callable[[Documents], str]:
-    """How much of the time between two checkpoints one needs that is nothing but bytes on their way."""
-
-    def limit(documents: Documents) -> str:
-        table, makespan = documents.get("table"), documents.get("makespan")
-        if not table or not makespan:
-            return ""
-        between = every * makespan["iteration_seconds"]
-        return "; ".join([f"{between:.1f} s are between two", *_bare_takes(table)])
-
-    return limit
-
-
-def _bare_takes(table: Document) -> list[str]:
-    """Seconds of the same bytes with nothing else on their way."""
-    found = ((what, columns(table["rounds"], bare, _DONE)) for bare, what in _BARE)
-    return [f"{what} takes {spread(seconds).median:.2f} s" for what, seconds in found if seconds]
-
-
-def _bare_save(model: str, every: int) -> Callable[[Documents], str]:
-    """The same training with one that copies and writes and does nothing else; what both cores have for it."""
-
-    def limit(documents: Documents) -> str:
-        document = documents.get("workloads")
-        runs = [run for run in document["runs"] if run["model"] == model] if document else []
-        bare = overheads(runs, "pccheck-like", every)
-        if not document or bare is None:
-            return ""
-        return f"with the bare copy and write of pccheck-like: {bare.text(1, times=100)} %"
-
-    return limit
-
-
-def _raw_read(documents: Documents) -> str:
-    document = documents.get("restore")
-    raw = columns(document["rounds"], RAW, "seconds") if document else []
-    if not raw or not document:
-        return ""
-    theirs = columns(document["rounds"], "torch.load", "seconds")
-    return f"a raw read alone is {ratios(theirs, raw).text(1)} times faster"
+    return judge
 
 
 def _memory(document: Document) -> Verdict | None:
@@ -277,8 +180,8 @@ def _compared(document: Document) -> dict[str, Document]:
 
 
 def _worst(values: Mapping[str, Spread], limit: float, digits: int = 2) -> Verdict:
-    """Of several meshes: met where all meet it."""
-    text = "; ".join(f"{mesh}: {value.text(digits)}" for mesh, value in values.items())
+    """Of several meshes or launchers: met where all meet it."""
+    text = "; ".join(f"{name}: {value.text(digits)}" for name, value in values.items())
     return Verdict(text, all(value.median <= limit for value in values.values()))
 
 
@@ -324,8 +227,7 @@ def _restored_memory(document: Document) -> Verdict:
 
 _DONE, _STALL, _STAGED = "done_seconds", "stall_seconds", "staged_seconds"
 _SAVE = "torch.save+fsync"
-_PIPELINE, _OVER = "raw_pipeline", "raw_over"
-_BARE = ((_PIPELINE, "a bare pipeline"), (_OVER, "a raw write alone"))
+_OVER = "raw_over"
 
 TARGETS = (
     Target(
@@ -340,89 +242,89 @@ TARGETS = (
         "table",
         lambda d: _at_most(_best_dcp(d, _STALL, ours_over=True), 0.25, percent=True),
     ),
-    Target("layer-wise / coarse gate, stall", "at most a third", "gate", _gate, _gate_limit),
+    Target("layer-wise / coarse gate, stall", "at most a third", "gate", _gate, gate_limit),
     Target(
         "PGT-1: bandwidth of raw MPI",
         "at least 70 %",
         "table",
         lambda d: _at_least(_of(("raw_mpi", _DONE), ("holdfast", _STAGED))(d), 0.7, percent=True),
-        _pipeline(_STAGED, "raw_mpi"),
+        pipeline(_STAGED, "raw_mpi"),
     ),
     Target(
         "PGT-2: bandwidth of raw O_DIRECT, a new file",
         "at least 90 %",
         "table",
         lambda d: _at_least(_of(("raw_direct", _DONE), ("holdfast", _DONE))(d), 0.9, percent=True),
-        _pipeline(_DONE, "raw_direct"),
+        pipeline(_DONE, "raw_direct"),
     ),
     Target(
         "PGT-2: bandwidth of raw O_DIRECT, over an old file",
         "at least 90 %",
         "table",
         lambda d: _at_least(_of((_OVER, _DONE), ("holdfast", _DONE))(d), 0.9, percent=True),
-        _pipeline(_DONE, _OVER),
+        pipeline(_DONE, _OVER),
     ),
     Target(
         "PGT-2 against torch.save+fsync",
         "4 times faster",
         "table",
         lambda d: _at_least(_of((_SAVE, _DONE), ("holdfast", _DONE))(d), 4),
-        _bare_is(_SAVE),
+        bare_is(_SAVE),
     ),
     Target(
         "PGT-2 against the best DCP async_save",
         "7 times faster",
         "table",
         lambda d: _at_least(_best_dcp(d, _DONE, ours_over=False), 7),
-        _bare_is("dcp-thread", "dcp-process"),
+        bare_is("dcp-thread", "dcp-process"),
     ),
     Target(
         "PGT-2 against MLC-base",
         "10 times faster",
         "table",
         lambda d: _at_least(_of(("mlc-base", _DONE), ("holdfast", _DONE))(d), 10),
-        _bare_is("mlc-base"),
+        bare_is("mlc-base"),
     ),
     Target(
         "PGT-2 on S3: bare multipart upload",
         "at least 85 %",
         "s3",
         lambda d: _at_least(_of((s3.RAW, _DONE), ("holdfast", _DONE))(d), 0.85, percent=True),
-        _server_share,
+        server_share,
     ),
     Target(
-        "makespan, GPT-2, every 10 iterations", "within 1 %", "makespan", _overhead(10, 0.01), _bare_share(10)
+        "makespan, GPT-2, every 10 iterations", "within 1 %", "makespan", _overhead(10, 0.01), bare_share(10)
     ),
     Target(
-        "makespan, GPT-2, every 2 iterations", "within 5 %", "makespan", _overhead(2, 0.05), _bare_share(2)
+        "makespan, GPT-2, every 2 iterations", "within 5 %", "makespan", _overhead(2, 0.05), bare_share(2)
     ),
     Target(
         "makespan, ResNet-50, every iteration",
         "within 3 %",
         "workloads",
         _overhead(1, 0.03, "resnet50"),
-        _bare_save("resnet50", 1),
+        bare_save("resnet50", 1),
     ),
     Target(
         "interval at 5 % overhead, CheckFreq",
         "10 times more frequent",
         "makespan",
         _more_often("checkfreq", 10),
-        _bare_interval("checkfreq", 10),
+        bare_interval("checkfreq", 10),
     ),
     Target(
         "interval at 5 % overhead, torch.save",
         "50 times more frequent",
         "makespan",
         _more_often(_SAVE, 50),
-        _bare_interval(_SAVE, 50),
+        bare_interval(_SAVE, 50),
     ),
     Target(
         "restore from disk, cold, torch.load",
         "2 times faster",
         "restore",
         _restore("rounds", "torch.load", 2),
-        _raw_read,
+        raw_read,
     ),
     Target("local tiers: bytes written per byte of state", "at most 1.01", "tiers", _written),
     Target("NVMe tier: bandwidth of raw O_DIRECT", "at least 90 %", "tiers", _nvme),
@@ -431,7 +333,7 @@ TARGETS = (
         "3 times faster",
         "s3",
         _restore("restores", "s3torchconnector", 3),
-        _raw_ranges,
+        raw_ranges,
     ),
     Target(
         "FSDP2: save() until torch.load opens one file",
@@ -484,6 +386,18 @@ TARGETS = (
         "at least 1.3",
         "launchers",
         lambda d: _at_least(launchers.relaunch(d), 1.3),
+    ),
+    Target(
+        "all ranks killed: what holdfast adds to the start of the same script",
+        "at most 1 s",
+        "launchers",
+        _added("start_seconds", 1.0),
+    ),
+    Target(
+        "all ranks killed: what holdfast adds for the restore",
+        "at most 1.5 s",
+        "launchers",
+        _added("restore_seconds", 1.5),
     ),
     Target("memory of a rank, N = 1", "slice + 64 MiB", "table", _memory),
     Target("memory over 200 checkpoints", "flat", "steady", _flat),

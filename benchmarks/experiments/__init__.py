@@ -39,7 +39,7 @@ EXPERIMENTS = {
     "restore": "From disk with a cold page cache, against torch.load, and from the ring; time to the first step",
     "sharded": "State that is split among the ranks (FSDP2), until torch.load opens one file; and onto another mesh",
     "transport": "Bytes into the ring over TCP, against bare sockets and MPI",
-    "launchers": "torchrun beside a stager that stands alone, against mpirun: stall, and relaunch after a kill",
+    "launchers": "torchrun beside a stager that stands alone, against mpirun: stall; relaunch after a kill, also bare",
     "tiers": "Local tiers: bytes written per byte, speed beside the bare device, layouts",
     "tiered": "Training that saves into a local tier: slowdown, gate, recovery from each tier",
     "reality": "`holdfast simulate` against a run whose ranks are killed at the times of a trace",

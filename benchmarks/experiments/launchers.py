@@ -3,6 +3,8 @@
 stall       a job of each kind at the same time; they save in turn
 relaunch    all ranks are killed once they have a checkpoint in the ring: until the first new step is done. `holdfast
             run` starts ranks and stager again; torchrun the ranks alone, which join the stager that went on
+bare        the same script without holdfast is killed in the same way in each round, and mpirun or torchrun starts it
+            again: what holdfast adds is the difference
 """
 
 from __future__ import annotations
@@ -17,13 +19,19 @@ from benchmarks.experiments import Options, document
 from benchmarks.grid import Grid
 from benchmarks.jobs import folders
 from benchmarks.spread import Spread, columns, ratios, spread
-from benchmarks.supervised import Elastic, Program, Supervised
+from benchmarks.supervised import BareMpirun, BareTorchrun, Elastic, Program, Supervised
 
-__all__ = ["MPIRUN", "TORCHRUN", "grids", "measure", "relaunch", "stall"]
+__all__ = ["MPIRUN", "TORCHRUN", "added", "grids", "measure", "relaunch", "stall"]
 
 MPIRUN, TORCHRUN = "mpirun", "torchrun"
 _LAUNCHERS = (MPIRUN, TORCHRUN)
-_KINDS = {MPIRUN: Supervised, TORCHRUN: Elastic}
+_BARE = {MPIRUN: "mpirun, bare", TORCHRUN: "torchrun, bare"}
+_KINDS = {
+    MPIRUN: Supervised,
+    TORCHRUN: Elastic,
+    _BARE[MPIRUN]: BareMpirun,
+    _BARE[TORCHRUN]: BareTorchrun,
+}
 _SAVES, _KILLS = 10, 5
 _RING_BYTES = 2 << 30  # all of GPT-2's image, so that the newest checkpoint can be restored from it
 _EVERY, _COMPUTE_SECONDS, _UPDATE_SECONDS = 4, 0.25, 0.05
@@ -47,7 +55,7 @@ def measure(options: Options) -> dict[str, Any]:
     kills = []
     for number in range(options.rounds_of(_KILLS)):
         options.progress(f"round {number + 1}: all ranks are killed")
-        kills.append({name: _relaunch(name, shape, options) for name in turn(_LAUNCHERS, number)})
+        kills.append({name: _relaunch(name, shape, options) for name in turn(tuple(_KINDS), number)})
     return document("launchers", options, shape, saves=saves, kills=kills)
 
 
@@ -57,11 +65,14 @@ def _relaunch(launcher: str, shape: Shape, options: Options) -> dict[str, float]
         folders(options.folder) as place,
         _KINDS[launcher](program, place, "job", ring_bytes=_RING_BYTES) as job,
     ):
-        job.wait(lambda: any(job.store.glob(f"step-{_EVERY - 1:09d}*.json")), "the first checkpoint")
+        if is_bare := launcher in _BARE.values():
+            job.wait(lambda: any(len(run.ends) >= _EVERY for run in job.attempts()), "the first steps")
+        else:
+            job.wait(lambda: any(job.store.glob(f"step-{_EVERY - 1:09d}*.json")), "the first checkpoint")
         killed = job.kill_all()
         job.wait(lambda: len(job.attempts()) > 1 and bool(job.attempts()[1].ends), "the first step after it")
         again = job.attempts()[1]
-        if not again.first_step:
+        if not (again.first_step or is_bare):
             raise RuntimeError(f"{launcher}: the job began anew, and did not go on from a checkpoint")
     return {
         "seconds": again.ends[0] - killed,
@@ -81,6 +92,21 @@ def relaunch(document: Mapping[str, Any]) -> Spread:
     return ratios(columns(rounds, MPIRUN, "seconds"), columns(rounds, TORCHRUN, "seconds"))
 
 
+def added(document: Mapping[str, Any], figure: str) -> dict[str, Spread]:
+    """By launcher: how much longer it takes with holdfast, round by round. Empty if nothing was started bare.
+
+    Args:
+        document: Of this experiment.
+        figure: `seconds`, `start_seconds` or `restore_seconds`, which for a bare script is a barrier.
+    """
+    found = {}
+    for name, bare in _BARE.items():
+        rounds = [of for of in document["kills"] if bare in of]
+        if rounds:
+            found[name] = spread([of[name][figure] - of[bare][figure] for of in rounds])
+    return found
+
+
 def _parts(rounds: list[dict[str, Any]], figure: str) -> Spread:
     return ratios(columns(rounds, TORCHRUN, figure), columns(rounds, MPIRUN, figure))
 
@@ -89,6 +115,7 @@ def grids(document: dict[str, Any]) -> list[Grid]:
     saves, kills = document["saves"], document["kills"]
     of_saves = ("stall_seconds", "staged_seconds", "done_seconds")
     of_kills = ("seconds", "start_seconds", "restore_seconds")
+    differences = {figure: added(document, figure) for figure in of_kills}
     return [
         Grid(
             f"A save, seconds: median (least–greatest) of {len(saves)} rounds",
@@ -103,7 +130,12 @@ def grids(document: dict[str, Any]) -> list[Grid]:
             ("launcher", "until the first new step", "until the script asks for a restore", "restore"),
             tuple(
                 (name, *(spread(columns(kills, name, figure)).text(2) for figure in of_kills))
-                for name in _LAUNCHERS
+                for name in _KINDS
+                if name in kills[0]
+            )
+            + tuple(
+                (f"{name}, added by holdfast", *(differences[figure][name].text(2) for figure in of_kills))
+                for name in differences["seconds"]
             ),
         ),
     ]

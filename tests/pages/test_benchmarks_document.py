@@ -302,8 +302,13 @@ _CONTENT: dict[str, dict[str, Any]] = {
         ],
         "kills": [
             {
-                name: {"seconds": seconds, "start_seconds": seconds - 1, "restore_seconds": 0.5}
-                for name, seconds in (("mpirun", 9.0), ("torchrun", 6.0))
+                name: {"seconds": seconds, "start_seconds": seconds - 1, "restore_seconds": restore}
+                for name, seconds, restore in (
+                    ("mpirun", 9.0, 0.5),
+                    ("torchrun", 6.0, 1.75),
+                    ("mpirun, bare", 8.5, 0.0),
+                    ("torchrun, bare", 4.5, 0.0),
+                )
             }
         ],
     },
@@ -412,6 +417,32 @@ def test_figures_of_sharded_state_that_are_not_reached_are_said_to_be() -> None:
         "FSDP2 on 4 ranks, restored onto another mesh": "no",
         "FSDP2, restored onto another mesh: memory of a rank": "no",
     }
+
+
+def test_what_holdfast_adds_is_taken_beside_the_bare_script_of_the_same_round() -> None:
+    shown = _shown("launchers")
+    rows = {row[0]: row[2:4] for row in targets.grid({"launchers": shown}, only="launchers").rows}
+    added = "all ranks killed: what holdfast adds "
+    assert rows[added + "to the start of the same script"] == (
+        "mpirun: 0.50 (0.50–0.50); torchrun: 1.50 (1.50–1.50)",
+        "no",
+    )
+    assert rows[added + "for the restore"] == ("mpirun: 0.50 (0.50–0.50); torchrun: 1.75 (1.75–1.75)", "no")
+    grid = experiment("launchers").grids(shown)[1]
+    assert (
+        "mpirun, added by holdfast",
+        "0.50 (0.50–0.50)",
+        "0.50 (0.50–0.50)",
+        "0.50 (0.50–0.50)",
+    ) in grid.rows
+
+    older = {name: figures for name, figures in shown["kills"][0].items() if "bare" not in name}
+    rows = {row[0]: row[2:4] for row in targets.grid({"launchers": {**shown, "kills": [older]}}).rows}
+    assert rows[added + "for the restore"] == ("not measured", "")
+    assert [row[0] for row in experiment("launchers").grids({**shown, "kills": [older]})[1].rows] == [
+        "mpirun",
+        "torchrun",
+    ]
 
 
 def test_an_overhead_is_taken_beside_the_baseline_of_its_own_round() -> None:
