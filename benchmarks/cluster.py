@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import psutil
 
-from benchmarks import jobs, machine
+from benchmarks import jobs, machine, memory
 from benchmarks.hub import Hub
 from benchmarks.spread import round_figures
 from benchmarks.workload import is_toy
@@ -39,6 +39,8 @@ _TOY_CHUNK_BYTES, _TOY_RING_BYTES_MAX = 1 << 16, 1 << 20
 _WARM_UP_SAVES = 2  # the first allocates and agrees, the second shows the steady state
 _QUIET_SECONDS = 0.2
 _VERIFY_SECONDS_MAX = 60.0
+_SETTLE_SECONDS_MAX = 60.0
+_SETTLED_PERCENT_MAX = 2.0
 _LOOK_AGAIN_SECONDS = 0.02
 _LOOK_AGAIN_REMOTE_SECONDS = 0.5  # the server shares the cores with what is waited for
 
@@ -136,6 +138,8 @@ class Cluster:
             self._compared.add(peer)
             self.clean(peer)
             self.quiet()
+            if peer == "holdfast":
+                self._settle()
             if not compared and not (peer == "holdfast" and self.remote):
                 raise RuntimeError(f"{peer}: nothing that it wrote could be compared")
         pairs = list(zip(before, after, strict=True))
@@ -276,6 +280,15 @@ class Cluster:
         self.ask(do="collect")
         os.sync()
         time.sleep(_QUIET_SECONDS)
+
+    def _settle(self) -> None:
+        """Wait until the flusher has moved the ring, which has just grown, into huge pages: no turn is to have that."""
+        deadline = time.monotonic() + _SETTLE_SECONDS_MAX
+        flusher = {"flusher": self.flusher_pid}
+        while time.monotonic() < deadline:
+            if memory.idle_cpu_percent(flusher, 1.0)["flusher"] < _SETTLED_PERCENT_MAX:
+                return
+        self.progress(f"the flusher is still busy after {_SETTLE_SECONDS_MAX:.0f} s")
 
     def path(self, step: int) -> Path:
         """Where holdfast has published `step` on a disk."""
