@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.experiments import launchers, s3, sharded, transport
+from benchmarks.experiments import launchers, restore, s3, sharded, transport
 from benchmarks.experiments.makespan import interval_under, overheads
-from benchmarks.experiments.table import ratio
+from benchmarks.experiments.table import medians, ratio
 from benchmarks.grid import Grid
 from benchmarks.machine_limits import (
     Document,
@@ -23,7 +23,7 @@ from benchmarks.machine_limits import (
     raw_read,
     server_share,
 )
-from benchmarks.restoring import DCP, OURS
+from benchmarks.restoring import DCP, OURS, RING
 from benchmarks.spread import Spread, columns, ratios
 
 __all__ = ["TARGETS", "Target", "Verdict", "grid"]
@@ -129,6 +129,13 @@ def _restore(rounds_key: str, other: str, limit: float) -> Callable[[Document], 
     return judge
 
 
+def _restored_in(document: Document, key: str, way: str, other: str, limit: float) -> Verdict | None:
+    """Seconds of one way, over those of another."""
+    rounds = document.get(key, [])
+    times, others = columns(rounds, way, "seconds"), columns(rounds, other, "seconds")
+    return _at_most(ratios(times, others), limit) if times and others else None
+
+
 def _added(figure: str, limit: float) -> Callable[[Document], Verdict | None]:
     """By holdfast to a script that is started bare; met where it is under each launcher."""
 
@@ -137,6 +144,11 @@ def _added(figure: str, limit: float) -> Callable[[Document], Verdict | None]:
         return _worst(found, limit) if found else None
 
     return judge
+
+
+def _cpu_seconds(document: Document) -> Verdict | None:
+    """Until it is read back, with the training's own beside it."""
+    return _at_most(medians(document["rounds"], "holdfast", "cpu_seconds"), 0.8)
 
 
 def _memory(document: Document) -> Verdict | None:
@@ -265,6 +277,18 @@ TARGETS = (
         pipeline(_DONE, _OVER),
     ),
     Target(
+        "PGT-1 / staged by the bare pipeline",
+        "at most 1.2",
+        "table",
+        lambda d: _at_most(_of(("holdfast", _STAGED), ("raw_pipeline", _STAGED))(d), 1.2),
+    ),
+    Target(
+        "PGT-2 / written by the bare pipeline",
+        "at most 1.1",
+        "table",
+        lambda d: _at_most(_of(("holdfast", _DONE), ("raw_pipeline", _DONE))(d), 1.1),
+    ),
+    Target(
         "PGT-2 against torch.save+fsync",
         "4 times faster",
         "table",
@@ -299,6 +323,9 @@ TARGETS = (
         "makespan, GPT-2, every 2 iterations", "within 5 %", "makespan", _overhead(2, 0.05), bare_share(2)
     ),
     Target(
+        "makespan, GPT-2, every 3 iterations", "within 2 %", "makespan", _overhead(3, 0.02), bare_share(3)
+    ),
+    Target(
         "makespan, ResNet-50, every iteration",
         "within 3 %",
         "workloads",
@@ -321,10 +348,28 @@ TARGETS = (
     ),
     Target(
         "restore from disk, cold, torch.load",
-        "2 times faster",
+        "4 times faster",
         "restore",
-        _restore("rounds", "torch.load", 2),
+        _restore("rounds", "torch.load", 4),
         raw_read,
+    ),
+    Target(
+        "restore from disk, cold, torch.load with mmap",
+        "not slower",
+        "restore",
+        _restore("rounds", "torch.load, mmap", 1),
+    ),
+    Target(
+        "restore from disk / a raw read",
+        "at most 2",
+        "restore",
+        lambda d: _restored_in(d, "rounds", OURS, restore.RAW, 2),
+    ),
+    Target(
+        "restore from the ring / from disk",
+        "less than 1",
+        "restore",
+        lambda d: _restored_in(d, "ring_rounds", RING, OURS, 1),
     ),
     Target("local tiers: bytes written per byte of state", "at most 1.01", "tiers", _written),
     Target("NVMe tier: bandwidth of raw O_DIRECT", "at least 90 %", "tiers", _nvme),
@@ -399,6 +444,7 @@ TARGETS = (
         "launchers",
         _added("restore_seconds", 1.5),
     ),
+    Target("CPU seconds of a checkpoint, all processes", "at most 0.8", "table", _cpu_seconds),
     Target("memory of a rank, N = 1", "slice + 64 MiB", "table", _memory),
     Target("memory over 200 checkpoints", "flat", "steady", _flat),
 )
