@@ -41,6 +41,7 @@ class RoleConfig(BaseSettings):
         env_prefix=_ENVIRONMENT_PREFIX,
         env_ignore_empty=True,
         validate_default=True,
+        defer_build=True,  # a process has one role, and builds what checks its settings when it makes them
     )
 
     events: Path | None = None

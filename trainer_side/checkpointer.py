@@ -18,7 +18,7 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
@@ -33,7 +33,7 @@ from holdfast.telemetry.events import EventLog
 from trainer_side.joining import join, open_tier_set
 from trainer_side.ledger import Ledger, Stats
 from trainer_side.notice.open_sources import open_watch
-from trainer_side.pace.pacer import Pacer, chosen, open_pacer
+from trainer_side.pace.every import chosen
 from trainer_side.ranks.uncaught import end_by_exit_codes
 from trainer_side.restore.candidate import Restored
 from trainer_side.restore.restore import RestoreOptions, restore
@@ -47,6 +47,9 @@ from trainer_side.save.rank_context import RankContext
 from trainer_side.save.saver import Saver, no_collections
 from trainer_side.state.split_kinds import refuse_split_objects
 from trainer_side.transfer import TransferState
+
+if TYPE_CHECKING:
+    from trainer_side.pace.pacer import Pacer
 
 _log = logging.getLogger("holdfast.trainer")
 
@@ -113,6 +116,8 @@ class Checkpointer:
         optimizers = [value for value in self._state.values() if isinstance(value, torch.optim.Optimizer)]
         self._pacer: Pacer | None = None
         if fixed is None:
+            from trainer_side.pace.pacer import open_pacer  # here: most jobs say the interval themselves
+
             self._pacer = open_pacer(self._config, self._link, self._events, optimizers)
         self._copier = Copier(
             optimizers,

@@ -34,11 +34,8 @@ from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.peers import Peers, agree, gather
 from trainer_side.ranks.ports import StagerPort, World
 from trainer_side.restore.inventory import newest_attempt
-from trainer_side.tiers.keeper import Keeper, open_tiers
 from trainer_side.tiers.kept_slices import Inventory, take_inventory
-from trainer_side.tiers.step_slots import TierJob
 from trainer_side.tiers.tier import Tier
-from trainer_side.tiers.tier_report import TierReport
 from trainer_side.tiers.tier_set import NoTiers, TierSet
 
 _log = logging.getLogger("holdfast.trainer")
@@ -157,6 +154,11 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
     """
     if not config.tiers:
         return NoTiers(link.agree)
+    # Here, and in `_opened`: all that keeps slices is loaded where there are tiers, and nowhere else.
+    from trainer_side.tiers.keeper import Keeper
+    from trainer_side.tiers.step_slots import TierJob
+    from trainer_side.tiers.tier_report import TierReport
+
     peers = link.peers
     tiers, error = _opened(config, link.store_url)
     # A tier that hangs now is refused, as one that is too small: it would hold up the first save as well.
@@ -182,6 +184,8 @@ def open_tier_set(config: TrainerConfig, link: ToStager, ledger: Ledger, events:
 
 
 def _opened(config: TrainerConfig, store_url: str) -> tuple[Sequence[Tier], ConfigError | None]:
+    from trainer_side.tiers.keeper import open_tiers
+
     try:
         return open_tiers(config, store_url), None
     except ConfigError as error:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.crc import crc32
 from holdfast.image.manifest import NONFINITE_NAMED_MAX, Manifest, NonfiniteRecord
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _BLOCK_VALUES = 1 << 16  # what is computed of them stays in the cache of one core
 LARGE_BYTES = 1 << 15  # runs of so many bytes are looked at one by one

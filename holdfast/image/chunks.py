@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.crc import combine, combine_all, crc32, crc32_of_each
 from holdfast.errors import DamageError
 from holdfast.image.index import LayoutIndex
 from holdfast.image.manifest import Key
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _FIELD_BYTES = 4
 

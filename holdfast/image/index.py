@@ -10,14 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import TensorRecord
 from holdfast.image.split_record import SPLITS_MAX
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _FIELD_BYTES = 4
 _NAMES_SHOWN = 5

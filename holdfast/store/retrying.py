@@ -15,13 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-import tenacity
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.errors import StoreError
 from holdfast.store.base import SMALL_BYTES_MAX, BegunUpload, ObjectInfo, Store, Upload
 from holdfast.store.names import Keep
+
+if TYPE_CHECKING:
+    import tenacity
 
 _log = logging.getLogger("holdfast.store.retrying")
 _Result = TypeVar("_Result")
@@ -49,21 +50,6 @@ _CHECK_BUDGET = RetryBudget(attempts_max=6, seconds_max=10.0)
 check is several requests and starts over when one fails: of a store that fails each tenth, three were not enough."""
 
 
-class _Wait(tenacity.wait.wait_base):
-    """A random wait whose bound doubles; on top of what the server asked for, so that not all come back at once."""
-
-    def __init__(self, limits: RetryBudget) -> None:
-        self._most_seconds = limits.wait_seconds_max
-        self._random = tenacity.wait_random_exponential(
-            limits.first_wait_seconds, max=limits.wait_seconds_max
-        )
-
-    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
-        error = retry_state.outcome.exception() if retry_state.outcome else None
-        asked_seconds = error.retry_after_seconds if isinstance(error, StoreError) else 0.0
-        return min(self._most_seconds, asked_seconds + self._random(retry_state))
-
-
 class _Caller:
     """Calls a function until it succeeds, fails for good, or the budget is spent."""
 
@@ -89,12 +75,34 @@ class _Caller:
             if not error.retriable:
                 raise
             first = error
-        limits = budget or self._budget
+        return self._again(what, call, first, begun, budget or self._budget)
+
+    def _again(
+        self,
+        what: str,
+        call: Callable[[], _Result],
+        first: StoreError,
+        begun: float,
+        limits: RetryBudget,
+    ) -> _Result:
+        """What is left to do of a call, of which the first attempt has failed with `first`."""
+        import tenacity  # here: most processes never need it, and it brings asyncio with it
+
+        random_seconds = tenacity.wait_random_exponential(
+            limits.first_wait_seconds, max=limits.wait_seconds_max
+        )
+
+        def wait_seconds(state: tenacity.RetryCallState) -> float:
+            """On top of what the server asked for, so that not all come back at once."""
+            error = state.outcome.exception() if state.outcome else None
+            asked_seconds = error.retry_after_seconds if isinstance(error, StoreError) else 0.0
+            return min(limits.wait_seconds_max, asked_seconds + random_seconds(state))
+
         retrying = tenacity.Retrying(
             sleep=self._sleep,
             stop=tenacity.stop_after_attempt(limits.attempts_max)
             | tenacity.stop_before_delay(limits.seconds_max - (time.monotonic() - begun)),
-            wait=_Wait(limits),
+            wait=wait_seconds,
             retry=tenacity.retry_if_exception(
                 lambda error: isinstance(error, StoreError) and error.retriable
             ),

@@ -10,19 +10,21 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from holdfast.config import TrainerConfig
 from holdfast.notices.notice import Notice
-from trainer_side.notice.aws import Aws
-from trainer_side.notice.azure import Azure
-from trainer_side.notice.gcp import Gcp
 from trainer_side.notice.signals import Signal
 from trainer_side.notice.source import NoticeSource, SourceError
 from trainer_side.notice.watch import NoticeWatch, asks_for_machine
 
+if TYPE_CHECKING:
+    from trainer_side.notice.aws import Aws
+    from trainer_side.notice.azure import Azure
+    from trainer_side.notice.gcp import Gcp
+
 _log = logging.getLogger("holdfast.trainer.watch")
 
-_CLOUDS: dict[str, type[Aws] | type[Gcp] | type[Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 _SIGNALS = {"sigterm": signal.SIGTERM, "sigusr1": signal.SIGUSR1}
 _ANSWER_SECONDS_MAX = 2.0
 _DETECT_SECONDS_MAX = 1.0
@@ -90,11 +92,12 @@ def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int 
     Raises:
         SourceError: The variable that moves a server is no URL.
     """
+    clouds = _clouds()
     found: list[NoticeSource] = [
-        _CLOUDS[name](environ, seconds_max=_ANSWER_SECONDS_MAX) for name in names if name in _CLOUDS
+        clouds[name](environ, seconds_max=_ANSWER_SECONDS_MAX) for name in names if name in clouds
     ]
     if "auto" in names and not found:
-        for name, cloud in _CLOUDS.items():
+        for name, cloud in clouds.items():
             try:
                 if cloud(environ, seconds_max=_DETECT_SECONDS_MAX).present():
                     _log.info(
@@ -111,3 +114,12 @@ def find_servers(names: Sequence[str], environ: Mapping[str, str], *, rank: int 
             rank,
         )
     return found
+
+
+def _clouds() -> dict[str, type[Aws] | type[Gcp] | type[Azure]]:
+    # Here and not above: they bring http.client and ssl, and a rank that watches nothing asks no server.
+    from trainer_side.notice.aws import Aws
+    from trainer_side.notice.azure import Azure
+    from trainer_side.notice.gcp import Gcp
+
+    return {"aws": Aws, "gcp": Gcp, "azure": Azure}

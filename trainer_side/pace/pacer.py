@@ -10,7 +10,6 @@ What it needs to know is in the event log already, so nothing on the way of a sa
 from __future__ import annotations
 
 import logging
-import operator
 import resource
 import time
 from collections import deque
@@ -20,7 +19,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from holdfast.config import TrainerConfig
-from holdfast.errors import ConfigError
 from holdfast.policy.advice import Hazard
 from holdfast.policy.governor import Governor
 from holdfast.telemetry.events import EventLog
@@ -30,28 +28,9 @@ from trainer_side.link.to_stager import ToStager
 from trainer_side.pace.step_profile import StepProfile
 from trainer_side.pace.updates import Updates
 
-AUTO = "auto"
 _log = logging.getLogger("holdfast.trainer.pace")
 _HEARD_MAX = 1000  # nobody takes them in where a script never calls `step()`
 _ENDED = frozenset({"durable", "declined", "failed"})
-
-
-def chosen(every: int | str | None, config: TrainerConfig) -> int | None:
-    """The interval that holds: the script's, or that of the settings; None: `auto`.
-
-    Raises:
-        ConfigError: It is neither `auto` nor a number of steps.
-    """
-    every = config.every if every is None else every
-    if every == AUTO:
-        return None
-    try:
-        steps = operator.index(every)  # type: ignore[arg-type]  # text is what may be wrong
-    except TypeError:
-        steps = -1
-    if steps < 0:
-        raise ConfigError(f'every: expected 0 or more steps, or "{AUTO}", got {every!r}')
-    return steps
 
 
 def open_pacer(

@@ -157,6 +157,10 @@ class C10dWorld:
         """
         return PrefixStore(f"{self._under}/{name}", self._job.connect(self._config.start_seconds_max))
 
+    def meeting(self) -> Store:
+        """As `World.meeting`."""
+        return self.store("torch.distributed")
+
     def _mailbox(self, name: str) -> StoreMailbox:
         return StoreMailbox(self.store(name), self._job.place, rank=self.rank, ranks=self.ranks)
 

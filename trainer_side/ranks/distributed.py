@@ -17,7 +17,6 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 
 from holdfast.config import TrainerConfig
-from trainer_side.ranks.c10d_world import C10dWorld
 from trainer_side.ranks.joined import join_world
 from trainer_side.ranks.ports import World
 from trainer_side.ranks.uncaught import end_by_exit_codes
@@ -45,12 +44,11 @@ def init_torch_distributed(backend: Literal["gloo", "nccl"] | None = None) -> tu
         own_device = torch.cuda.is_available() and torch.cuda.device_count() > world.local_rank
         backend = "nccl" if world.peers().all_agree(own_device) else "gloo"
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.ranks), LOCAL_RANK=str(world.local_rank))
-    store = None
-    if isinstance(world, C10dWorld):
-        store = world.store("torch.distributed")
-        store.set_timeout(default_pg_timeout)
-    else:
+    store = world.meeting()
+    if store is None:
         _agree_where_to_meet(world)
+    else:
+        store.set_timeout(default_pg_timeout)
     if backend == "nccl":
         torch.cuda.set_device(world.local_rank)
     torch.distributed.init_process_group(backend, store=store, rank=world.rank, world_size=world.ranks)

@@ -157,6 +157,9 @@ class MpiWorld:
         """The way to the other trainers."""
         return MpiPeers(self._trainers)
 
+    def meeting(self) -> None:
+        """As `World.meeting`: MPI has no store."""
+
     def council(self) -> MpiCouncilPort:
         """The way to the other trainers for local tiers, at any time."""
         return MpiCouncilPort(self._council)

@@ -11,9 +11,12 @@ How the job was started decides who implements them (joined.py): `MpiWorld` unde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trainer_side.ranks.peers import Peers
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 class StagerPort(Protocol):
@@ -129,6 +132,14 @@ class World(Protocol):
 
     def peers(self) -> Peers:
         """The way to the other ranks. Main thread, before the first step."""
+        ...
+
+    def meeting(self) -> Store | None:
+        """A part of the job's store for `torch.distributed`; None: it makes a store of its own.
+
+        Raises:
+            PeerLost: The store is lost.
+        """
         ...
 
     def council(self) -> CouncilPort:

@@ -14,7 +14,8 @@ from holdfast.notices.messages import Announcement, StepWord
 from holdfast.telemetry.events import EventLog
 from holdfast.wire.pace import Wish
 from trainer_side.link.schedule import Schedule
-from trainer_side.pace.pacer import Pacer, chosen
+from trainer_side.pace.every import chosen
+from trainer_side.pace.pacer import Pacer
 
 
 class Rank:
