@@ -71,11 +71,13 @@ def flusher(**arguments: Any) -> None:
         nonlocal is_ready
         is_ready = True
         _say({"ready": True, **said})
+        yield_to_training(
+            config.niceness
+        )  # not before: the stager waits for all of this, and the ranks for the stager
 
     try:
         identify("flusher")
         config = FlusherConfig.from_sources(**arguments)
-        yield_to_training(config.niceness)
         # A manifest is some objects for each tensor, none of them in a cycle: of tens of thousands of tensors half the
         # time would be spent on looking through them for garbage.
         gc.set_threshold(_OBJECTS_BETWEEN_SEARCHES)

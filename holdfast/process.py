@@ -15,14 +15,21 @@ from pathlib import Path
 
 
 def yield_to_training(niceness: int) -> None:
-    """Have this process run at `niceness`, or as nice as it is already. Main thread, before there are others.
+    """Have this process run at `niceness`, or as nice as it is already: all threads that it has. Any thread.
 
     Threads and children that are started later inherit it (docs/design/028-priority.md).
 
     Args:
         niceness: 0 to 19; 0 changes nothing.
     """
-    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+    nicer: set[int] = set()
+    # The kernel keeps it for each thread, and one that is not nicer yet may just be starting another.
+    while left := {int(task.name) for task in Path("/proc/self/task").iterdir()} - nicer:
+        for thread in left:
+            with suppress(ProcessLookupError):  # it has ended
+                before = os.getpriority(os.PRIO_PROCESS, thread)
+                os.setpriority(os.PRIO_PROCESS, thread, max(niceness, before))
+        nicer |= left
 
 
 _PR_SET_PDEATHSIG = 1

@@ -21,7 +21,6 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.faultpoint import identify
 from holdfast.mpirun import is_under_mpirun
 from holdfast.net.key import new_key as make_key
-from holdfast.process import yield_to_training
 
 _log = logging.getLogger("holdfast.stager")
 
@@ -90,7 +89,6 @@ def stager(once: bool, new_key: bool, **arguments: Any) -> None:
     try:
         identify("stager")
         config = StagerConfig.from_sources(**arguments)
-        yield_to_training(config.niceness)
     except HoldfastError as error:
         if not is_under_mpirun():
             raise

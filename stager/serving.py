@@ -6,6 +6,7 @@ import logging
 
 from holdfast.config import StagerConfig
 from holdfast.errors import HoldfastError
+from holdfast.process import yield_to_training
 from holdfast.telemetry.board import Board
 from holdfast.telemetry.events import EventLog
 from holdfast.telemetry.metrics_page import serve_metrics
@@ -85,6 +86,8 @@ def serve(
                         "transport": _transport(config),
                     },
                 )
+                # Not before: the ranks wait for all of this, and would keep the cores from it.
+                yield_to_training(config.niceness)
                 service.run()
                 events.emit("stager_ended")
         finally:

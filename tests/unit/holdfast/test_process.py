@@ -31,6 +31,28 @@ def test_a_process_yields_once_and_one_that_is_nicer_already_stays_so() -> None:
     assert _niceness(f"os.nice({15 - min(ours, 15)})") == max(15, ours)
 
 
+_IN_THREADS = """
+import os, threading
+from holdfast.process import yield_to_training
+go, read, found = threading.Event(), threading.Barrier(3), []
+def work():
+    go.wait()
+    found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    read.wait()
+for _ in range(2):
+    threading.Thread(target=work).start()
+yield_to_training(11)
+go.set()
+read.wait()
+print(*found)
+"""
+
+
+def test_threads_that_run_already_yield_as_well() -> None:
+    done = subprocess.run([sys.executable, "-c", _IN_THREADS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(max(11, os.nice(0)))] * 2
+
+
 _SCRIPT = """
 import atexit, threading
 from holdfast.process import end_within
