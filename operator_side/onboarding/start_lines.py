@@ -19,6 +19,7 @@ _RANKS = (
     "HOLDFAST_STAGER={host}:{port} HOLDFAST_KEY_FILE=key "
     "holdfast rank -- torchrun --nproc-per-node {ranks} {script}"
 )
+_SEVERAL = "with torchrun's --nnodes, --rdzv-backend c10d and --rdzv-endpoint"
 
 
 def start_lines(launcher: Launcher, script: str, *, ranks: int, store: str) -> list[tuple[str, str]]:
@@ -38,9 +39,21 @@ def start_lines(launcher: Launcher, script: str, *, ranks: int, store: str) -> l
         line = "sbatch --ntasks-per-node={ranks} infra/slurm/holdfast.sbatch {store} python {script}"
         return [("on a login node", line.format(**names))]
     hosts = {
-        Launcher.TORCHRUN: ("on the machine of the stager", "STAGER_HOST", "on each machine of the ranks"),
-        Launcher.KUBERNETES: ("in the pod of the stager", "STAGER_POD", "in each pod of the ranks"),
-        Launcher.SKYPILOT: ("as `run` of the stager's task", "STAGER_HOST", "as `run` of the ranks' task"),
+        Launcher.TORCHRUN: (
+            "on the machine of the stager",
+            "STAGER_HOST",
+            f"on the machine of the ranks; where there are several, on each, {_SEVERAL}",
+        ),
+        Launcher.KUBERNETES: (
+            "in the pod of the stager (infra/kubernetes/jobset.yaml has all pods of a job)",
+            "STAGER_POD",
+            f"in the pod of the ranks; where there are several, in each, {_SEVERAL}",
+        ),
+        Launcher.SKYPILOT: (
+            "as `run` of the stager's task (infra/skypilot/job-group.yaml has both tasks)",
+            "STAGER_HOST",
+            f"as `run` of the ranks' task; for several nodes {_SEVERAL}",
+        ),
     }
     stager, host, of_ranks = hosts[launcher]
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import textwrap
 from pathlib import Path
@@ -16,6 +17,7 @@ from operator_side.commands.init import _LAUNCHERS, init
 from operator_side.onboarding.script_edits import ScriptEdits, edits_of
 from operator_side.onboarding.start_lines import Launcher, start_lines
 from tests.support.doc_commands import why_not
+from tests.support.job import REPOSITORY
 
 STEPS = """
     import torch
@@ -240,6 +242,21 @@ def test_start_lines_are_what_shells_and_holdfast_take(launcher: Launcher) -> No
     for _, line in lines:
         assert subprocess.run(["bash", "-n", "-c", line], check=False).returncode == 0
         assert why_not(line.removeprefix("(umask 077 && ").removesuffix(")")) == "", line
+
+
+@pytest.mark.parametrize("launcher", list(Launcher))
+def test_start_lines_name_files_that_are_there(launcher: Launcher) -> None:
+    lines = start_lines(launcher, "train.py", ranks=2, store="/mnt/run")
+    named = [name for texts in lines for text in texts for name in re.findall(r"infra/[\w/.-]+\w", text)]
+    assert [name for name in named if not (REPOSITORY / name).is_file()] == []
+    assert bool(named) == (launcher in {Launcher.KUBERNETES, Launcher.SKYPILOT, Launcher.SLURM})
+
+
+@pytest.mark.parametrize("launcher", [Launcher.TORCHRUN, Launcher.KUBERNETES, Launcher.SKYPILOT])
+def test_ranks_on_several_machines_are_one_job(launcher: Launcher) -> None:
+    where, line = start_lines(launcher, "train.py", ranks=2, store="/mnt/run")[-1]
+    assert "torchrun" in line
+    assert all(option in where for option in ("--nnodes", "--rdzv-backend", "--rdzv-endpoint"))
 
 
 def test_each_launcher_can_be_named() -> None:
