@@ -35,6 +35,7 @@ try:
     from lightning.fabric.plugins import ClusterEnvironment
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 except ImportError as error:
     raise missing("lightning", error) from error
@@ -259,9 +260,16 @@ def _state(trainer: Trainer, module: LightningModule, own: Callback) -> dict[str
         "loops": trainer.fit_loop,
         "callbacks": _Callbacks(others),
         "metrics": PerRank(_Metrics(trainer)),
-        "precision": trainer.precision_plugin,
+        "precision": _precision(trainer.precision_plugin),
         **({} if parts.datamodule is None else {"datamodule": parts.datamodule}),
     }
+
+
+def _precision(plugin: Precision) -> Any:
+    """The plugin, or the gradient scaler that is all of its state: for that one `save()` does not wait."""
+    if isinstance(plugin, MixedPrecision) and type(plugin).state_dict is MixedPrecision.state_dict:
+        return plugin if plugin.scaler is None else plugin.scaler
+    return plugin
 
 
 def _named(name: str, values: Sequence[Any]) -> dict[str, Any]:

@@ -45,8 +45,9 @@ _STATE = "trainer_state.json"  # as Trainer names it
 class HoldfastCallback(TrainerCallback):
     """Takes checkpoints while `Trainer.train` trains; its `restore` brings the newest one back before that.
 
-    A checkpoint has the model, optimizer, scheduler, TrainerState (step, epoch, log, the best metric, callbacks that
-    have a state) and each rank's random numbers. Trainer itself skips the batches that the epoch has already had.
+    A checkpoint has the model, optimizer, scheduler, the gradient scaler of fp16, TrainerState (step, epoch, log, the
+    best metric, callbacks that have a state) and each rank's random numbers. Trainer itself skips the batches that the
+    epoch has already had.
 
     Call `restore` before each `train`, and `init_torch_distributed` before the `TrainingArguments` are made.
 
@@ -86,12 +87,13 @@ class HoldfastCallback(TrainerCallback):
         optimizer = trainer.create_optimizer()  # train() keeps it
         if trainer.is_fsdp_enabled:
             _shard(trainer, optimizer)
-        seen = _Seen(trainer)
+        seen, scaler = _Seen(trainer), trainer.accelerator.scaler
         own = {
             "model": trainer.model,
             "optimizer": optimizer,
             "scheduler": self._scheduler,
             "trainer": seen,
+            **({} if scaler is None else {"scaler": scaler}),
             "rng": PerRank(self._random),
         }
         if twice := own.keys() & self._more.keys():

@@ -1,0 +1,64 @@
+"""What the modules for frameworks put into the state for a gradient scaler: the scaler itself, for which `save()` need
+not wait (tests/gpu/test_scaler.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer_side.state.tree import collect
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what Lightning finds on this machine, such as `srun`
+def test_lightning_gives_the_scaler_of_mixed_precision() -> None:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    from trainer_side.frameworks.lightning import HoldfastCallback, _state
+
+    class Scaled(MixedPrecision):
+        """Whose state is its own affair."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"mine": 1}
+
+    def of(plugin: MixedPrecision) -> Any:
+        trainer = Trainer(accelerator="cpu", plugins=[plugin], logger=False, enable_checkpointing=False)
+        return _state(trainer, LightningModule(), HoldfastCallback())["precision"]
+
+    plugin = MixedPrecision("16-mixed", "cpu")
+    assert of(plugin) is plugin.scaler
+    assert collect({"precision": plugin.scaler}) == collect({"precision": plugin})
+    for other in (MixedPrecision("bf16-mixed", "cpu"), Scaled("16-mixed", "cpu")):
+        assert of(other) is other
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_trainer_gives_the_scaler_of_fp16(
+    scaled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from trainer_side.frameworks import transformers
+
+    given: dict[str, Any] = {}
+
+    class Recorder:
+        """Takes the state, and finds no checkpoint."""
+
+        def __init__(self, state: dict[str, Any], **_: Any) -> None:
+            given.update(state)
+
+        def restore(self) -> int:
+            return 0
+
+    monkeypatch.setattr(transformers, "Checkpointer", Recorder)
+    trainer = Trainer(torch.nn.Linear(2, 2), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    scaler = torch.amp.GradScaler("cpu") if scaled else None
+    trainer.accelerator.scaler = scaler  # Accelerate makes one on a device alone
+    assert transformers.HoldfastCallback().restore(trainer) is None
+    assert given.get("scaler") is scaler
+    assert ("scaler" in given) is scaled
