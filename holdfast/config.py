@@ -140,7 +140,8 @@ class TrainerConfig(RoleConfig):
             come. None: only `in_flight_max` limits the areas.
         device_bytes_max: Largest amount of a device's memory for a copy of this rank's slice; the copy goes to host
             memory while training goes on, and updates wait for nothing. 0: no such copy. None: from the second save
-            on, what is free beside the most that training has taken, less a tenth of the device's memory.
+            on, what the device has free beside the most that torch has held for training, less a tenth of the device's
+            memory; on XPU there is no such copy then.
         on_full: What `save()` does while every staging area is in use: `skip` declines the step at once; `wait` waits
             until the oldest step in flight is staged.
         full_seconds_max: With `on_full="wait"`: seconds to wait for a staging area before the step is declined. Must be

@@ -1,6 +1,7 @@
 """Copies from the device to the host: bare ones, and those of holdfast's lane alone, without tiers and threads.
 
 bare pinned, holdfast's own locked memory, pageable, device to device     one large tensor
+memory of a mirror: taken from the device, given back to it               one section
 lane: 30 large tensors, many small ones    mirror (through a copy on the device) and gate (from live tensors)
 """
 
@@ -17,6 +18,7 @@ from benchmarks.gpu.measured import Measured, Sizes
 from holdfast.wire.state_messages import Agreement
 from trainer_side.save.copy_engine import CopyEngine
 from trainer_side.save.copy_plan import Router, SlicePlan
+from trainer_side.save.device_lane import lane_of
 from trainer_side.save.host_memory import huge_buffer, locked_buffer
 from trainer_side.save.staging import Staging
 from trainer_side.state.proposal import table
@@ -45,6 +47,7 @@ def measure(measured: Measured, sizes: Sizes) -> None:
         bare[name] = _bare(sizes, live, make(sizes.copy_bytes))
         measured.put(bare_gb_per_second=bare)
     del live
+    measured.put(mirror_memory=_mirror_memory(sizes))
     lane: dict[str, dict[str, float]] = {}
     for state, count, nbytes in (
         ("large", _LARGE_TENSORS, sizes.large_bytes),
@@ -64,6 +67,24 @@ def measure(measured: Measured, sizes: Sizes) -> None:
             measured.put(lane=lane)
             del copier
             torch.cuda.empty_cache()
+
+
+def _mirror_memory(sizes: Sizes) -> dict[str, float]:
+    """What each save with a mirror takes for its memory, beside the copy."""
+    lane = lane_of(torch.device("cuda", torch.cuda.current_device()))
+    taken, given_back = [], []
+    for _ in range(_WARM_UP + sizes.rounds):
+        begun = time.perf_counter()
+        memory = lane.on_device(sizes.copy_bytes)
+        taken.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        del memory
+        lane.drain()
+        given_back.append(time.perf_counter() - begun)
+    return {
+        f"{name}_ms_per_gb": round(1e3 * statistics.median(seconds[_WARM_UP:]) / (sizes.copy_bytes / 1e9), 4)
+        for name, seconds in (("take", taken), ("give_back", given_back))
+    }
 
 
 def _bare(sizes: Sizes, live: torch.Tensor, target: torch.Tensor) -> float:

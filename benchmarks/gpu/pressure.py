@@ -22,12 +22,16 @@ def measure(measured: Measured, sizes: Sizes) -> None:
     with saved_by("default", training, measured.folder) as saver:
         beside_before = _beside_torch()
         torch.cuda.reset_peak_memory_stats()
+        mirror_bytes = 0
         for number in range(_SAVES):
             saver.save(number)
+            # What it has not given back yet.
+            mirror_bytes = max(mirror_bytes, _beside_torch() - beside_before)
             saver.wait_done()
         measured.put(
             state_bytes=training.state_bytes,
             allocated_before_bytes=before,
+            mirror_bytes=mirror_bytes,
             peak_of_saves_bytes=torch.cuda.max_memory_allocated() - before,
             kept_bytes=torch.cuda.memory_allocated() - before,
             kept_beside_torch_bytes=_beside_torch() - beside_before,

@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FIGURES = {
     "facts": {"card", "driver", "torch", "commit", "device_bytes", "works"},
     "tests": {"passed", "failed", "skipped"},
-    "bandwidths": {"bare_gb_per_second", "lane"},
+    "bandwidths": {"bare_gb_per_second", "mirror_memory", "lane"},
     "stall": {"state_bytes", "ways"},
     "steps": {"modes", "every"},
     "memory": {
-        *("kept_bytes", "kept_beside_torch_bytes", "kept_at_the_end_bytes"),
+        *("mirror_bytes", "kept_bytes", "kept_beside_torch_bytes", "kept_at_the_end_bytes"),
         *("asked_and_given_bytes", "full_save_taken"),
     },
     "waits": {"strategies"},

@@ -186,6 +186,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   if (auto error = capturing(lane)) return say(error);
   count("host_waits");
   finish(lane, lane->issued);
+  release_unused(lane->device);
   return say(outcome());
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
@@ -238,6 +239,7 @@ cudaError_t cudaDeviceSynchronize() {
       if (auto error = capturing(lane)) return say(error);
   count("host_waits");
   finish_device(current_device());
+  release_unused(current_device());
   return say(outcome());
 }
 
@@ -268,6 +270,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   count("host_waits");
   if (!(event->flags & cudaEventBlockingSync)) count("spinning_waits");
   if (!reached(event)) finish(event->place.lane, event->place.number);
+  release_unused(event->device);
   return say(outcome());
 }
 cudaError_t cudaEventQuery(cudaEvent_t handle) {

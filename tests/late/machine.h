@@ -90,6 +90,7 @@ void set_current_device(int device);
 size_t device_bytes(int device);
 bool on_device(const void* pointer);
 bool on_pinned(const void* pointer, size_t bytes);
+void release_unused(int device);     // somebody has waited for it
 char* behind(const void* pointer);   // where the executor reads and writes what a program sees as `pointer`
 
 // -- lanes (lanes.cpp) --

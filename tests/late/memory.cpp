@@ -8,8 +8,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace late {
 int devices = [] { const char* text = getenv("LATE_DEVICES"); return text ? atoi(text) : 1; }();
@@ -24,6 +26,7 @@ struct Arena {
   int file = -1;
   char *seen = nullptr, *behind = nullptr;
   std::map<size_t, size_t> free, taken;   // offset and bytes
+  std::vector<void*> unused;              // taken by the default pool, for whoever asks it next
 };
 Arena arenas[DEVICES_MAX];
 std::map<const char*, size_t> pinned;
@@ -93,6 +96,18 @@ cudaError_t give_back(int device, void* pointer) {
   return cudaSuccess;
 }
 
+// What the default pool has and does not use, of the same size.
+bool take_unused(int device, void** pointer, size_t bytes) {
+  auto& of = arena(device);
+  for (auto one = of.unused.begin(); one != of.unused.end(); ++one) {
+    if (of.taken[(char*)*one - of.seen] != (bytes + UNIT - 1) / UNIT * UNIT) continue;
+    *pointer = *one;
+    of.unused.erase(one);
+    return true;
+  }
+  return false;
+}
+
 cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
   auto* lane = lane_of(stream);
   if (!bytes) return cudaSuccess;
@@ -130,6 +145,10 @@ bool on_pinned(const void* pointer, size_t bytes) {
   --found;
   return (const char*)pointer + bytes <= found->first + found->second;
 }
+// The release threshold of a default pool is 0: whoever waits for the device hands back what the pool does not use.
+void release_unused(int device) {
+  for (void* pointer : std::exchange(arenas[device].unused, {})) give_back(device, pointer);
+}
 char* behind(const void* pointer) {
   int device = device_of(pointer);
   return device < 0 ? (char*)pointer : arenas[device].behind + ((char*)pointer - arenas[device].seen);
@@ -159,16 +178,26 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   LATE_ENTER_UNSAFE("cudaMalloc");
   return say(take(current, pointer, bytes));
 }
-// Of the device's default pool, which keeps nothing for later.
+// Of the device's default pool: there from this point of the stream on, and full of what nobody wrote.
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t stream) {
   LATE_ENTER("cudaMallocAsync");
-  return say(take(lane_of(stream)->device, pointer, bytes));
+  auto* lane = lane_of(stream);
+  if (lane->capture) return say(cudaErrorNotSupported);  // a graph's own memory is not played
+  if (!take_unused(lane->device, pointer, bytes) && take(lane->device, pointer, bytes) != cudaSuccess) {
+    release_unused(lane->device);
+    if (auto error = take(lane->device, pointer, bytes)) return say(error);
+  }
+  return say(put(lane, {"allocate", [fresh = behind(*pointer), bytes] { memset(fresh, FRESH, bytes); }}));
 }
+// When the stream comes there the pool has it: for the device it is still in use, and cudaMalloc does not get it.
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
   LATE_ENTER("cudaFreeAsync");
   int device = device_of(pointer);
-  if (device < 0 || !arenas[device].taken.count((char*)pointer - arenas[device].seen)) return say(cudaErrorInvalidValue);
-  return say(put(lane_of(stream), {"free", [=] { give_back(device, pointer); }}));
+  if (device < 0) return say(cudaErrorInvalidValue);
+  auto& of = arenas[device];
+  bool is_unused = std::count(of.unused.begin(), of.unused.end(), pointer);
+  if (is_unused || !of.taken.count((char*)pointer - of.seen)) return say(cudaErrorInvalidValue);
+  return say(put(lane_of(stream), {"free", [=] { arenas[device].unused.push_back(pointer); }}));
 }
 cudaError_t cudaFree(void* pointer) {
   LATE_ENTER_UNSAFE("cudaFree");

@@ -60,18 +60,53 @@ def test_a_full_device_refuses() -> None:
         block(total // MIB + 1)
 
 
-def test_memory_of_a_stream_goes_back_when_the_stream_comes_there(late: LateMachine) -> None:
-    side, address, before = torch.cuda.Stream(1), ctypes.c_void_p(), late.device_bytes(1)  # type: ignore[no-untyped-call]
+def of_the_pool(stream: torch.cuda.Stream, nbytes: int = MIB) -> ctypes.c_void_p:
+    address = ctypes.c_void_p()
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    assert runtime().cudaMallocAsync(ctypes.byref(address), ctypes.c_size_t(nbytes), handle) == 0
+    return address
+
+
+@pytest.mark.late("lazy", "eager")
+def test_memory_of_a_pool_goes_back_when_its_stream_has_come_there_and_somebody_waits(
+    late: LateMachine, late_policy: str
+) -> None:
+    side, before = torch.cuda.Stream(1), late.device_bytes(1)  # type: ignore[no-untyped-call]
     handle = ctypes.c_void_p(side.cuda_stream)
     with late.no_host_waits():
-        assert runtime().cudaMallocAsync(ctypes.byref(address), ctypes.c_size_t(MIB), handle) == 0
+        address = of_the_pool(side)
         assert runtime().cudaFreeAsync(address, handle) == 0
-    assert late.device_bytes(1) - before == MIB
-    side.synchronize()
+        assert late.pending() == (0 if late_policy == "eager" else 2)
+    assert late.device_bytes(1) - before == MIB, "the pool has it, also when the stream has come there"
+    free, total = torch.cuda.mem_get_info(1)
+    assert total - free == late.device_bytes(1)
+    with late.no_host_waits():
+        again = of_the_pool(side)
+    assert late.device_bytes(1) - before == (1 if late_policy == "eager" else 2) * MIB
+    assert runtime().cudaFreeAsync(again, handle) == 0
+    event = side.record_event()
+    event.synchronize()
     assert late.device_bytes(1) == before
     assert runtime().cudaFreeAsync(address, handle) != 0
     assert runtime().cudaMallocAsync(ctypes.byref(address), ctypes.c_size_t(1 << 40), handle) != 0
     assert runtime().cudaGetLastError() != 0
+
+
+@pytest.mark.late("side_lazy")
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_of_a_pool_is_there_from_a_point_of_its_stream_on(waits: bool) -> None:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    address = of_the_pool(side, 4096)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    assert runtime().cudaMemsetAsync(address, 7, ctypes.c_size_t(4096), ctypes.c_void_p()) == 0
+    host = torch.empty(4096, dtype=torch.uint8, pin_memory=True)
+    arguments = ctypes.c_void_p(host.data_ptr()), address, ctypes.c_size_t(4096), 2
+    torch.cuda.synchronize()
+    assert runtime().cudaMemcpyAsync(*arguments, ctypes.c_void_p(side.cuda_stream)) == 0
+    assert runtime().cudaFreeAsync(address, ctypes.c_void_p(side.cuda_stream)) == 0
+    side.synchronize()
+    assert set(host.tolist()) == ({7} if waits else {0xEE})
 
 
 def test_what_is_freed_is_one_piece_again() -> None:

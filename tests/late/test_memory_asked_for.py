@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.late.control import LateMachine
-from tests.late.whole_saves import DeviceRank
+from tests.late.whole_saves import DeviceRank, as_late_as_may_be
 from trainer_side.save.copier import Copier, CopyJob
 
 pytestmark = pytest.mark.late("lazy", "side_lazy")
@@ -20,13 +21,16 @@ _MIB = 1 << 20
 _LEFT_MIB = 80  # of the device, beside what is somebody else's
 _HOLE_BYTES = 3 * _MIB // 2  # the smallest that torch takes from a segment of large blocks
 _BESIDE_BYTES = 4 * _MIB  # what a step takes beside its one large activation
+_ONE_PIECE_MIB = 400
+_ROOM_MIB, _NO_ROOM_MIB = 160, 60  # free beside: a tenth of the device is left alone
+_MIRRORED = "copied on the device first"
 
 
 def block(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
 
 
-def filled_up() -> tuple[list[torch.Tensor], int]:
+def filled_up(left_mib: int = _LEFT_MIB) -> tuple[list[torch.Tensor], int]:
     """Memory of somebody else, and the bytes that are left: in one piece, and nowhere else."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -36,7 +40,7 @@ def filled_up() -> tuple[list[torch.Tensor], int]:
     kept.pop()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    for mib in itertools.count(_LEFT_MIB):  # the device has holes as well
+    for mib in itertools.count(left_mib):  # the device has holes as well
         try:
             kept.append(block(free - mib * _MIB))
             break
@@ -77,6 +81,91 @@ def test_an_activation_that_fills_the_device_is_given(
     torch.cuda.empty_cache()
     assert late.device_bytes() - before <= _BESIDE_BYTES
     del kept
+
+
+@pytest.mark.late("lazy", "side_lazy", "eager", "dice:1")
+def test_a_block_that_torch_keeps_is_given_in_one_piece_while_a_mirror_lives(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device has room for a mirror beside it, and not for a second such block."""
+    caplog.set_level("INFO", "holdfast.trainer")
+    may_begin = as_late_as_may_be(monkeypatch)
+    rank = DeviceRank(monkeypatch, in_flight_max=1)
+    kept, _ = filled_up(_ONE_PIECE_MIB + _ROOM_MIB)
+    for step in range(5):
+        activation = block(_ONE_PIECE_MIB * _MIB)
+        del activation
+        may_begin.set()
+        rank.update()
+        if step:
+            rank.land(step - 1)
+        may_begin.clear()
+        rank._noted = {f"model.{name}": one.cpu() for name, one in rank.model.state_dict().items()}
+        assert rank.checkpointer.save(step)
+        assert may_begin.is_set() is (step < 1), "whether save() ends its copy"
+    may_begin.set()
+    rank.land(4)
+    rank.checkpointer.close()
+    assert _MIRRORED in caplog.text
+    del kept
+
+
+def of_a_graph(nbytes: int) -> object:
+    """Memory that only the replays of a graph use."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        block(nbytes).fill_(1)
+    return graph
+
+
+def of_a_pool(nbytes: int) -> object:
+    """Memory that only tensors made under this pool get."""
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        block(nbytes)
+    return pool
+
+
+@pytest.mark.late("lazy")
+@pytest.mark.parametrize("beside_mib", [_NO_ROOM_MIB, _ROOM_MIB], ids=["no room", "room"])
+@pytest.mark.parametrize("private", [of_a_graph, of_a_pool])
+def test_private_memory_that_is_not_in_use_is_no_room_for_a_mirror(
+    private: Callable[[int], object],
+    beside_mib: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "holdfast.trainer")
+    rank = DeviceRank(monkeypatch, in_flight_max=1)
+    kept, _ = filled_up(_ONE_PIECE_MIB + beside_mib)
+    owner = private(_ONE_PIECE_MIB * _MIB)
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(3):
+        assert rank.save(step)
+        rank.update()
+        rank.land(step)
+    rank.checkpointer.close()
+    assert (_MIRRORED in caplog.text) is (beside_mib == _ROOM_MIB)
+    del owner, kept
+
+
+@pytest.mark.late("lazy", "side_lazy", "eager")
+def test_a_mirror_is_nothing_that_torch_keeps_and_all_of_it_goes_back(
+    late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = DeviceRank(monkeypatch, device_bytes_max="1GiB", in_flight_max=1)
+    for step in range(4):
+        rank.note()
+        torch.cuda.synchronize()
+        before, reserved = late.device_bytes(), torch.cuda.memory_reserved()
+        calls = late.count("cudaMallocAsync")
+        assert rank.checkpointer.save(step)
+        rank.land(step)
+        assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+        assert late.count("cudaMallocAsync") - calls == 1
+        assert late.device_bytes() - torch.cuda.memory_reserved() == before - reserved
+    rank.checkpointer.close()
 
 
 @pytest.mark.late("lazy")

@@ -11,16 +11,20 @@ import torch
 from holdfast.errors import ConfigError
 from holdfast.telemetry.causes import DeclineCause
 from tests.late.control import LateMachine
-from tests.late.whole_saves import MIRROR, DeviceRank, as_late_as_may_be
+from tests.late.whole_saves import MIRROR, DeviceRank, as_late_as_may_be, counted
+from trainer_side.save import device_copy
 from trainer_side.save.copier import Copier, CopyJob
 from trainer_side.save.device_copy import HOST_BYTES, DeviceCopy
+from trainer_side.save.device_lane import lane_of
 from trainer_side.save.fingerprint import Fingerprints
+from trainer_side.save.staging import Staging
 from trainer_side.state.survey import StorageSource
-from trainer_side.transfer import TransferState
+from trainer_side.transfer import Transfer, TransferState
 
 pytestmark = pytest.mark.late("lazy")
 SECONDS_MAX = 60
 STEPS_MAX = 40
+_WORDS_BYTES = 4096
 
 
 @pytest.mark.late("lazy", "side_lazy", "dice:1")
@@ -33,6 +37,46 @@ def test_each_way_of_a_copy_gives_the_bytes_of_the_moment(
         assert rank.save(step)
         rank.update()
         rank.land(step)
+    rank.checkpointer.close()
+
+
+@pytest.mark.parametrize("limit", ["6MiB", "1GiB"], ids=["part", "mirror"])
+def test_with_a_mirror_nothing_of_the_state_crosses_on_the_trainings_stream(
+    limit: str, late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even what is not known to stay the same; with one of all the first save has it, too."""
+    rank = DeviceRank(monkeypatch, device_bytes_max=limit, in_flight_max=1)
+    crossed = []
+    for step in range(3):
+        rank._noted = {f"model.{name}": one.cpu() for name, one in rank.model.state_dict().items()}
+        with counted(late, 0) as streams:
+            assert rank.checkpointer.save(step)
+        crossed.append(streams[0].to_host)
+        rank.update()
+        rank.land(step)
+    assert max(crossed[1:]) <= _WORDS_BYTES, "words and hashes by which the copy is checked"
+    assert (crossed[0] <= _WORDS_BYTES) is (limit == "1GiB")
+    rank.checkpointer.close()
+
+
+@pytest.mark.parametrize("limit", [None, "1GiB"])
+def test_where_no_memory_can_be_taken_beside_torch_there_is_a_mirror_only_if_it_is_asked_for(
+    limit: str | None,
+    late: LateMachine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As on XPU."""
+    caplog.set_level("INFO", "holdfast.trainer")
+    rank = DeviceRank(monkeypatch, device_bytes_max=limit)
+    monkeypatch.setattr(lane_of(rank.base().device), "_beside_torch", None)
+    calls = late.count("cudaMallocAsync")
+    for step in range(4):
+        assert rank.save(step)
+        rank.update()
+        rank.land(step)
+    assert ("copied on the device first" in caplog.text) is (limit is not None)
+    assert late.count("cudaMallocAsync") == calls
     rank.checkpointer.close()
 
 
@@ -244,6 +288,7 @@ def test_a_full_device_never_ends_the_training(
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         late.fail("cudaMalloc", after=step, times=1000)
+        late.fail("cudaMallocAsync", after=step % 2, times=1000)
         taken.append(rank.checkpointer.save(step))
         late.heal()
         rank.update()
@@ -252,6 +297,58 @@ def test_a_full_device_never_ends_the_training(
         else:
             assert rank.link.declined[step].cause == DeclineCause.NO_MEMORY
     assert any(taken)
+    rank.checkpointer.close()
+
+
+def test_a_mirror_of_a_step_that_is_refused_goes_back_behind_its_copies(
+    late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else others would get memory that the device is still going to write."""
+    rank = DeviceRank(monkeypatch, device_bytes_max="1GiB")
+    written: list[torch.cuda.Event] = []
+    pack = device_copy._pack
+
+    def noted(parts: list[torch.Tensor], packed: torch.Tensor) -> None:
+        pack(parts, packed)
+        written.append(torch.cuda.current_stream().record_event())
+
+    def refused(step: int, _area: Staging, record: dict[str, Any]) -> Transfer:
+        return Transfer.none(step, record, DeclineCause.BUSY.because("it is a test"))
+
+    torch.cuda.synchronize()
+    before, reserved = late.device_bytes(), torch.cuda.memory_reserved()
+    monkeypatch.setattr(rank.link, "offer", refused)
+    monkeypatch.setattr(device_copy, "_pack", noted)
+    assert not rank.checkpointer.save(0)
+    assert late.device_bytes() - torch.cuda.memory_reserved() == before - reserved
+    there = written[-1].query()  # type: ignore[no-untyped-call]
+    assert there, "the mirror has gone back before it was written"
+    rank.checkpointer.close()
+
+
+@pytest.mark.parametrize("failed", ["bring", "mirror"])
+def test_after_an_error_nothing_is_kept_of_the_device(
+    failed: str, late: LateMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("planted")
+
+    rank = DeviceRank(monkeypatch, device_bytes_max="1GiB", in_flight_max=1)
+    assert rank.save(0)
+    rank.land(0)
+    assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+    before, reserved = late.device_bytes(), torch.cuda.memory_reserved()
+    if failed == "bring":
+        monkeypatch.setattr(DeviceCopy, "_queue", failing)
+        assert rank.save(1)
+        assert rank.checkpointer._copier._idle.wait(SECONDS_MAX)
+        assert rank.link.declined[1].cause == DeclineCause.COPY_FAILED
+    else:
+        monkeypatch.setattr(device_copy, "_pack", failing)
+        with pytest.raises(RuntimeError, match="planted"):
+            rank.save(1)
+        torch.cuda.synchronize()
+    assert late.device_bytes() - torch.cuda.memory_reserved() == before - reserved
     rank.checkpointer.close()
 
 

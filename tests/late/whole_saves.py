@@ -21,8 +21,8 @@ from trainer_side.save.gate import Gate
 
 __all__ = ["MIRROR", "DeviceRank", "as_late_as_may_be", "counted"]
 
-# Strategy C, and the copy on the device first.
-MIRROR = pytest.mark.parametrize("mirror", ["0", "1GiB"], ids=["C", "mirror"])
+# Strategy C; the copy on the device first, of what anything may change or of all.
+MIRROR = pytest.mark.parametrize("mirror", ["0", "6MiB", "1GiB"], ids=["C", "part", "mirror"])
 
 _BIG = 1 << 20  # elements
 _SECONDS_MAX = 60

@@ -246,29 +246,37 @@ class Copier:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._copy(job)
-            except Outgrown as outgrown:
-                self._fail(job, DeclineCause.OUTGROWN.because(outgrown))
-            except Outdated as outdated:
-                step = job.transfer.step
-                self._fail(
-                    job,
-                    DeclineCause.TORN.because(
-                        f"{outdated.path} was the same at the saves before, and has changed at save({step}) in a way "
-                        "that torch does not count; the step is withdrawn, and from now on the tensor is copied at each"
-                    ),
-                )
-                job.staging.drop()
-            except Exception as error:  # noqa: BLE001 - the thread must not die: every later save() would wait for it
-                self._fail(job, DeclineCause.COPY_FAILED.because(error))
-                _log.debug("the copy failed", exc_info=True)
-                with contextlib.suppress(RuntimeError):  # of a device that has failed
-                    job.staging.drop()
+                if not self._copied(job):
+                    # Not where the error is at hand: it holds memory of the device that has to go back.
+                    with contextlib.suppress(RuntimeError):  # of a device that has failed
+                        job.staging.drop()
             finally:
                 self.gate.open()  # whatever happened here, the training goes on
                 self._job = self._stuck = None
                 del job  # and while this thread waits, another area may take the place of its
                 self._idle.set()
+
+    def _copied(self, job: CopyJob) -> bool:
+        """Copy; whether it came to its end."""
+        step = job.transfer.step
+        try:
+            self._copy(job)
+        except Outgrown as outgrown:
+            self._fail(job, DeclineCause.OUTGROWN.because(outgrown))
+        except Outdated as outdated:
+            self._fail(
+                job,
+                DeclineCause.TORN.because(
+                    f"{outdated.path} was the same at the saves before, and has changed at save({step}) in a way "
+                    "that torch does not count; the step is withdrawn, and from now on the tensor is copied at each"
+                ),
+            )
+        except Exception as error:  # noqa: BLE001 - the thread must not die: every later save() would wait for it
+            self._fail(job, DeclineCause.COPY_FAILED.because(error))
+            _log.debug("the copy failed", exc_info=True)
+        else:
+            return True
+        return False
 
     def _fail(self, job: CopyJob, reason: Reason) -> None:
         job.give_up(reason)

@@ -21,6 +21,7 @@ from trainer_side.save.copy_plan import Batch, Route
 from trainer_side.save.device_copy import DeviceCopy, Mirror
 from trainer_side.save.device_lane import lane_of
 from trainer_side.save.mirror_room import MirrorRoom
+from trainer_side.save.unchanged import Steadiness
 from trainer_side.state.accelerator import StreamEvent
 from trainer_side.state.survey import StorageSource
 
@@ -35,9 +36,13 @@ class CopyEngine:
 
     Args:
         device_bytes_max: Device memory that a mirror may take; 0: none is made; None: what is to spare.
+
+    Attributes:
+        seen: What its areas know of tensors that do not change.
     """
 
     def __init__(self, *, device_bytes_max: int | None = None) -> None:
+        self.seen: dict[tuple[str, int, int], Steadiness] = {}
         self._device_bytes_max = device_bytes_max
         self._on_device: DeviceCopy | None = None
 
@@ -49,9 +54,15 @@ class CopyEngine:
         places = map(area.data_ptr().__add__, batch.offsets)
         deque(map(move, places, batch.addresses, batch.sizes), maxlen=0)
 
-    def mirror(self, batches: Sequence[Batch], sources: Sequence[StorageSource | None]) -> Mirror | None:
-        """Take batches on a device as they are at this point of the current stream; None: there is no room there."""
-        return self._device(sources).mirror(batches, sources) if batches else None
+    def mirror(
+        self, now: Sequence[Batch], behind: Sequence[Batch], sources: Sequence[StorageSource | None]
+    ) -> Mirror | None:
+        """Take batches on a device as they are at this point of the current stream: all, or else those of `now`.
+
+        Returns:
+            None: there is no room there.
+        """
+        return self._device(sources).mirror(now, behind, sources) if now or behind else None
 
     def capture(
         self,

@@ -4,14 +4,14 @@
     capture  save(): live tensors ─► host, on the current stream   │ what anything may change, where there is no mirror
     copy     behind the gate: live tensors ─► host, on the own stream
 
-With a mirror nothing live is read after `save()`: the device itself puts whatever comes later, be it an update, the
-replay of a graph or another state that is loaded, behind the copy of its own memory. So no gate is shut, and nothing
-can be torn (docs/design/036-device-ordered-copy.md). Without room for one, the two others are strategy C of LightCheck
-(ICCD 2023). Strategy D, straight into a tier, is each of them with a slot for an area.
+With a mirror of all nothing live is read after `save()`: the device itself puts whatever comes later, be it an update,
+the replay of a graph or another state that is loaded, behind the copy of its own memory. So no gate is shut, and
+nothing can be torn (docs/design/036-device-ordered-copy.md). Without room for one, there may be one of what anything
+may change, so that none of that crosses on the training's stream. The two others are strategy C of LightCheck (ICCD
+2023). Strategy D, straight into a tier, is each of them with a slot for an area.
 
-Small tensors are gathered on the device and cross together. What they are gathered in lies beside all that torch keeps,
-so that no block is cut that training wants again, and only as long as a copy is under way. Where there is no room for
-it, they cross one by one.
+Small tensors are gathered on the device and cross together, without a mirror in some memory that is taken for one copy.
+Where there is no room for it, they cross one by one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _SLOTS = 8  # so many batches are queued ahead: the device is never idle between
 _ALIGNMENT_BYTES = 512
 _CAPTURED_BYTES_MAX = 8 << 20
 HOST_BYTES = _SLOTS * BATCH_BYTES_MAX + _CAPTURED_BYTES_MAX  # beside the areas, at most
-_SECTION_BYTES = 32 << 20  # of a mirror, at least: so much at a time is given back
+# A mirror is given back in sections. Each is taken by a call that maps memory: not too small, and not too many.
+_SECTION_BYTES = 32 << 20
+_SECTIONS_MAX = 16
 
 
 class _Section:
@@ -54,18 +56,22 @@ class Mirror:
 
     Args:
         sections: In order.
-        copied: Where in the training's stream it is complete.
+        is_whole: Whether it has all that is copied, or only what anything may change.
     """
 
-    def __init__(self, sections: Iterable[_Section], copied: StreamEvent) -> None:
-        self._sections, self.copied = deque(sections), copied
+    def __init__(self, sections: Iterable[_Section], *, is_whole: bool) -> None:
+        self._sections, self.is_whole = deque(sections), is_whole
 
     def take(self) -> Iterator[tuple[Batch, torch.Tensor]]:
-        """Each batch with its bytes, in order; once. Whoever has let go of the last of a section has freed that."""
+        """Each batch with its bytes, in order; once. A section that is through goes back behind what is queued."""
         while self._sections:
             section = self._sections.popleft()
             for batch, begin in section.batches:
                 yield batch, section.memory[begin : begin + batch.nbytes]
+
+    def drop(self) -> None:
+        """Give back what was not taken."""
+        self._sections.clear()
 
 
 @dataclass(frozen=True)
@@ -74,19 +80,17 @@ class _Queued:
 
     Attributes:
         bounce: Where it lands if it has to be scattered from there.
-        packed: Memory on the device that must not be given back before.
     """
 
     batch: Batch
     bounce: torch.Tensor | None
-    packed: torch.Tensor | None
     event: StreamEvent
 
 
 class DeviceCopy:
     """Copies from one device into staging areas. `mirror` and `capture` belong to the training thread, and take all the
     memory there is to take; `bring` and `copy` to the copy thread, `give_back` to either. They never meet: a save waits
-    for the copy before.
+    for the copy before. When `bring` or `copy` returns, the device has its memory back.
 
     Args:
         lane: The device.
@@ -101,23 +105,42 @@ class DeviceCopy:
 
     # -- in save() -----------------------------------------------------------------------------------------------
 
-    def mirror(self, batches: Sequence[Batch], sources: Sequence[StorageSource | None]) -> Mirror | None:
-        """Queue copies of `batches` on the device, on the current stream; None: there is no room."""
+    def mirror(
+        self, now: Sequence[Batch], behind: Sequence[Batch], sources: Sequence[StorageSource | None]
+    ) -> Mirror | None:
+        """Queue copies on the device, on the current stream, of all or at least of what anything may change.
+
+        Args:
+            now: That.
+            behind: The rest.
+            sources: Per entry its storage.
+
+        Returns:
+            None: there is no room.
+        """
+        batches = (*now, *behind)
         nbytes = sum(_aligned(batch.nbytes) for batch in batches)
-        if not self._room.has(nbytes, self._lane.memory()):
-            return None
+        is_whole = self._room.has(nbytes, self._lane.memory())
+        if not is_whole:
+            batches = (*now,)
+            nbytes = sum(_aligned(batch.nbytes) for batch in batches)
+            if not batches or not self._room.has_in_part(nbytes):
+                return None
         self._take_bounce()
         try:
-            sections = self._sections(batches)
-            for section in sections:
-                for batch, begin in section.batches:
-                    _pack(_parts(batch, sources), section.memory[begin : begin + batch.nbytes])
+            sections = self._sections(batches, nbytes)
+            try:
+                for section in sections:
+                    for batch, begin in section.batches:
+                        _pack(_parts(batch, sources), section.memory[begin : begin + batch.nbytes])
+            finally:
+                self._lane.go_on()  # whatever becomes of it, nobody has its memory before
         except torch.OutOfMemoryError as error:
             self._room.refused()
             _log.warning("no memory on the device for a copy of %d bytes: %s", nbytes, error)
             return None
-        self._room.made(nbytes)
-        return Mirror(sections, self._lane.record())
+        self._room.made()
+        return Mirror(sections, is_whole=is_whole)
 
     def capture(
         self,
@@ -183,8 +206,12 @@ class DeviceCopy:
         arrived: Callable[[Batch], None],
     ) -> None:
         """Copy a mirror to the host; arguments as of `CopyEngine.copy`. What a cancelled one has left is given back."""
-        with self._lane.beside(mirror.copied):
-            self._to_host(mirror.take(), (), area, cancelled, lambda _: None, arrived)
+        try:
+            with self._lane.beside(None):
+                self._to_host(mirror.take(), (), area, cancelled, lambda _: None, arrived)
+        finally:
+            mirror.drop()
+            self.give_back()
 
     def copy(
         self,
@@ -206,10 +233,9 @@ class DeviceCopy:
 
     def give_back(self) -> None:
         """No copy is under way: what was taken of the device for one goes back."""
-        scratch, self._scratch = self._scratch, None
-        if scratch is not None:
-            with contextlib.suppress(RuntimeError):  # of a device that has failed
-                self._lane.give_back(scratch)
+        self._scratch = None
+        with contextlib.suppress(RuntimeError):  # of a device that has failed
+            self._lane.drain()
 
     def _to_host(
         self,
@@ -251,30 +277,31 @@ class DeviceCopy:
         parts = _parts(batch, sources) if packed is None else [packed]
         if len(batch.pieces) == 1:
             _target(batch, area).copy_(parts[0], non_blocking=True)
-            return _Queued(batch, None, packed, self._lane.record())
+            return _Queued(batch, None, self._lane.record())
         assert self._bounce is not None, "taken in save()"
         here = slice(slot * BATCH_BYTES_MAX, slot * BATCH_BYTES_MAX + batch.nbytes)
         bounce = self._bounce[here]
         if packed is None and self._scratch is None:
             _one_by_one(parts, bounce)
-            return _Queued(batch, bounce, None, self._lane.record())
+            return _Queued(batch, bounce, self._lane.record())
         if packed is None:
             assert self._scratch is not None
             packed = self._scratch[here]
             torch.cat(parts, out=packed)
         bounce.copy_(packed, non_blocking=True)
-        return _Queued(batch, bounce, packed, self._lane.record())
+        return _Queued(batch, bounce, self._lane.record())
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def _sections(self, batches: Sequence[Batch]) -> list[_Section]:
+    def _sections(self, batches: Sequence[Batch], together_bytes: int) -> list[_Section]:
+        least = max(_SECTION_BYTES, -(-together_bytes // _SECTIONS_MAX))
         sections: list[_Section] = []
         group: list[tuple[Batch, int]] = []
         nbytes = 0
         for number, batch in enumerate(batches):
             group.append((batch, nbytes))
             nbytes += _aligned(batch.nbytes)
-            if nbytes >= _SECTION_BYTES or number == len(batches) - 1:
+            if nbytes >= least or number == len(batches) - 1:
                 section = _Section(self._lane.on_device(nbytes))
                 section.batches = group
                 sections.append(section)
@@ -288,7 +315,8 @@ class DeviceCopy:
     def _take_scratch(self) -> None:
         nbytes = _SLOTS * BATCH_BYTES_MAX
         if self._scratch is None and self._room.has_beside(nbytes):
-            self._scratch = self._lane.aside(nbytes)
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._scratch = self._lane.on_device(nbytes)
 
     @contextlib.contextmanager
     def _drained_on_error(self) -> Iterator[None]:

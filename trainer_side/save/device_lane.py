@@ -5,11 +5,15 @@
 
 The own stream is made by the runtime itself and kept as long as the process. `torch.cuda.Stream()` deals 32 streams to
 all who ask, so one of those would be the user's as well. XPU has no other: there it is one of torch's.
+
+Memory is taken from the device itself, in the order of the own stream. torch's allocator would cut a block that
+training has freed a moment ago and wants again in one piece, and would keep the memory afterwards.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -25,15 +29,15 @@ class DeviceMemory(NamedTuple):
     """The memory of a device, in bytes.
 
     Attributes:
-        free: What an allocation could take, what torch keeps for later among it.
+        free: What nobody holds. What torch keeps for training is not among it.
         total: Of the device.
-        allocated: In tensors of this process. `peak`: the most so far.
+        reserved: What torch holds for tensors of this process, in use or not. `peak`: the most so far.
         retries: So many times torch had to give memory back to the device before there was enough.
     """
 
     free: int
     total: int
-    allocated: int
+    reserved: int
     peak: int
     retries: int
 
@@ -49,20 +53,23 @@ class DeviceLane(Protocol):
         """Where the current stream is now."""
         ...
 
+    def go_on(self) -> None:
+        """What is queued on the own stream from now on comes behind all that is queued on the current one."""
+        ...
+
+    def drain(self) -> None:
+        """Wait for the own stream: what it gave back belongs to the device again."""
+        ...
+
     def on_device(self, nbytes: int) -> torch.Tensor:
-        """Memory of the current stream.
+        """Memory for the own stream, and for the current one from this point on.
+
+        It is given back in the order of the own stream, as soon as no tensor is over it: what else is still going to
+        touch it by then must be in that order, too (`go_on`).
 
         Raises:
             OutOfMemoryError: There is none.
         """
-        ...
-
-    def aside(self, nbytes: int) -> torch.Tensor | None:
-        """Memory of the own stream, beside all that torch keeps; None: there is none, or no way to take it so."""
-        ...
-
-    def give_back(self, aside: torch.Tensor) -> None:
-        """What `aside` gave belongs to the device again, when this returns."""
         ...
 
     def on_host(self, nbytes: int) -> torch.Tensor:
@@ -70,7 +77,7 @@ class DeviceLane(Protocol):
         ...
 
     def memory(self) -> DeviceMemory | None:
-        """None: it cannot be measured."""
+        """None: it cannot be measured, or none can be taken beside torch."""
         ...
 
 
@@ -84,6 +91,9 @@ class AcceleratorLane:
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, module_of(device)
         self._stream = _own_stream(device)
+        runtime, stream = device_runtime(), getattr(self._stream, "cuda_stream", None)
+        # What takes memory beside torch, and in the order of which stream. XPU has no such call.
+        self._beside_torch = None if runtime is None or stream is None else (runtime, int(stream))
 
     @contextmanager
     def beside(self, after: StreamEvent | None) -> Iterator[None]:
@@ -97,25 +107,31 @@ class AcceleratorLane:
         """As `DeviceLane`."""
         return record(self._device)
 
-    def on_device(self, nbytes: int) -> torch.Tensor:
+    def go_on(self) -> None:
         """As `DeviceLane`."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._stream.wait_event(self.record())
 
-    def aside(self, nbytes: int) -> torch.Tensor | None:
+    def drain(self) -> None:
         """As `DeviceLane`."""
-        runtime, stream = device_runtime(), self._stream_handle()
-        if runtime is None or stream is None or (address := runtime.allocate(nbytes, stream)) is None:
-            return None
-        return torch.as_tensor(_DeviceBytes(address, nbytes), device=self._device)
-
-    def give_back(self, aside: torch.Tensor) -> None:
-        """As `DeviceLane`."""
-        runtime, stream = device_runtime(), self._stream_handle()
-        assert runtime is not None, "it has given the memory"
-        assert stream is not None
-        runtime.free(aside.data_ptr(), stream)
         with self.beside(None):
             self.record().synchronize()
+
+    def on_device(self, nbytes: int) -> torch.Tensor:
+        """As `DeviceLane`."""
+        if self._beside_torch is None:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            memory.record_stream(self._stream)
+            return memory
+        runtime, stream = self._beside_torch
+        address = runtime.allocate(nbytes, stream)
+        if address is None:
+            raise torch.OutOfMemoryError(f"{self._device} has no {nbytes} bytes beside what torch holds")
+        taken = _DeviceBytes(address, nbytes)
+        weakref.finalize(taken, runtime.free, address, stream).atexit = False
+        with self.beside(None):
+            there = self.record()
+        self._module.current_stream(self._device).wait_event(there)
+        return torch.as_tensor(taken, device=self._device)
 
     def on_host(self, nbytes: int) -> torch.Tensor:
         """As `DeviceLane`."""
@@ -123,22 +139,16 @@ class AcceleratorLane:
 
     def memory(self) -> DeviceMemory | None:
         """As `DeviceLane`."""
-        if not hasattr(self._module, "mem_get_info"):
+        if self._beside_torch is None or not hasattr(self._module, "mem_get_info"):
             return None
         free, total = self._module.mem_get_info(self._device)
         stats = self._module.memory_stats(self._device)
-        allocated = int(stats.get("allocated_bytes.all.current", 0))
-        kept = int(stats.get("reserved_bytes.all.current", 0)) - allocated
-        peak, retries = stats.get("allocated_bytes.all.peak", 0), stats.get("num_alloc_retries", 0)
-        return DeviceMemory(int(free) + kept, int(total), allocated, int(peak), int(retries))
-
-    def _stream_handle(self) -> int | None:
-        handle: int | None = getattr(self._stream, "cuda_stream", None)
-        return handle
+        reserved, peak = (int(stats.get(f"reserved_bytes.all.{when}", 0)) for when in ("current", "peak"))
+        return DeviceMemory(int(free), int(total), reserved, peak, int(stats.get("num_alloc_retries", 0)))
 
 
 class _DeviceBytes:
-    """Memory of a device as torch takes it over from others, by CUDA's array interface."""
+    """Memory of a device as torch takes it over from others, by CUDA's array interface; kept by each tensor over it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

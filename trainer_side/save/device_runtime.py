@@ -55,10 +55,7 @@ class DeviceRuntime:
         return stream.value
 
     def allocate(self, nbytes: int, stream: int) -> int | None:
-        """Memory of the stream's device, from this point of the stream on: its address; None where there is none.
-
-        torch's allocator has no part in it, so no block is cut that training is going to want again.
-        """
+        """Memory of the stream's device, from this point of the stream on: its address; None where there is none."""
         address = ctypes.c_void_p()
         refused = self._call(
             "MallocAsync", ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
@@ -66,7 +63,11 @@ class DeviceRuntime:
         return None if refused else address.value
 
     def free(self, address: int, stream: int) -> None:
-        """Undo `allocate` at this point of the stream; the device has it back when the stream is waited for."""
+        """Undo `allocate` at this point of the stream.
+
+        The device has it back when the stream has come there and then somebody waits for a stream, an event or the
+        device: until then the runtime keeps it.
+        """
         self._call("FreeAsync", ctypes.c_void_p(address), ctypes.c_void_p(stream))
 
     def spare_captures(self) -> None:

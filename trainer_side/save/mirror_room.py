@@ -1,11 +1,11 @@
 """Whether the device has room for a mirror: a second copy of this rank's slice, for the time of one copy to the host.
 
-    free = what nobody holds + what torch keeps for later
-    room = free − (the most that training ever held − what it holds now) − a tenth of the device
+    room = what nobody holds − (the most that torch ever held for training − what it holds now) − a tenth of the device
 
-What a step of training takes is known only after one, so the first save has no room. What training held at most is
-taken without the mirrors of before. Where torch had to give memory back to the device while there was a mirror, memory
-is short, and no mirror is made any more. What a copy without a mirror takes meanwhile has to fit into the same room.
+What torch keeps for training, in use or not, is training's: also the private memory of graphs. What a step takes is
+known only after one, so the first save has no room. Where torch had to give memory back to the device while there was a
+mirror, memory is short, and no mirror is made any more. What else a save takes of the device has to fit into the same
+room: a mirror of what anything may change, where there is none of all, and what small tensors are gathered in.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ class MirrorRoom:
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
-        self._training_bytes = 0  # that training held at most
+        self._training_bytes = 0  # that torch held for training at most
         self._retries = 0
-        self._mirror_bytes = 0  # of the mirror since the save before
-        self._has_lent = False  # since then, whatever it was
+        self._has_lent = False  # since the save before
         self._spare_bytes = 0  # at this save
         self._saves = 0
         self._is_short = False
@@ -46,15 +45,20 @@ class MirrorRoom:
             return False
         return self._say(nbytes <= self._spare_bytes, nbytes, self._spare_bytes)
 
+    def has_in_part(self, nbytes: int) -> bool:
+        """Whether there may be a mirror of a part, where there is none of all; after `has`."""
+        return (self._limit_bytes is None or nbytes <= self._limit_bytes) and self.has_beside(nbytes)
+
     def has_beside(self, nbytes: int) -> bool:
-        """Whether a copy without a mirror may take so much meanwhile; after `has`, and whatever the limit is."""
+        """Whether so much may be taken where there is no mirror of all, whatever the limit is; it counts as taken."""
         fits = nbytes <= self._spare_bytes
-        self._has_lent |= fits
+        if fits:
+            self._has_lent, self._spare_bytes = True, self._spare_bytes - nbytes
         return fits
 
-    def made(self, nbytes: int) -> None:
+    def made(self) -> None:
         """There is a mirror now."""
-        self._mirror_bytes, self._has_lent = nbytes, True
+        self._has_lent = True
 
     def refused(self) -> None:
         """The device had no memory for it after all."""
@@ -64,11 +68,11 @@ class MirrorRoom:
 
     def _measure(self, memory: DeviceMemory) -> None:
         self._saves += 1
-        self._training_bytes = max(self._training_bytes, memory.peak - self._mirror_bytes)
+        self._training_bytes = max(self._training_bytes, memory.peak)
         if self._has_lent and memory.retries > self._retries:
             self._is_short = True
-        self._mirror_bytes, self._has_lent, self._retries = 0, False, memory.retries
-        to_come = max(0, self._training_bytes - memory.allocated)
+        self._has_lent, self._retries = False, memory.retries
+        to_come = max(0, self._training_bytes - memory.reserved)
         room = max(0, memory.free - to_come - memory.total // _SPARE_SHARE)
         self._spare_bytes = 0 if self._is_short or self._saves == 1 else room
 

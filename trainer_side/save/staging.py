@@ -72,7 +72,7 @@ class Staging:
         for piece in plan.gated:
             self._copies_at_first[piece.frame] += 1
         self._now_entries = sorted({piece.entry for piece in plan.now})
-        self._unchanged = Unchanged(plan.now, skeleton.layout)
+        self._unchanged = Unchanged(plan.now, skeleton.layout, engine.seen)
         self._spared: frozenset[int] = frozenset()  # entries whose bytes are here from a save before
         self._places: list[tuple[int, int, torch.device] | None] = []
         self._now: tuple[tuple[Batch, ...], tuple[Batch, ...]] = (), ()
@@ -134,16 +134,17 @@ class Staging:
             self._engine.copy_host(batch, self.memory, self._move)
         behind = () if route is None else route.device
         if route is not None:
-            self._mirror = self._engine.mirror((*device, *behind), sources)
+            self._mirror = self._engine.mirror(device, behind, sources)
             self._mirrored_now = len(device)
-        if self._mirror is None:
-            self._landing = self._engine.capture(device, sources, self.memory, behind=behind)
+        if self._mirror is None or not self._mirror.is_whole:
+            now = device if self._mirror is None else ()
+            self._landing = self._engine.capture(now, sources, self.memory, behind=behind)
         elif route is not None and sum(batch.nbytes for batch in route.host) <= _HOST_BYTES_AT_ONCE:
             self._took_host = True
             for batch in route.host:
                 self._engine.copy_host(batch, self.memory, self._move)
                 self._count(batch)
-        return self._mirror is not None
+        return self._mirror is not None and self._mirror.is_whole
 
     def counted(self, tensors: Sequence[torch.Tensor], tensor_entries: Sequence[int]) -> Mapping[int, int]:
         """The changes that torch has counted, of what is not copied again while it stays as it is: for `copy_now`.
@@ -167,7 +168,7 @@ class Staging:
 
     def live(self, route: Route) -> Route:
         """What of the route is still to be read from live tensors. Between `copy_now` and `copy_gated`."""
-        if self._mirror is None:
+        if self._mirror is None or not self._mirror.is_whole:
             return route
         return Route((), (), frozenset()) if self._took_host else route.on_host()
 

@@ -4,12 +4,12 @@
     copy thread   hashes arrive: as they were when the area's bytes were copied? it was rightly left out
                                  otherwise the step is withdrawn, and the tensor is copied at each save from now on
 
-A tensor is left out after `_PROVEN` copies into the same area that had the same hashes, as long as it lies where it
-lay and torch has counted no change. What torch does not count (`.data`, kernels of others) shows in the hashes: sums of
-words, each times a random number of 64 bits that belongs to its place (multilinear hashing, Carter and Wegman 1979;
-Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Whatever has changed, it is taken for unchanged
-with a probability below 2**-31. No byte crosses, and nothing is waited for in `save()`; the device reads each byte
-once, and writes and reads products of twice that size.
+A tensor is left out after `_PROVEN` saves with the same hashes, where the area has such bytes, and as long as it lies
+where it lay and torch has counted no change. What torch does not count (`.data`, kernels of others) shows in the
+hashes: sums of words, each times a random number of 64 bits that belongs to its place (multilinear hashing, Carter and
+Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Whatever has changed, it is taken for
+unchanged with a probability below 2**-31. No byte crosses, and nothing is waited for in `save()`; the device reads each
+byte once, and writes and reads products of twice that size.
 """
 
 from __future__ import annotations
@@ -58,21 +58,40 @@ class _InArea:
     """The bytes of an entry in the area.
 
     Attributes:
-        place: Where they were copied from. `hashes`: of their parts; `alike`: copies in a row that had them.
+        place: Where they were copied from. `hashes`: of their parts.
     """
 
     place: Place
     hashes: tuple[int, ...]
-    alike: int
+
+
+@dataclass
+class Steadiness:
+    """How a tensor was at the saves before, into whichever area.
+
+    Attributes:
+        hashes: Of its parts at the last one. `alike`: saves in a row that had these; `changes`: how often there were
+            others.
+    """
+
+    hashes: tuple[int, ...]
+    alike: int = 0
+    changes: int = 0
+
+    def saw(self, hashes: tuple[int, ...]) -> None:
+        """A save had these."""
+        if hashes == self.hashes:
+            self.alike += 1
+        else:
+            self.hashes, self.alike, self.changes = hashes, 1, self.changes + 1
 
 
 class _Awaited(NamedTuple):
-    """An entry of which hashes are on their way, so many; `before`: what was known of its bytes in the area."""
+    """An entry of which hashes are on their way, so many."""
 
     entry: int
     place: Place
     hashes: int
-    before: _InArea | None
     is_spared: bool
 
 
@@ -83,9 +102,15 @@ class Unchanged:
     Args:
         pieces: What is taken in `save()`, of this rank's slice.
         layout: Names the tensors.
+        seen: How the tensors were, by path and range; all areas of a rank share it.
     """
 
-    def __init__(self, pieces: Iterable[CopyPiece], layout: Layout) -> None:
+    def __init__(
+        self,
+        pieces: Iterable[CopyPiece],
+        layout: Layout,
+        seen: dict[tuple[str, int, int], Steadiness],
+    ) -> None:
         begins: dict[int, int] = {}
         ends: dict[int, int] = {}
         sizes: dict[int, int] = {}
@@ -104,7 +129,7 @@ class Unchanged:
         self._tensor_entries: Sequence[int] = ()
         self._tensors: list[int] = []  # places among all tensors of those that may be left out
         self._known: dict[int, _InArea] = {}
-        self._changes: dict[int, int] = {}  # how often the hashes were others
+        self._seen = seen
         self._looked: list[_Awaited] = []
         self._hashes: torch.Tensor | None = None
         self._arrived: StreamEvent | None = None
@@ -144,8 +169,10 @@ class Unchanged:
                 or entry not in versions
                 or source.device.type == "cpu"
                 or (source.start_bytes + begin) % _WORD_BYTES
-                or self._changes.get(entry, 0) >= _PROVEN
             ):
+                continue
+            seen = self._seen.get((self._paths[entry], begin, end))
+            if seen is not None and seen.changes >= _PROVEN:
                 continue
             try:
                 hashes = _hashes(source.bytes()[begin:end])
@@ -153,11 +180,11 @@ class Unchanged:
                 continue
             queued += hashes
             place = (source.data_ptr, source.start_bytes, versions[entry])
-            is_spared = known is not None and known.place == place and known.alike >= _PROVEN
-            self._looked.append(_Awaited(entry, place, len(hashes), known, is_spared))
-            if known is not None and is_spared:
+            is_steady = seen is not None and seen.alike >= _PROVEN and known == _InArea(place, seen.hashes)
+            if is_steady and known is not None:
                 self._known[entry] = known
                 spared.add(entry)
+            self._looked.append(_Awaited(entry, place, len(hashes), entry in spared))
         if queued:
             self._hashes, self._arrived = brought(torch.stack(queued))
         return frozenset(spared)
@@ -176,16 +203,15 @@ class Unchanged:
             self._arrived.synchronize()
         outdated = None
         arrived = iter(arriving.tolist())
-        for entry, place, count, before, is_spared in looked:
+        for entry, place, count, is_spared in looked:
             hashes = tuple(itertools.islice(arrived, count))
-            is_alike = before is not None and before.hashes == hashes
-            if is_spared and not is_alike:
-                outdated, self._changes[entry] = entry, _PROVEN  # for good
+            seen = self._seen.setdefault((self._paths[entry], *self._ranges[entry]), Steadiness(hashes))
+            seen.saw(hashes)
+            if is_spared and seen.alike == 1:
+                outdated, seen.changes = entry, _PROVEN  # for good
                 del self._known[entry]
                 continue
-            if before is not None and not is_alike:
-                self._changes[entry] = self._changes.get(entry, 0) + 1
-            self._known[entry] = _InArea(place, hashes, before.alike + 1 if before and is_alike else 1)
+            self._known[entry] = _InArea(place, hashes)
         if outdated is not None:
             raise Outdated(self._paths[outdated])
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.unit.trainer_side.slices import laid_out, source_of, tensors_of
+from trainer_side.save import device_copy
 from trainer_side.save.copy_plan import BATCH_BYTES_MAX, Batch, Router, SlicePlan, batches
 from trainer_side.save.device_copy import DeviceCopy
 from trainer_side.save.device_lane import DeviceMemory
@@ -39,10 +40,9 @@ class FakeLane:
     def __init__(self, room_bytes: int = PLENTY) -> None:
         self._room_bytes = room_bytes
         self.device_bytes: list[int] = []
-        self.aside_bytes: list[int] = []
-        self.held_bytes = 0  # of those
+        self.kept_bytes = self.held_bytes = 0  # of those; by tensors, and till somebody waits
         self.host_bytes: list[int] = []
-        self.events = self.waits = self.reached = 0
+        self.events = self.waits = self.reached = self.goes_on = 0
 
     @contextlib.contextmanager
     def beside(self, after: StreamEvent | None) -> Iterator[None]:
@@ -52,21 +52,24 @@ class FakeLane:
         self.events += 1
         return Moment(self, self.events)
 
+    def go_on(self) -> None:
+        self.goes_on += 1
+
+    def drain(self) -> None:
+        self.reached, self.held_bytes = self.events, self.kept_bytes
+
     def on_device(self, nbytes: int) -> torch.Tensor:
-        if nbytes + sum(self.device_bytes) > self._room_bytes:
+        if nbytes + self.kept_bytes > self._room_bytes:
             raise torch.OutOfMemoryError("full")
         self.device_bytes.append(nbytes)
-        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
-
-    def aside(self, nbytes: int) -> torch.Tensor | None:
-        self.aside_bytes.append(nbytes)
+        self.kept_bytes += nbytes
         self.held_bytes += nbytes
-        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+        memory = torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+        weakref.finalize(memory, self._let_go, nbytes)
+        return memory
 
-    def give_back(self, aside: torch.Tensor) -> None:
-        assert self.reached == self.events, "something is still read"
-        self.held_bytes -= aside.numel()
-        aside.fill_(0xDD)
+    def _let_go(self, nbytes: int) -> None:
+        self.kept_bytes -= nbytes
 
     def on_host(self, nbytes: int) -> torch.Tensor:
         self.host_bytes.append(nbytes)
@@ -107,7 +110,7 @@ class State:
         def arrived(batch: Batch) -> None:
             self.told.append(("arrived", batch))
 
-        mirror = engine.mirror(self.batches, self.sources)
+        mirror = engine.mirror((), self.batches, self.sources)
         if mirror is not None:
             on_mirrored()
             engine.bring(mirror, self.area, cancelled, arrived)
@@ -172,9 +175,9 @@ def test_without_a_mirror_memory_is_taken_in_save_and_that_of_the_device_goes_ba
     state, lane = _state(), FakeLane()
     engine = _engine(lane, 0)
     for save in range(4):
-        assert engine.mirror(state.batches, state.sources) is None
+        assert engine.mirror((), state.batches, state.sources) is None
         engine.capture((), state.sources, state.area, behind=state.batches)
-        taken = lane.host_bytes, lane.aside_bytes
+        taken = lane.host_bytes, lane.device_bytes
         assert taken == ([SLOTS_BYTES], save * [SLOTS_BYTES])
         assert lane.held_bytes == (SLOTS_BYTES if save else 0)
         state.area.zero_()
@@ -183,41 +186,68 @@ def test_without_a_mirror_memory_is_taken_in_save_and_that_of_the_device_goes_ba
             *(lambda: False, lambda _: None, lambda _: None),
         )
         state.check()
-        assert (lane.host_bytes, lane.aside_bytes) == taken
+        assert (lane.host_bytes, lane.device_bytes) == taken
         assert lane.held_bytes == 0
-    assert lane.device_bytes == []
 
 
 def test_where_no_copy_follows_the_memory_of_the_device_goes_back_all_the_same() -> None:
     state, lane = _state(), FakeLane()
     engine = _engine(lane, 0)
     for _ in range(2):
-        engine.mirror(state.batches, state.sources)
+        engine.mirror((), state.batches, state.sources)
         engine.capture((), state.sources, state.area, behind=state.batches)()
     assert lane.held_bytes == SLOTS_BYTES
     engine.give_back()
     assert lane.held_bytes == 0
 
 
-def test_a_mirror_is_given_back_piece_by_piece() -> None:
-    state, lane = State([8 << 20] * 16), FakeLane()
+@pytest.mark.parametrize(("smallest", "calls"), [(32 << 20, 4), (1 << 20, 16)])
+def test_a_mirror_is_given_back_piece_by_piece(
+    smallest: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_copy, "_SECTION_BYTES", smallest)
+    state, lane = State([1 << 20] * 128), FakeLane()
     engine = _engine(lane, PLENTY)
-    mirror = engine.mirror(state.batches, state.sources)
+    mirror = engine.mirror((), state.batches, state.sources)
     assert mirror is not None
-    assert sum(lane.device_bytes) >= 16 * (8 << 20)
-    assert max(lane.device_bytes) <= 40 << 20
-    alive = [weakref.ref(section.memory) for section in mirror._sections]
-    left: list[int] = []
-    engine.bring(
-        mirror,
-        state.area,
-        lambda: False,
-        lambda _: left.append(sum(one() is not None for one in alive)),
-    )
+    assert lane.goes_on == 1
+    assert lane.kept_bytes == sum(lane.device_bytes) == 128 << 20
+    assert len(lane.device_bytes) == calls
+    kept: list[int] = []
+    engine.bring(mirror, state.area, lambda: False, lambda _: kept.append(lane.kept_bytes))
     state.check()
-    assert left[0] == len(alive)
-    assert left[-1] < len(alive), "all of it was kept until the end"
-    assert all(one() is None for one in alive)
+    assert kept[0] >= (128 << 20) - lane.device_bytes[0]
+    assert kept[-1] == lane.device_bytes[-1], "all of it was kept until the end"
+    assert sorted(kept, reverse=True) == kept
+    assert lane.held_bytes == 0
+
+
+def test_what_a_cancelled_copy_has_left_of_a_mirror_goes_back() -> None:
+    state, lane = State([1 << 20] * 128), FakeLane()
+    engine = _engine(lane, PLENTY)
+    mirror = engine.mirror((), state.batches, state.sources)
+    assert mirror is not None
+    engine.bring(mirror, state.area, lambda: True, lambda _: None)
+    assert lane.held_bytes == 0
+
+
+def test_without_room_for_all_there_is_a_mirror_of_what_anything_may_change() -> None:
+    """From the second save on: before, nobody knows what training takes."""
+    state, lane = State([1 << 20] * 8), FakeLane()
+    half = len(state.batches) // 2
+    now, behind = state.batches[:half], state.batches[half:]
+    now_bytes = sum(batch.nbytes for batch in now)
+    engine = _engine(lane, now_bytes)
+    assert engine.mirror(now, behind, state.sources) is None
+    mirror = engine.mirror(now, behind, state.sources)
+    assert mirror is not None
+    assert not mirror.is_whole
+    assert lane.device_bytes == [now_bytes]
+    arrived: list[Batch] = []
+    engine.bring(mirror, state.area, lambda: False, arrived.append)
+    assert arrived == [*now]
+    less = _engine(lane, now_bytes - 1)
+    assert [less.mirror(now, behind, state.sources) for _ in range(2)] == [None, None]
 
 
 def test_with_a_mirror_anything_may_change_as_soon_as_it_is_queued() -> None:
@@ -250,7 +280,7 @@ def test_a_device_that_is_full_after_all_is_copied_without_a_mirror(caplog: pyte
         state.copy(engine)
         state.check()
     assert caplog.text.count("no memory on the device") == 2
-    assert lane.device_bytes == lane.aside_bytes == []
+    assert lane.device_bytes == []
 
 
 @STRATEGIES

@@ -10,8 +10,8 @@ from trainer_side.save.mirror_room import MirrorRoom
 TOTAL = 100
 
 
-def _memory(*, allocated: int, peak: int, retries: int = 0, others: int = 0) -> DeviceMemory:
-    return DeviceMemory(TOTAL - allocated - others, TOTAL, allocated, peak, retries)
+def _memory(*, reserved: int, peak: int, retries: int = 0, others: int = 0) -> DeviceMemory:
+    return DeviceMemory(TOTAL - reserved - others, TOTAL, reserved, peak, retries)
 
 
 def _after_one_save(memory: DeviceMemory) -> MirrorRoom:
@@ -21,65 +21,64 @@ def _after_one_save(memory: DeviceMemory) -> MirrorRoom:
 
 
 def test_there_is_room_where_training_leaves_it() -> None:
-    memory = _memory(allocated=30, peak=50)
+    memory = _memory(reserved=30, peak=50)
     assert _after_one_save(memory).has(40, memory)
     assert not _after_one_save(memory).has(41, memory), "a tenth of the device is left alone"
 
 
 def test_what_training_takes_again_in_its_next_step_is_left_to_it() -> None:
-    before, trained = _memory(allocated=30, peak=30), _memory(allocated=30, peak=80)
+    before, trained = _memory(reserved=30, peak=30), _memory(reserved=30, peak=80)
     assert not _after_one_save(before).has(30, trained)
 
 
 def test_memory_of_others_is_not_there() -> None:
-    memory = _memory(allocated=30, peak=50, others=20)
+    memory = _memory(reserved=30, peak=50, others=20)
     assert _after_one_save(memory).has(20, memory)
     assert not _after_one_save(memory).has(21, memory)
 
 
-def test_mirrors_of_before_do_not_count_as_what_training_takes() -> None:
-    memory = _memory(allocated=30, peak=50)
-    room = _after_one_save(memory)
-    for _ in range(3):
-        assert room.has(30, memory)
-        room.made(30)
-        memory = _memory(allocated=30, peak=80)
+def test_what_torch_keeps_for_training_is_no_room() -> None:
+    memory = _memory(reserved=80, peak=80)
+    assert _after_one_save(memory).has(10, memory)
+    assert not _after_one_save(memory).has(11, memory)
 
 
 def test_a_peak_that_was_reset_is_remembered() -> None:
-    room = _after_one_save(_memory(allocated=30, peak=80))
-    assert not room.has(30, _memory(allocated=30, peak=30))
+    room = _after_one_save(_memory(reserved=30, peak=80))
+    assert not room.has(30, _memory(reserved=30, peak=30))
 
 
 def test_where_torch_had_to_give_memory_back_no_mirror_is_made_any_more() -> None:
-    memory = _memory(allocated=30, peak=50)
+    memory = _memory(reserved=30, peak=50)
     room = _after_one_save(memory)
     assert room.has(30, memory)
-    room.made(30)
-    assert not room.has(30, _memory(allocated=30, peak=50, retries=1))
-    assert not room.has(30, _memory(allocated=30, peak=50, retries=1))
+    room.made()
+    assert not room.has(30, _memory(reserved=30, peak=50, retries=1))
+    assert not room.has(30, _memory(reserved=30, peak=50, retries=1))
 
 
 @pytest.mark.parametrize("limit", [None, 0])
 def test_what_a_copy_without_a_mirror_takes_has_to_fit_into_the_same_room(limit: int | None) -> None:
-    memory = _memory(allocated=30, peak=50)
+    memory = _memory(reserved=30, peak=50)
     room = MirrorRoom(limit)
     room.has(100, memory)
     assert not room.has_beside(1), "what a step of training takes is not known yet"
     assert not room.has(100, memory)
-    assert room.has_beside(40)
     assert not room.has_beside(41)
-    room.has(100, _memory(allocated=30, peak=50, retries=1))
+    assert room.has_in_part(15) is (limit is None)
+    assert room.has_beside(25)
+    assert room.has_beside(15) is (limit is not None), "what is taken is not there a second time"
+    room.has(100, _memory(reserved=30, peak=50, retries=1))
     assert not room.has_beside(1), "torch had to give memory back while there was less of it"
 
 
 def test_retries_of_before_are_not_a_mirrors() -> None:
-    memory = _memory(allocated=30, peak=50, retries=5)
+    memory = _memory(reserved=30, peak=50, retries=5)
     assert _after_one_save(memory).has(30, memory)
 
 
 def test_a_refused_allocation_is_the_last_one() -> None:
-    memory = _memory(allocated=30, peak=50)
+    memory = _memory(reserved=30, peak=50)
     room = _after_one_save(memory)
     room.refused()
     assert not room.has(1, memory)
@@ -93,7 +92,7 @@ def test_a_limit_holds_from_the_first_save_on_and_what_cannot_be_measured_has_no
 
 def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "holdfast.trainer")
-    memory = _memory(allocated=30, peak=50)
+    memory = _memory(reserved=30, peak=50)
     room = _after_one_save(memory)
     for _ in range(3):
         room.has(30, memory)
