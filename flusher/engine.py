@@ -41,6 +41,7 @@ from flusher.steps import (
 from flusher.upkeep import Pruned, ReadBack, Upkeep
 from flusher.workers import Workers
 from holdfast.errors import FencedError, HoldfastError, ProtocolError, StoreError
+from holdfast.faultpoint import Point, reach
 from holdfast.image.index import LayoutIndex
 from holdfast.image.layout import Layout
 from holdfast.image.manifest import Key
@@ -299,6 +300,7 @@ class Engine:
         if grown.ring_chunks > ring.ring_chunks:
             ring.add_slots(grown.ring_chunks)
             self._pipeline.ring_chunks = ring.ring_chunks
+            reach(Point.RING_ADDED)
         if grown.note:
             _log.info("%s", grown.note)
             self._events.emit(

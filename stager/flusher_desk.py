@@ -14,6 +14,7 @@ import logging
 from typing import Any
 
 from holdfast.errors import PeerLost, ProtocolError
+from holdfast.faultpoint import Point, reach
 from holdfast.ring.journal import SlotState
 from holdfast.ring.ring import Ring
 from stager.actions import Actions
@@ -101,6 +102,7 @@ class FlusherDesk:
             case "freed":
                 self._hear_freed(fields["slots"])
             case "grown":
+                reach(Point.GROWTH_HEARD)
                 self._hear_grown(fields["note"])
             case "durable":
                 body = {"pgt2_seconds": fields["pgt2_seconds"], "file": fields["file"]}

@@ -22,6 +22,7 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import Field, TypeAdapter, ValidationError
 
 from holdfast.errors import ConfigError, HoldfastError, ProtocolError, StoreError
+from holdfast.faultpoint import Point, reach
 from holdfast.process import boot_id
 from holdfast.ring.directory import check_private_directory, machine_error, open_private_file
 from holdfast.ring.journal import Journal, SlotRecord, SlotState
@@ -75,17 +76,19 @@ class NearRing:
             raise ConfigError(f"{directory}: the stager's ring is not on this machine")
         try:
             check_private_directory(directory)
-            if read_side_file(stager_file(directory, place.attempt)) != place.token.encode():
-                raise ConfigError(f"{directory}: this is not the ring of the stager that answers")
             journal = os.fdopen(open_private_file(directory / "journal", os.O_RDONLY), "rb")
             with journal:
                 memory = mmap.mmap(journal.fileno(), 0, access=mmap.ACCESS_READ)
             self._descriptor = open_private_file(directory / "ring", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            # Last: a flusher that makes another ring has removed this file before. So both are of the stager's ring,
+            # and never the journal of one with the bytes of another.
+            if read_side_file(stager_file(directory, place.attempt)) != place.token.encode():
+                raise ConfigError(f"{directory}: this is not the ring of the stager that answers")
         except FileNotFoundError as error:
             raise ConfigError(f"{error.filename}: there is no such file on this machine") from error
         except (OSError, ValueError) as error:  # an empty journal cannot be mapped
             raise ConfigError(f"{directory}: the ring cannot be read: {error}") from error
-        weakref.finalize(self, os.close, self._descriptor)
         self._journal = Journal(memory, str(directory / "journal"), SourceFiles(directory))
         self._slots: dict[tuple[int, int, int], int] = {}
         for slot in range(self._journal.ring_chunks):
@@ -116,6 +119,7 @@ class NearRing:
             or (record.attempt, record.step, record.chunk) != (attempt, step, chunk)
         ):
             return False
+        reach(Point.RING_SEEN)
         base = slot * self._journal.header.chunk_bytes
         for offset, view in wanted:
             if offset + view.nbytes > record.nbytes or not self._fill(base + offset, view):

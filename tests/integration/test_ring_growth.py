@@ -117,6 +117,27 @@ def test_it_may_die_or_stand_still_with_memory_taken_and_nothing_said(
     stager.close()
 
 
+def test_slots_of_which_no_stager_was_told_are_those_of_the_next_flusher(start: Start, image: Image) -> None:
+    first = start(fault="flusher@ring_added=kill")
+    stager = StagerClient(first.directory)
+    stager.begin(image, 5)
+    first.wait_killed()
+    assert not [message for message in stager.heard if message.kind == "grown"]
+    assert stager.ring.see_added() == range(AT_FIRST, GROWN)
+    fill(stager, image, 5, 0, GROWN - 1)  # nobody hears of it, but the journal
+    second = start()
+    back = StagerClient(second.directory, attempt=1)
+    assert back.welcome["ring_chunks"] == GROWN
+    back._tell("begin", attempt=1, step=5, layout_digest=image.layout.digest)
+    back.channel.send("chunk", slot=GROWN - 1)
+    back.send(image, 5, range(1, image.layout.chunks))
+    back.staged(image, 5)
+    back.finish()
+    assert second.wait() == 0
+    assert (second.store / "step-000000005.pt").read_bytes() == image.final
+    stager.close()
+
+
 def wait_until_stopped(flusher: FlusherProcess) -> None:
     deadline = time.monotonic() + 60
     while Path(f"/proc/{flusher.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":

@@ -79,7 +79,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     count_reads()
     live, own = model(0), PerRank({"rank": -1, "step": -1})
-    saving = Checkpointer({"model": live, "own": own})
+    saving = Checkpointer({"model": live, "own": own}, fresh=what == "save")
     rank = saving.rank
     if what == "save":
         own.value["rank"] = rank

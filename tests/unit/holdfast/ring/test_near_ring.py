@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.errors import ProtocolError
 from holdfast.process import boot_id
+from holdfast.ring.directory import open_private_file
 from holdfast.ring.near_ring import NearRing, RingPlace, near_ring
 from holdfast.ring.ring import Ring
 
@@ -145,3 +146,22 @@ def test_an_answer_that_is_no_place_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="place of the ring"):
         RingPlace.from_bytes(data)
     assert near_ring(data) is None
+
+
+def test_a_ring_that_is_made_anew_while_it_is_opened_is_not_read(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the journal of one would say what lies in the bytes of another, before and after each copy."""
+    said = _place(ring).to_bytes()
+    made: list[Ring] = []
+
+    def another_before(path: Path, flags: int) -> int:
+        if path.name == "ring" and not made:
+            Ring.remove(ring.directory)
+            made.append(Ring.create(ring.directory, chunk_bytes=4096, ring_chunks=4, attempt=ATTEMPT))
+            made[0].hold(ATTEMPT)
+        return open_private_file(path, flags)
+
+    monkeypatch.setattr("holdfast.ring.near_ring.open_private_file", another_before)
+    assert near_ring(said) is None
+    made[0].close()
