@@ -7,6 +7,7 @@ listed  ⇒ complete       every manifest that the real catalog lists fits exact
 recalled ⇒ saved         what a restore gets from the ring, in FULL slots or free ones, is of the step that it is said
                          to be of; and what was staged before is there (tests/simulation/hot.py)
 slots                    each has one owner; payloads land only in the slot that waits for them; all free at the end
+grown                    the stager has no slot that the journal lacks, and soon each one that the journal has
 in flight                at most two checkpoints are being received
 torn ⇒ withdrawn         a step of which a rank has copied other bytes than were saved is never staged, and every rank
                          that lives hears that it is none
@@ -18,6 +19,7 @@ every wait ends          when faults stop, every step has its verdict, every pro
 from __future__ import annotations
 
 import json
+import struct
 import traceback
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,7 @@ from holdfast.config import IN_FLIGHT_MAX
 from holdfast.errors import HoldfastError
 from holdfast.image.manifest import Key as FlushKey
 from holdfast.image.manifest import Manifest, State, is_manifest_name
-from holdfast.ring.journal import SlotState
+from holdfast.ring.journal import _ADDED_OFFSET, SlotState
 from holdfast.ring.ring import Ring
 from holdfast.telemetry.causes import DeclineCause
 from stager.session.checkpoint import Phase
@@ -47,6 +49,8 @@ Key = tuple[int, int]  # attempt, step
 
 
 RING_CHUNKS = 8
+_GROWTH_TOLD_SECONDS_MAX = 2.0
+_ADDED = struct.Struct("<I")
 UNSEEN_FAULTS = frozenset({"cut", "half", "slow"})  # of connections: nobody above the ports sees them
 
 
@@ -77,6 +81,7 @@ class Checks:
         self.winners_upload = ""
         self.winners_attempt = 0
         self.failure = ""
+        self._growth_known_at = 0.0
 
     def broken(self, what: str) -> None:
         from tests.simulation.world import Broken
@@ -198,10 +203,9 @@ class Checks:
             return
         self.promised[key] = digest
         plan = self._world.plan
-        large = plan.image(0).layout.chunks > RING_CHUNKS
         service = self._world.scheduler.here.notes["service"]
         unnoticed = not service._line.cut and not any(f.alive for f in self._world.flushers)
-        if large and plan.store_kind == "opaque" and unnoticed:
+        if plan.outgrows_ring and plan.store_kind == "opaque" and unnoticed:
             # When the stager knows that its flusher has died, it ends what went into an upload that nobody can go on
             # with. Here it was called staged before that could be known.
             self.excused[key] = "its upload cannot be continued by another process"
@@ -223,7 +227,7 @@ class Checks:
             missing = set(range(layout.chunks)) - in_ring.get(key, set())
             if missing:
                 missing -= self._recorded_chunks(ring, key)
-            if missing and self._world.store.kind == "opaque" and layout.chunks > ring.ring_chunks:
+            if missing and self._world.store.kind == "opaque" and self._world.plan.outgrows_ring:
                 continue  # no other process can go on with such an upload: not promised
             if missing:
                 self.broken(
@@ -300,6 +304,8 @@ class Checks:
         ring = service._line.flusher.ring
         if everything != list(range(ring.ring_chunks)):
             self.broken(f"slots: free {free}, filling {filling}, with the flusher {handed}")
+        if self._world.plan.growth_chunks >= 0:
+            self._growth_is_known(service, ring)
         if not self._between_turns(process):
             return
         for slots, state in ((free, SlotState.FREE), (filling, SlotState.FILLING)):
@@ -310,6 +316,23 @@ class Checks:
             for (chunk, rank), credit in checkpoint.credits.items():
                 if checkpoint.phase is not Phase.STAGED and checkpoint.open_slots.get(chunk) != credit.slot:
                     self.broken(f"rank {rank} has a credit for slot {credit.slot}, which is not its chunk's")
+
+    def _growth_is_known(self, service: Any, ring: Ring) -> None:
+        """The stager has the slots that the journal has, as soon as a flusher has told it; never others."""
+        world, now = self._world, self._world.scheduler.now
+        with_memory = ring.ring_chunks
+        in_journal = (
+            ring._journal.header.ring_chunks + _ADDED.unpack_from(ring._journal_map, _ADDED_OFFSET)[0]
+        )
+        if with_memory > in_journal:
+            self.broken(f"the stager has {with_memory} slots, the journal {in_journal}")
+        lately = now - _GROWTH_TOLD_SECONDS_MAX
+        stands_still = any(process.stopped_until > lately for process in world.processes)
+        is_served = not service._line.cut and any(flusher.alive for flusher in world.flushers)
+        if with_memory == in_journal or stands_still or not is_served:
+            self._growth_known_at = now
+        elif self._growth_known_at < lately:
+            self.broken(f"the journal has {in_journal} slots, and the stager still uses {with_memory}")
 
     def ring_is_remembered(self) -> None:
         """What counts as whole in the ring is, whatever it is of."""
@@ -355,7 +378,7 @@ class Checks:
     def flusher_ended(self, process: Process) -> None:
         self.ring_changed = True
         plan = self._world.plan
-        if plan.store_kind == "opaque" and plan.image(0).layout.chunks > RING_CHUNKS:
+        if plan.store_kind == "opaque" and plan.outgrows_ring:
             for key in self.promised:
                 self.excused[key] = "its upload cannot be continued by another process"
 

@@ -22,6 +22,7 @@ from tests.simulation.runtime import SIM, install
 
 __all__ = ["Outcome", "prepare", "run_seed"]
 
+_ROOM_CHUNKS = 64
 _numbers = itertools.count()
 _KERNEL_CHOSE = re.compile(r"(process |pid': )\d+")
 
@@ -54,6 +55,8 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     package.__path__ = [str(Path(__file__).parents[2] / "trainer_side")]
     sys.modules.setdefault("trainer_side", package)
     import flusher.lifetime
+    import flusher.ring_room
+    import holdfast.config
     import stager.flusher_line
     import stager.flusher_process
     from flusher.progress import Progress
@@ -64,6 +67,7 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     from holdfast.store import retrying
     from holdfast.telemetry.events import EventLog
     from tests.simulation import checks, world
+    from tests.simulation.images import CHUNK_BYTES
 
     install()
     _base = Path(tempfile.mkdtemp(prefix="holdfast-sim-", dir="/dev/shm"))
@@ -77,6 +81,12 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
     setattr(flusher.lifetime, "open_store", lambda url: current().open_store(url))  # noqa: B010
     # A slow store does not end a start: as in `World.open_store`, attempts are counted and seconds are not.
     setattr(retrying, "_CHECK_BUDGET", replace(retrying._CHECK_BUDGET, seconds_max=1e9))  # noqa: B010
+    # A ring whose size nobody has set has eight slots, and grows by some at a time, as far as the plan has memory.
+    setattr(holdfast.config, "RING_BYTES", CHUNK_BYTES * checks.RING_CHUNKS)  # noqa: B010
+    setattr(flusher.lifetime, "_total_bytes", lambda _: CHUNK_BYTES * _ROOM_CHUNKS)  # noqa: B010
+    setattr(flusher.ring_room, "_STEP_BYTES_MIN", 7 * CHUNK_BYTES)  # noqa: B010
+    setattr(flusher.ring_room, "_STEP_BYTES_MAX", 9 * CHUNK_BYTES)  # noqa: B010
+    setattr(flusher.ring_room, "growth_bytes_in", lambda _: current().plan.growth_chunks * CHUNK_BYTES)  # noqa: B010
     log = _base / "flusher.log"
     for module in (stager.flusher_process, stager.flusher_line):
         setattr(module, "log_path", lambda _url: log)  # noqa: B010
@@ -139,7 +149,18 @@ def prepare() -> None:  # noqa: C901 - one step for each thing that is replaced
 
     Ring.hold = hold  # type: ignore[method-assign]
     for owner, names in (
-        (Ring, ("mark_filling", "mark_full", "set_attempt", "remove_checkpoint", "_write")),
+        (
+            Ring,
+            (
+                "mark_filling",
+                "mark_full",
+                "set_attempt",
+                "remove_checkpoint",
+                "_write",
+                "allocate",
+                "add_slots",
+            ),
+        ),
     ):
         for name in names:
             _only_alive(owner, name)

@@ -49,7 +49,7 @@ def restored_from_ring(world: World, job: Job, link: Link) -> tuple[RingSlices, 
     ring = seen.known(_stored(world), LonePeers())
     kept = ring.kept()
     for one in kept:
-        _read(world, ring, one)
+        _read(world, ring, one, may_be_gone=job is not world.jobs[-1])
     whole = {(one.seal.attempt, one.seal.step) for one in kept if not one.absent}
     partly = {(one.seal.attempt, one.seal.step) for one in kept if one.absent}
     waited = _waited(world, job)

@@ -487,7 +487,7 @@ def install() -> None:
                 setattr(module, attribute, named[value])
             elif isinstance(value, type) and value.__module__ == name:
                 _mend_factories(value)
-                for member in vars(value).values():
+                for member in list(vars(value).values()):  # a class may be completed by the first look at it
                     _mend_defaults(getattr(member, "__func__", member), defaults)
             elif isinstance(value, types.FunctionType):
                 _mend_defaults(value, defaults)

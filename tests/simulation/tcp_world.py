@@ -152,13 +152,20 @@ class TcpWorld(World):
 
     def _terminate(self, process: Process) -> None:
         if process.kind == "stager" and signal.SIGTERM not in process.handlers:
-            process.notes["struck"] = True
-            self.scheduler.later(0.0, lambda: self.scheduler.kill(process, "by SIGTERM, in its start"))
+            self._end_at_once(process, "by SIGTERM, in its start")
             return
-        super()._terminate(process)
+        try:
+            super()._terminate(process)
+        except SystemExit:  # raised in whatever the process does
+            self._end_at_once(process, "by a second SIGTERM")
+            return
         wakes = process.notes.get("wakeup_fd")
         if process.alive and wakes is not None:
             os.write(wakes, b"\x0f")
+
+    def _end_at_once(self, process: Process, why: str) -> None:
+        process.notes["struck"] = True
+        self.scheduler.later(0.0, lambda: self.scheduler.kill(process, why))
 
     def _tcp_job(self, number: int) -> TcpJob:
         job = self.jobs[number]

@@ -17,7 +17,8 @@ from tests.simulation.tier_mutations import TIER_MUTATIONS
 SECONDS_MAX = 1200
 TIER_SEEDS_MAX = 3000
 # One for each promise: staged is whole, and of one instant, listed is whole, no slot is shared, one writer, power cuts,
-# shards in their places; over TCP nothing is lost with a connection, and nobody comes back late. tests/soak has all.
+# shards in their places, a reader that looks again, a ring that grows; over TCP nothing is lost with a connection, and
+# nobody comes back late. tests/soak has all.
 ALWAYS = {
     "torn_is_staged",
     "staged_before_last_chunk",
@@ -25,6 +26,8 @@ ALWAYS = {
     "credit_twice",
     "claim_unchecked",
     "run_and_stride_swapped",
+    "read_without_second_look",
+    "slots_before_word",
     "torn_sector_believed",
     "committed_before_flushed",
     "under_way_lost",

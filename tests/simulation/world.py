@@ -82,6 +82,16 @@ POINTS = {
     ],
 }
 
+_GROWTH_POINTS = (
+    ("flusher", "ring_taken"),
+    ("flusher", "ring_added"),
+    ("flusher", "ring_added"),
+    ("stager", "growth_heard"),
+    ("flusher", "part_written"),
+    ("flusher", "parts_done"),
+    ("flusher", "staged_heard"),
+)
+
 
 class Broken(AssertionError):
     """An invariant does not hold."""
@@ -125,6 +135,12 @@ class Plan:
     areas: int  # of each rank: how many checkpoints it sends at once
     torn_share: float = 0.0  # of the copies that ranks make; above 0 the real copy thread makes them
     mesh: int = 0  # how tensors are split among the ranks; 0: every rank has all of them
+    growth_chunks: int = (
+        -1
+    )  # slots for which there is memory beside the ring's; -1: its size is set, and kept
+    reads_slowly: bool = (
+        False  # ranks that read the ring themselves: others act between their look and their copy
+    )
     faults: list[Fault] = field(default_factory=list)
 
     @classmethod
@@ -181,6 +197,41 @@ class Plan:
         if chance.random() < 0.3:
             self.mesh = chance.randrange(1, _MESHES)
             self.ranks = chance.choice([self.ranks, self.ranks, 4])
+
+    def may_grow(self, seed: int) -> None:
+        """In some worlds the ring grows when a checkpoint comes. From dice of their own, as in `may_freeze`."""
+        chance = random.Random(f"grow {seed}")
+        if chance.random() >= 0.25:
+            return
+        self.growth_chunks = chance.choice([64, 64, 64, 0, 0, 1])
+        number = chance.choice([1, 1, 2, 3])
+        match chance.choice(["", "kept", "kept", "one step"]):
+            case "kept":  # nobody can go on with the upload, and only a larger ring holds the image
+                self.store_kind, self.shape = "opaque", 5
+            case (
+                "one step"
+            ):  # a flusher that dies then has told nothing of it, and the next one has nothing to add
+                self.shape, number = 0, 1
+        if chance.random() < 0.5:
+            self.faults, self.full, self.fail_share, self.slow_seconds = [], "", 0.0, 0.0
+        if chance.random() < 0.6:
+            what, (kind, point) = chance.choice(["kill", "kill", "stop"]), chance.choice(_GROWTH_POINTS)
+            self.faults.append(Fault(what, kind=kind, point=point, number=number))
+
+    def may_read_slowly(self, seed: int) -> None:
+        """In some worlds much happens while a rank reads the ring. From dice of their own, as in `may_freeze`."""
+        chance = random.Random(f"read {seed}")
+        if chance.random() < 0.2:
+            self.reads_slowly = True
+            self.jobs = 2  # the first one has nothing to read
+            if chance.random() < 0.3:
+                what, number = chance.choice(["kill", "stop"]), int(2 ** chance.uniform(0, 5))
+                self.faults.append(Fault(what, kind="rank", point="ring_seen", number=number))
+
+    @property
+    def outgrows_ring(self) -> bool:
+        """Whether the image is larger than the ring, and stays so."""
+        return self.image(0).layout.chunks > RING_CHUNKS + max(0, self.growth_chunks)
 
     def image(self, variant: int) -> Image:
         """What this world saves."""
@@ -280,7 +331,7 @@ class World:
         self.checks = Checks(self)
         self.scheduler.after_event = self._after_event
         self.flusher_config, self.stager_config, self.trainer_config = _configs(
-            self.runtime_dir, plan.keep_last, plan.verify, plan.linger
+            self.runtime_dir, plan.keep_last, plan.verify, plan.linger, grows=plan.growth_chunks >= 0
         )
 
     def _make_plan(self) -> Plan:
@@ -288,6 +339,8 @@ class World:
         plan.may_freeze(self.seed)
         plan.may_tear(self.seed)
         plan.may_split(self.seed)
+        plan.may_grow(self.seed)
+        plan.may_read_slowly(self.seed)
         return plan
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -605,7 +658,7 @@ class World:
     def _reach(self, point: str) -> None:
         """A process is at a named point."""
         sim = self.scheduler
-        if sim.unwinding is not None:
+        if sim.unwinding is not None or (point == "ring_seen" and not self.plan.reads_slowly):
             return
         process = sim.here
         sim.check_alive()
@@ -615,9 +668,15 @@ class World:
             for fault in self.plan.faults:
                 if not fault.done and (fault.kind, fault.point, fault.number) == (*key, count):
                     fault.done = True
+                    if fault.what == "stop":
+                        self._stop(process)
+                        continue
                     process.doomed = True
                     process.notes["struck"] = True
-        sim.step(point)
+        if point == "ring_seen":
+            sim.wait(None, sim.chance.choice([0.0, 0.0, 0.1, 2.0]), point)
+        else:
+            sim.step(point)
 
     def _strike(self, fault: Fault) -> None:
         sim = self.scheduler
@@ -634,9 +693,7 @@ class World:
             if fault.what == "term":
                 self._terminate(victim)
             elif fault.what == "stop":
-                seconds = sim.chance.choice([1.0, 15.0, 60.0])
-                sim.note(f"! {victim.name} stands still for {seconds:g} s")
-                victim.stopped_until = sim.now + seconds
+                self._stop(victim)
             else:
                 victim.notes["struck"] = True
                 victim.notes["vanished"] = fault.what == "vanish"
@@ -644,6 +701,12 @@ class World:
             return
         fault.done = True
         self._befall(fault)
+
+    def _stop(self, process: Process) -> None:
+        sim = self.scheduler
+        seconds = sim.chance.choice([1.0, 15.0, 60.0])
+        sim.note(f"! {process.name} stands still for {seconds:g} s")
+        process.stopped_until = sim.now + seconds
 
     def _befall(self, fault: Fault) -> None:
         """What concerns no single process."""
@@ -767,6 +830,8 @@ class World:
                 self._ring = (inode, Ring.attach(self.ring_directory()))
             except HoldfastError:
                 return None  # being made
+        if self.plan.growth_chunks >= 0:
+            self._ring[1].see_added()
         return self._ring[1]
 
     def ring_directory(self) -> Path:
@@ -811,12 +876,12 @@ class World:
 
 @functools.cache
 def _configs(
-    runtime_dir: Path, keep_last: int, verify: bool, linger: bool
+    runtime_dir: Path, keep_last: int, verify: bool, linger: bool, *, grows: bool
 ) -> tuple[FlusherConfig, StagerConfig, TrainerConfig]:
     common: dict[str, Any] = {
         "store": URL,
         "chunk_bytes": CHUNK_BYTES,
-        "ring_bytes": CHUNK_BYTES * RING_CHUNKS,
+        "ring_bytes": None if grows else CHUNK_BYTES * RING_CHUNKS,
         "keep_last": keep_last,
         "verify": verify,
         "linger": linger,
